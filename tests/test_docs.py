@@ -23,6 +23,7 @@ from quantizer.cli.main import _parse
 from quantizer.cli.main import main
 from quantizer.config import load_run
 from quantizer.config.reference import reference
+from quantizer.config.sweep import read_sweep
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -169,7 +170,7 @@ def test_the_own_run_validates_inspects_and_runs(
 def test_commands_name_configurations_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     shipped = [words for words in _commands() if "my-run.yaml" not in words]
-    assert {words[0] for words in shipped} == {"convert", "validate", "run", "show"}
+    assert {words[0] for words in shipped} == {"convert", "validate", "run", "show", "compare"}
     for words in shipped:
         if words[0] == "convert":
             assert _parse(words)[0].name == "convert"
@@ -178,7 +179,11 @@ def test_commands_name_configurations_that_exist(monkeypatch: pytest.MonkeyPatch
             name = next(part for part in Path(words[1]).parts if part != "runs")
             assert (REPOSITORY / "configs" / f"{name}.yaml").is_file()
             continue
-        load_run(words[1], words[2:])
+        if words[0] == "compare":
+            assert _parse(words)[0].name == "compare"
+            continue
+        end = words.index("--output") if "--output" in words else len(words)
+        assert read_sweep([words[1]], words[2:end]).runs(Path("runs"))
 
 
 def test_make_targets_exist() -> None:

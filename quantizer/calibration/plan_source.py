@@ -88,9 +88,14 @@ class PlanSource:
     def inherit_from(self, other: PlanSource) -> None:
         """Take the statistics of another plan source; the plan for this configuration follows after ``bind``.
 
+        With an equal configuration it is the same session, so that nothing is chosen again.
+
         Raises:
             CalibrationError: the other plan source has no statistics.
         """
+        if other._config == self._config and isinstance(other.state, Calibrated):
+            self.state = other.state
+            return
         snapshot = other.seen()
         if snapshot is None:
             raise CalibrationError(

@@ -40,6 +40,7 @@ __all__ = [
     "needs_batches",
     "plan_settings",
     "replays_batches",
+    "sees_the_same",
     "tell_where_nothing_is_quantized",
     "warn_of_float32",
 ]
@@ -77,6 +78,21 @@ def _with_channels(config: QuantizerConfig) -> tuple[str, ...]:
     if config.activations.smooth is not None:
         return ("linear", "conv")
     return ("linear",) if config.weights.rounding == "awq" else ()
+
+
+def sees_the_same(first: QuantizerConfig, second: QuantizerConfig) -> bool:
+    """Return whether calibration sees the same with both configurations, so that its statistics serve either.
+
+    The percentile of a range is taken from them later, and so is what the target of a backend wants.
+    """
+    return _seen_with(first) == _seen_with(second)
+
+
+def _seen_with(config: QuantizerConfig) -> tuple[object, ...]:
+    calibrator = calibrator_of(config, histogram=False)
+    off = [kind for kind, switch in config.sites.model_dump().items() if switch is False]
+    kept = (type(calibrator), calibrator.histogram is None, _kept(config), _with_channels(config))
+    return (off, config.include, config.exclude, *kept)
 
 
 def replays_batches(config: QuantizerConfig) -> bool:

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from quantizer import __version__
 from quantizer.cli.check import Check
+from quantizer.cli.compare import Compare
 from quantizer.cli.completion import Completion
 from quantizer.cli.convert import Convert
 from quantizer.cli.inspect import Inspect
@@ -33,7 +34,7 @@ from quantizer.errors import QuantizerError
 
 __all__ = ["VERBS", "main"]
 
-_WORKING: tuple[Verb, ...] = (Convert(), Run(), Validate(), Inspect(), Show(), Check())
+_WORKING: tuple[Verb, ...] = (Convert(), Run(), Compare(), Validate(), Inspect(), Show(), Check())
 VERBS: tuple[Verb, ...] = (*_WORKING, Completion(_WORKING))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser
 from argparse import Namespace
 from pathlib import Path
@@ -10,35 +11,93 @@ from rich.console import Console
 
 from quantizer.cli.one_process import require_one_process
 from quantizer.cli.verb import OVERRIDES_HELP
+from quantizer.common.paths import is_file
 from quantizer.config import load_run
+from quantizer.config.sweep import Sweep
+from quantizer.config.sweep import read_sweep
+from quantizer.errors import QuantizerError
 
 __all__ = ["Run"]
 
+_MANY = 50
+"""A sweep of more runs is asked about first."""
+
 
 class Run:
-    """Verb that calibrates, quantizes, exports, builds, measures and reports, as a YAML file says."""
+    """Verb that calibrates, quantizes, exports, builds, measures and reports, as a YAML file says; or several times."""
 
     name = "run"
-    help = "make the engine and the report that a YAML file describes"
+    help = "make the engine and the report that a YAML file describes, or those of a sweep"
     rest: str | None = "overrides"
     epilog = """\
 example:
   quantizer run configs/minilm-sentiment-int8.yaml quantizer.activations.percentile=99.9 --output runs/p999
+
+Several values, such as quantizer.backend=openvino,onnxruntime fallback.num=2,4, make a sweep: a run for each
+combination in a folder of its own, and a comparison of all. In brackets, [a, b] is one value.
 
 The folder is complete when the command ends well, and absent otherwise. One that holds anything that no run wrote is
 kept, with --force too."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
-        parser.add_argument("overrides", metavar="key=value", nargs="*", help=OVERRIDES_HELP)
+        parser.add_argument(
+            "overrides",
+            metavar="key=value",
+            nargs="*",
+            help=f"{OVERRIDES_HELP}; a,b without brackets makes a run with each; more files (.yaml) are runs too",
+        )
         parser.add_argument("--output", metavar="DIR", type=Path, help="folder to write (default: `output` in CONFIG)")
         parser.add_argument("--force", action="store_true", help="replace the folder of a run that stands there")
+        parser.add_argument(
+            "--jobs", metavar="N", type=int, default=1, help="processes of a sweep, which slow each other (default: 1)"
+        )
+        parser.add_argument("--yes", action="store_true", help=f"do not ask before a sweep of more than {_MANY} runs")
 
     def __call__(self, args: Namespace, console: Console) -> int:
         require_one_process("quantizer run")
-        config = load_run(args.config, args.overrides)
+        paths = [args.config, *(word for word in args.overrides if _is_file(word))]
+        overrides = [word for word in args.overrides if not _is_file(word)]
+        sweep = read_sweep(paths, overrides)
+        if not sweep.is_single:
+            return self._sweep(sweep, args, console)
+        config = load_run(args.config, overrides)
         # Imported here, so that a mistake in the file is reported before the seconds that these imports take.
         from quantizer.runs.run import run
 
         run(config, args.output, args.force, console)
         return 0
+
+    def _sweep(self, sweep: Sweep, args: Namespace, console: Console) -> int:
+        """Carry out a sweep; 1 if one of its runs failed."""
+        if args.jobs < 1:
+            raise QuantizerError(f"--jobs {args.jobs}: expected a number of processes, 1 or more")
+        if sweep.count > _MANY and not args.yes:
+            _ask(sweep.count, console)
+        folder = Path(sweep.folder() if args.output is None else args.output)
+        runs = sweep.runs(folder)
+        from quantizer.report.compare.print import print_comparison
+        from quantizer.runs.sweep.carry_out import COMPARISON
+        from quantizer.runs.sweep.carry_out import carry_out_sweep
+
+        found = carry_out_sweep(runs, folder, console, force=args.force, jobs=args.jobs)
+        print_comparison(found, folder / COMPARISON, console)
+        return 1 if found.failed else 0
+
+
+def _is_file(word: str) -> bool:
+    """Return whether an argument names a file and is no override."""
+    return "=" not in word and not word.startswith("~") and (word.endswith((".yaml", ".yml")) or is_file(Path(word)))
+
+
+def _ask(count: int, console: Console) -> None:
+    """Ask whether so many runs are meant.
+
+    Raises:
+        QuantizerError: they are not, or there is nobody to ask.
+    """
+    what = f"this sweep has {count:,} runs"
+    if not sys.stdin.isatty():
+        raise QuantizerError(f"{what}, more than {_MANY}; expected fewer values, or --yes if so many are meant")
+    if console.input(f"{what}. Carry out all of them? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise QuantizerError(f"{what}; nothing was started")

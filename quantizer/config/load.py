@@ -23,11 +23,15 @@ from quantizer.config.schema import RunConfig
 from quantizer.config.section import Section
 from quantizer.config.validate import check_keys
 from quantizer.config.validate import finish
+from quantizer.config.yaml_file import Document
 from quantizer.config.yaml_file import read_yaml
 from quantizer.errors import ConfigError
 from quantizer.targets import AUTO
 
-__all__ = ["dump_yaml", "load_run", "quantizer_config"]
+__all__ = ["SWEEP", "dump_yaml", "finished_run", "load_run", "quantizer_config", "run_draft"]
+
+SWEEP = "sweep"
+"""The section of a file that makes several runs of it; see ``read_sweep``."""
 
 
 def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
@@ -45,11 +49,29 @@ def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunCon
     Raises:
         ConfigError: a list of all problems of the file and the overrides, each with its place.
     """
-    document = read_yaml(path)
-    draft = Draft(document.value, fspath(path), document)
-    _require_section(draft, RunConfig)
+    draft = run_draft(path, read_yaml(path))
     for text in overrides:
         draft.override(text)
+    if SWEEP in draft.value:
+        text = "makes several runs, and one is expected here: `quantizer run` carries out all, ~sweep leaves it out"
+        draft.add((SWEEP,), text)
+        del draft.value[SWEEP]
+    return finished_run(draft, path)
+
+
+def run_draft(path: str | PathLike[str], document: Document) -> Draft:
+    """Return the draft of a run's file, before any override.
+
+    Raises:
+        ConfigError: the file holds no mapping.
+    """
+    draft = Draft(document.value, fspath(path), document)
+    _require_section(draft, RunConfig)
+    return draft
+
+
+def finished_run(draft: Draft, path: str | PathLike[str]) -> RunConfig:
+    """Return the configuration of a draft, with the defaults of the file of this path; see ``load_run``."""
     draft.value.setdefault("output", f"runs/{Path(path).stem}")
     section = draft.value.get("quantizer", {})
     if isinstance(section, dict) and "backend" not in section:

@@ -31,6 +31,8 @@ filled in. A key that is not listed here is an error.
 
 - On the command line a key is written with dots, and its value is YAML: `quantizer.activations.percentile=99.9`,
   `fallback='{num: 4}'`. `~fallback` removes a key.
+- Values with commas outside brackets and quotes, `engine.threads=1,2`, and a section `sweep` with keys in dots, each
+  with a list of its values, `sweep: {engine.threads: [1, 2]}`, make several runs: [sweeps](guide/sweeps.md).
 - A relative path starts at the current folder, not at the YAML file.
 - `Quantizer(...)` takes a file or mapping of a whole run or of the `quantizer` section alone, and that section's keys
   as keywords: `Quantizer(backend="openvino", exclude={"names": ["classifier"]})`.

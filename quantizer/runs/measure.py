@@ -28,6 +28,7 @@ __all__ = [
     "QUANTIZED_STEM",
     "build_options",
     "engine_file",
+    "float_options",
     "measure_latency",
     "measure_memory",
     "with_deployed",
@@ -48,6 +49,11 @@ def build_options(config: RunConfig) -> BuildOptions:
         strip_weights=config.engine.strip_weights,
         compiled=config.engine.compiled,
     )
+
+
+def float_options(config: RunConfig) -> str:
+    """Return all that a float engine depends on besides its model, as text."""
+    return f"{config.quantizer.backend} {config.export.model_dump_json()} {config.engine.model_dump_json()}"
 
 
 def engine_file(config: RunConfig, built: BuildResult, *, ran: bool, scored: bool) -> EngineFile:
@@ -106,15 +112,18 @@ def with_deployed(choice: EngineChoice | None, latency: Latency | None, backend:
 
 def measure_memory(context: RunContext, config: RunConfig, built: Mapping[str, BuildResult]) -> tuple[MemoryEntry, ...]:
     """Return the peak memory of each engine beyond that of an empty process."""
+    shape = {"batch": config.report.latency_batch, "sequence": config.report.latency_sequence}
+
+    def peak_mib(name: str) -> float:
+        path, threads = built[name].path, config.engine.threads
+        peak = peak_memory_mib(path, config.quantizer.backend, threads=threads, **shape)
+        return peak.peak_mib - peak.baseline_mib
+
+    def known_or_measured(name: str) -> float:
+        if name != "float" or context.floats is None:
+            return peak_mib(name)
+        return context.floats.measured(f"{float_options(config)} memory {shape}", partial(peak_mib, name))
+
     with context.timer("measure memory"):
-        peaks = {
-            name: peak_memory_mib(
-                result.path,
-                config.quantizer.backend,
-                batch=config.report.latency_batch,
-                sequence=config.report.latency_sequence,
-                threads=config.engine.threads,
-            )
-            for name, result in built.items()
-        }
-    return memory_entries({name: peak.peak_mib - peak.baseline_mib for name, peak in peaks.items()})
+        peaks = {name: known_or_measured(name) for name in built}
+    return memory_entries(peaks)

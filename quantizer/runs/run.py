@@ -46,10 +46,10 @@ from quantizer.report import write_record
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.card.run_card import write_run_card
 from quantizer.report.output_record import OutputDistance
-from quantizer.report.search_records import fallback_record
+from quantizer.report.search.search_records import fallback_record
 from quantizer.report.tracking.trackers import track
+from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.compare_outputs import output_distances
-from quantizer.runs.engine_budget import EngineBudget
 from quantizer.runs.measure import build_options
 from quantizer.runs.measure import engine_file
 from quantizer.runs.measure import measure_latency
@@ -63,8 +63,9 @@ from quantizer.runs.placement.speed_goal import missed_speed
 from quantizer.runs.plan_records import site_records
 from quantizer.runs.preflight import require_tools
 from quantizer.runs.preflight.run_ready import ready_to_run
+from quantizer.runs.progress.run_stages import run_outlook
+from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
-from quantizer.runs.run_context import StageTimer
 from quantizer.runs.run_context import as_predictor
 from quantizer.runs.run_context import bar
 from quantizer.runs.run_context import resume_files
@@ -130,12 +131,11 @@ def carry_out(config: RunConfig, folder: Path, force: bool, console: Console, lo
     record: list[RunRecord] = []
     searches = config.fallback is not None and config.fallback.max_drop is not None
     with resume_files(folder, searches=searches, trains=config.qat is not None) as kept:
-        write_folder(
-            folder,
-            lambda target: record.append(_Run(config, folder.name, target, kept, console, load).run(among)),
-            kind=RUN,
-            replace=force,
-        )
+
+        def fill(target: Path) -> None:
+            record.append(_Run(config, folder, target, kept, console, load, among is not None).run(among))
+
+        write_folder(folder, fill, kind=RUN, replace=force)
     return record[0]
 
 
@@ -149,19 +149,27 @@ class _Run:
     """
 
     def __init__(
-        self, config: RunConfig, name: str, target: Path, kept: ResumeFiles, console: Console, load: Load
+        self,
+        config: RunConfig,
+        folder: Path,
+        target: Path,
+        kept: ResumeFiles,
+        console: Console,
+        load: Load,
+        chosen: bool,
     ) -> None:
         self.config = config
-        self.name = name
+        self.name = folder.name
         self.target = target
         (target / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-        timer = StageTimer(console)
+        timer = StageTimer(console, run_outlook(config, folder, chooses=chosen))
         with timer("load model and data"):
             self.work = load(timer, kept, target)
         self.context, self.rows, self.scoring = self.work.context, self.work.rows, self.work.scorer
         max_drop = None if config.fallback is None else config.fallback.max_drop
         checked = config.qat is None and runs_here(config.quantizer.backend)
         self.budget = EngineBudget(self.context, max_drop, self.rows.tuning, checked=checked)
+        self.budget.warn("fallback.max_drop")
         self.model = self.context.model
         self.placement = RunPlacement(self.context, config, target)
         self.choice: EngineChoice | None = None
@@ -217,7 +225,7 @@ class _Run:
                 self.context.task.fit_head(as_predictor(self.model), self.rows.head, progress)
         batches = self.context.feed.batches(self.rows.calibration)
         with self.context.timer("calibrate"):
-            quantizer.calibrate(self.model, batches)
+            self.work.calibrate(quantizer, batches)
         return batches
 
     @cached_property
@@ -225,7 +233,7 @@ class _Run:
         """The score on tuning rows, for what is chosen by it."""
         config = self.config
         settings = (config.model, config.data.batch_size, config.export.dynamic.sequence[0])
-        return TaskMetric(settings, self.context.task, self.budget.searched, self.rows.head, self.context.timer.tell)
+        return TaskMetric(settings, self.context.task, self.budget.searched, self.rows.head)
 
     def _choose(self, quantizer: Quantizer, batches: list[Batch]) -> nn.Module | None:
         """Measure sensitivity, and let the groups fall back to float that are asked for; return the proxy, if any."""
@@ -324,7 +332,7 @@ class _Run:
             sensitivity=quantizer.sensitivity.rows if config.amp is not None else (),
             measure=quantizer.sensitivity.measure if config.amp is not None else None,
             causes=causes_of(self.context, config, quantizer, self.rows.calibration),
-            fallback=None if chosen is None else fallback_record(chosen, self.budget.asked, self.budget.checks),
+            fallback=None if chosen is None else fallback_record(chosen, self.budget.asked, self.budget.checks, scores),
             training=None if course is None else course.record(self.context.task),
             choice=with_deployed(self.choice, latency, config.quantizer.backend),
             placement=self.placement.record(quantizer),

@@ -18,6 +18,7 @@ from quantizer.quantizer import Quantizer
 from quantizer.runs.measure import FLOAT_STEM
 from quantizer.runs.measure import QUANTIZED_STEM
 from quantizer.runs.measure import build_options
+from quantizer.runs.measure import float_options
 from quantizer.runs.placement.price_groups import EngineFiles
 from quantizer.runs.placement.price_groups import Timing
 from quantizer.runs.run_context import RunContext
@@ -75,6 +76,7 @@ class RunEngines:
         """
         chosen = quantizer.chosen_fallback
         back = None if trained else frozenset(() if chosen is None else chosen.reasons())
+        self._fetch_float()
         missing = {} if "float" in self._built else {"float": self.files(FLOAT_STEM)}
         if "engine" not in self._built or back is None or back != self._back:
             missing["engine"] = self.files(QUANTIZED_STEM)
@@ -90,8 +92,16 @@ class RunEngines:
             for name, files in missing.items():
                 self._loaded.pop(name, None)
                 self._built[name] = self.build_file(files.onnx, files.engine)
+                if name == "float" and self._context.floats is not None:
+                    self._context.floats.keep(float_options(self._config), self._built[name])
         self._back = back
         return dict(self._built)
+
+    def _fetch_float(self) -> None:
+        """Take the engine of the float model from a run before this one, if there was one with the same options."""
+        if "float" not in self._built and self._context.floats is not None:
+            found = self._context.floats.fetch(float_options(self._config), self._folder)
+            self._built |= {} if found is None else {"float": found}
 
     def build_file(self, onnx: Path, engine: Path) -> BuildResult:
         """Build an engine with the options of the run."""

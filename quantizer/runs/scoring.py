@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from quantizer.engines import Engine
 from quantizer.report import Score
+from quantizer.report.compare.resamples import Resamples
+from quantizer.report.compare.resamples import write_resamples
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import predict
 from quantizer.runs.run_context import score_record
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
+from quantizer.tasks.datasets.rows import content_of
 
 __all__ = ["Scoring"]
 
@@ -25,13 +29,23 @@ class Scoring:
         context: the float model and its task.
         rows: the rows; without any, there are no scores.
         resamples: the resamples behind each interval.
+        folder: where the scores of all resamples are kept for a comparison with other runs; None: nowhere.
     """
 
-    def __init__(self, context: RunContext, rows: list[Row], resamples: int) -> None:
+    def __init__(self, context: RunContext, rows: list[Row], resamples: int, folder: Path | None = None) -> None:
         self._context = context
         self._rows = rows
         self._resamples = resamples
+        self._folder = folder
         self._known: WeakKeyDictionary[nn.Module | Engine, Predictions] = WeakKeyDictionary()
+        self._base: WeakKeyDictionary[nn.Module | Engine, Predictions] = WeakKeyDictionary()
+
+    def for_run(self, context: RunContext, resamples: int, folder: Path) -> Scoring:
+        """Return a scorer for another run on the same model and rows, which knows what the float model predicts."""
+        other = Scoring(context, self._rows, resamples, folder)
+        # The same object for all, so that whichever run predicts first does so for the runs that follow.
+        other._base = self._base
+        return other
 
     def difference(self, which: str, engine: Engine | None) -> float | None:
         """Return the score of an engine less that of the float model; None without rows or engine.
@@ -57,9 +71,14 @@ class Scoring:
         base = self._predictions("float", self._context.model)
         told = {"float": base, **{name: self._predictions(name, form) for name, form in forms.items()}}
         task, rows = self._context.task, self._rows
+        if self._folder is not None:
+            resampled = {name: task.resampled(one, rows, self._resamples) for name, one in told.items()}
+            kept = Resamples(rows=content_of(rows), metric=task.metric_name, scores=resampled)
+            write_resamples(kept, self._folder)
         return tuple(score_record(name, task, base, one, rows, self._resamples) for name, one in told.items())
 
     def _predictions(self, which: str, model: nn.Module | Engine) -> Predictions:
-        if model not in self._known:
-            self._known[model] = predict(self._context, which, model, self._rows)
-        return self._known[model]
+        known = self._base if model is self._context.model else self._known
+        if model not in known:
+            known[model] = predict(self._context, which, model, self._rows)
+        return known[model]

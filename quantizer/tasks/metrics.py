@@ -23,6 +23,8 @@ __all__ = [
     "kl_divergence",
     "label_flips",
     "mean_cosine",
+    "paired_interval",
+    "resampled_scores",
     "spearman",
     "sqnr_db",
 ]
@@ -103,17 +105,31 @@ def bootstrap_interval(
         TaskError: the shapes differ, there are no rows, or ``n`` is below 1.
     """
     _same_shape(reference, other)
-    _same_shape(reference, targets)
-    if n < 1 or reference.size == 0:
-        raise TaskError(f"a bootstrap of {n} resamples over {reference.size} rows: expected at least 1 of each")
+    first, second = (resampled_scores(metric, decisions, targets, n, seed) for decisions in (reference, other))
+    return paired_interval(first, second)
+
+
+def resampled_scores(metric: Metric, decisions: Array, targets: Array, n: int = 1000, seed: int = 0) -> Array:
+    """Return the score of each bootstrap resample [n]; of two models on the same rows they are in pairs.
+
+    Arguments and errors are those of ``bootstrap_interval``.
+    """
+    _same_shape(decisions, targets)
+    if n < 1 or decisions.size == 0:
+        raise TaskError(f"a bootstrap of {n} resamples over {decisions.size} rows: expected at least 1 of each")
     generator = np.random.default_rng(seed)
-    rows = reference.shape[0]
+    rows = decisions.shape[0]
     at_once = max(1, CHUNK_VALUES // rows)
-    differences = []
+    scores = []
     for start in range(0, n, at_once):
         picked = generator.integers(rows, size=(min(at_once, n - start), rows))
-        differences.append(metric(other[picked], targets[picked]) - metric(reference[picked], targets[picked]))
-    low, high = np.quantile(np.concatenate(differences), [0.025, 0.975])
+        scores.append(metric(decisions[picked], targets[picked]))
+    return np.concatenate(scores)
+
+
+def paired_interval(first: Array, second: Array) -> tuple[float, float]:
+    """Return the 95% interval of ``second - first``, the scores of two models on the same resamples [R]."""
+    low, high = np.quantile(second - first, [0.025, 0.975])
     return float(low), float(high)
 
 

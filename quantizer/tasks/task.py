@@ -30,6 +30,7 @@ from quantizer.tasks.inputs import Inputs
 from quantizer.tasks.inputs import Sample
 from quantizer.tasks.inputs import TextInputs
 from quantizer.tasks.metrics import bootstrap_interval
+from quantizer.tasks.metrics import resampled_scores
 from quantizer.tasks.outputs import first_output
 
 __all__ = ["Batch", "Predictions", "Progress", "Run", "Task", "build_task", "tasks"]
@@ -202,6 +203,13 @@ class Task(ABC):
         """Return the 95% bootstrap interval of ``score(other) - score(float)``, rows resampled in pairs."""
         targets = self._checked_targets(float_predictions, rows)
         return bootstrap_interval(self.metric, float_predictions.decisions, other.decisions, targets, n, seed)
+
+    def resampled(
+        self, predictions: Predictions, rows: Sequence[Row], n: int = 1000, seed: int = 0
+    ) -> tuple[float, ...]:
+        """Return the scores of bootstrap resamples, which are the same for all predictions on the same rows."""
+        targets = self._checked_targets(predictions, rows)
+        return tuple(map(float, resampled_scores(self.metric, predictions.decisions, targets, n, seed)))
 
     @property
     def input_names(self) -> tuple[str, ...]:

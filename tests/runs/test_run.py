@@ -37,6 +37,7 @@ from quantizer.files import MARKER
 from quantizer.files import write_folder
 from quantizer.report import read_record
 from quantizer.report.tracking import trackers
+from quantizer.runs.progress import stage_timer
 from quantizer.tasks import load_model
 
 for _package in ("transformers", "sklearn", "onnx", "onnxscript", "openvino", "jinja2"):
@@ -56,6 +57,7 @@ COMPLETE = {
     "quantizer",
     "report.html",
     "report.json",
+    "resamples.json",
 }
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
@@ -418,9 +420,11 @@ def test_a_bf16_rest_is_not_for_every_engine(at: Path, capsys: pytest.CaptureFix
 def test_an_engine_that_lacks_the_precision_ends_the_run(
     at: Path, place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build = stages.build_engine
+    build = stage_timer.build_engine
     # The float model in the place of the quantized one.
-    monkeypatch.setattr(stages, "build_engine", lambda name, path, *rest: build(name, place.done / "float.onnx", *rest))
+    monkeypatch.setattr(
+        stage_timer, "build_engine", lambda name, path, *rest: build(name, place.done / "float.onnx", *rest)
+    )
     assert main(["run", "tiny.yaml", "--output", "out"]) == 1
     assert "the openvino engine lacks the precision that was asked for: the graph asks for INT8" in (
         capsys.readouterr().err
@@ -441,7 +445,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "score": (scoring, "score_record"),
     "export": (Quantizer, "export"),
     "export float": (run_engines, "export_onnx"),
-    "build": (stages, "build_engine"),
+    "build": (stage_timer, "build_engine"),
     "inspect": (pipeline, "observe_engine"),
     "load engine": (run_engines, "load_engine"),
     "price": (place_groups, "price_groups"),

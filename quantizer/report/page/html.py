@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+from typing import Any
 
 from quantizer.errors import MissingDependencyError
 from quantizer.report.json_file import write_text_atomic
@@ -19,7 +21,7 @@ from quantizer.report.record import RunRecord
 if TYPE_CHECKING:
     import jinja2
 
-__all__ = ["html_from_record", "require_html", "write_html"]
+__all__ = ["html_from_record", "render", "require_html", "write_html"]
 
 _FOLDER = Path(__file__).parent
 
@@ -30,8 +32,17 @@ def html_from_record(record: RunRecord) -> str:
     Raises:
         MissingDependencyError: jinja2 is not installed.
     """
+    return render("template.html", view_from_record(record))
+
+
+def render(template: str, view: Mapping[str, Any]) -> str:
+    """Return a page: a template of this folder with the style of the report and the variables of ``view``.
+
+    Raises:
+        MissingDependencyError: jinja2 is not installed.
+    """
     style = (_FOLDER / "report.css").read_text(encoding="utf-8")
-    return _environment().get_template("template.html").render(style=style, **view_from_record(record))
+    return _environment().get_template(template).render(style=style, **view)
 
 
 def write_html(record: RunRecord, path: Path | str) -> Path:

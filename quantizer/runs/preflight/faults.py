@@ -31,6 +31,12 @@ class Faults:
             self._found.append(error)
             return None
 
+    def passes(self, check: Callable[[], object]) -> bool:
+        """Return whether a check passes; if it raises, the error is kept."""
+        before = len(self._found)
+        self.of(check)
+        return len(self._found) == before
+
     def raise_all(self, what: str) -> None:
         """Raise if a check found a fault: its own error if there is one alone, or one with all of them.
 

@@ -7,14 +7,15 @@ from pathlib import Path
 from quantizer.config import RunConfig
 from quantizer.report import ModelInfo
 from quantizer.runs.preflight import check_rows
+from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
+from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import RunRows
-from quantizer.runs.run_context import StageTimer
 from quantizer.runs.run_context import load_context
 from quantizer.runs.scoring import Scoring
 from quantizer.runs.workload.workload import Workload
 
-__all__ = ["configured_workload"]
+__all__ = ["configured_workload", "workload_of"]
 
 
 def configured_workload(config: RunConfig, timer: StageTimer, kept: ResumeFiles, folder: Path) -> Workload:
@@ -41,6 +42,11 @@ def configured_workload(config: RunConfig, timer: StageTimer, kept: ResumeFiles,
         },
     )
     rows = RunRows.of(config.data)
+    return workload_of(config, context, rows, Scoring(context, rows.evaluation, config.report.bootstrap, folder))
+
+
+def workload_of(config: RunConfig, context: RunContext, rows: RunRows, scorer: Scoring) -> Workload:
+    """Return the workload of a configuration whose model and rows are loaded."""
 
     def check() -> None:
         check_rows(context.task, [*rows.evaluation, *rows.tuning, *rows.head], [*rows.calibration, *rows.training])
@@ -50,7 +56,7 @@ def configured_workload(config: RunConfig, timer: StageTimer, kept: ResumeFiles,
     return Workload(
         context=context,
         rows=rows,
-        scorer=Scoring(context, rows.evaluation, config.report.bootstrap),
+        scorer=scorer,
         info=ModelInfo(
             source=config.model.source,
             task=config.model.task,

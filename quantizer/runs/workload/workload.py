@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,12 +13,15 @@ from typing import TypeAlias
 from torch import nn
 
 from quantizer.engines import Engine
+from quantizer.quantizer import Quantizer
 from quantizer.report import ModelInfo
 from quantizer.report import Score
+from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import RunRows
-from quantizer.runs.run_context import StageTimer
+from quantizer.runs.workload.calibrations import Calibrations
+from quantizer.tasks import Batch
 
 __all__ = ["Load", "Scorer", "Workload"]
 
@@ -45,6 +49,7 @@ class Workload:
         scorer: scores what comes of it.
         info: the model in words.
         check: raises what would otherwise come after minutes of calibration.
+        calibrations: those of other runs on it; None: it is used once.
     """
 
     context: RunContext
@@ -52,6 +57,14 @@ class Workload:
     scorer: Scorer
     info: ModelInfo
     check: Callable[[], None]
+    calibrations: Calibrations | None = None
+
+    def calibrate(self, quantizer: Quantizer, batches: Sequence[Batch]) -> None:
+        """Calibrate a quantizer on the model, or give it what a run before it has seen."""
+        if self.calibrations is None:
+            quantizer.calibrate(self.context.model, batches)
+        else:
+            self.calibrations.calibrate(quantizer, self.context.model, batches)
 
 
 Load: TypeAlias = Callable[[StageTimer, ResumeFiles, Path], Workload]

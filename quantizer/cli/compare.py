@@ -1,0 +1,49 @@
+"""``quantizer compare``: runs side by side."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from argparse import Namespace
+from pathlib import Path
+
+from rich.console import Console
+
+__all__ = ["Compare"]
+
+
+class Compare:
+    """Verb that compares finished runs: a table here, a page, and a CSV file."""
+
+    name = "compare"
+    help = "compare finished runs: scores with intervals of their differences, speed, size, and what differs"
+    rest: str | None = "runs"
+    epilog = """\
+example:
+  quantizer compare runs/fast runs/balanced --csv runs.csv
+
+Scores on other rows, and times of other machines or shapes, are shown and not compared; the page says so."""
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument(
+            "runs", metavar="RUN", nargs="+", type=Path, help="folder that `quantizer run` wrote, or its report.json"
+        )
+        parser.add_argument(
+            "--html",
+            metavar="FILE",
+            type=Path,
+            default=Path("comparison.html"),
+            help="page to write (default: %(default)s)",
+        )
+        parser.add_argument("--csv", metavar="FILE", type=Path, help="CSV file to write, a line for each run")
+
+    def __call__(self, args: Namespace, console: Console) -> int:
+        from quantizer.report.compare.compared_run import read_runs
+        from quantizer.report.compare.comparison import compare
+        from quantizer.report.compare.print import print_comparison
+        from quantizer.report.page.compare_page import write_comparison
+
+        # After an option these are texts, which argparse did not convert.
+        found = compare(read_runs([Path(run) for run in args.runs]))
+        write_comparison(found, args.html, args.csv, args.html.stem)
+        print_comparison(found, args.html, console)
+        return 0

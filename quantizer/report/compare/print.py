@@ -1,0 +1,74 @@
+"""A comparison in the terminal: figures in a narrow table, and the runs that they are of below it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from quantizer.report.compare.compared_run import ComparedRun
+from quantizer.report.compare.comparison import Comparison
+from quantizer.report.compare.tables import in_order
+from quantizer.report.compare.tables import setting
+from quantizer.report.tables import text
+
+__all__ = ["print_comparison"]
+
+_MOST_KEYS = 4
+"""So many settings are written beside each run; where more differ, the page has them."""
+
+
+def print_comparison(comparison: Comparison, page: Path, console: Console) -> None:
+    """Print the table of the runs, the runs by their numbers, what cannot be compared, and the path of the page."""
+    console.print(_table(comparison))
+    for number, run in enumerate(in_order(comparison), start=1):
+        console.print(Text(f"{number:>3}  {_words(run, comparison)}"), soft_wrap=True)
+    if any(pair.within_noise for pair in comparison.to_best.values()):
+        console.print("  ~  within noise of the best: the 95% interval of the pair holds 0", highlight=False)
+    for note in comparison.notes:
+        console.print(Text(note), soft_wrap=True)
+    console.print(Text("comparison  ", style="bold") + Text(str(page)), soft_wrap=True)
+
+
+def _table(comparison: Comparison) -> Table:
+    metric = next((run.score.metric for run in comparison.runs if run.score is not None), "score")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in ("", metric, "to float", "95% interval", "to best", "ms", "speed", "MiB"):
+        table.add_column(Text(title), justify="right", no_wrap=True)
+    for number, run in enumerate(in_order(comparison), start=1):
+        score, latency, size = run.score, run.latency, run.size
+        cells = [
+            str(number),
+            "-" if score is None else text.score(score.value),
+            "-" if score is None or score.difference is None else text.signed(score.difference),
+            "-" if score is None or score.interval is None else text.interval(score.interval),
+            _to_best(run, comparison),
+            "-" if latency is None else text.significant(latency.median_ms, 3),
+            "-" if latency is None else text.times(latency.ratio_to_float),
+            "-" if size is None else f"{size.bytes / 2**20:,.1f}",
+        ]
+        table.add_row(*map(Text, cells), style="bold" if run.name in comparison.front else None)
+    return table
+
+
+def _to_best(run: ComparedRun, comparison: Comparison) -> str:
+    pair = comparison.to_best.get(run.name)
+    if pair is None or pair.difference is None:
+        return "best" if run is comparison.best else "-"
+    return f"{'~' if pair.within_noise else ''}{text.signed(pair.difference)}"
+
+
+def _words(run: ComparedRun, comparison: Comparison) -> str:
+    """Return a run's name, the settings that the name does not say, how long it took, and what is wrong with it."""
+    settings = []
+    for key, values in comparison.differing.items() if len(comparison.differing) <= _MOST_KEYS else ():
+        shown = f"{key.rpartition('.')[2]}={setting(values[run.name])}"
+        settings += [] if shown in run.name else [shown]
+    words = " ".join([run.name, *settings])
+    told = [] if run.seconds is None else [text.seconds(run.seconds)]
+    told += ["on the frontier"] if run.name in comparison.front else []
+    told += [run.error] if run.error else []
+    return f"{words}: {', '.join(told)}" if told else words

@@ -1,0 +1,145 @@
+"""A comparison as tables of a page, and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from typing import Any
+
+from quantizer.report.compare.compared_run import ComparedRun
+from quantizer.report.compare.comparison import Comparison
+from quantizer.report.compare.comparison import Pair
+from quantizer.report.tables import text
+from quantizer.report.tables.tables import Column
+from quantizer.report.tables.tables import html_table
+
+__all__ = ["csv_text", "in_order", "pairs_html", "runs_html", "settings_html", "setting"]
+
+
+def runs_html(comparison: Comparison) -> str:
+    """Return the table of the runs, the best score first."""
+    columns, rows = _runs(comparison)
+    numbered = [[number, *row] for number, row in enumerate(rows, start=1)]
+    return html_table([Column(title="No.", numeric=True), *columns], numbered, label="Runs", style=False)
+
+
+def settings_html(comparison: Comparison) -> str:
+    """Return the table of what differs in the configurations; empty if nothing does."""
+    if not comparison.differing:
+        return ""
+    rows = [
+        (run.name, *(setting(values[run.name]) for values in comparison.differing.values()))
+        for run in in_order(comparison)
+    ]
+    columns = [Column(title="Run", mono=True), *(Column(title=key, numeric=False) for key in comparison.differing)]
+    return html_table(columns, rows, label="What differs", style=False)
+
+
+def pairs_html(comparison: Comparison) -> str:
+    """Return the table of all pairs of runs; empty if there are none."""
+    if not comparison.pairs:
+        return ""
+    columns = [
+        Column(title="Run", mono=True),
+        Column(title="against", mono=True),
+        Column(title="Difference", numeric=True, show=text.signed),
+        Column(title="95% interval", numeric=True, show=text.interval),
+        Column(title=""),
+    ]
+    rows = [(one.second, one.first, one.difference, one.interval, one.verdict) for one in comparison.pairs]
+    return html_table(columns, rows, label="Pairs", style=False)
+
+
+def csv_text(comparison: Comparison) -> str:
+    """Return a line for each run, with all its figures and the settings that differ."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    keys = list(comparison.differing)
+    writer.writerow([*_CSV, *keys])
+    for run in comparison.runs:
+        figures = [take(run, comparison.to_best.get(run.name)) for take in _CSV.values()]
+        settings = [setting(comparison.differing[key][run.name]) for key in keys]
+        writer.writerow(["" if figure is None else figure for figure in (*figures, *settings)])
+    return stream.getvalue()
+
+
+def in_order(comparison: Comparison) -> list[ComparedRun]:
+    """Return the runs with the best score first, then those without one."""
+
+    def place(run: ComparedRun) -> tuple[bool, float]:
+        if run.score is None:
+            return (True, 0.0)
+        return (False, -run.score.value if run.score.higher_is_better else run.score.value)
+
+    return sorted(comparison.runs, key=place)
+
+
+def _runs(comparison: Comparison) -> tuple[list[Column], list[list[Any]]]:
+    metric = next((run.score.metric for run in comparison.runs if run.score is not None), "score")
+    columns = [
+        Column(title="Run", mono=True),
+        Column(title=metric, numeric=True, show=text.score),
+        Column(title="to float", numeric=True, show=text.signed),
+        Column(title="95% interval", numeric=True, show=text.interval),
+        Column(title="to the best", numeric=False),
+        Column(title="ms", numeric=True, show=lambda value: text.significant(value, 3)),
+        Column(title="speed", numeric=True, show=text.times),
+        Column(title="size", numeric=True, show=text.mebibytes),
+        Column(title="run took", numeric=True, show=text.seconds),
+        Column(title="", numeric=False),
+    ]
+    return columns, [_row(run, comparison) for run in in_order(comparison)]
+
+
+def _row(run: ComparedRun, comparison: Comparison) -> list[Any]:
+    score, latency, size = run.score, run.latency, run.size
+    remarks = [run.error] if run.error else ["on the frontier"] if run.name in comparison.front else []
+    return [
+        run.name,
+        None if score is None else score.value,
+        None if score is None else score.difference,
+        None if score is None else score.interval,
+        "the best" if run is comparison.best else _to_best(comparison.to_best.get(run.name)),
+        None if latency is None else latency.median_ms,
+        None if latency is None else latency.ratio_to_float,
+        None if size is None else size.bytes,
+        run.seconds,
+        "; ".join(remarks) or None,
+    ]
+
+
+def _to_best(pair: Pair | None) -> str | None:
+    if pair is None:
+        return None
+    if pair.difference is None:
+        return pair.why
+    shown = text.signed(pair.difference)
+    return shown if pair.interval is None else f"{shown}, {pair.verdict}" if pair.within_noise else shown
+
+
+def setting(value: Any) -> Any:
+    """Return a value of a configuration as a cell."""
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else value
+
+
+_CSV: dict[str, Callable[[ComparedRun, Pair | None], Any]] = {
+    "run": lambda run, _: run.name,
+    "folder": lambda run, _: run.folder,
+    "error": lambda run, _: run.error,
+    "model": lambda run, _: None if run.record is None else run.record.model.source,
+    "backend": lambda run, _: None if run.record is None or run.record.engine is None else run.record.engine.backend,
+    "metric": lambda run, _: None if run.score is None else run.score.metric,
+    "score": lambda run, _: None if run.score is None else run.score.value,
+    "difference_to_float": lambda run, _: None if run.score is None else run.score.difference,
+    "low_to_float": lambda run, _: None if run.score is None or run.score.interval is None else run.score.interval[0],
+    "high_to_float": lambda run, _: None if run.score is None or run.score.interval is None else run.score.interval[1],
+    "difference_to_best": lambda _, pair: None if pair is None else pair.difference,
+    "low_to_best": lambda _, pair: None if pair is None or pair.interval is None else pair.interval[0],
+    "high_to_best": lambda _, pair: None if pair is None or pair.interval is None else pair.interval[1],
+    "median_ms": lambda run, _: None if run.latency is None else run.latency.median_ms,
+    "speedup": lambda run, _: None if run.latency is None else run.latency.ratio_to_float,
+    "bytes": lambda run, _: None if run.size is None else run.size.bytes,
+    "seconds": lambda run, _: run.seconds,
+}
+"""The columns of the CSV file, in their order, before those of the settings."""

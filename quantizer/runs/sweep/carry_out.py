@@ -1,0 +1,124 @@
+"""A sweep: its runs into folders below one, and their comparison at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from quantizer.config import RunConfig
+from quantizer.config.sweep import SweepRun
+from quantizer.errors import ConfigError
+from quantizer.errors import QuantizerError
+from quantizer.files.marker import read_marker
+from quantizer.report.compare.compared_run import ComparedRun
+from quantizer.report.compare.compared_run import failed_run
+from quantizer.report.compare.compared_run import read_run
+from quantizer.report.compare.comparison import Comparison
+from quantizer.report.compare.comparison import compare
+from quantizer.report.page.compare_page import write_comparison
+from quantizer.runs.placement.speed_goal import missed_speed
+from quantizer.runs.preflight.faults import require_package
+from quantizer.runs.sweep.one_run import Outcome
+from quantizer.runs.sweep.one_run import carry_out_one
+from quantizer.runs.sweep.one_run import is_done
+from quantizer.runs.sweep.processes import LOGS
+from quantizer.runs.sweep.processes import in_processes
+from quantizer.runs.sweep.shared_work import needs
+from quantizer.runs.sweep.shared_work import shared_work
+
+__all__ = ["COMPARISON", "TABLE", "carry_out_sweep"]
+
+COMPARISON, TABLE = "comparison.html", "comparison.csv"
+"""The page and the figures, in the folder of the sweep."""
+
+
+def carry_out_sweep(
+    runs: Sequence[SweepRun], folder: Path, console: Console, *, force: bool = False, jobs: int = 1
+) -> Comparison:
+    """Carry out the runs of a sweep, and return their comparison, which lies in the folder too.
+
+    A run whose folder is complete, of the same configuration, is left as it is; the others are carried out one after
+    the other, those of one model and its rows together, which are loaded, scored and calibrated on once.
+
+    Args:
+        runs: the runs.
+        folder: the folder of the sweep.
+        console: where stages and results are printed.
+        force: carry out all runs, and replace the folders of those that stand there.
+        jobs: in so many processes at a time; the speed of each is measured beside the others.
+
+    Raises:
+        QuantizerError: something else stands in the folder, or it cannot be written; nothing was started.
+    """
+    folder = folder.absolute()
+    _check(runs, folder)
+    kept = [] if force else [run for run in runs if is_done(run, folder)]
+    names = {run.name for run in kept}
+    todo = _neighbours([run for run in runs if run.name not in names])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise QuantizerError(f"{folder} cannot be written: {error.strerror}; choose another folder") from error
+    if kept:
+        console.print(f"{len(kept)} of {len(runs)} runs are complete in {folder} and stay", highlight=False)
+    try:
+        outcomes = _carried_out(todo, folder, force, jobs, console)
+    except KeyboardInterrupt as stop:
+        raise type(stop)(f"the complete runs are in {folder}; the same command goes on with the others") from stop
+    errors = {outcome.name: outcome.error for outcome in outcomes}
+    found = compare([_compared(run, folder, errors.get(run.name)) for run in runs])
+    write_comparison(found, folder / COMPARISON, folder / TABLE, folder.name)
+    return found
+
+
+def _check(runs: Sequence[SweepRun], folder: Path) -> None:
+    """Raise for what would come after the first run otherwise."""
+    marker = read_marker(folder) if folder.is_dir() else None
+    if marker is not None:
+        raise QuantizerError(f"{folder} holds a {marker.kind}, and a sweep has its own folder: name it by --output")
+    for tracker in {run.config.report.track for run in runs} - {None}:
+        require_package(str(tracker), str(tracker))
+    if any("json" not in run.config.report.formats for run in runs):
+        raise ConfigError(["report.formats: json is missing; expected it in every run of a sweep, which compares them"])
+
+
+def _neighbours(runs: Sequence[SweepRun]) -> list[SweepRun]:
+    """Return the runs with those of one model and its rows beside each other."""
+    order: dict[str, int] = {}
+    for run in runs:
+        order.setdefault(needs(run.config), len(order))
+    return sorted(runs, key=lambda run: order[needs(run.config)])
+
+
+def _carried_out(runs: Sequence[SweepRun], folder: Path, force: bool, jobs: int, console: Console) -> list[Outcome]:
+    if not runs:
+        return []
+    if jobs > 1:
+        console.print(f"{len(runs)} runs in {min(jobs, len(runs))} processes; logs in {folder / LOGS}", highlight=False)
+
+        def tell(outcome: Outcome) -> None:
+            what = "done" if outcome.error is None else f"failed: {outcome.error}"
+            console.print(f"{outcome.name}: {what}", markup=False, highlight=False, soft_wrap=True)
+
+        return in_processes(runs, folder, force, jobs, tell)
+    outcomes = []
+    with shared_work(folder) as shared:
+        for number, run in enumerate(runs, start=1):
+            console.print(f"run {number} of {len(runs)}: {run.name}", markup=False, highlight=False, soft_wrap=True)
+            outcomes.append(carry_out_one(run, folder, force, shared, console))
+    return outcomes
+
+
+def _compared(run: SweepRun, folder: Path, error: str | None) -> ComparedRun:
+    place = folder / run.name
+    if error is not None:
+        return failed_run(run.name, place, _plain(run.config), error)
+    found = read_run(place, run.name)
+    missed = None if found.record is None else missed_speed(found.record.placement)
+    return found if missed is None else found.with_error(missed)
+
+
+def _plain(config: RunConfig) -> dict[str, object]:
+    return config.model_dump(mode="json")

@@ -1,0 +1,89 @@
+"""One run of a sweep: whether it is done already, and carrying it out so that its failure leaves the others."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from quantizer.config import RunConfig
+from quantizer.config import dump_yaml
+from quantizer.config.sweep import SweepRun
+from quantizer.errors import QuantizerError
+from quantizer.files import restore_folder
+from quantizer.files.marker import read_marker
+from quantizer.report.tracking.trackers import track
+from quantizer.runs.run import RUN
+from quantizer.runs.run import carry_out
+from quantizer.runs.run_context import ResumeFiles
+from quantizer.runs.run_context import StageTimer
+from quantizer.runs.sweep.shared_work import SharedWork
+from quantizer.runs.workload.workload import Workload
+
+__all__ = ["Outcome", "carry_out_one", "is_done"]
+
+_ASKED = "asked.yaml"
+"""The configuration of a run before anything was chosen in it, by which the same sweep knows its run again."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a run.
+
+    Attributes:
+        name: its name.
+        error: why it failed; None: its folder is complete.
+    """
+
+    name: str
+    error: str | None
+
+
+def is_done(run: SweepRun, folder: Path) -> bool:
+    """Return whether the folder of the sweep holds this run, complete and of the same configuration.
+
+    Raises:
+        QuantizerError: the folder of the run holds something else.
+    """
+    place = folder / run.name
+    restore_folder(place)
+    if not place.exists():
+        return False
+    marker, asked = read_marker(place), place / _ASKED
+    if marker is not None and marker.kind == RUN and asked.is_file():
+        if asked.read_text(encoding="utf-8") == _asked(run):
+            return True
+        what = "holds a run of another configuration"
+    else:
+        what = "is no run of this sweep"
+    raise QuantizerError(f"{place} {what}; choose another folder by --output, or replace its runs by --force")
+
+
+def carry_out_one(run: SweepRun, folder: Path, force: bool, shared: SharedWork, console: Console) -> Outcome:
+    """Carry out one run into its folder below ``folder``; whatever it fails of is in what is returned."""
+    start = time.perf_counter()
+
+    def load(timer: StageTimer, kept: ResumeFiles, target: Path) -> Workload:
+        (target / _ASKED).write_text(_asked(run), encoding="utf-8")
+        return shared.load(run.config, timer, kept, target)
+
+    try:
+        record = carry_out(run.config, folder / run.name, force, console, load)
+        if run.config.report.track is not None:
+            said = track(run.config.report.track, record, folder / run.name)
+            console.print(said, markup=False, highlight=False, soft_wrap=True)
+    except Exception as error:  # noqa: BLE001 - whatever one run fails of, the others go on
+        plain = isinstance(error, QuantizerError)
+        text = str(error) if plain else f"{type(error).__name__}: {error}"
+        console.print(f"{run.name} failed: {text}", markup=False, highlight=False, soft_wrap=True)
+        return Outcome(run.name, text)
+    seconds = time.perf_counter() - start
+    console.print(f"{run.name}: done in {seconds:.0f} s", markup=False, highlight=False, soft_wrap=True)
+    return Outcome(run.name, None)
+
+
+def _asked(run: SweepRun) -> str:
+    config: RunConfig = run.config.model_copy(update={"output": run.name})
+    return dump_yaml(config)

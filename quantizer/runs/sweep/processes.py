@@ -1,0 +1,121 @@
+"""Runs of a sweep in several processes, each of which shares what its own runs have in common."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from quantizer.config.sweep import SweepRun
+from quantizer.runs.sweep.one_run import Outcome
+from quantizer.runs.sweep.one_run import carry_out_one
+from quantizer.runs.sweep.shared_work import shared_work
+
+__all__ = ["LOGS", "in_processes"]
+
+LOGS = "logs"
+"""The folder with what the processes print, a file for each run."""
+
+
+def in_processes(
+    runs: Sequence[SweepRun], folder: Path, force: bool, jobs: int, tell: Callable[[Outcome], None]
+) -> list[Outcome]:
+    """Carry out runs in ``jobs`` processes, neighbours in the same one, and return what became of them.
+
+    A process that ends, as the system ends one without memory, fails the run that it was at; another one goes on.
+    """
+    (folder / LOGS).mkdir(exist_ok=True)
+    jobs = min(jobs, len(runs))
+    bounds = [len(runs) * job // jobs for job in range(jobs + 1)]
+    done: queue.Queue[Outcome] = queue.Queue()
+    workers = [_Worker(runs[low:high], folder, force, jobs, done) for low, high in pairwise(bounds)]
+    try:
+        for worker in workers:
+            worker.start()
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(runs):
+            outcomes.append(done.get())
+            tell(outcomes[-1])
+    finally:
+        for worker in workers:
+            worker.stop()
+    return outcomes
+
+
+class _Worker(threading.Thread):
+    """A process for some of the runs, and the thread that waits for it."""
+
+    def __init__(
+        self, runs: Sequence[SweepRun], folder: Path, force: bool, jobs: int, done: queue.Queue[Outcome]
+    ) -> None:
+        super().__init__(daemon=True)
+        self._runs = list(runs)
+        self._given = (folder, force, jobs)
+        self._done = done
+        self._stopped = False
+        self._process: multiprocessing.process.BaseProcess | None = None
+
+    def run(self) -> None:
+        """Start a process, and another one for the rest if it ends before its time."""
+        while self._runs and not self._stopped:
+            spawning = multiprocessing.get_context("spawn")
+            mine, its = spawning.Pipe(duplex=False)
+            self._process = spawning.Process(target=_work, args=(self._runs, *self._given, its))
+            self._process.start()
+            its.close()
+            self._wait(mine)
+
+    def _wait(self, mine: Connection) -> None:
+        assert self._process is not None
+        while self._runs:
+            try:
+                outcome: Outcome = mine.recv()
+            except EOFError:
+                self._process.join()
+                if self._stopped:
+                    return
+                code = self._process.exitcode
+                outcome = Outcome(self._runs[0].name, f"its process ended with exit code {code}, see its log")
+                self._runs.pop(0)
+                self._done.put(outcome)
+                return
+            self._runs.pop(0)
+            self._done.put(outcome)
+        self._process.join()
+
+    def stop(self) -> None:
+        """End the process, which removes what it has not completed."""
+        self._stopped = True
+        if self._process is not None and self._process.is_alive():
+            self._process.terminate()
+            self._process.join()
+
+
+def _work(runs: Sequence[SweepRun], folder: Path, force: bool, jobs: int, out: Connection) -> None:
+    """Carry out runs, in a process of its own."""
+    import torch
+
+    signal.signal(signal.SIGTERM, _end)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
+    try:
+        with shared_work(folder) as shared:
+            for run in runs:
+                with (folder / LOGS / f"{run.name}.log").open("w", encoding="utf-8") as log:
+                    out.send(carry_out_one(run, folder, force, shared, Console(file=log, width=120)))
+    except KeyboardInterrupt:
+        # The process that started this one says so.
+        return
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

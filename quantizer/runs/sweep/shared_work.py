@@ -1,0 +1,76 @@
+"""The work that runs of a sweep have in common: the loaded model and rows, what is float, and calibrations."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from quantizer.config import RunConfig
+from quantizer.runs.run_context import ResumeFiles
+from quantizer.runs.run_context import StageTimer
+from quantizer.runs.scoring import Scoring
+from quantizer.runs.workload.calibrations import Calibrations
+from quantizer.runs.workload.configured import configured_workload
+from quantizer.runs.workload.configured import workload_of
+from quantizer.runs.workload.float_engines import FloatEngines
+from quantizer.runs.workload.workload import Workload
+
+__all__ = ["SharedWork", "needs", "shared_work"]
+
+_TIMES = "times.json"
+
+
+def needs(config: RunConfig) -> str:
+    """Return all that a loaded model and its rows depend on, as text: runs with equal texts share them."""
+    sequence = config.export.dynamic.sequence[0]
+    return f"{config.model.model_dump_json()} {config.data.model_dump_json()} {sequence}"
+
+
+class SharedWork:
+    """The work of runs that follow one another; only that of the last model and rows is kept.
+
+    Args:
+        folder: the folder of the sweep.
+        scratch: where the files that are shared lie.
+    """
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        self._folder = folder
+        self._scratch = scratch
+        self._needs: str | None = None
+        self._work: Workload | None = None
+        self._loaded = 0
+
+    def load(self, config: RunConfig, timer: StageTimer, kept: ResumeFiles, target: Path) -> Workload:
+        """Return the workload of a run, loaded anew if its model or rows are not those of the run before.
+
+        Errors are those of ``configured_workload``.
+        """
+        if self._work is None or self._needs != needs(config):
+            # The former model goes before the next one comes.
+            self._work = self._needs = None
+            work = configured_workload(config, timer, kept, target)
+            self._loaded += 1
+            floats = self._scratch / f"model-{self._loaded}"
+            floats.mkdir()
+            self._work = replace(
+                work, context=replace(work.context, floats=FloatEngines(floats)), calibrations=Calibrations()
+            )
+            self._needs = needs(config)
+        work = self._work
+        # One file of times for all runs: an engine of the same plan is not timed again.
+        kept = replace(kept, times=self._folder / _TIMES)
+        context = replace(work.context, timer=timer, resume=kept)
+        assert isinstance(work.scorer, Scoring)
+        scorer = work.scorer.for_run(context, config.report.bootstrap, target)
+        return replace(workload_of(config, context, work.rows, scorer), calibrations=work.calibrations)
+
+
+@contextmanager
+def shared_work(folder: Path) -> Iterator[SharedWork]:
+    """Yield the work of a sweep's runs, whose shared files are removed at the end."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".shared-") as scratch:
+        yield SharedWork(folder, Path(scratch))

@@ -1,0 +1,196 @@
+"""Runs side by side: differences with their intervals where there are any, and none where rows or metrics differ."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from report_samples import bare_record
+
+from quantizer.cli.main import main
+from quantizer.errors import QuantizerError
+from quantizer.report import Latency
+from quantizer.report import ModelInfo
+from quantizer.report import Score
+from quantizer.report import latency_entries
+from quantizer.report import write_record
+from quantizer.report.compare.compared_run import failed_run
+from quantizer.report.compare.compared_run import read_runs
+from quantizer.report.compare.comparison import compare
+from quantizer.report.compare.comparison import pair
+from quantizer.report.compare.resamples import Resamples
+from quantizer.report.compare.resamples import read_resamples
+from quantizer.report.compare.resamples import write_resamples
+from quantizer.report.compare.tables import csv_text
+from quantizer.report.page.compare_page import html_from_comparison
+from quantizer.tasks.metrics import accuracy
+from quantizer.tasks.metrics import bootstrap_interval
+from quantizer.tasks.metrics import resampled_scores
+
+TARGETS = np.arange(200) % 2
+
+
+def right(share: float) -> np.ndarray:
+    """Labels of 200 rows of which ``share`` are right."""
+    return np.where(np.arange(200) < share * 200, TARGETS, 1 - TARGETS)
+
+
+def write_run(folder: Path, share: float, ms: float, rows: str = "rows", kept: bool = True, **changes: Any) -> Path:
+    """Write the folder of a run, with the accuracy and the time of its engine."""
+    folder.mkdir(parents=True)
+    scores = {"float": right(0.9), "engine": right(share)}
+    record = bare_record(
+        name=folder.name,
+        scores=tuple(
+            Score(
+                which=name,
+                value=float((labels == TARGETS).mean()),
+                metric="accuracy",
+                difference=None if name == "float" else share - 0.9,
+                rows=200,
+            )
+            for name, labels in scores.items()
+        ),
+        latency=Latency(batch=8, sequence=16, threads=1, engines=latency_entries({"float": [4.0], "engine": [ms]})),
+        **{
+            "config": {"quantizer": {"backend": "openvino"}, "output": str(folder)},
+            "machine": {"cpu": "a CPU", "cores": 2},
+            **changes,
+        },
+    )
+    write_record(record, folder / "report.json")
+    if kept:
+        resampled = {
+            name: tuple(map(float, resampled_scores(accuracy, labels, TARGETS, 200))) for name, labels in scores.items()
+        }
+        write_resamples(Resamples(rows=rows, metric="accuracy", scores=resampled), folder)
+    return folder
+
+
+def test_the_interval_of_a_pair_is_that_of_paired_rows(tmp_path: Path) -> None:
+    first, second = read_runs([write_run(tmp_path / "a", 0.9, 2.0), write_run(tmp_path / "b", 0.7, 1.0)])
+    found = pair(first, second)
+    assert found.difference == pytest.approx(-0.2)
+    assert found.interval == pytest.approx(bootstrap_interval(accuracy, right(0.9), right(0.7), TARGETS, 200))
+    assert not found.within_noise
+    assert found.verdict == "a real difference"
+
+
+def test_within_noise(tmp_path: Path) -> None:
+    runs = read_runs([write_run(tmp_path / "a", 0.9, 2.0), write_run(tmp_path / "b", 0.895, 1.0)])
+    found = compare(runs)
+    assert found.best is runs[0]
+    assert found.to_best["b"].within_noise
+    assert "within noise" in html_from_comparison(found, "two")
+
+
+@pytest.mark.promise("Scores on other rows are not compared: the page says so, and has no interval for them")
+def test_other_rows_have_no_interval(tmp_path: Path) -> None:
+    runs = read_runs([write_run(tmp_path / "a", 0.9, 2.0), write_run(tmp_path / "b", 0.7, 1.0, rows="others")])
+    found = compare(runs)
+    other = found.to_best["b"]
+    assert other.difference is None
+    assert other.interval is None
+    assert other.verdict == "not compared: scored on other rows"
+    assert found.timed == {"a"}
+    assert any("b: scored on other rows than a" in note for note in found.notes)
+    page = html_from_comparison(found, "two")
+    assert "B: scored on other rows than a" in page
+    assert "a real difference" not in page
+    assert next(csv.DictReader(csv_text(found).splitlines()))["low_to_best"] == ""
+
+
+def test_without_resamples_the_data_sets_decide(tmp_path: Path) -> None:
+    def config(path: str) -> dict[str, Any]:
+        return {"data": {"evaluation": {"name": "text-csv", "path": path}}}
+
+    a = write_run(tmp_path / "a", 0.9, 2.0, kept=False, config=config("one.csv"))
+    b = write_run(tmp_path / "b", 0.7, 1.0, kept=False, config=config("one.csv"))
+    c = write_run(tmp_path / "c", 0.7, 1.0, kept=False, config=config("two.csv"))
+    first, second, third = read_runs([a, b, c])
+    same = pair(first, second)
+    assert same.difference == pytest.approx(-0.2)
+    assert same.interval is None
+    assert same.why == "no interval: no resamples.json in a and b"
+    assert pair(first, third).difference is None
+    assert any(note.startswith("without intervals: a, b, c") for note in compare([first, second, third]).notes)
+
+
+def test_other_models_and_other_shapes_are_said(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", 0.9, 2.0)
+    info = ModelInfo(source="other", task="embedding-classification", parameters=0)
+    b = write_run(tmp_path / "b", 0.8, 1.0, model=info, machine={"cpu": "another"})
+    notes = compare(read_runs([a, b])).notes
+    assert any(note.startswith("the runs are of 2 models") for note in notes)
+    assert any(note.startswith("b: timed on another machine") for note in notes)
+
+
+def test_the_frontier(tmp_path: Path) -> None:
+    shares = {"slow": (0.9, 3.0), "fast": (0.8, 1.0), "beaten": (0.75, 2.0)}
+    found = compare(read_runs([write_run(tmp_path / name, share, ms) for name, (share, ms) in shares.items()]))
+    assert found.front == {"slow", "fast"}
+    page = html_from_comparison(found, "three")
+    assert page.count("on the frontier</td>") == 2
+    assert "2 of them on the frontier" in page
+    assert "<script" not in page
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+
+
+def test_what_differs_in_the_configurations(tmp_path: Path) -> None:
+    one, other = ({"quantizer": {"backend": name, "dtype": "int8"}, "output": name} for name in ("openvino", "torch"))
+    a = write_run(tmp_path / "a", 0.9, 2.0, config=one)
+    b = write_run(tmp_path / "b", 0.8, 2.0, config=other)
+    found = compare(read_runs([a, b]))
+    assert found.differing == {"quantizer.backend": {"a": "openvino", "b": "torch"}}
+
+
+def test_a_run_that_failed_is_a_row(tmp_path: Path) -> None:
+    (good,) = read_runs([write_run(tmp_path / "a", 0.9, 2.0), write_run(tmp_path / "b", 0.9, 2.0)])[:1]
+    found = compare([good, failed_run("bad", tmp_path / "bad", {}, "EngineError: no <such> kernel")])
+    assert [run.name for run in found.failed] == ["bad"]
+    assert "EngineError: no &lt;such&gt; kernel" in html_from_comparison(found, "two")
+    assert "1 run failed: bad" in found.notes
+
+
+def test_all_failed(tmp_path: Path) -> None:
+    found = compare([failed_run(name, tmp_path, {}, "why") for name in ("a", "b")])
+    assert found.best is None
+    assert "No run has a score." in html_from_comparison(found, "two")
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    write_run(tmp_path / "one" / "run", 0.9, 2.0)
+    write_run(tmp_path / "two" / "run", 0.895, 1.0)
+    assert main(["compare", "one/run", "two/run/report.json", "--csv", "all.csv"]) == 0
+    said = capsys.readouterr().out
+    assert "1  one/run: 0.00 s, on the frontier" in said
+    assert "~-0.0050" in said
+    assert max(map(len, said.splitlines())) <= 80
+    with Path("all.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["run"] for row in rows] == ["one/run", "two/run"]
+    assert float(rows[1]["difference_to_best"]) == pytest.approx(-0.005)
+    assert "within noise" in Path("comparison.html").read_text()
+    # After an option the runs go on.
+    assert main(["compare", "one/run", "--html", "page.html", "two/run"]) == 0
+
+
+def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "a", 0.9, 2.0)
+    assert main(["compare", str(folder)]) == 1
+    assert "1 run to compare; expected two or more" in capsys.readouterr().err
+    assert main(["compare", str(folder), str(folder / "report.json")]) == 1
+    assert "is named twice" in capsys.readouterr().err
+    assert main(["compare", str(folder), str(tmp_path)]) == 1
+    assert "holds no report.json; expected a folder that `quantizer run` wrote" in capsys.readouterr().err
+    assert main(["compare", str(folder), str(tmp_path / "nowhere")]) == 1
+    assert "nowhere" in capsys.readouterr().err
+    (folder / "resamples.json").write_text(json.dumps({"rows": "r"}))
+    with pytest.raises(QuantizerError, match=r"resamples\.json cannot be read .*; remove it to compare without"):
+        read_resamples(folder)

@@ -1,0 +1,184 @@
+"""Sweeps of a tiny classifier: what runs share, what is left of one that fails or is killed, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+for _package in ("transformers", "sklearn", "onnx", "onnxscript", "onnxruntime", "jinja2"):
+    pytest.importorskip(_package, reason="a sweep needs enginequant[hf,onnx,onnxruntime,report]")
+
+from tiny_run import tiny_run  # noqa: E402
+
+import quantizer.runs.measure as run_measure  # noqa: E402
+import quantizer.runs.sweep.one_run as one_run  # noqa: E402
+from quantizer import Quantizer  # noqa: E402
+from quantizer.cli.main import main  # noqa: E402
+from quantizer.engines import PeakMemory  # noqa: E402
+from quantizer.report import read_record  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
+
+PERCENTILES = "quantizer.activations.percentile=99.9,60"
+FIRST, SECOND = "percentile=99.9", "percentile=60"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, data and a configuration."""
+    folder = tmp_path_factory.mktemp("sweep")
+    torch.set_num_threads(1)
+    settings = tiny_run(folder)
+    settings["quantizer"] |= {"backend": "onnxruntime", "preset": "fast"}
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+@pytest.fixture
+def at(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder with the configuration; memory is not measured."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(place / "tiny.yaml", tmp_path)
+    monkeypatch.setattr(run_measure, "peak_memory_mib", lambda *_, **__: PeakMemory(peak_mib=3.0, baseline_mib=1.0))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def done(place: Path) -> Path:
+    """The folder of a sweep of two percentiles and two exclusions, one of which matches nothing; its calibrations."""
+    calibrations: list[Any] = []
+    calibrate = Quantizer.calibrate
+
+    def counted(self: Quantizer, *given: Any, **more: Any) -> Any:
+        calibrations.append(self.config)
+        return calibrate(self, *given, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setattr(Quantizer, "calibrate", counted)
+        patch.setattr(run_measure, "peak_memory_mib", lambda *_, **__: PeakMemory(peak_mib=3.0, baseline_mib=1.0))
+        excluded = "quantizer.exclude.names=[classifier],[nothing.like.it]"
+        assert main(["run", "tiny.yaml", PERCENTILES, excluded, "--output", "swept"]) == 1
+    right = [config for config in calibrations if config.exclude.names == ("classifier",)]
+    assert len(right) == 1
+    return place / "swept"
+
+
+GOOD = tuple(f"{name},names=classifier" for name in (FIRST, SECOND))
+BAD = tuple(f"{name},names=nothing.like.it" for name in (FIRST, SECOND))
+
+
+@pytest.mark.promise(
+    "The model is loaded, scored in float, built in float and calibrated once for all runs that share it"
+)
+def test_what_runs_share_is_made_once(done: Path) -> None:
+    stages = [[stage.name for stage in read_record(done / name / "report.json").stages] for name in GOOD]
+    assert [names.count("score the float") for names in stages] == [1, 0]
+    first, second = ((done / name / "float.engine").read_bytes() for name in GOOD)
+    assert first == second
+    # Nothing that was shared is left over.
+    assert {path.name for path in done.iterdir()} == {*GOOD, "comparison.html", "comparison.csv", "times.json"}
+
+
+@pytest.mark.promise("A run that fails leaves the others: it is a row with its error, and the exit code is 1")
+def test_failures_are_rows(done: Path) -> None:
+    page = (done / "comparison.html").read_text()
+    with (done / "comparison.csv").open() as stream:
+        rows = {row["run"]: row for row in csv.DictReader(stream)}
+    assert set(rows) == {*GOOD, *BAD}
+    for name in BAD:
+        assert not (done / name).exists()
+        assert name in page
+        assert "nothing.like.it" in rows[name]["error"]
+        assert rows[name]["score"] == ""
+    assert "2 runs failed" in page
+
+
+def test_a_run_of_a_sweep_equals_the_run_alone(done: Path, at: Path) -> None:
+    assert main(["run", "tiny.yaml", "quantizer.activations.percentile=60", "--output", "alone"]) == 0
+    alone, swept = Quantizer.load(at / "alone" / "quantizer"), Quantizer.load(done / GOOD[1] / "quantizer")
+    assert alone.config == swept.config
+    scales, others = alone.scales(), swept.scales()
+    assert scales.keys() == others.keys()
+    assert all(torch.equal(scale, others[name]) for name, scale in scales.items())
+    one, other = read_record(at / "alone" / "report.json"), read_record(done / GOOD[1] / "report.json")
+    assert [score.value for score in one.scores] == [score.value for score in other.scores]
+    assert (at / "alone" / "resamples.json").read_text() == (done / GOOD[1] / "resamples.json").read_text()
+
+
+@pytest.mark.promise("Killed and started again it goes on: complete runs stay as they are, and the page is the same")
+def test_killed_and_started_again(
+    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    carry_out = one_run.carry_out
+
+    def killed(config: Any, folder: Path, *more: Any) -> Any:
+        if folder.name == SECOND:
+            raise KeyboardInterrupt
+        return carry_out(config, folder, *more)
+
+    command = ["run", "tiny.yaml", PERCENTILES, "--output", "swept"]
+    monkeypatch.setattr(one_run, "carry_out", killed)
+    assert main(command) == 130
+    assert "the same command goes on with the others" in capsys.readouterr().err
+    before = (at / "swept" / FIRST / "report.json").read_bytes()
+    monkeypatch.setattr(one_run, "carry_out", carry_out)
+    assert main(command) == 0
+    assert "1 of 2 runs are complete" in capsys.readouterr().out
+    assert (at / "swept" / FIRST / "report.json").read_bytes() == before
+    page = (at / "swept" / "comparison.html").read_bytes()
+    # All are complete: nothing is carried out, and the page is the same.
+    monkeypatch.setattr(one_run, "carry_out", killed)
+    (at / "swept" / "comparison.html").unlink()
+    assert main(command) == 0
+    assert (at / "swept" / "comparison.html").read_bytes() == page
+    # Runs of another configuration are not replaced unasked.
+    assert main([*command, "report.bootstrap=60"]) == 1
+    assert "holds a run of another configuration; choose another folder by --output, or" in capsys.readouterr().err
+    assert (at / "swept" / FIRST / "report.json").read_bytes() == before
+
+
+def test_other_files_of_the_folder_are_left_alone(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (at / "swept" / FIRST).mkdir(parents=True)
+    assert main(["run", "tiny.yaml", PERCENTILES, "--output", "swept"]) == 1
+    assert f"{FIRST} is no run of this sweep" in capsys.readouterr().err
+    (at / "done").mkdir()
+    (at / "done" / ".quantizer.json").write_text('{"format": 1, "kind": "run", "holds": []}')
+    assert main(["run", "tiny.yaml", PERCENTILES, "--output", "done"]) == 1
+    assert "holds a run, and a sweep has its own folder" in capsys.readouterr().err
+    assert main(["run", "tiny.yaml", PERCENTILES, "report.formats=[html]", "--output", "x"]) == 1
+    assert "report.formats: json is missing" in capsys.readouterr().err
+
+
+@pytest.mark.promise("More than 50 runs are asked about first")
+def test_thousands_of_runs(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    many = f"engine.threads={','.join(map(str, range(1, 2001)))}"
+    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
+    assert main(["run", "tiny.yaml", many]) == 1
+    assert "this sweep has 2,000 runs, more than 50; expected fewer values, or --yes" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda *_: "n")
+    assert main(["run", "tiny.yaml", many]) == 1
+    assert "nothing was started" in capsys.readouterr().err
+    assert main(["run", "tiny.yaml", many, "quantizer.bakend=a,b", "--yes"]) == 1
+    assert capsys.readouterr().err.count("unknown key") == 1
+    assert main(["run", "tiny.yaml", PERCENTILES, "--jobs", "0"]) == 1
+    assert "--jobs 0: expected a number of processes, 1 or more" in capsys.readouterr().err
+    assert not (at / "runs").exists()
+
+
+def test_in_several_processes(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = "quantizer.exclude.names=[classifier],[nothing.like.it]"
+    assert main(["run", "tiny.yaml", values, "--output", "swept", "--jobs", "2"]) == 1
+    said = capsys.readouterr().out
+    assert "names=classifier: done" in said
+    assert "names=nothing.like.it: failed: " in said
+    assert "calibrate" in (at / "swept" / "logs" / "names=classifier.log").read_text()
+    assert (at / "swept" / "names=classifier" / "report.json").exists()
+    assert "1 run failed" in (at / "swept" / "comparison.html").read_text()
