@@ -46,7 +46,6 @@ from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.card.run_card import write_run_card
 from quantizer.report.output_record import OutputDistance
 from quantizer.report.search.search_records import fallback_record
-from quantizer.report.tracking.trackers import require_tracker
 from quantizer.report.tracking.trackers import track
 from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.compare_outputs import output_distances
@@ -106,8 +105,6 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
             failed.
     """
     folder = Path(config.output if output is None else output).absolute()
-    if config.report.track is not None:
-        require_tracker(config.report.track)
     ready = ready_to_run(config, folder, RUN, force=force)
     for line in (*ready.notes, *filter(None, [ready.estimate])):
         console.print(line, highlight=False, markup=False)

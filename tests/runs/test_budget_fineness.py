@@ -18,7 +18,7 @@ from quantizer.sensitivity import Evaluation
 from quantizer.sensitivity import Fallback
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
-    pytest.importorskip(_package, reason="a run needs quantizer[hf,report,openvino]")
+    pytest.importorskip(_package, reason="a run needs enginequant[hf,report,openvino]")
 
 from tiny_run import tiny_run  # noqa: E402
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
-pytest.importorskip("openvino", reason="install quantizer[openvino]")
+pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")
+pytest.importorskip("openvino", reason="install enginequant[openvino]")
 
 from tiny_run import tiny_run
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch import nn
 
 for _package in ("onnx", "onnxscript", "onnxruntime", "jinja2"):
-    pytest.importorskip(_package, reason="quantize_model needs quantizer[onnx,onnxruntime,report]")
+    pytest.importorskip(_package, reason="quantize_model needs enginequant[onnx,onnxruntime,report]")
 
 import quantizer  # noqa: E402
 from quantizer.engines.candidates import cpu_candidates  # noqa: E402

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from types import SimpleNamespace
@@ -295,19 +296,22 @@ def test_a_tracker_gets_the_run_and_one_that_fails_does_not_end_it(
         raise ConnectionError("nobody answers")
 
     monkeypatch.setitem(trackers.TRACKERS, "wandb", unreachable)
-    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
+    stand_in = ModuleType("wandb")
+    stand_in.__spec__ = ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
     assert main(["run", "tiny.yaml", "report.track=wandb"]) == 0
     said = capsys.readouterr().out
     assert "warning: wandb did not take the results (ConnectionError: nobody answers); the run is complete" in said
     assert {path.name for path in (at / "done").iterdir()} == COMPLETE
 
 
+@pytest.mark.parametrize("tracker", trackers.TRACKERS)
 def test_a_tracker_that_is_not_installed_is_told_before_the_work(
-    at: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tracker: str, at: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    assert main(["run", "tiny.yaml", "report.track=mlflow"]) == 1
-    assert "pip install 'enginequant[mlflow]'" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, tracker, None)
+    assert main(["run", "tiny.yaml", f"report.track={tracker}"]) == 1
+    assert f"pip install 'enginequant[{tracker}]'" in capsys.readouterr().err
     assert not (at / "done").exists()
 
 

@@ -18,7 +18,7 @@ from quantizer.report.record import RunRecord
 from quantizer.report.tracking.figures import metrics_of
 from quantizer.report.tracking.figures import parameters_of
 
-__all__ = ["TRACKERS", "require_tracker", "track"]
+__all__ = ["TRACKERS", "track"]
 
 _PROJECT = "quantizer"
 _ARTIFACTS = ("report.html", "config.yaml")
@@ -36,16 +36,6 @@ _DEFAULTS = {
     "WANDB_SILENT": "true",
 }
 """Environment variables that the trackers read, where they are not set."""
-
-
-def require_tracker(tracker: str) -> None:
-    """Check that a tracker can be imported, before a run that would end with it.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-        EngineError: it is installed and does not load.
-    """
-    import_library(tracker, tracker)
 
 
 def track(tracker: str, record: RunRecord, folder: Path) -> str:

@@ -91,6 +91,8 @@ def _check_packages(faults: Faults, config: RunConfig) -> None:
     check_packages(faults, config.model.task)
     if "html" in config.report.formats:
         faults.of(partial(require_package, "jinja2", "report"))
+    if (tracker := config.report.track) is not None:
+        faults.of(partial(require_package, tracker, tracker))
     # What a target cannot do is told as that of a file, not as that of a library.
     fits = faults.passes(lambda: check_run(config))
     if chooses(config):
