@@ -133,7 +133,8 @@ def carry_out(config: RunConfig, folder: Path, force: bool, console: Console, lo
     with resume_files(folder, searches=searches, trains=config.qat is not None) as kept:
 
         def fill(target: Path) -> None:
-            record.append(_Run(config, folder, target, kept, console, load, among is not None).run(among))
+            timer = StageTimer(console, run_outlook(config, folder, chooses=among is not None))
+            record.append(_Run(config, folder.name, target, kept, timer, load).run(among))
 
         write_folder(folder, fill, kind=RUN, replace=force)
     return record[0]
@@ -149,20 +150,12 @@ class _Run:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        folder: Path,
-        target: Path,
-        kept: ResumeFiles,
-        console: Console,
-        load: Load,
-        chosen: bool,
+        self, config: RunConfig, name: str, target: Path, kept: ResumeFiles, timer: StageTimer, load: Load
     ) -> None:
         self.config = config
-        self.name = folder.name
+        self.name = name
         self.target = target
         (target / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-        timer = StageTimer(console, run_outlook(config, folder, chooses=chosen))
         with timer("load model and data"):
             self.work = load(timer, kept, target)
         self.context, self.rows, self.scoring = self.work.context, self.work.rows, self.work.scorer
