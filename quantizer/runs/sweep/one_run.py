@@ -15,10 +15,10 @@ from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
 from quantizer.files.marker import read_marker
 from quantizer.report.tracking.trackers import print_tracked
+from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run import RUN
 from quantizer.runs.run import carry_out
 from quantizer.runs.run_context import ResumeFiles
-from quantizer.runs.run_context import StageTimer
 from quantizer.runs.sweep.shared_work import SharedWork
 from quantizer.runs.workload.workload import Workload
 
