@@ -46,7 +46,7 @@ from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.card.run_card import write_run_card
 from quantizer.report.output_record import OutputDistance
 from quantizer.report.search.search_records import fallback_record
-from quantizer.report.tracking.trackers import track
+from quantizer.report.tracking.trackers import print_tracked
 from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.compare_outputs import output_distances
 from quantizer.runs.measure import build_options
@@ -101,8 +101,7 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
         console: where stages and results are printed.
 
     Raises:
-        QuantizerError: the target cannot do what is asked, the folder exists already or cannot be written, or a stage
-            failed.
+        QuantizerError: the target cannot do what is asked, the folder cannot be written, or a stage failed.
     """
     folder = Path(config.output if output is None else output).absolute()
     ready = ready_to_run(config, folder, RUN, force=force)
@@ -111,8 +110,7 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
     record = carry_out(config, folder, force, console, partial(configured_workload, config))
     with said_complete(folder):
         print_record(record, folder, console)
-        if config.report.track is not None:
-            console.print(track(config.report.track, record, folder), markup=False, highlight=False, soft_wrap=True)
+        print_tracked(config.report.track, record, folder, console)
     if (missed := missed_speed(record.placement)) is not None:
         raise EngineError(f"{missed}; {folder} holds it")
     return folder
