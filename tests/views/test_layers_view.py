@@ -77,8 +77,8 @@ def test_long_names_lose_their_middle_and_are_not_broken() -> None:
     (line,) = [line for line in q.layers.text().splitlines() if "linear" in line]
     shown = line.split()[0]
     assert len(line) <= 120
-    assert shown.startswith("a_module_with_a_long_name_")
-    assert shown.endswith("_of_all_in_this_net.projection")
+    assert shown.startswith("a_module_with_a_")
+    assert shown.endswith("_net.projection")
     assert "…" in shown
     assert "the_innermost_module_of_all_in_this_net.projection" in q.layers._repr_html_()
 
