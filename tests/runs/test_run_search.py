@@ -187,7 +187,7 @@ def test_a_search_meets_its_budget_and_says_how(search: Search, capsys: pytest.C
     assert outcome is not None
     assert outcome.asked == 0.02
     assert outcome.tuning <= 0.02
-    assert f"budget  asked 0.0200; drop in tuning {outcome.tuning:.4f}" in out
+    assert f"budget asked 0.0200; drop in tuning {outcome.tuning:.4f}" in out
     assert "search what goes back to float" in [stage.name for stage in record.stages]
     assert _left() == {"tiny.yaml", "out"}
     assert [row.group for row in record.sensitivity if row.fallback] == list(record.fallback.groups)
