@@ -199,7 +199,7 @@ def test_each_backend_has_the_sites_that_it_wants(place: Place) -> None:
 
 @pytest.mark.promise(
     "where it loses more the search goes on with a smaller budget, for at most three engines "
-    "(`quantization.budget` in `config.json`)"
+    "(`quantization.budget` and `quantization.outcome` in `config.json`)"
 )
 def test_a_budget_that_an_engine_misses_is_searched_again(
     place: Place, convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
