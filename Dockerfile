@@ -1,8 +1,8 @@
 # The two commands in a clean machine:  docker build -t quantizer . && docker run --rm quantizer [make test]
 FROM python:3.11-slim
 
-# make runs the two commands, git and a C++ compiler are used by some of the tests and engines.
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ git make && rm -rf /var/lib/apt/lists/*
+# make runs the two commands, and a C++ compiler lets torch compile engines.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ make && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /quantizer
 

@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 # environment forbids it: then every process would compile torch and transformers afresh.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test nightly structure goldens property torture torture-files torture-faults lint docs bench mutation clean
+.PHONY: demo test pictures nightly structure goldens property torture torture-files torture-faults lint docs bench mutation clean
 
 demo: $(INSTALLED)
 	$(BIN)/quantizer run configs/minilm-sentiment-int8.yaml --output runs/demo --force
@@ -62,6 +62,10 @@ lint: $(INSTALLED)
 # The site of docs/, into site/: it needs no network to be read.
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Report and terminal of a run as pictures; needs Chromium.
+pictures: $(INSTALLED)
+	$(BIN)/python tests/pictures.py $(or $(RUN),runs/demo) runs/pictures
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'

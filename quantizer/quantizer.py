@@ -33,6 +33,7 @@ from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import Loss
 from quantizer.sensitivity import Metric
 from quantizer.sensitivity import Score
+from quantizer.sensitivity import Tell
 from quantizer.sensitivity.prices.group_prices import Prices
 from quantizer.sensitivity.session import SensitivitySession
 from quantizer.views.quantizer_views import QuantizerViews
@@ -132,8 +133,7 @@ class Quantizer(QuantizerViews):
                 ``metric`` (the drop of the metric on its own data: an evaluation for each group).
             granularity: ``group`` (the smallest unit that can change precision), ``layer`` or ``block``.
             loss: for ``gradient``: a function of the output that gives a scalar; None: the output's divergence.
-            metric: for ``metric``: a function of a model that gives its score.
-            higher_is_better: whether a higher score is better.
+            metric, higher_is_better: for ``metric``: a function of a model that gives its score, and the direction.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
@@ -160,6 +160,7 @@ class Quantizer(QuantizerViews):
         costs: str | Mapping[str, float] | None = None,
         prices: Prices | None = None,
         cache: str | os.PathLike[str] | None = None,
+        tell: Tell | None = None,
     ) -> Fallback:
         """Let groups fall back to float, chosen by one of ``num``, ``ratio``, ``names``, ``max_drop``, ``min_speedup``.
 
@@ -173,24 +174,21 @@ class Quantizer(QuantizerViews):
             max_drop: how much worse than the float model's the score may be, or below 0 how much better it has to be;
                 where no plan is, the one with the smallest drop falls back (``Fallback.met``).
             min_speedup: how many times as fast as in float the plan has to be, by ``prices``: the most accurate such.
-            metric: for ``max_drop``: a function of a model that gives its score.
-            higher_is_better: whether a higher score is better.
+            metric, higher_is_better: for ``max_drop``: a function of a model that gives its score, and the direction.
             max_evaluations: the largest number of calls of the metric.
-            costs: of each group in float, by name, or ``multiply_adds``; the highest error per cost falls back first.
-                None: the times in ``prices``; without, all groups cost the same.
+            costs: of groups in float, by name, or ``multiply_adds``; None: the times in ``prices``, or 1 for each.
             prices: what ``measured_prices`` returned for this quantizer.
             cache: for ``max_drop``: a JSON file of scores, with which an interrupted search continues.
+            tell: for ``max_drop``: called after each score, with the groups that were float and the drop.
 
         Raises:
-            SensitivityError: no data went through ``amp`` yet, an argument is out of bounds, or the metric gives no
-                number.
+            SensitivityError: nothing went through ``amp``, an argument is out of bounds, or the metric gives no number.
             ProxyError: ``amp`` is not the proxy that this quantizer's ``amp()`` returned last.
         """
         wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
         by = {"num": num, "ratio": ratio, "names": names, "max_drop": max_drop, "min_speedup": min_speedup}
-        return self._session.choose(
-            amp, prices=prices, metric=wrapped, max_evaluations=max_evaluations, costs=costs, cache=cache, **by
-        )
+        search = {"max_evaluations": max_evaluations, "cache": cache, "tell": tell}
+        return self._session.choose(amp, prices=prices, metric=wrapped, costs=costs, **search, **by)
 
     def clear_fallback(self) -> None:
         """Undo ``fallback``, and what ``for_backend`` carried over: all groups of the plan are quantized again."""

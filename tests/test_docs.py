@@ -22,8 +22,8 @@ import quantizer
 from quantizer.cli.main import _parse
 from quantizer.cli.main import main
 from quantizer.config import load_run
-from quantizer.config.sweep import read_sweep
 from quantizer.config.reference import reference
+from quantizer.config.sweep import read_sweep
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]

@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from tqdm.auto import tqdm
-
 from quantizer.calibration.output_error import OutputError
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.smoothquant import Smoothing
 from quantizer.calibrators import Estimate
 from quantizer.common.distributed import all_reduce_sum
+from quantizer.common.progress import loop
 from quantizer.numerics.qtype import qtype
 from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.statistics import Seen
@@ -154,12 +153,12 @@ def _found(
     """
     some = shares[:: max(1, len(shares) // 2)] if len(estimates) > 1 else shares
     todo = [Setting(share, 0) for share in some] if start is None else [start]
-    with tqdm(desc="choosing ranges by the output", unit="setting", leave=False, disable=None) as progress:
+    with loop("choosing ranges by the output", unit="setting") as progress:
         while todo:
-            progress.total = progress.n + len(todo)
+            total = progress.done + len(todo)
             for setting in todo:
                 search.measure(setting)
-                progress.update()
+                progress.reach(progress.done + 1, total)
             least = min(search.errors, key=lambda setting: search.errors[setting])
             place = shares.index(least.share)
             beside = [

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import nn
-from tqdm.auto import tqdm
 
+from quantizer.common.progress import counted
 from quantizer.observe.padding import padding_mask
 from quantizer.observe.padding import without_padding
 from quantizer.observe.replay_batches import Batch
@@ -99,8 +99,8 @@ def replay(
         title: the text of the progress bar.
     """
     watcher = _Watcher(visit)
-    with torch.no_grad():
-        for args, keywords in tqdm(list(batches), title, unit="batch", leave=False, disable=None):
+    with torch.no_grad(), counted(list(batches), title, unit="batch") as steps:
+        for args, keywords in steps:
             watcher.mask = padding_mask(keywords, args)
             run_judged(proxy, sites, (args, keywords), watcher)
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from quantizer.calibration.output_error import quantized
 from quantizer.calibration.product_rows import ProductRows
@@ -36,6 +35,7 @@ from quantizer.calibration.rounding.progress import record
 from quantizer.calibration.rounding.progress import stored_weights
 from quantizer.calibration.rounding.progress import why_nearest
 from quantizer.calibration.staged_passes import StagedPasses
+from quantizer.common.progress import counted
 from quantizer.functional import fake_quantize
 from quantizer.numerics.gptq import column_costs
 from quantizer.numerics.gptq import gptq_codes
@@ -137,11 +137,12 @@ def round_weights(proxy: Proxied, observation: Seen, plan: Plan, settings: PlanS
     with torch.no_grad(), quantized(proxy, plan):
         passes = StagedPasses(proxy.module, observation.kept)
         units = _units(weights, passes)
-        for unit in tqdm(units, "rounding weights", unit="tensor", leave=False, disable=None):
-            if any(one.name not in done for one in unit):
-                done.update(_rounded(unit, passes, settings, proxy.config.weights.act_order))
-            for one in unit:
-                one.round_as(done[one.name], settings)
+        with counted(units, "rounding weights", unit="tensor") as steps:
+            for unit in steps:
+                if any(one.name not in done for one in unit):
+                    done.update(_rounded(unit, passes, settings, proxy.config.weights.act_order))
+                for one in unit:
+                    one.round_as(done[one.name], settings)
     reached = {one.name for unit in units for one in unit}
     refused |= {one.name: UNREACHED for one in weights if one.name not in reached}
     record(observation, {**{name: nearest(why) for name, why in refused.items()}, **done})

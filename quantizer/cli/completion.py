@@ -49,8 +49,10 @@ class Completion:
     help = "print what makes bash or zsh complete verbs, options and backends"
     rest: str | None = None
     epilog = """\
-example, for ~/.bashrc or ~/.zshrc:
-  eval "$(quantizer completion bash)\""""
+example:
+  quantizer completion bash
+
+The line  eval "$(quantizer completion bash)"  in ~/.bashrc, or with zsh in ~/.zshrc, takes it into every shell."""
 
     def __init__(self, verbs: Sequence[Verb]) -> None:
         self._verbs = verbs

@@ -34,7 +34,7 @@ example:
   quantizer run configs/minilm-sentiment-int8.yaml quantizer.activations.percentile=99.9 --output runs/p999
 
 Several values, such as quantizer.backend=openvino,onnxruntime fallback.num=2,4, make a sweep: a run for each
-combination, in a folder of its own, and a comparison of all. In brackets, [a, b] is one value.
+combination in a folder of its own, and a comparison of all. In brackets, [a, b] is one value.
 
 The folder is complete when the command ends well, and absent otherwise. One that holds anything that no run wrote is
 kept, with --force too."""

@@ -25,6 +25,7 @@ class Show:
     epilog = """\
 examples:
   quantizer show runs/minilm-sentiment-int8
+  quantizer show runs/minilm-sentiment-int8 --layers
   quantizer show runs/minilm-sentiment-int8/model.engine
   quantizer show model.onnx --backend onnxruntime
 
@@ -38,6 +39,9 @@ printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
         parser.add_argument("--backend", metavar="NAME", help="whose engine it is (default: what the file says)")
         parser.add_argument("--batch", metavar="N", type=int, default=8, help="rows in a batch (default: 8)")
         parser.add_argument("--sequence", metavar="N", type=int, default=128, help="tokens in a row (default: 128)")
+        parser.add_argument(
+            "--layers", action="store_true", help="of a run: its engine's precisions and slowest layers"
+        )
         parser.add_argument("--threads", metavar="N", type=int, default=1, help="threads of the CPU (default: 1)")
 
     def __call__(self, args: Namespace, console: Console) -> int:
@@ -55,6 +59,11 @@ printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
             raise QuantizerError(
                 f"{path} {what}; expected a folder that `quantizer run` wrote, such as runs/NAME, or an engine file"
             )
+        if args.layers:
+            from quantizer.report.tables.summary import print_layers
+
+            print_layers(path, console)
+            return 0
         from quantizer.report.tables.summary import print_summary
 
         print_summary(path, console)

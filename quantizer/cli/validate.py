@@ -62,7 +62,7 @@ example:
                 continue
             console.out(f"ok: {path}", highlight=False)
             for line in told:
-                console.print(Padding(Text(line), (0, 0, 0, 2)))
+                console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
             if args.verbose:
                 console.out(dump_yaml(config), highlight=False)
         return code
@@ -75,8 +75,10 @@ def _checked_here(config: RunConfig) -> list[str]:
         QuantizerError: something is missing or wrong; all of it is listed.
     """
     # Imported here, so that a mistake in the file is reported before the seconds that these imports take.
+    from quantizer.runs.budget.configured import configured_warnings
     from quantizer.runs.preflight.run_ready import ready_to_run
     from quantizer.runs.run import RUN
 
     ready = ready_to_run(config, Path(config.output).absolute(), RUN, force=None)
-    return [*ready.notes, *([ready.estimate] if ready.estimate else [])]
+    warned = [f"warning: {line}" for line in configured_warnings(config)]
+    return [*warned, *ready.notes, *([ready.estimate] if ready.estimate else [])]

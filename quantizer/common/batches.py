@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from quantizer.common.data.batches_of import batches_of
 from quantizer.common.data.batches_of import length_of
 from quantizer.common.data.doubts import doubts_of_batch
 from quantizer.common.data.doubts import warn_user
 from quantizer.common.out_of_memory import is_out_of_memory
+from quantizer.common.progress import counted
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
 
@@ -35,10 +35,9 @@ def run_batches(
         CalibrationError: the data is not what ``batches_of`` takes, or a batch does not run through the model.
     """
     count = 0
-    disable = None if progress is None else not progress
     batches, total = batches_of(proxy, data, rows), length_of(data, rows)
-    with torch.no_grad():
-        for batch in tqdm(batches, "calibration", total, unit="batch", leave=False, disable=disable):
+    with torch.no_grad(), counted(batches, "calibration", unit="batch", total=total, show=progress) as steps:
+        for batch in steps:
             _run(proxy, batch, count)
             if doubt and count == 0:
                 warn_user(doubts_of_batch(batch))

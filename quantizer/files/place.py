@@ -140,7 +140,8 @@ def require_writable(folder: Path) -> None:
     Raises:
         QuantizerError: that is no folder, or must not be written.
     """
-    above = next(place for place in (folder, *folder.parents) if place.exists())
+    with said_plainly(folder):
+        above = next(place for place in (folder, *folder.parents) if place.exists())
     if not above.is_dir():
         raise QuantizerError(f"{folder} cannot be written: {above} is no folder; choose another folder")
     if not os.access(above, os.W_OK | os.X_OK):

@@ -14,11 +14,13 @@ from quantizer.report.record import SizeEntry
 
 __all__ = ["latency_entries", "memory_entries", "quantized_entry", "reference_entry", "size_entries"]
 
+_FEWEST_FOR_QUARTILES = 4
+
 Entry = TypeVar("Entry", LatencyEntry, SizeEntry, MemoryEntry)
 
 
 def latency_entries(times_ms: Mapping[str, Sequence[float]], reference: str = "float") -> tuple[LatencyEntry, ...]:
-    """Return median, extremes and speed-up of each engine.
+    """Return median, extremes, quartiles and speed-up of each engine.
 
     Args:
         times_ms: the times of all batches in milliseconds, by engine.
@@ -38,6 +40,7 @@ def latency_entries(times_ms: Mapping[str, Sequence[float]], reference: str = "f
             median_ms=medians[name],
             min_ms=float(min(times)),
             max_ms=float(max(times)),
+            quartiles_ms=_quartiles(times),
             ratio_to_float=ratios[name],
         )
         for name, times in times_ms.items()
@@ -68,6 +71,13 @@ def quantized_entry(entries: Sequence[Entry]) -> Entry | None:
     reference = reference_entry(entries)
     others = [entry for entry in entries if entry is not reference]
     return next(iter(named or others[::-1]), None)
+
+
+def _quartiles(times: Sequence[float]) -> tuple[float, float] | None:
+    if len(times) < _FEWEST_FOR_QUARTILES:
+        return None
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, high
 
 
 def _ratios(values: Mapping[str, float], reference: str, what: str) -> dict[str, float]:

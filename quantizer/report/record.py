@@ -25,6 +25,8 @@ from quantizer.report.placement_record import Placement
 from quantizer.report.placement_record import PlacementPoint
 from quantizer.report.placement_record import SpeedCheck
 from quantizer.report.record_base import Record
+from quantizer.report.search.budget_record import BudgetOutcome
+from quantizer.report.search.budget_record import EngineCheck
 from quantizer.report.site_record import Histogram
 from quantizer.report.site_record import Operand
 from quantizer.report.site_record import RangeCandidate
@@ -35,6 +37,7 @@ from quantizer.report.training_record import TrainingScore
 
 __all__ = [
     "VERSION",
+    "BudgetOutcome",
     "Candidate",
     "Cause",
     "Cure",
@@ -120,6 +123,8 @@ class LatencyEntry(Record):
     """Shortest time of one batch, in milliseconds."""
     max_ms: float
     """Longest time of one batch, in milliseconds."""
+    quartiles_ms: tuple[float, float] | None = None
+    """First and third quartile of the times: half of them lie between; null if there were fewer than four."""
     ratio_to_float: float
     """Speed-up: the float median divided by this median; above 1 is faster."""
 
@@ -210,20 +215,6 @@ class Evaluation(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineCheck(Record):
-    """The score of an engine on rows that the search for its fallback did not see."""
-
-    allowed: float
-    """How much worse than the float score the search let the score of the quantized model be."""
-    groups: int
-    """How many groups had fallen back to float."""
-    drop: float
-    """How much worse the engine's score is than the float model's; negative if it is better."""
-    rows: int
-    """The number of rows."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Fallback(Record):
     """The groups that fell back to float."""
 
@@ -239,6 +230,8 @@ class Fallback(Record):
     """How much worse than the float score the score may be; null if there was no search."""
     checks: tuple[EngineCheck, ...] = ()
     """The engines that were checked against ``max_drop``, the last of them delivered; empty if none was."""
+    outcome: BudgetOutcome | None = None
+    """Whether ``max_drop`` is met in the end; null if there was no search."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ __all__ = [
     "HOPELESS",
     "NO_FASTER",
     "bound",
+    "candidate_line",
     "choose",
     "failed",
     "not_built",
@@ -131,6 +132,22 @@ def require_sites(quantizer: Quantizer) -> None:
     """
     if not quantizer.coverage.share:
         raise EngineError("no product of this model can be quantized in this way, and all would be computed in float")
+
+
+def candidate_line(candidate: Candidate, names: Sequence[str], seconds: float) -> str:
+    """Return a candidate in a line once it was tried, before it is timed: its outputs and score against float.
+
+    Args:
+        candidate: the candidate; one that failed has the reason in its verdict.
+        names: the names of all candidates, for columns that stand below each other.
+        seconds: how long it took to make it, and to check and score it.
+    """
+    name = candidate.name.ljust(max(map(len, names)))
+    if candidate.verdict:
+        return f"{name}  {candidate.verdict}"
+    near = "equal to float" if candidate.sqnr_db is None else f"{text.decibels(candidate.sqnr_db):>5} dB"
+    scored = "" if candidate.score_difference is None else f"  {text.signed(candidate.score_difference):>7}"
+    return f"{name}  {near}{scored}  {seconds:5.1f} s"
 
 
 def not_built(candidate: Candidate, why: str) -> Candidate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from quantizer.common.progress import counted
 from quantizer.config import RunConfig
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
@@ -32,6 +34,7 @@ from quantizer.report.candidate_record import EngineChoice
 from quantizer.runs.choose_engine import FAILURES
 from quantizer.runs.choose_engine import NO_FASTER
 from quantizer.runs.choose_engine import bound
+from quantizer.runs.choose_engine import candidate_line
 from quantizer.runs.choose_engine import choose
 from quantizer.runs.choose_engine import failed
 from quantizer.runs.choose_engine import not_built
@@ -202,17 +205,20 @@ class _Maker:
         out: list[Candidate] = []
         fallback = self._config.fallback
         budget = fallback is not None and fallback.max_drop is not None
-        for variant in variants:
-            candidate = Candidate(backend=variant.backend, format=variant.format)
-            if variant.dynamic and not budget and f"{variant.backend} {variant.dtype}" in tried:
-                out.append(not_built(candidate, NO_FASTER))
-                continue
-            self._context.timer.say(f"  {variant.name}")
-            try:
-                tried[variant.name] = self._tried(variant, candidate)
-            except FAILURES as error:
-                out.append(failed(candidate, error))
-                self._context.timer.say(f"  {variant.name} failed: {error}")
+        names = [variant.name for variant in variants]
+        with counted(variants, "candidates", unit="engine") as steps:
+            for variant in steps:
+                candidate, start = Candidate(backend=variant.backend, format=variant.format), time.perf_counter()
+                if variant.dynamic and not budget and f"{variant.backend} {variant.dtype}" in tried:
+                    out.append(not_built(candidate, NO_FASTER))
+                    continue
+                try:
+                    tried[variant.name] = self._tried(variant, candidate)
+                    candidate = tried[variant.name].candidate
+                except FAILURES as error:
+                    candidate = failed(candidate, error)
+                    out.append(candidate)
+                self._context.timer.tell(candidate_line(candidate, names, time.perf_counter() - start))
         return tried, out
 
     def _tried(self, variant: Variant, candidate: Candidate) -> _Tried:

@@ -15,7 +15,6 @@ from functools import cached_property
 from functools import partial
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from torch import nn
 
@@ -46,11 +45,10 @@ from quantizer.report import write_record
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.card.run_card import write_run_card
 from quantizer.report.output_record import OutputDistance
-from quantizer.report.search_records import fallback_record
-from quantizer.report.tracking.trackers import require_tracker
-from quantizer.report.tracking.trackers import track
+from quantizer.report.search.search_records import fallback_record
+from quantizer.report.tracking.trackers import print_tracked
+from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.compare_outputs import output_distances
-from quantizer.runs.engine_budget import EngineBudget
 from quantizer.runs.measure import build_options
 from quantizer.runs.measure import engine_file
 from quantizer.runs.measure import measure_latency
@@ -64,13 +62,15 @@ from quantizer.runs.placement.speed_goal import missed_speed
 from quantizer.runs.plan_records import site_records
 from quantizer.runs.preflight import require_tools
 from quantizer.runs.preflight.run_ready import ready_to_run
+from quantizer.runs.progress.run_stages import run_outlook
+from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
-from quantizer.runs.run_context import StageTimer
 from quantizer.runs.run_context import as_predictor
 from quantizer.runs.run_context import bar
 from quantizer.runs.run_context import resume_files
 from quantizer.runs.run_context import sizes_of
 from quantizer.runs.run_engines import RunEngines
+from quantizer.runs.run_engines import nearest_form
 from quantizer.runs.search import causes_of
 from quantizer.runs.search import measure_sensitivity
 from quantizer.runs.search import search_fallback
@@ -101,20 +101,16 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
         console: where stages and results are printed.
 
     Raises:
-        QuantizerError: the target cannot do what is asked, the folder exists already or cannot be written, or a stage
-            failed.
+        QuantizerError: the target cannot do what is asked, the folder cannot be written, or a stage failed.
     """
     folder = Path(config.output if output is None else output).absolute()
-    if config.report.track is not None:
-        require_tracker(config.report.track)
     ready = ready_to_run(config, folder, RUN, force=force)
     for line in (*ready.notes, *filter(None, [ready.estimate])):
         console.print(line, highlight=False, markup=False)
     record = carry_out(config, folder, force, console, partial(configured_workload, config))
     with said_complete(folder):
         print_record(record, folder, console)
-        if config.report.track is not None:
-            console.print(track(config.report.track, record, folder), markup=False, highlight=False, soft_wrap=True)
+        print_tracked(config.report.track, record, folder, console)
     if (missed := missed_speed(record.placement)) is not None:
         raise EngineError(f"{missed}; {folder} holds it")
     return folder
@@ -133,12 +129,12 @@ def carry_out(config: RunConfig, folder: Path, force: bool, console: Console, lo
     record: list[RunRecord] = []
     searches = config.fallback is not None and config.fallback.max_drop is not None
     with resume_files(folder, searches=searches, trains=config.qat is not None) as kept:
-        write_folder(
-            folder,
-            lambda target: record.append(_Run(config, folder.name, target, kept, console, load).run(among)),
-            kind=RUN,
-            replace=force,
-        )
+
+        def fill(target: Path) -> None:
+            timer = StageTimer(console, run_outlook(config, folder, chooses=among is not None))
+            record.append(_Run(config, folder.name, target, kept, timer, load).run(among))
+
+        write_folder(folder, fill, kind=RUN, replace=force)
     return record[0]
 
 
@@ -152,19 +148,19 @@ class _Run:
     """
 
     def __init__(
-        self, config: RunConfig, name: str, target: Path, kept: ResumeFiles, console: Console, load: Load
+        self, config: RunConfig, name: str, target: Path, kept: ResumeFiles, timer: StageTimer, load: Load
     ) -> None:
         self.config = config
         self.name = name
         self.target = target
         (target / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-        timer = StageTimer(console)
         with timer("load model and data"):
             self.work = load(timer, kept, target)
         self.context, self.rows, self.scoring = self.work.context, self.work.rows, self.work.scorer
         max_drop = None if config.fallback is None else config.fallback.max_drop
         checked = config.qat is None and runs_here(config.quantizer.backend)
         self.budget = EngineBudget(self.context, max_drop, self.rows.tuning, checked=checked)
+        self.budget.warn("fallback.max_drop")
         self.model = self.context.model
         self.placement = RunPlacement(self.context, config, target)
         self.choice: EngineChoice | None = None
@@ -198,7 +194,7 @@ class _Run:
         # An engine without the precision that was asked for is found before the time for its score is spent.
         self.scoring.take({"float": self.model, **forms})
         inspection = self._inspect(built["engine"])
-        scores = self.scoring.scores({**forms, **self._nearest(loaded, quantizer)})
+        scores = self.scoring.scores({**forms, **nearest_form(loaded, quantizer, self.model)})
         outputs = self._outputs(next(reversed(forms.values())), loaded.get("engine"))
         record = replace(self._record(quantizer, course, scores, built, loaded, inspection), outputs=outputs)
         self._write(record)
@@ -228,7 +224,7 @@ class _Run:
         """The score on tuning rows, for what is chosen by it."""
         config = self.config
         settings = (config.model, config.data.batch_size, config.export.dynamic.sequence[0])
-        return TaskMetric(settings, self.context.task, self.budget.searched, self.rows.head, self.context.timer.tell)
+        return TaskMetric(settings, self.context.task, self.budget.searched, self.rows.head)
 
     def _choose(self, quantizer: Quantizer, batches: list[Batch]) -> nn.Module | None:
         """Measure sensitivity, and let the groups fall back to float that are asked for; return the proxy, if any."""
@@ -270,13 +266,6 @@ class _Run:
         with self.context.timer("quantize"):
             forms["proxy" if course is None else "qat"] = quantizer.quantize(self.model)
         return forms, course
-
-    def _nearest(self, engines: Mapping[str, Engine], quantizer: Quantizer) -> dict[str, nn.Module | Engine]:
-        """Return the engine; if it cannot run here, a simulation of its half precision, but nothing for float32."""
-        if engines:
-            return {"engine": engines["engine"]}
-        half = self.config.quantizer.target.torch_dtype is not torch.float32
-        return {"simulation": quantizer.simulate(self.model)} if half else {}
 
     def _outputs(self, proxy: nn.Module, engine: Engine | None) -> tuple[OutputDistance, ...]:
         """Return how far the outputs are from those of the float model, on rows of the evaluation."""
@@ -327,7 +316,7 @@ class _Run:
             sensitivity=quantizer.sensitivity.rows if config.amp is not None else (),
             measure=quantizer.sensitivity.measure if config.amp is not None else None,
             causes=causes_of(self.context, config, quantizer, self.rows.calibration),
-            fallback=None if chosen is None else fallback_record(chosen, self.budget.asked, self.budget.checks),
+            fallback=None if chosen is None else fallback_record(chosen, self.budget.asked, self.budget.checks, scores),
             training=None if course is None else course.record(self.context.task),
             choice=with_deployed(self.choice, latency, config.quantizer.backend),
             placement=self.placement.record(quantizer),

@@ -1,10 +1,9 @@
-"""The shared parts of long commands: timed stages on one context, and one way to call models and engines."""
+"""The shared parts of long commands: what their stages work on, and one way to call models and engines."""
 
 from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -13,22 +12,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import fields
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
+from quantizer.common.progress import loop
 from quantizer.config import DataConfig
 from quantizer.config import DatasetConfig
 from quantizer.engines import Array
-from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
-from quantizer.engines import build_engine
 from quantizer.errors import TaskError
 from quantizer.files import require_room
 from quantizer.files import said_complete
@@ -36,8 +31,8 @@ from quantizer.qat.checkpoint import check_checkpoints
 from quantizer.qat.checkpoint import remove_checkpoints
 from quantizer.report import Score
 from quantizer.report import SizeEntry
-from quantizer.report import Stage
 from quantizer.report import size_entries
+from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.workload.float_engines import FloatEngines
 from quantizer.sensitivity.score_cache import check_scores
 from quantizer.tasks import Batch
@@ -50,14 +45,10 @@ from quantizer.tasks import load_model
 from quantizer.tasks import load_processor
 from quantizer.tasks import load_rows
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 __all__ = [
     "ResumeFiles",
     "RunContext",
     "RunRows",
-    "StageTimer",
     "bar",
     "engine_inputs",
     "load_context",
@@ -70,62 +61,11 @@ __all__ = [
 ]
 
 
-class StageTimer:
-    """The printed progress of a command, and the duration of its stages.
-
-    Attributes:
-        done: the name and duration of each completed stage.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self.done: list[Stage] = []
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Time the block as one stage, and print its name and duration."""
-        start = time.perf_counter()
-        self.console.print(f"{name} ...", highlight=False)
-        yield
-        seconds = time.perf_counter() - start
-        self.done.append(Stage(name=name, seconds=seconds))
-        self.console.print(f"{name}: {seconds:.1f} s", highlight=False)
-
-    def tell(self, score: float, seconds: float) -> None:
-        """Print a score of a search."""
-        # Progress bars must be cleared first, or the line would be printed into one.
-        with tqdm.external_write_mode():
-            self.console.print(f"  {score:.5f} on the tuning rows, {seconds:.1f} s", highlight=False)
-
-    def say(self, line: str) -> None:
-        """Print a line without wrapping or markup."""
-        with tqdm.external_write_mode():
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def build(self, backend: str, onnx: Path, engine: Path, options: BuildOptions) -> BuildResult:
-        """Build an engine, with a progress bar in a terminal, and print the builder's warnings."""
-        with tqdm(total=100, desc=engine.name, unit="%", leave=False, disable=None) as shown:
-
-            def progress(share: float, phase: str) -> None:
-                shown.set_postfix_str(phase, refresh=False)
-                shown.update(round(100 * share) - shown.n)
-
-            built = build_engine(backend, onnx, engine, replace(options, progress=progress))
-        for warning in built.warnings:
-            self.console.print(f"  warning: {engine.name}: {warning}", highlight=False, markup=False)
-        return built
-
-
 @contextmanager
 def bar(name: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar in a terminal; yield a function to call with (batches done, batches in all)."""
-    with tqdm(desc=name, unit="batch", leave=False, disable=None) as shown:
-
-        def progress(done: int, total: int) -> None:
-            shown.total = total
-            shown.update(done - shown.n)
-
-        yield progress
+    """Show the progress of a loop over batches; yield a function to call with (batches done, batches in all)."""
+    with loop(name, unit="batch") as opened:
+        yield opened.reach
 
 
 def as_predictor(model: nn.Module | Engine) -> Callable[[dict[str, torch.Tensor]], object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from quantizer.runs.placement.price_groups import EngineFiles
 from quantizer.runs.placement.price_groups import Timing
 from quantizer.runs.run_context import RunContext
 
-__all__ = ["FLOAT_STEM", "QUANTIZED_STEM", "RunEngines"]
+__all__ = ["FLOAT_STEM", "QUANTIZED_STEM", "RunEngines", "nearest_form"]
 
 
 class RunEngines:
@@ -124,3 +125,13 @@ class RunEngines:
         self._built[name] = replace(built, path=files.engine)
         self._loaded[name] = engine
         self._back = frozenset()
+
+
+def nearest_form(
+    engines: Mapping[str, Engine], quantizer: Quantizer, model: nn.Module
+) -> dict[str, nn.Module | Engine]:
+    """Return the engine; if it cannot run here, a simulation of its half precision, but nothing for float32."""
+    if engines:
+        return {"engine": engines["engine"]}
+    half = quantizer.config.target.torch_dtype is not torch.float32
+    return {"simulation": quantizer.simulate(model)} if half else {}

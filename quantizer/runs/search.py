@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from quantizer.common.fingerprint import Fingerprint
+from quantizer.common.progress import counted
 from quantizer.config import RunConfig
 from quantizer.quantizer import Quantizer
 from quantizer.report.cause_record import Cause
-from quantizer.report.search_records import fallback_reason
+from quantizer.report.search.search_records import fallback_reason
+from quantizer.report.tables import text
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.task_metric import TaskMetric
+from quantizer.sensitivity import Evaluation
 from quantizer.sensitivity import ScoreCache
 from quantizer.sensitivity import fingerprint
 from quantizer.sensitivity.prices.group_prices import Prices
@@ -32,14 +36,16 @@ def causes_of(context: RunContext, config: RunConfig, quantizer: Quantizer, rows
     """Return the groups that cost most with their cures; none unless sensitivity is asked for, or after training."""
     if config.amp is None or config.qat is not None or not rows:
         return ()
-    return quantizer.causes(context.model, context.feed.batches(rows)[:_BATCHES]).rows
+    with context.timer("look for causes"):
+        return quantizer.causes(context.model, context.feed.batches(rows)[:_BATCHES]).rows
 
 
 def measure_sensitivity(context: RunContext, quantizer: Quantizer, proxy: nn.Module, batches: Sequence[Batch]) -> None:
     """Rank the groups of a proxy that ``amp()`` returned, on batches; the measure ``metric`` needs none."""
     with context.timer("measure sensitivity"), torch.no_grad():
-        for batch in tqdm(batches, "batches", leave=False, disable=None):
-            proxy(**batch)
+        with counted(batches, "batches", unit="batch") as steps:
+            for batch in steps:
+                proxy(**batch)
         # The measure ``metric`` runs only when the ranking is read.
         len(quantizer.sensitivity)
 
@@ -60,7 +66,8 @@ def search_fallback(
     with timer("search what goes back to float"):
         known = ScoreCache(cache, fingerprint(quantizer.plan, metric, Fingerprint.of(context.model))).known
         kept = f"going on with {known} scores of" if known else "until the run is complete, each score is kept in"
-        timer.say(f"{kept} {cache}")
+        timer.say(f"  {kept} {cache}")
+        timer.tell(f"target: a drop of at most {max_drop:g}")
         chosen = quantizer.fallback(
             proxy,
             max_drop=max_drop,
@@ -70,5 +77,26 @@ def search_fallback(
             costs=costs,
             prices=prices,
             cache=cache,
+            tell=_Tries(timer.tell, max_drop),
         )
-        timer.say(f"{len(chosen.groups)} groups put back to float, {fallback_reason(chosen)}")
+        timer.tell(f"{text.counted(len(chosen.groups), 'group')} put back to float, {fallback_reason(chosen)}")
+
+
+class _Tries:
+    """Teller of the tries of a search, a line each."""
+
+    def __init__(self, tell: Callable[[str], None], target: float) -> None:
+        self._tell = tell
+        self._target = target
+        self._count = 0
+        self._start = time.perf_counter()
+
+    def __call__(self, tried: Evaluation) -> None:
+        self._count += 1
+        seconds, self._start = time.perf_counter() - self._start, time.perf_counter()
+        back = f" ({text.listed(tried.groups)})" if tried.groups else ""
+        judged = f"within {self._target:g}" if tried.drop <= self._target else f"more than {self._target:g}"
+        self._tell(
+            f"try {self._count}: {text.counted(len(tried.groups), 'group')} back in float{back}: {tried.score:.5f} on "
+            f"the tuning rows, a drop of {tried.drop:.5f}, {judged}, {seconds:.1f} s"
+        )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable
 from collections.abc import Sequence
 
 from torch import nn
@@ -26,7 +24,6 @@ class TaskMetric:
         task: the task, with its head fitted if it has one.
         rows: the tuning rows.
         head: the rows on which the task's head was fitted.
-        tell: called after each score, with the score and the seconds that it took.
 
     Attributes:
         higher_is_better: the direction that is better.
@@ -39,19 +36,14 @@ class TaskMetric:
         task: Task,
         rows: Sequence[Row],
         head: Sequence[Row],
-        tell: Callable[[float, float], None],
     ) -> None:
         parts = (*settings, content_of(rows), content_of(head))
         self.reads = hashlib.sha256(repr(parts).encode()).hexdigest()
         self.higher_is_better = task.higher_is_better
         self._task = task
         self._rows = rows
-        self._tell = tell
 
     def __call__(self, model: nn.Module) -> float:
-        start = time.perf_counter()
         with bar("tuning rows") as progress:
             predictions = self._task.predict(as_predictor(model), self._rows, progress)
-        score = self._task.score(predictions, self._rows)
-        self._tell(score, time.perf_counter() - start)
-        return score
+        return self._task.score(predictions, self._rows)

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch import nn
-from tqdm.auto import tqdm
 
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.plain_values import decoded
+from quantizer.common.progress import loop
 from quantizer.config import QatConfig
 from quantizer.errors import TrainingError
 from quantizer.qat import Distillation
@@ -145,11 +145,11 @@ class Training:
                 self._last.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise TrainingError(f"{self._last.parent} cannot be made: {error.strerror}") from error
-            self._tell("the float model:")
             course = TrainingResult(steps=self._steps, float_score=self._score(model))
+            self._tell(f"the float model: {course.float_score:.5f} on the tuning rows")
             self._take_score(course, proxy, optimizer)
         schedule.at(len(course.losses))
-        with tqdm(total=self._steps, initial=len(course.losses), desc="training", unit="step", disable=None) as bar:
+        with loop("training", unit="step", total=self._steps, done=len(course.losses)) as progress:
             while len(course.losses) < self._steps and course.stopped is None:
                 share = self._share(len(course.losses))
                 for group in optimizer.param_groups:
@@ -158,8 +158,7 @@ class Training:
                 course.losses.append(loss)
                 course.rates.append(share * settings.learning_rate)
                 schedule.at(len(course.losses))
-                bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
-                bar.update()
+                progress.step(f"loss {loss:.4g}")
                 if len(course.losses) in self._scored_at:
                     self._take_score(course, proxy, optimizer)
         read_checkpoint(self._best, proxy)
@@ -206,8 +205,8 @@ class Training:
         step = len(course.losses)
         since = course.losses[course.scores[-1][0] :] if step else []
         mean = f", mean loss {sum(since) / len(since):.4g}" if since else ", which is PTQ"
-        self._tell(f"after {step} of {self._steps} steps{mean}:")
         score = self._score(proxy)
+        self._tell(f"after {step} of {self._steps} steps{mean}: {score:.5f} on the tuning rows")
         highest = max((self._sign * other for _, other in course.scores), default=-math.inf)
         is_best = self._sign * score >= highest - self._settings.tolerance
         course.scores.append((step, score))
@@ -261,11 +260,11 @@ def train(
         higher_is_better=score.higher_is_better,
         folder=context.resume.training,
         identity=hashlib.sha256(repr(parts).encode()).hexdigest(),
-        tell=context.timer.say,
+        tell=context.timer.tell,
     )
     with context.timer("train with rounded operands"):
         course = training.run(context.model, quantizer.qat(context.model, scales=settings.scales, copy=True))
-        context.timer.say(
+        context.timer.tell(
             f"kept the state after {course.best} of {course.steps} steps: {dict(course.scores)[course.best]:.5f} "
             f"on the tuning rows, {course.scores[0][1]:.5f} before training, {course.float_score:.5f} in float"
         )

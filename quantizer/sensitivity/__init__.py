@@ -12,6 +12,7 @@ from quantizer.sensitivity.fallback import operands_of
 from quantizer.sensitivity.fallback import per_cost
 from quantizer.sensitivity.gradient import Loss
 from quantizer.sensitivity.groups import groups_of
+from quantizer.sensitivity.max_drop_search import Tell
 from quantizer.sensitivity.max_drop_search import search
 from quantizer.sensitivity.measurement import GroupSensitivity
 from quantizer.sensitivity.measurement import Measurement
@@ -29,6 +30,7 @@ __all__ = [
     "Metric",
     "Score",
     "ScoreCache",
+    "Tell",
     "by_name",
     "by_rank",
     "fallback_for_target",

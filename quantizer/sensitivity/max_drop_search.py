@@ -11,17 +11,19 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tqdm.auto import tqdm
-
+from quantizer.common.progress import loop
 from quantizer.errors import SensitivityError
 from quantizer.sensitivity.fallback import Evaluation
 from quantizer.sensitivity.fallback import Fallback
 from quantizer.sensitivity.fallback import fallback_of
 from quantizer.sensitivity.measurement import GroupSensitivity
 
-__all__ = ["search"]
+__all__ = ["Tell", "search"]
 
 Candidate = tuple[GroupSensitivity, float]
+
+Tell = Callable[[Evaluation], object]
+"""A function that is told each score of a search, with the groups that were float."""
 
 
 def search(
@@ -32,6 +34,7 @@ def search(
     max_drop: float,
     higher_is_better: bool,
     max_evaluations: int,
+    tell: Tell | None = None,
 ) -> Fallback:
     """Return the smallest fallback that it finds within ``max_drop``; if it finds none, that with the smallest drop.
 
@@ -44,6 +47,7 @@ def search(
         max_drop: how much worse than ``float_score`` the score may be.
         higher_is_better: whether a higher score is better.
         max_evaluations: the largest number of scores, the float model's included.
+        tell: called after each score.
 
     Raises:
         SensitivityError: an argument is out of bounds, or there are too few evaluations to find how many groups are
@@ -54,7 +58,8 @@ def search(
     found: list[Evaluation] = []
     known: dict[tuple[str, ...], bool] = {}
 
-    with tqdm(total=max_evaluations, desc="fallback", unit="score", leave=False, disable=None, initial=1) as bar:
+    # Most searches end long before the largest number of scores: a bar towards it would not tell when.
+    with loop("search", unit="score", done=1) as progress:
 
         def meets(kept: Sequence[Candidate]) -> bool:
             groups = tuple(part for entry, _ in kept for part in entry.parts)
@@ -63,7 +68,9 @@ def search(
                 drop = sign * (float_score - value)
                 found.append(Evaluation(groups=groups, score=value, drop=drop, cost=sum(cost for _, cost in kept)))
                 known[groups] = drop <= max_drop
-                bar.update()
+                progress.step()
+                if tell is not None:
+                    tell(found[-1])
             return known[groups]
 
         needed = _prefix(candidates, meets)

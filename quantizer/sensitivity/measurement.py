@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch import nn
 from torch.utils import _pytree as pytree
-from tqdm.auto import tqdm
 
 from quantizer.common.distributed import all_reduce_sum
+from quantizer.common.progress import counted
 from quantizer.errors import SensitivityError
 from quantizer.observe.replay_batches import copied
 from quantizer.proxy.eager_attention import as_recorded
@@ -198,9 +198,10 @@ class Measurement:
         with unmoved(self._proxy):
             float_score = metric.score(self._proxy, "the float model")
         drops = {}
-        for group in tqdm(self.groups, "metric", unit="group", leave=False, disable=None):
-            with group.rounding(), unmoved(self._proxy):
-                drops[group.name] = metric.drop(float_score, metric.score(self._proxy, group.name))
+        with counted(self.groups, "metric", unit="group") as steps:
+            for group in steps:
+                with group.rounding(), unmoved(self._proxy):
+                    drops[group.name] = metric.drop(float_score, metric.score(self._proxy, group.name))
         return drops
 
 

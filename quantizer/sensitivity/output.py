@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
+from quantizer.common.progress import counted
 from quantizer.observe.padding import padding_mask
 from quantizer.proxy.restored_state import unmoved
 from quantizer.sensitivity.divergence import Divergence
@@ -32,7 +32,8 @@ def output(
     with torch.no_grad(), Reuse(proxy) as reuse:
         with unmoved(proxy):
             pass_of(proxy, args, keywords)
-        for group in tqdm(groups, "sensitivity", unit="group", leave=False, disable=None):
-            with group.rounding(), reuse.until(group.sites), unmoved(proxy):
-                errors[group.name] = divergence.of(pass_of(proxy, args, keywords))
+        with counted(groups, "sensitivity", unit="group") as steps:
+            for group in steps:
+                with group.rounding(), reuse.until(group.sites), unmoved(proxy):
+                    errors[group.name] = divergence.of(pass_of(proxy, args, keywords))
     return errors

@@ -29,6 +29,7 @@ from quantizer.sensitivity import Loss
 from quantizer.sensitivity import Measurement
 from quantizer.sensitivity import Metric
 from quantizer.sensitivity import ScoreCache
+from quantizer.sensitivity import Tell
 from quantizer.sensitivity import by_name
 from quantizer.sensitivity import by_rank
 from quantizer.sensitivity import fingerprint
@@ -99,6 +100,7 @@ class SensitivitySession:
         min_speedup: float | None,
         prices: Prices | None,
         cache: str | os.PathLike[str] | None,
+        tell: Tell | None,
     ) -> Fallback:
         """Return the groups that fall back to float; arguments as in ``Quantizer.fallback``."""
         _one_of(num=num, ratio=ratio, names=names, max_drop=max_drop, min_speedup=min_speedup)
@@ -122,7 +124,8 @@ class SensitivitySession:
                 "fallback(max_drop=...) needs metric=: a function that takes a model and gives a score"
             )
         candidates = per_cost(ranking, costs)
-        return replace(self._searched(candidates, slower, max_drop, metric, max_evaluations, cache), slower=slower)
+        found = self._searched(candidates, slower, max_drop, metric, max_evaluations, cache, tell)
+        return replace(found, slower=slower)
 
     def _searched(
         self,
@@ -132,6 +135,7 @@ class SensitivitySession:
         metric: Metric,
         max_evaluations: int,
         cache: str | os.PathLike[str] | None,
+        tell: Tell | None,
     ) -> Fallback:
         """Return what a search finds with the groups of ``slower`` in float anyway."""
         taken = self._scores(metric, cache)
@@ -146,6 +150,7 @@ class SensitivitySession:
             max_drop=max_drop,
             higher_is_better=metric.higher_is_better,
             max_evaluations=max_evaluations,
+            tell=tell,
         )
 
     def _scores(

@@ -87,6 +87,8 @@ class Coverage(View[Site]):
         "why",
     )
 
+    shortened = True
+
     def __init__(self, rows: Sequence[Site], products: Sequence[UnquantizedProduct] = ()) -> None:
         super().__init__(rows)
         self._shows_all = False

@@ -10,7 +10,7 @@ from quantizer.errors import SensitivityError
 from quantizer.report.charts.heat_map import sensitivity_heatmap
 from quantizer.report.charts.plots import sensitivity_bars
 from quantizer.report.record import SensitivityRow
-from quantizer.report.search_records import fallback_record
+from quantizer.report.search.search_records import fallback_record
 from quantizer.report.tables.measure_labels import error_words
 from quantizer.report.tables.tables import Column
 from quantizer.report.tables.text import compact

@@ -9,6 +9,7 @@ from typing import Any
 from typing import Generic
 from typing import TypeVar
 
+import rich.table
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -29,7 +30,11 @@ _HTML_ROWS = 300
 _WIDTH = 120
 _NAME_WIDTH = 76
 _TIGHT_NAMES = 57
-_SHORT_NAMES = 44
+_TEXT_WIDTH = 30
+"""A column that is wider than this is text, which may be broken at its blanks."""
+_LEAST_NAMES = 24
+_GAP = 2
+"""Blanks between two columns: the padding, and the line that the box leaves out."""
 
 
 class View(Generic[Row]):
@@ -39,7 +44,8 @@ class View(Generic[Row]):
         columns: the columns, one for each cell of a row.
         grouped: whether a terminal shows the first column as a line of its own above the rows with the same value.
         tight: whether a terminal breaks long names at a dot and titles at each blank, to leave more width to columns.
-        shortened: whether a terminal shows long names without their middle, in one line, and breaks titles likewise.
+        shortened: whether a terminal shows each name of the first column in one line, without its middle if need be,
+            and breaks titles likewise.
     """
 
     columns: Sequence[Column | str]
@@ -72,21 +78,36 @@ class View(Generic[Row]):
         cells = self.cells()
         if self.grouped:
             return self._grouped_text(cells, limit)
-        if self.tight or self.shortened:
-            fit, width = (shorten, _SHORT_NAMES) if self.shortened else (_broken, _TIGHT_NAMES)
+        if self.shortened:
+            return "\n".join(_lines(self._shortened_table(cells, limit)))
+        if self.tight:
             cells = [
-                [fit(cell, width) if at in self._names() else cell for at, cell in enumerate(row)] for row in cells
+                [_broken(cell, _TIGHT_NAMES) if at in self._names() else cell for at, cell in enumerate(row)]
+                for row in cells
             ]
         table = self._table(self.columns, cells, limit)
         table.title = Text(self.title())
-        if self.tight or self.shortened:
-            for column in table.columns:
-                column.header = Text("\n".join(str(column.header).split()))
+        if self.tight:
+            _break_titles(table)
         # rich would cut a name anywhere, as it is one word: it gets its full width, and other columns share the rest.
         pieces = [piece for row in cells[:limit] for at in self._names() for piece in row[at].split("\n")]
         for at in self._names():
             table.columns[at].no_wrap = all(len(piece) <= _NAME_WIDTH for piece in pieces)
         return "\n".join(_lines(table))
+
+    def _shortened_table(self, cells: list[list[Any]], limit: int | None) -> Table:
+        """Return the table with names in the room that the other columns leave; only wide text is broken."""
+        table = self._table(self.columns, cells, limit)
+        _break_titles(table)
+        widths = [max(_width(column), 1) for column in table.columns]
+        room = _WIDTH - sum(min(width, _TEXT_WIDTH) + _GAP for width in widths[1:])
+        short = [[shorten(row[0], max(room, _LEAST_NAMES)), *row[1:]] for row in cells]
+        table = self._table(self.columns, short, limit)
+        _break_titles(table)
+        for column, width in zip(table.columns, [0, *widths[1:]], strict=True):
+            column.no_wrap = width <= _TEXT_WIDTH
+        table.title = Text(self.title())
+        return table
 
     def _grouped_text(self, cells: list[list[Any]], limit: int | None) -> str:
         table = self._table(self.columns[1:], [row[1:] for row in cells], limit)
@@ -126,6 +147,17 @@ def _broken(name: str, width: int) -> str:
     """Return a name, broken after dots into lines of at most ``width`` characters as far as it has dots there."""
     end = name.rfind(".", 0, width) + 1
     return name if len(name) <= width or end == 0 else f"{name[:end]}\n{_broken(name[end:], width)}"
+
+
+def _break_titles(table: Table) -> None:
+    for column in table.columns:
+        column.header = Text("\n".join(str(column.header).split()))
+
+
+def _width(column: rich.table.Column) -> int:
+    """Return the width of the longest word of the title, or of the longest cell."""
+    texts = [*str(column.header).split("\n"), *map(str, column.cells)]
+    return max(map(len, texts), default=0)
 
 
 def _lines(table: Table) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -241,7 +242,7 @@ def test_help_lists_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     for verb in VERBS:
-        assert f"    {verb.name} " in out
+        assert re.search(rf"^    {verb.name}( |$)", out, flags=re.MULTILINE), verb.name
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)

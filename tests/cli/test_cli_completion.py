@@ -32,11 +32,17 @@ def _completed(script: str, *words: str) -> set[str]:
 
 def test_verbs(script: str) -> None:
     assert _completed(script, "quantizer", "") == {*(verb.name for verb in VERBS), "--help", "--version"}
-    assert _completed(script, "quantizer", "co") == {"convert", "completion"}
+    assert _completed(script, "quantizer", "co") == {"compare", "convert", "completion"}
 
 
 def test_options_are_those_of_the_verb(script: str) -> None:
-    assert _completed(script, "quantizer", "run", "a.yaml", "--") == {"--help", "--output", "--force"}
+    assert _completed(script, "quantizer", "run", "a.yaml", "--") == {
+        "--help",
+        "--output",
+        "--force",
+        "--jobs",
+        "--yes",
+    }
     assert "--max-drop" in _completed(script, "quantizer", "convert", "--m")
     assert "--max-drop" not in _completed(script, "quantizer", "show", "--m")
 

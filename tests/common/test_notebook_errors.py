@@ -18,7 +18,7 @@ make("openvno")
 
 
 def test_a_notebook_shows_the_users_line_and_the_message(capsys: pytest.CaptureFixture[str]) -> None:
-    shell = pytest.importorskip("IPython.core.interactiveshell", reason="install quantizer[notebook]")
+    shell = pytest.importorskip("IPython.core.interactiveshell", reason="install enginequant[notebook]")
     session = shell.InteractiveShell(colors="nocolor")
     session.history_manager.enabled = False
     result = session.run_cell(CELL)

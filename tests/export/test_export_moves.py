@@ -15,6 +15,7 @@ from torch import nn
 
 from quantizer import Quantizer
 from quantizer.errors import ExportError
+from quantizer.export import export_onnx
 from quantizer.export.passes.base import run_passes
 from quantizer.export.passes.clamp_masks import ClampMasks
 from quantizer.export.passes.drop_unread_nodes import DropUnreadNodes
@@ -156,6 +157,13 @@ class Pictures(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(self.down(torch.relu(self.norm(self.up(x)))))
+
+
+def test_a_float_product_with_a_batch_norm_in_it_is_named_after_its_own_module(tmp_path: Path) -> None:
+    path = export_onnx(Pictures().eval(), tmp_path / "m.onnx", torch.randn(4, 3, 16, 16), opset=20, dtype=torch.float32)
+    found = [node.name for node in onnx.load(path).graph.node if "Conv" in node.op_type]
+    assert found[:2] == ["up/ConvTranspose", "down/Conv"]
+    assert not [name for name in found if "norm" in name]
 
 
 def test_a_file_has_no_batch_norm_and_computes_what_the_proxy_computes(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_several_of_one_kind_keep_their_numbers() -> None:
 
 def test_columns_without_a_value_are_left_out() -> None:
     titles = [column.title for column in layer_cells(layer_rows(SITES), None)[0]]
-    assert titles == ["layer", "operation", "activations", "weights", "amax", "SQNR, dB", "of multiply-adds"]
+    assert titles == ["layer", "operation", "activations", "weights", "amax", "SQNR, dB", "share of work"]
     whole = [column.title for column in layer_cells(layer_rows(SITES, (), RANKING, TIMES), "gradient")[0]]
     assert whole == [*titles[:6], "estimated divergence", titles[6], "quantized, us", "float, us"]
     assert layer_cells((), None) == ([], [])
@@ -146,12 +146,12 @@ def test_the_page_has_the_layers_and_the_groups() -> None:
     assert '<a href="#layers">Layers</a>' in page
 
 
-@pytest.mark.promise("What never ran in calibration counts nowhere")
+@pytest.mark.promise("`print(q.coverage.all)` shows every row, and the report has a table of its own for them.")
 def test_the_page_counts_what_ran() -> None:
     page = html_from_record(bare_record(coverage=SITES))
     assert "All 4 sites that ran</summary>" in page
     assert "1 site that never ran in calibration, and counts nowhere" in page
-    tile = page[page.index("Sites quantized") :][:80]
-    assert "3 of 4" in tile
-    assert "3 of 4 sites are quantized" in page
+    tile = page[page.index("Work in low precision") :][:120]
+    assert "3 of 4 sites" in tile
+    assert "run in low precision, in 3 of 4 sites" in page
     assert "never ran" not in page[: page.index("1 site that never ran")]

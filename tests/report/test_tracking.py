@@ -16,11 +16,9 @@ from report_samples import sample_record
 
 from quantizer.config.schema import ReportConfig
 from quantizer.errors import ConfigError
-from quantizer.errors import MissingDependencyError
 from quantizer.report.tracking.figures import metrics_of
 from quantizer.report.tracking.figures import parameters_of
 from quantizer.report.tracking.trackers import TRACKERS
-from quantizer.report.tracking.trackers import require_tracker
 from quantizer.report.tracking.trackers import track
 
 
@@ -259,13 +257,6 @@ def test_a_tracker_that_fails_costs_one_line(error: Exception, folder: Path, mon
     assert said.endswith(f"the run is complete in {folder}")
     assert "\n" not in said
     assert len(said) < 300 + len(str(folder))
-
-
-@pytest.mark.parametrize("tracker", TRACKERS)
-def test_a_tracker_that_is_not_installed_is_said_before_the_run(tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, tracker, None)
-    with pytest.raises(MissingDependencyError, match=rf"pip install 'enginequant\[{tracker}\]'"):
-        require_tracker(tracker)
 
 
 def test_the_configuration_knows_the_trackers() -> None:

@@ -32,11 +32,12 @@ import quantizer.calibration.costly_attention as attention  # noqa: E402
 import quantizer.runs.convert.engine_maker as maker  # noqa: E402
 import quantizer.runs.convert.run as steps  # noqa: E402
 import quantizer.runs.run_context as stages  # noqa: E402
+from quantizer.runs.budget.engine_budget import EngineBudget  # noqa: E402
 from quantizer.runs.compare_outputs import OutputCheck  # noqa: E402
 from quantizer.runs.compare_outputs import tolerance  # noqa: E402
 from quantizer.runs.convert import load_converted  # noqa: E402
 from quantizer.runs.convert import measure  # noqa: E402
-from quantizer.runs.engine_budget import EngineBudget  # noqa: E402
+from quantizer.runs.progress import stage_timer  # noqa: E402
 
 SIZES = ["--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]
 BACKENDS = ("openvino", "onnxruntime")
@@ -198,7 +199,7 @@ def test_each_backend_has_the_sites_that_it_wants(place: Place) -> None:
 
 @pytest.mark.promise(
     "where it loses more the search goes on with a smaller budget, for at most three engines "
-    "(`quantization.budget` in `config.json`)"
+    "(`quantization.budget` and `quantization.outcome` in `config.json`)"
 )
 def test_a_budget_that_an_engine_misses_is_searched_again(
     place: Place, convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
@@ -363,7 +364,7 @@ def _with_a_wrong_scale(build: Callable[..., Any]) -> Callable[..., Any]:
 def test_an_engine_that_computes_something_else_is_refused(
     place: Place, convert: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "build_engine", _with_a_wrong_scale(stages.build_engine))
+    monkeypatch.setattr(stage_timer, "build_engine", _with_a_wrong_scale(stage_timer.build_engine))
     code, said = convert("--quantization", "--calibration", place.data("calibration"), "--rows", "12", *SIZES)
     assert code == 1
     assert "openvino engine, batch 1 x sequence 16, output 'logits': SQNR " in said
@@ -374,7 +375,7 @@ def test_an_engine_that_computes_something_else_is_refused(
 
 
 STEPS = [
-    (stages, "build_engine"),
+    (stage_timer, "build_engine"),
     (maker, "check_engine"),
     (steps, "measure_latency"),
     (maker, "export_onnx"),

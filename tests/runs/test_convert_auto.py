@@ -34,6 +34,7 @@ from quantizer.engines.engine_file import read_engine  # noqa: E402
 from quantizer.engines.measure import trial  # noqa: E402
 from quantizer.errors import EngineError  # noqa: E402
 from quantizer.report.record import EngineCheck  # noqa: E402
+from quantizer.runs.budget.engine_budget import EngineBudget  # noqa: E402
 from quantizer.runs.convert import choose  # noqa: E402
 from quantizer.runs.convert import folder as folders  # noqa: E402
 from quantizer.runs.convert import load_converted  # noqa: E402
@@ -41,7 +42,6 @@ from quantizer.runs.convert import measure  # noqa: E402
 from quantizer.runs.convert import request  # noqa: E402
 from quantizer.runs.convert.engine_maker import EngineMaker  # noqa: E402
 from quantizer.runs.convert.engine_maker import Made  # noqa: E402
-from quantizer.runs.engine_budget import EngineBudget  # noqa: E402
 from quantizer.sensitivity import Fallback  # noqa: E402
 from quantizer.sensitivity import operands_of  # noqa: E402
 

@@ -18,9 +18,9 @@ from quantizer.engines import Engine
 from quantizer.report import read_record
 from quantizer.report.record import Fallback
 from quantizer.report.tables.search_table import evaluation_caption
-from quantizer.runs.engine_budget import EngineBudget
+from quantizer.runs.budget.engine_budget import EngineBudget
+from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import RunRows
-from quantizer.runs.run_context import StageTimer
 from quantizer.tasks import Row
 from quantizer.tasks.datasets.rows import Text
 

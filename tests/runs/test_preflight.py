@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
-pytest.importorskip("openvino", reason="install quantizer[openvino]")
+pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")
+pytest.importorskip("openvino", reason="install enginequant[openvino]")
 
 from tiny_run import tiny_run
 
@@ -21,6 +22,7 @@ from quantizer.config import load_run
 from quantizer.errors import MissingDependencyError
 from quantizer.errors import QuantizerError
 from quantizer.errors import TaskError
+from quantizer.errors import install_command
 from quantizer.runs.preflight.estimate import estimate
 from quantizer.runs.preflight.estimate import row_passes
 from quantizer.runs.preflight.faults import Faults
@@ -51,7 +53,7 @@ def test_a_run_that_can_start(values: dict[str, Any], tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     ready = _ready(values, tmp_path)
     assert not ready.notes
-    assert ready.estimate.startswith("at least about 1 s of forward passes: 88 rows of about ")
+    assert ready.estimate.startswith("at least about 1 s of forward passes: 312 rows of about ")
     assert " GiB of memory: 5 copies of 0.0 M parameters in float32" in ready.estimate
     assert {*tmp_path.rglob("*")} - {*before} == {tmp_path / "run.yaml"}
 
@@ -65,11 +67,11 @@ def test_everything_that_is_wrong_is_told_at_once(
     (tmp_path / "taken").write_text("")
     values["output"] = str(tmp_path / "taken" / "done")
     monkeypatch.setattr("quantizer.runs.preflight.faults.find_spec", _without("onnxscript", "jinja2"))
-    with pytest.raises(QuantizerError) as told:
+    with pytest.raises(QuantizerError, match="for 4 reasons") as told:
         _ready(values, tmp_path)
     first, *lines = str(told.value).splitlines()
     assert first == "the run cannot start, for 4 reasons:"
-    assert lines[0] == "  - onnxscript, jinja2 are not installed: run  pip install 'quantizer[onnx,report]'"
+    assert lines[0] == f"  - onnxscript, jinja2 are not installed: run  {install_command('onnx,report')}"
     assert lines[1].startswith("  - data.calibration: data set 'text-csv': there is no file")
     assert "data.evaluation: the rows hold label 7, but the model has 2 classes (0 to 1)" in lines[2]
     assert "taken is no folder; choose another folder" in lines[3]
@@ -108,10 +110,12 @@ def test_one_missing_package_is_the_error_that_it_always_was() -> None:
         raise MissingDependencyError("scipy", "hf")
 
     faults.of(missing)
-    with pytest.raises(MissingDependencyError, match=r"'scipy' is not installed: run  pip install 'quantizer\[hf\]'"):
+    with pytest.raises(
+        MissingDependencyError, match=re.escape(f"'scipy' is not installed: run  {install_command('hf')}")
+    ):
         faults.raise_all("nothing can start")
     faults.of(missing)
-    with pytest.raises(QuantizerError, match=r"^scipy is not installed: run  pip install 'quantizer\[hf\]'$"):
+    with pytest.raises(QuantizerError, match=re.escape(f"scipy is not installed: run  {install_command('hf')}")):
         faults.raise_all("nothing can start")
     Faults().raise_all("nothing can start")
 
@@ -127,11 +131,11 @@ def test_a_folder_that_holds_something_else(values: dict[str, Any], tmp_path: Pa
 def test_passes_are_counted_by_what_a_run_does(values: dict[str, Any], tmp_path: Path) -> None:
     config = _config(values, tmp_path)
     rows = {"calibration": [1] * 16, "evaluation": [1] * 24}
-    assert row_passes(config, rows) == 16 + 3 * 24  # type: ignore[arg-type]
+    assert row_passes(config, rows) == (1 + 14) * 16 + 3 * 24  # type: ignore[arg-type]
     values |= {"amp": {}, "fallback": {"max_drop": 0.01, "max_evaluations": 5}}
     values["data"]["tuning"] = {"name": "text-csv", "path": str(tmp_path / "tuning.csv")}
     searched = _config(values, tmp_path)
-    assert row_passes(searched, {**rows, "tuning": [1] * 10}) == 16 + 3 * 24 + 50  # type: ignore[arg-type]
+    assert row_passes(searched, {**rows, "tuning": [1] * 10}) == (1 + 14) * 16 + 3 * 24 + 50  # type: ignore[arg-type]
 
 
 def test_no_estimate_without_weights(values: dict[str, Any], tmp_path: Path) -> None:

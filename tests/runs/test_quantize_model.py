@@ -15,7 +15,7 @@ from torch import Tensor
 from torch import nn
 
 for _package in ("onnx", "onnxscript", "onnxruntime", "jinja2"):
-    pytest.importorskip(_package, reason="quantize_model needs quantizer[onnx,onnxruntime,report]")
+    pytest.importorskip(_package, reason="quantize_model needs enginequant[onnx,onnxruntime,report]")
 
 import quantizer  # noqa: E402
 from quantizer.engines.candidates import cpu_candidates  # noqa: E402
@@ -82,7 +82,6 @@ def _mean_score(model: nn.Module) -> float:
         return float(torch.cat([model(image) for image in _images()]).mean())
 
 
-@pytest.mark.promise("three lines")
 def test_engines_figures_and_score(made: Any) -> None:
     record, image = made.record, _images()[0]
     with torch.no_grad():
@@ -126,6 +125,7 @@ def test_saved_like_a_run(made: Any, tmp_path: Path) -> None:
     assert made.save(folder, replace=True) == folder
 
 
+@pytest.mark.promise("The model itself never changes.")
 def test_the_model_is_not_changed_and_its_mode_is_none_of_the_result() -> None:
     model = _net().train()
     before = {name: value.clone() for name, value in model.state_dict().items()}

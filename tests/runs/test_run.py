@@ -11,7 +11,9 @@ import sys
 from collections.abc import Callable
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +36,8 @@ from quantizer.errors import EngineError
 from quantizer.files import MARKER
 from quantizer.files import write_folder
 from quantizer.report import read_record
+from quantizer.report.tracking import trackers
+from quantizer.runs.progress import stage_timer
 from quantizer.tasks import load_model
 
 for _package in ("transformers", "sklearn", "onnx", "onnxscript", "openvino", "jinja2"):
@@ -284,6 +288,33 @@ def test_overrides_and_another_folder(at: Path) -> None:
     assert main(["show", "deep/er/out"]) == 0
 
 
+def test_a_tracker_gets_the_run_and_one_that_fails_does_not_end_it(
+    at: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(record: object, folder: Path) -> str:
+        assert (folder / "report.html").is_file(), "the folder is complete by then"
+        raise ConnectionError("nobody answers")
+
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", unreachable)
+    stand_in = ModuleType("wandb")
+    stand_in.__spec__ = ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    assert main(["run", "tiny.yaml", "report.track=wandb"]) == 0
+    said = capsys.readouterr().out
+    assert "warning: wandb did not take the results (ConnectionError: nobody answers); the run is complete" in said
+    assert {path.name for path in (at / "done").iterdir()} == COMPLETE
+
+
+@pytest.mark.parametrize("tracker", trackers.TRACKERS)
+def test_a_tracker_that_is_not_installed_is_told_before_the_work(
+    tracker: str, at: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, tracker, None)
+    assert main(["run", "tiny.yaml", f"report.track={tracker}"]) == 1
+    assert f"pip install 'enginequant[{tracker}]'" in capsys.readouterr().err
+    assert not (at / "done").exists()
+
+
 def test_without_a_measurement(at: Path) -> None:
     assert main(["run", "tiny.yaml", "~fallback", "~amp", "--output", "out"]) == 0
     record = read_record(at / "out" / "report.json")
@@ -389,9 +420,11 @@ def test_a_bf16_rest_is_not_for_every_engine(at: Path, capsys: pytest.CaptureFix
 def test_an_engine_that_lacks_the_precision_ends_the_run(
     at: Path, place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build = stages.build_engine
+    build = stage_timer.build_engine
     # The float model in the place of the quantized one.
-    monkeypatch.setattr(stages, "build_engine", lambda name, path, *rest: build(name, place.done / "float.onnx", *rest))
+    monkeypatch.setattr(
+        stage_timer, "build_engine", lambda name, path, *rest: build(name, place.done / "float.onnx", *rest)
+    )
     assert main(["run", "tiny.yaml", "--output", "out"]) == 1
     assert "the openvino engine lacks the precision that was asked for: the graph asks for INT8" in (
         capsys.readouterr().err
@@ -412,7 +445,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "score": (scoring, "score_record"),
     "export": (Quantizer, "export"),
     "export float": (run_engines, "export_onnx"),
-    "build": (stages, "build_engine"),
+    "build": (stage_timer, "build_engine"),
     "inspect": (pipeline, "observe_engine"),
     "load engine": (run_engines, "load_engine"),
     "price": (place_groups, "price_groups"),

@@ -68,6 +68,8 @@ def _taking(times: Mapping[str, float], monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.promise("the run goes on with the fastest; its first line and the report say which that is")
+@pytest.mark.promise("compared with the model and timed in turns; the fastest is kept.")
+@pytest.mark.promise("does all of it in one call, for all engines of this CPU, and keeps the fastest.")
 def test_the_run_goes_on_with_the_fastest(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

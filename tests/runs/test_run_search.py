@@ -28,6 +28,7 @@ from quantizer.engines import Inspection
 from quantizer.errors import EngineError
 from quantizer.report import RunRecord
 from quantizer.report import read_record
+from quantizer.report.tables.text import shorten
 from quantizer.runs.placement.run_placement import RunPlacement
 from quantizer.runs.run_engines import RunEngines
 from quantizer.runs.task_metric import TaskMetric
@@ -174,7 +175,19 @@ def test_a_search_meets_its_budget_and_says_how(search: Search, capsys: pytest.C
     assert any(float(said[2]) == pytest.approx(score, abs=1e-5) for score in search.scores)
     assert f"until the run is complete, each score is kept in {Path.cwd() / 'out.search.json'}" in out
     assert f"{len(record.fallback.groups)} groups put back to float, {record.fallback.reason}" in out
-    assert out.count("on the tuning rows, ") == search.taken + 1
+    # The float model's score has no line of its own.
+    assert out.count(" back in float") == search.taken - 1
+    assert out.count(" on the tuning rows, a drop of ") == search.taken - 1
+    assert f"try 1: 0 groups back in float: {search.scores[1]:.5f} on the tuning rows, a drop of" in out
+    assert "more than 0.02, " in out
+    assert "within 0.02, " in out
+    shown = record.fallback.groups[0]
+    assert shorten(shown, 40) in out
+    outcome = record.fallback.outcome
+    assert outcome is not None
+    assert outcome.asked == 0.02
+    assert outcome.tuning <= 0.02
+    assert f"budget asked 0.0200; drop in tuning {outcome.tuning:.4f}" in out
     assert "search what goes back to float" in [stage.name for stage in record.stages]
     assert _left() == {"tiny.yaml", "out"}
     assert [row.group for row in record.sensitivity if row.fallback] == list(record.fallback.groups)
@@ -310,7 +323,7 @@ def test_a_search_that_is_killed_goes_on(
         assert process.stdout is not None
         seen = 0
         for line in process.stdout:
-            seen += "on the tuning rows, " in line
+            seen += line.startswith("  try ")
             if seen == 3:
                 process.send_signal(signal.SIGKILL)
                 break

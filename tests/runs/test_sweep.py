@@ -12,7 +12,7 @@ import torch
 import yaml
 
 for _package in ("transformers", "sklearn", "onnx", "onnxscript", "onnxruntime", "jinja2"):
-    pytest.importorskip(_package, reason="a sweep needs quantizer[hf,onnx,onnxruntime,report]")
+    pytest.importorskip(_package, reason="a sweep needs enginequant[hf,onnx,onnxruntime,report]")
 
 from tiny_run import tiny_run  # noqa: E402
 

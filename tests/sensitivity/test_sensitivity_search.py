@@ -21,7 +21,7 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import SensitivityError
-from quantizer.report.search_records import fallback_reason
+from quantizer.report.search.search_records import fallback_reason
 from quantizer.sensitivity import Evaluation
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import GroupSensitivity

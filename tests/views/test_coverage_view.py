@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor
 from torch import nn
@@ -116,6 +119,38 @@ def test_a_place_is_a_file_and_a_line() -> None:
     assert places["block.forward.add_0"].startswith("test_coverage_view.py:")
     assert f" {places['classifier.forward.linear_0']} " in coverage.text()
     assert Site(name="x", kind="source", host_type="X", file="", line=0, quantized=False, reason="none").place == ""
+
+
+def attend(x: Tensor) -> Tensor:
+    return x @ x.T
+
+
+def applied(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return function(x)
+
+
+class PassesOn(nn.Module):
+    """A net whose product is in a function that it hands to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return applied(attend, self.linear(x))
+
+
+@pytest.mark.promise("so what it computes stays in float; to quantize it, call it in the code of a module")
+def test_a_function_that_is_passed_on_says_what_to_do() -> None:
+    q = Quantizer(preset="fast", backend="openvino")
+    q.calibrate(PassesOn().eval(), [torch.randn(4, 8)])
+    row = next(row for row in q.coverage if row.kind == "matmul")
+    assert row.reason == (
+        "attend() is passed on as a value here instead of being called, so what it computes stays in float; to "
+        "quantize it, call it in the code of a module"
+    )
+    assert not row.quantized
+    assert "attend() is passed on" in " ".join(q.coverage.text().split())
 
 
 def test_an_offset_in_an_embedding_is_not_shown() -> None:

@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import nn
-from tqdm.auto import tqdm
 
 from quantizer.calibration.output_error import quantized
 from quantizer.calibration.proxied import Proxied
@@ -42,6 +41,7 @@ from quantizer.calibration.rounding.progress import progress
 from quantizer.calibration.rounding.progress import record
 from quantizer.calibration.rounding.progress import stored_weights
 from quantizer.calibration.rounding.progress import why_nearest
+from quantizer.common.progress import counted
 from quantizer.errors import CalibrationError
 from quantizer.numerics.qtype import qtype
 from quantizer.observe.range_group import RangeGroup
@@ -106,18 +106,19 @@ def reconstruct_blocks(proxy: Proxied, observation: Seen, plan: Plan, settings: 
         blocks = {block: (path, sites) for path, block, sites in blocks_of(proxy.module, weights)}
         readers = _readers(proxy, observation, plan)
         passes = BlockPasses(proxy.module, proxy.sites, observation.kept)
-        for block in tqdm(passes.in_order(blocks), "reconstructing", unit="block", leave=False, disable=None):
-            path, sites = blocks[block]
-            inside = set(block.modules())
-            own = {group: read for group, read in readers.items() if inside.issuperset(quantizer for quantizer in read)}
-            codes = [_codes(observation, site, weights[site], settings) for site in sites]
-            if any(one.name not in done.reconstructed for one in codes):
-                ranges = [LearnedRange(group, read) for group, read in own.items()]
-                _reconstruct(path, passes, block, codes, ranges, done)
-            for one in codes:
-                one.quantizer.set_codes(done.reconstructed[one.name].codes)
-            for group, read in own.items():
-                _use(done.ranges.get(group.operands[0]), group, read, settings)
+        with counted(passes.in_order(blocks), "reconstructing", unit="block") as steps:
+            for block in steps:
+                path, sites = blocks[block]
+                inside = set(block.modules())
+                own = {group: read for group, read in readers.items() if inside.issuperset(read)}
+                codes = [_codes(observation, site, weights[site], settings) for site in sites]
+                if any(one.name not in done.reconstructed for one in codes):
+                    ranges = [LearnedRange(group, read) for group, read in own.items()]
+                    _reconstruct(path, passes, block, codes, ranges, done)
+                for one in codes:
+                    one.quantizer.set_codes(done.reconstructed[one.name].codes)
+                for group, read in own.items():
+                    _use(done.ranges.get(group.operands[0]), group, read, settings)
     record(observation, done.reconstructed)
 
 

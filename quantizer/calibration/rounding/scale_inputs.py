@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.rounding.progress import UNREACHED
@@ -24,6 +23,7 @@ from quantizer.calibration.rounding.progress import one_process
 from quantizer.calibration.smoothquant import held_factors
 from quantizer.calibration.staged_passes import StagedPasses
 from quantizer.calibrators import make_calibrator
+from quantizer.common.progress import counted
 from quantizer.functional import fake_quantize
 from quantizer.numerics.awq import awq_share
 from quantizer.numerics.awq import input_factors
@@ -101,8 +101,9 @@ def scale_inputs(proxy: Proxied, observation: Seen, plan: Plan, settings: PlanSe
     with torch.no_grad():
         passes = StagedPasses(proxy.module, observation.kept)
         order = list({id(by_site[site]): by_site[site] for site in passes.in_order(by_site)}.values())
-        for unit in tqdm(order, "scaling inputs", unit="tensor", leave=False, disable=None):
-            _scale(unit, passes, settings)
+        with counted(order, "scaling inputs", unit="tensor") as steps:
+            for unit in steps:
+                _scale(unit, passes, settings)
     for unit in by_site.values():
         for one in unit:
             one.seen.rounded = one.seen.rounded or _plain(UNREACHED)

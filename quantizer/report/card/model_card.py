@@ -34,7 +34,7 @@ _OTHER = "other"
 
 @dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """What a card says.
+    """The content of a card.
 
     Attributes:
         name: the name of the model.

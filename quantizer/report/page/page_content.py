@@ -107,7 +107,6 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
     """
     stages = [(stage.name, stage.seconds) for stage in record.stages]
     config = mapping_from_record(record)["config"]
-    ran, never = ([site for site in record.coverage if site.ran is wanted] for wanted in (True, False))
     return {
         "record": record,
         "created": record.created.replace("T", " "),
@@ -118,13 +117,7 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "score_table": _safe(score_table(record)),
         "outputs_table": _safe(outputs_table(record)),
         "cost_table": _safe(cost_table(record)),
-        "coverage_by_kind": _safe(coverage_by_kind(record.coverage)),
-        "coverage_by_reason": _safe(coverage_by_reason(record.coverage)),
-        "escaped_table": _safe(escaped_table(record.escaped)),
-        "coverage_table": _safe(coverage_table(ran)),
-        "sites_ran": text.counted(len(ran), "site"),
-        "never_ran_table": _safe(coverage_table(never)),
-        "sites_never_ran": text.counted(len(never), "site"),
+        **_sites(record),
         "ranges_table": _safe(ranges_table(record.coverage)),
         "histograms": [_safe(histogram_figure(histogram, _by_output(record))) for histogram in record.histograms],
         "bars": _safe(sensitivity_bars(record.sensitivity, measure=record.measure, limit=_BARS)),
@@ -143,8 +136,6 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "engine_facts": engine_facts(record.inspection) if record.inspection else [],
         "engine_table": _safe(engine_table(record.inspection) if record.inspection else ""),
         "engine_layers_table": _safe(layers_table(record.inspection) if record.inspection else ""),
-        "layer_table": _safe(layer_table(record)),
-        "group_table": _safe(group_table(record)),
         "build_time": text.seconds(record.engine.build_seconds) if record.engine else None,
         "diff_files": diff_files(record.diff),
         "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=100) if config else "",
@@ -182,6 +173,22 @@ def _by_output(record: RunRecord) -> bool:
     """Return whether ranges were chosen by the output of the model."""
     activations = record.config.get("quantizer", {}).get("activations", {})
     return activations.get("calibrator") in ("auto", "output")
+
+
+def _sites(record: RunRecord) -> dict[str, Any]:
+    """Return the variables of the sections on layers and coverage."""
+    ran, never = ([site for site in record.coverage if site.ran is wanted] for wanted in (True, False))
+    return {
+        "coverage_by_kind": _safe(coverage_by_kind(record.coverage)),
+        "coverage_by_reason": _safe(coverage_by_reason(record.coverage)),
+        "coverage_table": _safe(coverage_table(ran)),
+        "sites_ran": text.counted(len(ran), "site"),
+        "never_ran_table": _safe(coverage_table(never)),
+        "sites_never_ran": text.counted(len(never), "site"),
+        "escaped_table": _safe(escaped_table(record.escaped)),
+        "layer_table": _safe(layer_table(record)),
+        "group_table": _safe(group_table(record)),
+    }
 
 
 def tiles(record: RunRecord) -> tuple[Tile, ...]:
@@ -240,8 +247,10 @@ def _coverage_tile(sites: Sequence[Site], share: float | None) -> Tile:
     sites = [site for site in sites if site.ran]
     if not sites:
         return _tile("Sites quantized", None)
-    work = "multiply-adds not counted" if share is None else f"{text.percent(share)} of multiply-adds"
-    return _tile("Sites quantized", f"{sum(site.quantized for site in sites)} of {len(sites)}", work)
+    count = f"{sum(site.quantized for site in sites)} of {len(sites)}"
+    if share is None:
+        return _tile("Sites quantized", count, "multiply-adds not counted")
+    return _tile("Work in low precision", text.percent(share), f"of the multiply-adds, in {count} sites")
 
 
 def _tile(title: str, value: str | None, note: str = "") -> Tile:

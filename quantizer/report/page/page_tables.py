@@ -17,6 +17,7 @@ from quantizer.report.tables.headline import multiply_add_share
 from quantizer.report.tables.measure_labels import error_words
 from quantizer.report.tables.search_table import EVALUATION_COLUMNS
 from quantizer.report.tables.search_table import evaluation_cells
+from quantizer.report.tables.spread import spread_words
 from quantizer.report.tables.tables import Column
 from quantizer.report.tables.tables import html_table
 
@@ -82,6 +83,7 @@ def outputs_table(record: RunRecord) -> str:
 def cost_table(record: RunRecord) -> str:
     """Return a table with a row for each engine or form: latency, size and peak memory, with ratios to float."""
     latency = {entry.name: entry for entry in record.latency.engines} if record.latency else {}
+    spread = {entry.name: spread_words(entry) for entry in latency.values()}
     size = {entry.name: entry for entry in record.size}
     memory = {entry.name: entry for entry in record.memory}
     names = list(dict.fromkeys([*latency, *size, *memory]))
@@ -90,7 +92,7 @@ def cost_table(record: RunRecord) -> str:
     columns = [Column(title="Engine")]
     cells: dict[str, list[Any]] = {name: [name] for name in names}
     for title, entries, parts in (
-        ("Speed-up", latency, ("ratio_to_float", "median_ms", "min_ms", "max_ms")),
+        ("Speed-up", latency, ("ratio_to_float", "median_ms", "spread")),
         ("Times smaller", size, ("ratio", "bytes")),
         ("Times less memory", memory, ("ratio", "peak_mib")),
     ):
@@ -99,7 +101,7 @@ def cost_table(record: RunRecord) -> str:
         for part in parts:
             columns.append(_COST_COLUMNS.get(part) or Column(title=title, numeric=True, show=text.times))
             for name in names:
-                cells[name].append(getattr(entries.get(name), part, None))
+                cells[name].append(spread.get(name) if part == "spread" else getattr(entries.get(name), part, None))
     return html_table(columns, list(cells.values()), label="Latency, size and memory", style=False)
 
 
@@ -109,8 +111,7 @@ def _mebibytes(peak_mib: float) -> str:
 
 _COST_COLUMNS = {
     "median_ms": Column(title="Median", numeric=True, show=text.milliseconds),
-    "min_ms": Column(title="Min", numeric=True, show=text.milliseconds),
-    "max_ms": Column(title="Max", numeric=True, show=text.milliseconds),
+    "spread": Column(title="Middle half", numeric=True),
     "bytes": Column(title="Size", numeric=True, show=text.mebibytes),
     "peak_mib": Column(title="Peak memory", numeric=True, show=_mebibytes),
 }

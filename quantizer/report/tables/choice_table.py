@@ -11,6 +11,7 @@ from rich.text import Text
 
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.tables import text
+from quantizer.report.tables.lines import print_lines
 from quantizer.report.tables.tables import Column
 from quantizer.report.tables.tables import html_table
 
@@ -22,9 +23,10 @@ _ROOM = 20
 
 def print_choice(choice: EngineChoice, console: Console) -> None:
     """Print what was chosen, and all candidates in a table."""
-    console.print(Text(choice.headline, style="bold"), soft_wrap=True)
-    console.print("latency in ms, medians of rounds that take turns; outputs and score against float", soft_wrap=True)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    print_lines([choice.headline], console, first="", style="bold")
+    told = "latency in ms, medians of rounds that take turns; outputs and score against float"
+    print_lines([told], console, first="")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
     scored = any(candidate.score_difference is not None for candidate in choice.candidates)
     for title in ("engine", *choice.shapes, "dB", *(("score",) if scored else ())):
         table.add_column(title, justify="left" if title == "engine" else "right", no_wrap=True)
@@ -39,9 +41,9 @@ def print_choice(choice: EngineChoice, console: Console) -> None:
     console.print(table)
     for candidate in choice.candidates:
         if candidate.verdict != _short(candidate.verdict):
+            # Not wrapped: a reason may hold a path.
             console.print(Text(f"{candidate.name}: {candidate.verdict}"), soft_wrap=True)
-    for line in missing_lines(choice):
-        console.print(Text(line), soft_wrap=True)
+    print_lines(missing_lines(choice), console, first="")
 
 
 def _short(verdict: str) -> str:

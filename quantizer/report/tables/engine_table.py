@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from quantizer.engines import Inspection
 from quantizer.report.tables import text
+from quantizer.report.tables.lines import print_lines
 from quantizer.report.tables.tables import Column
 from quantizer.report.tables.tables import html_table
 from quantizer.report.tables.tables import text_table
 
-__all__ = ["engine_facts", "engine_table", "layers_table", "print_inspection", "verified_words"]
+__all__ = ["engine_facts", "engine_table", "layers_table", "print_inspection", "shares_line", "verified_words"]
 
 _SLOWEST = 10
+_LEAST = 0.01
+"""A share under 1% has no place in a line."""
 
 
 def _name(precision: str) -> str:
@@ -39,6 +42,11 @@ _LAYERS = (
     Column(title="Multiply-adds", numeric=True, show=text.compact),
     Column(title="Time, us", numeric=True),
 )
+_SHORT = tuple(
+    replace(column, title=title)
+    for column, title in zip(_LAYERS, ("layer", "type", "runs in", "writes", "MACs", "us"), strict=True)
+)
+"""The same columns as a terminal of 80 has room for."""
 
 
 def verified_words(inspection: Inspection) -> str:
@@ -75,21 +83,31 @@ def layers_table(inspection: Inspection) -> str:
     return html_table(_LAYERS, rows, label="Layers of the engine", style=False) if rows else ""
 
 
+def shares_line(inspection: Inspection) -> str:
+    """Return how much of the products and of the time each precision has, and whether that was observed, in a line."""
+    said = []
+    for share in inspection.shares:
+        parts = [("of multiply-adds", share.multiply_add_share), ("of the time", share.time_share)]
+        told = [f"{text.percent(value)} {what}" for what, value in parts if value is not None and value >= _LEAST]
+        if told:
+            said.append(f"{_name(share.precision)} {' and '.join(told)}")
+    return "; ".join([*said, verified_words(inspection)])
+
+
 def print_inspection(inspection: Inspection, console: Console) -> None:
     """Print whether the engine was observed, the shares, the facts, and the slowest layers."""
     style = "bold" if inspection.verified else "bold yellow"
-    console.print(Text(verified_words(inspection), style=style), soft_wrap=True)
+    print_lines([verified_words(inspection)], console, first="", style=style)
     if not inspection.shares:
         return
     title = None if inspection.verified else "products, as the ONNX file asks for them"
     console.print(text_table(_SHARES, _share_rows(inspection), title=title))
-    for line in engine_facts(inspection):
-        console.print(Text(f"- {line}"), soft_wrap=True)
+    print_lines(engine_facts(inspection), console)
     timed = [layer for layer in inspection.layers if layer.time_us is not None]
     if timed:
         slowest = sorted(timed, key=lambda layer: -(layer.time_us or 0.0))[:_SLOWEST]
         rows = [_layer_row(layer) for layer in slowest]
-        console.print(text_table(_LAYERS, rows, title=f"the {len(rows)} layers that take longest"))
+        console.print(text_table(_SHORT, rows, title=f"the {len(rows)} layers that take longest", compact=True))
 
 
 def _share_rows(inspection: Inspection) -> Sequence[Sequence[Any]]:

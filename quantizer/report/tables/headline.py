@@ -10,6 +10,7 @@ from quantizer.report.ratios import reference_entry
 from quantizer.report.record import RunRecord
 from quantizer.report.record import Score
 from quantizer.report.record import Site
+from quantizer.report.tables.spread import noise_sentence
 from quantizer.report.tables.text import mebibytes
 from quantizer.report.tables.text import percent
 from quantizer.report.tables.text import score
@@ -23,7 +24,9 @@ _SAME = 0.05
 
 def verdict(record: RunRecord) -> str:
     """Return a paragraph on speed, size, memory, score and coverage, which also names what was not measured."""
-    return " ".join([*_speed(record), *_size(record), *_memory(record), *_score(record), *_coverage(record)])
+    noise = noise_sentence(record.latency)
+    timing = [*_speed(record), *([noise] if noise else [])]
+    return " ".join([*timing, *_size(record), *_memory(record), *_score(record), *_coverage(record)])
 
 
 def quantized_score(scores: Sequence[Score]) -> Score | None:
@@ -123,9 +126,12 @@ def _coverage(record: RunRecord) -> list[str]:
     quantized = [site for site in sites if site.quantized]
     rest = [site for site in sites if not site.quantized]
     share = covered_share(record)
-    work = f", {percent(share)} of the multiply-adds" if share is not None else ""
     verb = "is" if len(quantized) == 1 else "are"
-    sentences = [f"{len(quantized)} of {len(sites)} sites {verb} quantized{work}."]
+    count = f"{len(quantized)} of {len(sites)} sites"
+    sentences = [f"{count} {verb} quantized."]
+    if share is not None:
+        count += " (operations, large and small)"
+        sentences = [f"{percent(share)} of the multiply-adds, the work, run in low precision, in {count}."]
     if rest:
         reason, number = counted(site.reason for site in rest)[0]
         sentences.append(f"The most frequent reason for the others: {reason} ({number}).")

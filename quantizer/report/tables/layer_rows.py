@@ -60,7 +60,7 @@ class LayerRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRow:
-    """What becomes better and what it costs if one group goes back to float.
+    """The gain and the cost of one group that goes back to float.
 
     Attributes:
         group: its name.

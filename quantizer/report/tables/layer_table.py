@@ -35,7 +35,7 @@ def layer_cells(rows: Sequence[LayerRow], measure: str | None) -> Cells:
         Column(title="amax", numeric=True),
         Column(title="SQNR, dB", numeric=True, show=text.decibels),
         Column(title=error_words(measure).column, numeric=True, show=text.error),
-        Column(title="of multiply-adds", numeric=True, show=text.percent),
+        Column(title="share of work", numeric=True, show=text.percent),
         *_times(),
     ]
     cells = [

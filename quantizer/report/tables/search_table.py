@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from quantizer.report.record import Fallback
+from quantizer.report.search.budget_record import BudgetOutcome
 from quantizer.report.tables import text
 from quantizer.report.tables.tables import Column
 
-__all__ = ["EVALUATION_COLUMNS", "evaluation_caption", "evaluation_cells"]
+__all__ = ["EVALUATION_COLUMNS", "budget_line", "evaluation_caption", "evaluation_cells"]
 
 EVALUATION_COLUMNS = (
     Column(title="evaluation"),
@@ -20,6 +21,16 @@ EVALUATION_COLUMNS = (
     Column(title="front"),
     Column(title=""),
 )
+
+
+def budget_line(outcome: BudgetOutcome) -> str:
+    """Return whether a budget is met, in a line: what was asked, and the drops that were measured."""
+    words = [f"asked {text.error(outcome.asked)}", f"drop in tuning {text.drop(outcome.tuning)}"]
+    if outcome.evaluation is not None:
+        low, high = outcome.interval or (None, None)
+        span = "" if low is None or high is None else f" (95%: {text.drop(low)} to {text.drop(high)})"
+        words.append(f"in evaluation of the {outcome.which} {text.drop(outcome.evaluation)}{span}")
+    return f"{'; '.join(words)}: {outcome.verdict}"
 
 
 def evaluation_cells(fallback: Fallback) -> list[list[Any]]:
@@ -56,6 +67,8 @@ def evaluation_caption(fallback: Fallback) -> str:
         f"{text.counted(entry.groups, 'group')} put back drops by {text.error(entry.drop)}"
         for entry in fallback.checks
     ]
+    if fallback.outcome is not None:
+        words.append(budget_line(fallback.outcome))
     if fallback.checks and fallback.max_drop is not None and fallback.checks[-1].drop > fallback.max_drop:
         words.append("the budget is not met on the engine, and this is the best plan found")
     return "; ".join(words)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from quantizer.errors import QuantizerError
 from quantizer.report.json_file import read_record
 from quantizer.report.ratios import quantized_entry
 from quantizer.report.ratios import reference_entry
@@ -17,11 +18,16 @@ from quantizer.report.tables import text
 from quantizer.report.tables.cause_lines import cause_lines
 from quantizer.report.tables.choice_table import print_choice
 from quantizer.report.tables.engine_table import print_inspection
+from quantizer.report.tables.engine_table import shares_line
 from quantizer.report.tables.headline import quantized_score
+from quantizer.report.tables.lines import print_labelled
+from quantizer.report.tables.lines import print_lines
 from quantizer.report.tables.placement_lines import placement_lines
+from quantizer.report.tables.search_table import budget_line
+from quantizer.report.tables.spread import noise_sentence
 from quantizer.report.verdict import verdict_of
 
-__all__ = ["print_record", "print_summary"]
+__all__ = ["print_layers", "print_record", "print_summary"]
 
 
 def print_summary(folder: Path | str, console: Console) -> None:
@@ -35,32 +41,55 @@ def print_summary(folder: Path | str, console: Console) -> None:
 
 
 def print_record(record: RunRecord, folder: Path | str, console: Console) -> None:
-    """Print score, speed and size of float, proxy and engine, the engine's precisions, and the paths of the files."""
-    folder = Path(folder)
+    """Print how the engine was chosen and what costs accuracy, and last, on a screen of its own, the result."""
     if record.choice is not None:
         print_choice(record.choice, console)
     if record.placement is not None and (record.placement.back or record.placement.min_speedup is not None):
-        for line in placement_lines(record.placement):
-            console.print(Text(line), soft_wrap=True)
-    for line in cause_lines(record.causes, record.placement):
-        console.print(Text(line))
+        print_lines(placement_lines(record.placement), console, first="")
+    print_lines(cause_lines(record.causes, record.placement), console, first="", rest="   ")
     console.print(_table(record))
+    if noise := noise_sentence(record.latency):
+        print_lines([noise], console, first="")
+    _print_facts(record, Path(folder), console)
+
+
+def print_layers(folder: Path | str, console: Console) -> None:
+    """Print what the engine of the run in ``folder`` runs in which precision, and the layers that take longest.
+
+    Raises:
+        QuantizerError: the folder has no readable report.json, or the run has no engine.
+    """
+    record = read_record(Path(folder) / "report.json")
+    if record.inspection is None:
+        raise QuantizerError(f"{folder}: the run built no engine, and has no layers to show")
+    print_inspection(record.inspection, console)
+
+
+def _print_facts(record: RunRecord, folder: Path, console: Console) -> None:
+    """Print, a line each, the verdict, the budget, what the engine runs, and the paths."""
+    print_labelled("verdict", str(verdict_of(record)), console)
+    if record.fallback is not None and record.fallback.outcome is not None:
+        print_labelled("budget", budget_line(record.fallback.outcome), console)
+    if record.fallback is not None and record.fallback.groups:
+        number = text.counted(len(record.fallback.groups), "group")
+        print_labelled("float", f"{number} went back: {text.listed(record.fallback.groups)}", console)
     if record.inspection is not None:
-        print_inspection(record.inspection, console)
-    console.print(Text("verdict ", style="bold") + Text(str(verdict_of(record))))
-    engine = Text("not built") if record.engine is None else Text(str(folder / record.engine.path))
+        style = None if record.inspection.verified else "yellow"
+        print_labelled("runs", shares_line(record.inspection), console, style=style)
+        print_labelled("layers", f"quantizer show {folder} --layers", console, wrap=False)
+    engine = "not built" if record.engine is None else str(folder / record.engine.path)
     page = folder / "report.html"
-    console.print(Text("engine  ", style="bold") + engine, soft_wrap=True)
-    console.print(
-        Text("report  ", style="bold") + Text(str(page if page.exists() else folder / "report.json")), soft_wrap=True
-    )
+    print_labelled("engine", engine, console, wrap=False)
+    print_labelled("report", str(page if page.exists() else folder / "report.json"), console, wrap=False)
     if record.choice is not None and record.choice.deploy:
-        console.print(Text("deploy  ", style="bold") + Text(record.choice.deploy), soft_wrap=True)
+        print_labelled("deploy", record.choice.deploy, console)
 
 
 def _table(record: RunRecord) -> Table:
     metric = record.scores[0].metric if record.scores else "score"
-    table = Table(title=Text(record.name), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    # Without the empty lines around it: the result is to fit the last ten or so of a terminal.
+    box = SIMPLE_HEAD
+    table = Table(title=Text(record.name), title_justify="left", box=box, pad_edge=False, show_edge=False)
     for title in ("", metric, "to float", "95% interval", "speed", "size"):
         table.add_column(Text(title), justify="right" if title else "left", no_wrap=not title)
     scores = {entry.which: entry for entry in record.scores}

@@ -9,12 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.console import ConsoleOptions
+from rich.console import RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from quantizer.report.tables.text import MISSING
 from quantizer.report.tables.text import plain
+from quantizer.report.tables.text import shorten
 from quantizer.report.tables.text import typeset
 
 __all__ = ["Column", "html_table", "string_from_table", "text_table"]
@@ -28,6 +33,9 @@ STYLE = """<style>
 .qz-table .qz-mono{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:12px}
 .qz-table .qz-more{opacity:.75;font-size:12px;padding:4px 0}
 </style>"""
+
+_LEAST_NAME = 12
+"""Letters of a name that are left of it in the narrowest terminal."""
 
 _ALIGN = {True: ' class="qz-num"', False: ""}
 
@@ -94,22 +102,44 @@ def text_table(
     *,
     title: str | None = None,
     limit: int | None = None,
+    compact: bool = False,
 ) -> Table:
     """Return the table for a terminal; ``[brackets]`` in a value are text, not markup.
 
-    Arguments and errors are those of :func:`html_table`.
+    Arguments and errors are those of :func:`html_table`; ``compact``: without lines between columns.
     """
     described = _described(columns, rows)
     shown = rows if limit is None else rows[:limit]
     table = Table(title=None if title is None else Text(title), title_justify="left")
+    if compact:
+        table.box, table.pad_edge, table.show_edge, table.collapse_padding = SIMPLE_HEAD, False, False, True
     if len(shown) < len(rows):
         table.caption = Text(f"Rows not shown: {len(rows) - len(shown):,}")
     for column in described:
-        table.add_column(Text(column.title), justify="right" if column.numeric else "left", overflow="fold")
+        # A number is never broken over lines, and a name gives its middle for them.
+        fixed = bool(column.numeric)
+        table.add_column(Text(column.title), justify="right" if fixed else "left", overflow="fold", no_wrap=fixed)
     for row in shown:
-        pairs = zip(described, row, strict=True)
-        table.add_row(*(Text("-" if value is None else column.show(value)) for column, value in pairs))
+        table.add_row(*(_text_cell(column, value) for column, value in zip(described, row, strict=True)))
     return table
+
+
+class _Name:
+    """Name in a cell that is shortened in the middle where the terminal has no room for it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(shorten(self._name, options.max_width), no_wrap=True)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(len(self._name), _LEAST_NAME), len(self._name))
+
+
+def _text_cell(column: Column, value: Any) -> Text | _Name:
+    words = "-" if value is None else column.show(value)
+    return _Name(words) if column.mono else Text(words)
 
 
 def string_from_table(table: Table, width: int = 120) -> str:

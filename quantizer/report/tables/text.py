@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 __all__ = [
     "MISSING",
@@ -11,10 +12,12 @@ __all__ = [
     "counted",
     "count",
     "decibels",
+    "drop",
     "error",
     "format_name",
     "granularity",
     "interval",
+    "listed",
     "mebibytes",
     "milliseconds",
     "percent",
@@ -148,6 +151,17 @@ def plain(value: object) -> str:
     if isinstance(value, float):
         return significant(value)
     return str(value)
+
+
+def drop(value: float) -> str:
+    """Return how much worse a score is: ``0.0045``; better is negative."""
+    return f"{value:.4f}" if round(value, 4) else "0.0000"
+
+
+def listed(names: Sequence[str], most: int = 3, length: int = 40) -> str:
+    """Return the first names, each of at most ``length`` characters, and how many more there are."""
+    rest = len(names) - most
+    return ", ".join(shorten(name, length) for name in names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def shorten(name: str, length: int) -> str:

@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rich.console import Console
+
 from quantizer.engines.optional_import import import_library
 from quantizer.report.record import RunRecord
 from quantizer.report.tracking.figures import metrics_of
 from quantizer.report.tracking.figures import parameters_of
 
-__all__ = ["TRACKERS", "require_tracker", "track"]
+__all__ = ["TRACKERS", "print_tracked", "track"]
 
 _PROJECT = "quantizer"
 _ARTIFACTS = ("report.html", "config.yaml")
@@ -38,14 +40,10 @@ _DEFAULTS = {
 """Environment variables that the trackers read, where they are not set."""
 
 
-def require_tracker(tracker: str) -> None:
-    """Check that a tracker can be imported, before a run that would end with it.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-        EngineError: it is installed and does not load.
-    """
-    import_library(tracker, tracker)
+def print_tracked(tracker: str | None, record: RunRecord, folder: Path, console: Console) -> None:
+    """Send the results of a run to a tracker, if there is one, and print what came of it."""
+    if tracker is not None:
+        console.print(track(tracker, record, folder), markup=False, highlight=False, soft_wrap=True)
 
 
 def track(tracker: str, record: RunRecord, folder: Path) -> str:

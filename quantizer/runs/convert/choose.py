@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
+from quantizer.common.progress import counted
 from quantizer.engines import Engine
 from quantizer.engines import Inspection
 from quantizer.engines import inspect_engine
@@ -25,6 +25,7 @@ from quantizer.runs.choose_engine import FAILURES
 from quantizer.runs.choose_engine import HOPELESS
 from quantizer.runs.choose_engine import NO_FASTER
 from quantizer.runs.choose_engine import bound
+from quantizer.runs.choose_engine import candidate_line
 from quantizer.runs.choose_engine import choose
 from quantizer.runs.choose_engine import failed
 from quantizer.runs.choose_engine import not_built
@@ -67,18 +68,14 @@ class Chooser:
         maker: makes one engine; its scratch folder holds all of them.
         scoring: scores them.
         quantizer: gives a quantizer for a variant, from one calibration, with nothing put back.
-        console: where backends are named.
     """
 
-    def __init__(
-        self, maker: EngineMaker, scoring: Scoring, quantizer: Callable[[Variant], Quantizer], console: Console
-    ) -> None:
+    def __init__(self, maker: EngineMaker, scoring: Scoring, quantizer: Callable[[Variant], Quantizer]) -> None:
         self._maker = maker
         self._asked = maker.asked
         self._stage = maker.stage
         self._scoring = scoring
         self._quantizer = quantizer
-        self._console = console
         self._made: dict[str, Made] = {}
         self._records: dict[str, Candidate] = {}
 
@@ -88,28 +85,34 @@ class Chooser:
         Raises:
             EngineError: none is.
         """
-        for variant in self._asked.variants:
-            self._console.print(f"[bold]{variant.name}[/bold]")
-            record = Candidate(backend=variant.backend, format=variant.format)
-            try:
-                if (hopeless := self._hopeless(variant)) is not None:
-                    self._drop(not_built(record, hopeless))
-                    continue
-                made = self._candidate(variant)
-                difference = self._scoring.difference(variant.name, made.engine)
-            except FAILURES as error:
-                self._drop(failed(record, error))
-            else:
-                far = [check.float_db for check in made.checks if check.float_db is not None]
-                self._made[variant.name] = made
-                self._records[variant.name] = replace(
-                    record, sqnr_db=min(far, default=None), score_difference=difference
-                )
+        names = [variant.name for variant in self._asked.variants]
+        with self._stage("choose the engine"), counted(self._asked.variants, "candidates", unit="engine") as steps:
+            for variant in steps:
+                start = time.perf_counter()
+                self._try(variant)
+                line = candidate_line(self._records[variant.name], names, time.perf_counter() - start)
+                self._stage.tell(line)
         latency = self._timed()
         choice = choose(list(self._records.values()), [str(shape) for shape in latency], self._asked.missing)
         choice = bound(choice, self._inspected)
         best = self._made[choice.candidates[0].name]
         return Chosen(choice, best, self._told(choice, latency, best))
+
+    def _try(self, variant: Variant) -> None:
+        """Make, check and score one candidate, and keep its record."""
+        record = Candidate(backend=variant.backend, format=variant.format)
+        try:
+            if (hopeless := self._hopeless(variant)) is not None:
+                self._drop(not_built(record, hopeless))
+                return
+            made = self._candidate(variant)
+            difference = self._scoring.difference(variant.name, made.engine)
+        except FAILURES as error:
+            self._drop(failed(record, error))
+        else:
+            far = [check.float_db for check in made.checks if check.float_db is not None]
+            self._made[variant.name] = made
+            self._records[variant.name] = replace(record, sqnr_db=min(far, default=None), score_difference=difference)
 
     def deliver(self, made: Made, folder: Path) -> None:
         """Move an engine and its ONNX file into a folder of their own, which is made."""
@@ -174,7 +177,6 @@ class Chooser:
         self._made.pop(record.name, None)
         self._records[record.name] = record
         shutil.rmtree(self._maker.scratch / record.name.replace(" ", "-"), ignore_errors=True)
-        self._stage.say(f"{record.name} {record.verdict}")
 
     def _folder(self, variant: Variant) -> Path:
         return self._maker.scratch / variant.file_name
@@ -196,6 +198,7 @@ class Chooser:
                     self._records[name] = replace(self._records[name], milliseconds=times)
                 for name, why in broken.items():
                     self._drop(failed(self._records[name], why))
+                    self._stage.tell(f"{name} {self._records[name].verdict}")
         return tuple(taken)
 
     def _latency(self, batch: Batch, engines: dict[str, Engine]) -> ShapeLatency:

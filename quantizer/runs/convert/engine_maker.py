@@ -23,6 +23,7 @@ from quantizer.engines.measure.trial import tried_build
 from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
 from quantizer.report.record import EngineCheck
+from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.choose_engine import HOPELESS
 from quantizer.runs.choose_engine import require_sites
 from quantizer.runs.compare_outputs import OutputCheck
@@ -35,7 +36,6 @@ from quantizer.runs.convert.folder import ENGINE
 from quantizer.runs.convert.folder import ONNX
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.request import ConversionRequest
-from quantizer.runs.engine_budget import EngineBudget
 from quantizer.runs.placement.place_groups import GroupPlacer
 from quantizer.runs.placement.price_groups import EngineFiles
 from quantizer.runs.placement.price_groups import TimeCache
@@ -132,9 +132,9 @@ class EngineMaker:
                 a better plan would not make it the faster one.
         """
         allowed, amp, model = self.asked.max_drop, None, self.context.model
-        budget = self._budget(variant)
+        budget = self.budget(variant.backend)
         read = (self.facts.source, self.facts.task, self.facts.batch[1], self.facts.sequence)
-        metric = TaskMetric(read, self.context.task, budget.searched, [], self.stage.tell)
+        metric = TaskMetric(read, self.context.task, budget.searched, [])
         made = self._quantized(variant, quantizer, folder)
         if beside is not None and made.engine is not None and self.ratio(made.engine, beside) >= HOPELESS:
             return self._judged(made)
@@ -174,13 +174,14 @@ class EngineMaker:
         return taken["this"] / taken["other"]
 
     def _judged(self, made: Made) -> Made:
-        budget = self._budget(made.variant)
+        budget = self.budget(made.variant.backend)
         chosen = None if made.quantizer is None else made.quantizer.chosen_fallback
         budget.next_drop(made.engine, 0 if chosen is None else len(chosen.groups))
         return self._checked(replace(made, budget=tuple(budget.checks)))
 
-    def _budget(self, variant: Variant) -> EngineBudget:
-        return EngineBudget(self.context, self.asked.max_drop, self.tuning, checked=runs_here(variant.backend))
+    def budget(self, name: str) -> EngineBudget:
+        """Return the budget of a backend's engine, before anything was checked against it."""
+        return EngineBudget(self.context, self.asked.max_drop, self.tuning, checked=runs_here(name))
 
     def _quantized(self, variant: Variant, quantizer: Quantizer, folder: Path) -> Made:
         """Quantize, export and build."""
@@ -214,7 +215,7 @@ class EngineMaker:
             cache=TimeCache(self.context.resume.times),
             build=partial(self._built, made.variant),
             folder=self.scratch,
-            say=self.stage.say,
+            say=self.stage.tell,
         )
         low, high = (EngineFiles(onnx=one.onnx, engine=one.built.path) for one in (made, plain))
         with self.stage("time the groups"):

@@ -12,8 +12,10 @@ from quantizer.qdq.signature import Signature
 from quantizer.quantizer import Quantizer
 from quantizer.report import Score
 from quantizer.report import collect_versions
-from quantizer.report.record import EngineCheck
-from quantizer.report.search_records import fallback_reason
+from quantizer.report.search.budget_record import BudgetOutcome
+from quantizer.report.search.budget_record import EngineCheck
+from quantizer.report.search.search_records import budget_outcome
+from quantizer.report.search.search_records import fallback_reason
 from quantizer.runs.compare_outputs import OutputCheck
 from quantizer.runs.convert.folder import ENGINE
 from quantizer.runs.convert.folder import FORMAT
@@ -37,6 +39,7 @@ class QuantizationSummary:
         put_back: the groups of sites that fell back to float.
         reason: the reason for the choice of these groups; None if none fell back.
         budget: the engines that were checked against ``max_drop``, the last of them delivered; empty if none was.
+        outcome: whether ``max_drop`` is met in the end; None: there was none.
         calibration: the source of the calibration data.
         rows: the number of its texts or images that were used.
     """
@@ -48,6 +51,7 @@ class QuantizationSummary:
     put_back: tuple[str, ...]
     reason: str | None
     budget: tuple[EngineCheck, ...]
+    outcome: BudgetOutcome | None
     calibration: str
     rows: int
 
@@ -80,9 +84,9 @@ class BackendResult:
 
 
 def quantization_facts(
-    quantizer: Quantizer, checks: Sequence[EngineCheck], calibration: str, rows: int
+    quantizer: Quantizer, checks: Sequence[EngineCheck], scores: Sequence[Score], calibration: str, rows: int
 ) -> QuantizationSummary:
-    """Return the figures of a calibrated quantizer and of the checks of its engines against a budget."""
+    """Return the figures of a calibrated quantizer, and of the checks and scores of its engines against a budget."""
     coverage, chosen = quantizer.coverage, quantizer.chosen_fallback
     told = [row for row in coverage if row.ran and not row.quiet]
     every, quantized = (Counter(row.kind for row in some) for some in (told, [row for row in told if row.quantized]))
@@ -94,6 +98,7 @@ def quantization_facts(
         put_back=() if chosen is None else chosen.groups,
         reason=None if chosen is None else fallback_reason(chosen),
         budget=tuple(checks),
+        outcome=None if chosen is None else budget_outcome(chosen, None, checks, scores),
         calibration=calibration,
         rows=rows,
     )

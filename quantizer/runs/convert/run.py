@@ -46,14 +46,15 @@ from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.convert.result import BackendResult
 from quantizer.runs.convert.result import backend_config
 from quantizer.runs.convert.result import quantization_facts
+from quantizer.runs.convert.stages import conversion_outlook
 from quantizer.runs.convert.summary import print_result
 from quantizer.runs.convert.summary import print_summary
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.preflight import require_tools
 from quantizer.runs.preflight.faults import Faults
 from quantizer.runs.preflight.packages import check_packages
+from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
-from quantizer.runs.run_context import StageTimer
 from quantizer.runs.run_context import load_context
 from quantizer.runs.run_context import resume_files
 from quantizer.runs.scoring import Scoring
@@ -79,7 +80,7 @@ def convert(asked: ConversionRequest, console: Console) -> Path:
     with resume_files(folder, searches=asked.max_drop is not None, trains=False) as kept:
         write_folder(
             folder,
-            lambda target: made.append(_Run(asked, facts, data, target, kept, console).run()),
+            lambda target: made.append(_Run(asked, facts, data, target, kept, console, folder).run()),
             kind=CONVERSION,
             replace=asked.force,
         )
@@ -111,7 +112,7 @@ def _ready(asked: ConversionRequest, folder: Path) -> tuple[Samples | None, Conv
 
 
 class _Run:
-    """One conversion in progress; ``target`` is the folder that is being filled."""
+    """One conversion into ``folder`` in progress; ``target`` is filled in its place until it is complete."""
 
     def __init__(
         self,
@@ -121,12 +122,13 @@ class _Run:
         target: Path,
         kept: ResumeFiles,
         console: Console,
+        folder: Path,
     ) -> None:
         self.asked = asked
         self.facts = facts
         self.target = target
         self.console = console
-        self.stage = StageTimer(console)
+        self.stage = StageTimer(console, conversion_outlook(asked, facts, folder))
         self.tuning = read_labelled(asked.tuning, "--tuning")
         self.evaluation = read_labelled(asked.evaluation, "--evaluation")
         with self.stage("load the model"):
@@ -145,7 +147,8 @@ class _Run:
             )
         self.model, self.task = self.context.model, self.context.task
         # Errors that would otherwise come after minutes of calibration.
-        maker = EngineMaker(asked, facts, self.context, [], [], [], target)
+        maker = EngineMaker(asked, facts, self.context, [], [], self.tuning, target)
+        maker.budget(asked.backends[0]).warn("--max-drop")
         require_tools({name: maker.options(maker.variant(name)) for name in asked.backends}, html=False)
         check_rows(self.task, [*self.tuning, *self.evaluation], [] if data is None else data.rows)
         self.calibration, held_out = ([], []) if data is None else data.of(self.task)
@@ -186,7 +189,8 @@ class _Run:
         """
         if self.calibrated is None:
             self.calibrated = Quantizer(backend=name, dtype=self.asked.dtype or "int8")
-            with self.stage(f"calibrate on {len(self.calibration)} {self.task.reads}s"):
+            with self.stage("calibrate"):
+                self.stage.tell(f"on {len(self.calibration)} {self.task.reads}s, for {name}")
                 self.calibrated.calibrate(self.model, self.batches)
                 self.calibrated.save(self.target / "quantizer")
         if self.calibrated.config.backend == name and ranges is None:
@@ -226,7 +230,7 @@ class _Run:
         if self.asked.quantization:
             # What is wrong with the data is no fault of a candidate.
             self._quantizer(self.asked.backends[0])
-        chooser = Chooser(maker, self.scoring, self._quantizer_of, self.console)
+        chooser = Chooser(maker, self.scoring, self._quantizer_of)
         chosen = chooser.choose()
         kept, folder = chosen.made, self.target / chosen.made.variant.backend
         chooser.deliver(kept, folder)
@@ -248,8 +252,10 @@ class _Run:
         """Return what is delivered for a backend, after writing the rest of its folder."""
         name, facts = made.variant.backend, None
         forms: dict[str, nn.Module | Engine] = {} if made.quantized is None else {"proxy": made.quantized}
+        scores = () if made.engine is None else self.scoring.scores({**forms, "engine": made.engine})
         if made.quantizer is not None:
-            facts = quantization_facts(made.quantizer, made.budget, str(self.asked.calibration), len(self.calibration))
+            source, rows = str(self.asked.calibration), len(self.calibration)
+            facts = quantization_facts(made.quantizer, made.budget, scores, source, rows)
         self.context.processor.save_pretrained(folder / processor_folder(self.facts.task))
         result = BackendResult(
             backend=name,
@@ -266,7 +272,7 @@ class _Run:
             tolerance=str(maker.tolerance(made.variant)),
             checks=made.checks,
             latency=latency,
-            scores=() if made.engine is None else self.scoring.scores({**forms, "engine": made.engine}),
+            scores=scores,
         )
         write_json(folder / CONFIG, backend_config(self.facts, result))
         write_card(self.facts, result, None if self.asked.evaluation is None else str(self.asked.evaluation), folder)

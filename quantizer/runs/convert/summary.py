@@ -11,6 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from quantizer.report.tables import text
+from quantizer.report.tables.lines import print_lines
+from quantizer.report.tables.search_table import budget_line
 from quantizer.runs.compare_outputs import OutputCheck
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
@@ -26,7 +28,7 @@ def print_result(result: BackendResult, console: Console) -> None:
         console.print(Text(result.not_verified))
         return
     judged = "frozen" if result.quantization else "float"
-    console.print(f"outputs against the {judged} model in PyTorch: {result.tolerance}", highlight=False, soft_wrap=True)
+    print_lines([f"outputs against the {judged} model in PyTorch: {result.tolerance}"], console, first="")
     table = _table()
     for title in ("shape", "output", "SQNR, dB", "to float", "PyTorch's to float", "cosine to float"):
         table.add_column(title, justify="left" if title == "output" else "right", no_wrap=title == "output")
@@ -52,10 +54,10 @@ def print_summary(facts: ConversionInputs, results: Sequence[BackendResult], fol
     if scored:
         console.print(_scores(scored))
     for result in results:
-        lines = [_quantized(result.quantization), _outputs(result), _costs(result), str(folder / result.backend)]
         console.print(Text(f"{facts.name} for {result.backend}", style="bold"))
-        for line in lines:
-            console.print(Text(f"  {line}"), soft_wrap=True)
+        lines = [*_quantized(result.quantization), _outputs(result), _costs(result)]
+        print_lines(lines, console, first="  ", rest="    ")
+        console.print(Text(f"  {folder / result.backend}"), soft_wrap=True)
 
 
 def _shape(of: OutputCheck | ShapeLatency) -> str:
@@ -66,17 +68,20 @@ def _decibels(value: float | None) -> str:
     return "equal" if value is None else text.decibels(value)
 
 
-def _quantized(facts: QuantizationSummary | None) -> str:
+def _quantized(facts: QuantizationSummary | None) -> list[str]:
     if facts is None:
-        return "float"
+        return ["float"]
     sites = ", ".join(f"{kind} {quantized} of {count}" for kind, (quantized, count) in facts.sites.items())
     said = [f"{facts.dtype}: {sites}"]
+    if facts.outcome is not None:
+        said.append(f"budget: {budget_line(facts.outcome)}")
     if facts.put_back:
-        said.append(f"{len(facts.put_back)} groups put back")
+        number = text.counted(len(facts.put_back), "group")
+        said.append(f"{number} put back to float: {text.listed(facts.put_back)}")
     if facts.budget:
         check = facts.budget[-1]
         said.append(f"on {check.rows} rows that the search did not see the engine drops by {text.error(check.drop)}")
-    return "; ".join(said)
+    return said
 
 
 def _outputs(result: BackendResult) -> str:
@@ -112,4 +117,10 @@ def _scores(results: Sequence[BackendResult]) -> Table:
 
 
 def _table(title: str | None = None) -> Table:
-    return Table(title=None if title is None else Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    return Table(
+        title=None if title is None else Text(title),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+    )

@@ -77,7 +77,7 @@ class RunPlacement:
             build=engines.build_file,
             folder=self._folder,
             opset=self._config.export.opset,
-            say=self._context.timer.say,
+            say=self._context.timer.tell,
         )
         with self._context.timer("time the groups"):
             self.prices = placer.prices(quantizer, quantized, low, plain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quantizer.report.placement_record import Placement
 from quantizer.report.placement_record import SpeedCheck
-from quantizer.runs.run_context import StageTimer
+from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_engines import FLOAT_STEM
 from quantizer.runs.run_engines import QUANTIZED_STEM
 from quantizer.runs.run_engines import RunEngines
@@ -60,7 +60,7 @@ class SpeedGoal:
             latency = engines.timing.latencies(paths)
         reached = latency["float"] / latency["engine"]
         self.checks.append(SpeedCheck(predicted=self._target, groups=groups, speedup=reached))
-        self._timer.say(f"{reached:.2f} times as fast as in float with {groups} groups put back")
+        self._timer.tell(f"{reached:.2f} times as fast as in float with {groups} groups put back")
         if reached >= self.asked or groups == 0 or len(self.checks) == _CHECKS:
             return None
         self._target *= _MARGIN * self.asked / reached

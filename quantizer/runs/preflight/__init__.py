@@ -1,4 +1,4 @@
-"""What would keep a command from its end, found before it starts."""
+"""Faults that would keep a command from its end, found before it starts."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 from quantizer.errors import ConfigError
 from quantizer.errors import MissingDependencyError
 from quantizer.errors import QuantizerError
+from quantizer.errors import install_command
 
 __all__ = ["Faults", "require_package"]
 
@@ -29,6 +30,12 @@ class Faults:
         except QuantizerError as error:
             self._found.append(error)
             return None
+
+    def passes(self, check: Callable[[], object]) -> bool:
+        """Return whether a check passes; if it raises, the error is kept."""
+        before = len(self._found)
+        self.of(check)
+        return len(self._found) == before
 
     def raise_all(self, what: str) -> None:
         """Raise if a check found a fault: its own error if there is one alone, or one with all of them.
@@ -52,7 +59,7 @@ class Faults:
         if missing:
             extras = ",".join(dict.fromkeys(missing.values()))
             verb = "is" if len(missing) == 1 else "are"
-            yield f"{', '.join(missing)} {verb} not installed: run  pip install 'quantizer[{extras}]'"
+            yield f"{', '.join(missing)} {verb} not installed: run  {install_command(extras)}"
         for error in self._found:
             if isinstance(error, ConfigError):
                 yield from error.problems

@@ -16,6 +16,7 @@ import numpy as np
 from quantizer.config import DataConfig
 from quantizer.config import DatasetConfig
 from quantizer.config import RunConfig
+from quantizer.config.feasibility import check_run
 from quantizer.engines import backend
 from quantizer.engines import runs_here
 from quantizer.engines.candidates import cpu_candidates
@@ -90,9 +91,13 @@ def _check_packages(faults: Faults, config: RunConfig) -> None:
     check_packages(faults, config.model.task)
     if "html" in config.report.formats:
         faults.of(partial(require_package, "jinja2", "report"))
+    if (tracker := config.report.track) is not None:
+        faults.of(partial(require_package, tracker, tracker))
+    # What a target cannot do is told as that of a file, not as that of a library.
+    fits = faults.passes(lambda: check_run(config))
     if chooses(config):
         faults.of(lambda: cpu_candidates(config.quantizer.candidates))
-    elif config.quantizer.backend != AUTO:
+    elif fits and config.quantizer.backend != AUTO:
         faults.of(lambda: backend(config.quantizer.backend).check(build_options(config)))
 
 

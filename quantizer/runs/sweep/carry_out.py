@@ -18,8 +18,8 @@ from quantizer.report.compare.compared_run import read_run
 from quantizer.report.compare.comparison import Comparison
 from quantizer.report.compare.comparison import compare
 from quantizer.report.page.compare_page import write_comparison
-from quantizer.report.tracking.trackers import require_tracker
 from quantizer.runs.placement.speed_goal import missed_speed
+from quantizer.runs.preflight.faults import require_package
 from quantizer.runs.sweep.one_run import Outcome
 from quantizer.runs.sweep.one_run import carry_out_one
 from quantizer.runs.sweep.one_run import is_done
@@ -79,7 +79,7 @@ def _check(runs: Sequence[SweepRun], folder: Path) -> None:
     if marker is not None:
         raise QuantizerError(f"{folder} holds a {marker.kind}, and a sweep has its own folder: name it by --output")
     for tracker in {run.config.report.track for run in runs} - {None}:
-        require_tracker(str(tracker))
+        require_package(str(tracker), str(tracker))
     if any("json" not in run.config.report.formats for run in runs):
         raise ConfigError(["report.formats: json is missing; expected it in every run of a sweep, which compares them"])
 

@@ -14,11 +14,11 @@ from quantizer.config.sweep import SweepRun
 from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
 from quantizer.files.marker import read_marker
-from quantizer.report.tracking.trackers import track
+from quantizer.report.tracking.trackers import print_tracked
+from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run import RUN
 from quantizer.runs.run import carry_out
 from quantizer.runs.run_context import ResumeFiles
-from quantizer.runs.run_context import StageTimer
 from quantizer.runs.sweep.shared_work import SharedWork
 from quantizer.runs.workload.workload import Workload
 
@@ -71,9 +71,7 @@ def carry_out_one(run: SweepRun, folder: Path, force: bool, shared: SharedWork, 
 
     try:
         record = carry_out(run.config, folder / run.name, force, console, load)
-        if run.config.report.track is not None:
-            said = track(run.config.report.track, record, folder / run.name)
-            console.print(said, markup=False, highlight=False, soft_wrap=True)
+        print_tracked(run.config.report.track, record, folder / run.name, console)
     except Exception as error:  # noqa: BLE001 - whatever one run fails of, the others go on
         plain = isinstance(error, QuantizerError)
         text = str(error) if plain else f"{type(error).__name__}: {error}"

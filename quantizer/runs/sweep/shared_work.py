@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantizer.config import RunConfig
+from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
-from quantizer.runs.run_context import StageTimer
 from quantizer.runs.scoring import Scoring
 from quantizer.runs.workload.calibrations import Calibrations
 from quantizer.runs.workload.configured import configured_workload

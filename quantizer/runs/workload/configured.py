@@ -7,10 +7,10 @@ from pathlib import Path
 from quantizer.config import RunConfig
 from quantizer.report import ModelInfo
 from quantizer.runs.preflight import check_rows
+from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import RunRows
-from quantizer.runs.run_context import StageTimer
 from quantizer.runs.run_context import load_context
 from quantizer.runs.scoring import Scoring
 from quantizer.runs.workload.workload import Workload

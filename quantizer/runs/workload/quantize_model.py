@@ -31,11 +31,11 @@ from quantizer.config.schema import DynamicConfig
 from quantizer.errors import QuantizerError
 from quantizer.proxy.build import is_proxy
 from quantizer.report import ModelInfo
+from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run import carry_out
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import RunRows
-from quantizer.runs.run_context import StageTimer
 from quantizer.runs.workload.function_scorer import FunctionScorer
 from quantizer.runs.workload.module_feed import ModuleFeed
 from quantizer.runs.workload.module_feed import named_batches

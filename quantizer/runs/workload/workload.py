@@ -16,10 +16,10 @@ from quantizer.engines import Engine
 from quantizer.quantizer import Quantizer
 from quantizer.report import ModelInfo
 from quantizer.report import Score
+from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import RunRows
-from quantizer.runs.run_context import StageTimer
 from quantizer.runs.workload.calibrations import Calibrations
 from quantizer.tasks import Batch
 

@@ -6,18 +6,24 @@ from torch import nn
 
 from quantizer.engines import Engine
 from quantizer.report.record import EngineCheck
+from quantizer.runs.budget.fineness import budget_warnings
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import as_predictor
 from quantizer.runs.run_context import bar
 from quantizer.tasks import Row
 
-__all__ = ["EngineBudget"]
+__all__ = ["EngineBudget", "rows_searched"]
 
 _CHECKS = 3
 """How often an engine is built for one budget."""
 
 _SHARE = 3
 """One of so many tuning rows is held back from the search."""
+
+
+def rows_searched(tuning: int, *, checked: bool) -> int:
+    """Return how many of the tuning rows the search sees, where engines are checked on the others."""
+    return tuning - tuning // _SHARE if checked else tuning
 
 
 class EngineBudget:
@@ -46,6 +52,17 @@ class EngineBudget:
         self._float_score: float | None = None
         self._allowed = self.asked or 0.0
 
+    def warn(self, option: str) -> None:
+        """Print a warning where the rows of the search cannot tell a drop as small as the budget.
+
+        Args:
+            option: the name of the budget, for the message.
+        """
+        if self.asked is not None:
+            metric = self._context.task.metric_name
+            for line in budget_warnings(self.asked, len(self.searched), metric, option):
+                self._context.timer.tell(f"warning: {line}")
+
     def next_drop(self, engine: Engine | None, groups: int) -> float | None:
         """Return the drop that the search is allowed now; None if the engine meets the budget, or nothing is checked.
 
@@ -65,13 +82,13 @@ class EngineBudget:
         self.checks.append(EngineCheck(allowed=self._allowed, groups=groups, drop=drop, rows=len(self._rows)))
         said = f"the engine's drop on {len(self._rows)} rows is {drop:.5f}, and {self.asked:g} is allowed"
         if drop <= self.asked:
-            timer.say(said)
+            timer.tell(said)
             return None
         if self._allowed == 0 or len(self.checks) == _CHECKS:
-            timer.say(f"{said}: the budget is not met on the engine, and this is the best plan found")
+            timer.tell(f"{said}: the budget is not met on the engine, and this is the best plan found")
             return None
         self._allowed = max(0.0, self._allowed - (drop - self.asked))
-        timer.say(f"{said}: the search goes on with {self._allowed:.5f}")
+        timer.tell(f"{said}: the search goes on with {self._allowed:.5f}")
         return self._allowed
 
     def _score(self, model: nn.Module | Engine) -> float:

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quantizer.report.record import EngineCheck
 from quantizer.report.record import Evaluation
 from quantizer.report.record import Fallback
+from quantizer.report.record import Score
+from quantizer.report.search.budget_record import BudgetOutcome
+from quantizer.report.search.budget_record import EngineCheck
+from quantizer.report.tables.headline import quantized_score
 from quantizer.sensitivity import Fallback as Chosen
 
-__all__ = ["fallback_reason", "fallback_record"]
+__all__ = ["budget_outcome", "fallback_reason", "fallback_record"]
 
 
-def fallback_record(chosen: Chosen, max_drop: float | None = None, checks: Sequence[EngineCheck] = ()) -> Fallback:
+def fallback_record(
+    chosen: Chosen,
+    max_drop: float | None = None,
+    checks: Sequence[EngineCheck] = (),
+    scores: Sequence[Score] = (),
+) -> Fallback:
     """Return the record of a fallback: its groups, the reason, and all scores of the search if there was one.
 
     Args:
         chosen: the groups, and the search for them.
         max_drop: the budget that was asked for (None: that of the search).
         checks: the engines that were checked against the budget.
+        scores: the scores on the evaluation rows.
     """
     front = chosen.pareto_front()
     return Fallback(
@@ -38,6 +47,37 @@ def fallback_record(chosen: Chosen, max_drop: float | None = None, checks: Seque
         float_score=chosen.float_score,
         max_drop=chosen.max_drop if max_drop is None else max_drop,
         checks=tuple(checks),
+        outcome=budget_outcome(chosen, max_drop, checks, scores),
+    )
+
+
+def budget_outcome(
+    chosen: Chosen, max_drop: float | None, checks: Sequence[EngineCheck], scores: Sequence[Score]
+) -> BudgetOutcome | None:
+    """Return whether a budget is met in the end; None if there was none. Arguments as of ``fallback_record``."""
+    asked = chosen.max_drop if max_drop is None else max_drop
+    if asked is None:
+        return None
+    drops = {frozenset(tried.groups): tried.drop for tried in chosen.evaluations}
+    # Only the fallback of all groups may lack a score: it is the float model.
+    tuning = drops.get(frozenset(chosen.groups), 0.0)
+    scored = quantized_score(scores)
+    if scored is None or scored.difference is None:
+        last = checks[-1].drop if checks else tuning
+        return BudgetOutcome(asked=asked, tuning=tuning, verdict="met" if last <= asked else "not met")
+    # The difference of scores is a gain where more is better.
+    sign = -1 if scored.higher_is_better else 1
+    drop = sign * scored.difference
+    low, high = sorted(sign * end for end in scored.interval or (scored.difference, scored.difference))
+    verdict = "met" if drop <= asked else "not met"
+    noisy = low <= asked < high
+    return BudgetOutcome(
+        asked=asked,
+        tuning=tuning,
+        which=scored.which,
+        evaluation=drop,
+        interval=None if scored.interval is None else (low, high),
+        verdict=f"{verdict}, within noise" if noisy else verdict,
     )
 
 

@@ -1,0 +1,64 @@
+"""The stages of a conversion, told from its request before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from quantizer.engines import runs_here
+from quantizer.runs.convert.inputs import ConversionInputs
+from quantizer.runs.convert.request import ConversionRequest
+from quantizer.runs.progress.earlier_times import earlier_stages
+from quantizer.runs.progress.outlook import Outlook
+from quantizer.targets import profile
+
+__all__ = ["conversion_outlook", "conversion_stages"]
+
+
+def conversion_outlook(asked: ConversionRequest, facts: ConversionInputs, folder: Path) -> Outlook:
+    """Return the stages of a conversion into a folder, with the times of an earlier one of the same model."""
+    wanted = asdict(facts) | {"name": None}
+
+    def same(report: Mapping[str, Any]) -> bool:
+        return report["model"] | {"name": None} == wanted and (report["choice"] is not None) == asked.chooses
+
+    return Outlook(list(conversion_stages(asked)), earlier_stages(folder, "conversion.json", same))
+
+
+def conversion_stages(asked: ConversionRequest) -> Iterator[str]:
+    """Yield the names of the stages, in order."""
+    yield "load the model"
+    if asked.quantization:
+        yield "calibrate"
+    if asked.chooses:
+        yield from ("choose the engine", "measure latency")
+        if asked.evaluation is not None and asked.quantization:
+            yield "score the proxy"
+        return
+    exported: set[tuple[str, int]] = set()
+    scored = False
+    for name in asked.backends:
+        kind = (profile(name).float_dtype, profile(name).opset)
+        yield from _of_backend(asked, runs_here(name), kind not in exported)
+        if asked.evaluation is not None and runs_here(name):
+            forms = ("proxy", "engine") if asked.quantization else ("engine",)
+            yield from (f"score the {form}" for form in (*(() if scored else ("float",)), *forms))
+            scored = True
+        exported.add(kind)
+
+
+def _of_backend(asked: ConversionRequest, here: bool, exports_float: bool) -> Iterator[str]:
+    """Yield the stages of one backend until it is scored; ``here``: its engines run on this machine."""
+    made = ("quantize", "export", "build the engine") if asked.quantization else ("export", "build the engine")
+    yield from made
+    if asked.quantization and here:
+        yield from (*(("export the float model",) if exports_float else ()), "build the engine", "time the groups")
+    if asked.max_drop is not None:
+        yield from ("measure sensitivity", "search what goes back to float", *made)
+        if here:
+            yield "check the engine on rows that the search did not see"
+    if here:
+        yield from ("check the outputs against PyTorch", "measure latency")

@@ -1,0 +1,77 @@
+"""The stages of a run, told from its configuration before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantizer.config import RunConfig
+from quantizer.engines import runs_here
+from quantizer.runs.progress.earlier_times import earlier_stages
+from quantizer.runs.progress.outlook import Outlook
+
+__all__ = ["run_outlook", "run_stages"]
+
+
+def run_outlook(config: RunConfig, folder: Path, *, chooses: bool) -> Outlook:
+    """Return the stages of a run into a folder, with the times of an earlier one of the same model and data.
+
+    Args:
+        config: the configuration, with a backend.
+        folder: the folder of the run.
+        chooses: whether the run chooses its engine.
+    """
+    wanted = config.model_dump(mode="json")
+
+    def same(report: Mapping[str, Any]) -> bool:
+        return all(report["config"][section] == wanted[section] for section in ("model", "data"))
+
+    return Outlook(list(run_stages(config, chooses=chooses)), earlier_stages(folder, "report.json", same))
+
+
+def run_stages(config: RunConfig, *, chooses: bool) -> Iterator[str]:
+    """Yield the names of the stages, in order; arguments as of ``run_outlook``."""
+    here = chooses or runs_here(config.quantizer.backend)
+    fallback, scored = config.fallback, config.data.evaluation is not None
+    searches = fallback is not None and fallback.max_drop is not None
+    placed = here or config.amp is not None or fallback is not None
+    yield "load model and data"
+    if config.data.head is not None:
+        yield "fit the head on float embeddings"
+    yield "calibrate"
+    if chooses:
+        yield "choose the engine"
+    if placed:
+        yield "quantize"
+    if placed and not chooses:
+        yield from ("export", "build the engines")
+    if here:
+        yield "time the groups"
+    if config.amp is not None:
+        yield "measure sensitivity"
+    if searches:
+        yield "search what goes back to float"
+    if config.qat is not None:
+        yield "train with rounded operands"
+    yield "quantize"
+    changed = fallback is not None or config.qat is not None
+    if changed or not placed:
+        yield from ("export", "build the engines")
+    if searches and here and config.qat is None:
+        yield "check the engine on rows that the search did not see"
+    if fallback is not None and fallback.min_speedup is not None and here:
+        yield "time the engine against its goal"
+    if scored:
+        forms = ["proxy"] if config.qat is None else ["ptq", "qat"]
+        yield from (f"score the {form}" for form in (*(() if chooses else ("float",)), *forms))
+    yield "inspect the engine"
+    if scored and here and (changed or not chooses):
+        yield "score the engine"
+    if here:
+        yield "compare the outputs"
+        yield "measure latency"
+        yield "measure memory"
+    if config.amp is not None and config.qat is None:
+        yield "look for causes"

@@ -1,0 +1,102 @@
+"""The stages ahead of a command, and what is told of the time that they take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quantizer.report import Stage
+from quantizer.runs.progress.earlier_times import earlier_stages
+from quantizer.runs.progress.outlook import Outlook
+from quantizer.runs.progress.outlook import rounded_time
+
+EARLIER = [Stage(name="load", seconds=4.0), Stage(name="export", seconds=24.0), Stage(name="measure", seconds=31.0)]
+
+
+def test_stages_are_numbered_and_have_the_times_of_an_earlier_run() -> None:
+    outlook = Outlook(["load", "export", "measure"], EARLIER)
+    outlook.begin("load")
+    assert outlook.head == "[1/3] load"
+    assert outlook.left == "1 min left in all"
+    outlook.end()
+    outlook.begin("export")
+    assert (outlook.head, outlook.expected) == ("[2/3] export", 24.0)
+    assert outlook.left == "55 s left in all"
+
+
+def test_stages_that_are_left_out_or_come_again_change_the_number_of_all() -> None:
+    outlook = Outlook(["load", "choose", "export", "measure"])
+    heads = []
+    for name in ("load", "export", "search", "export", "measure"):
+        outlook.begin(name)
+        heads.append(outlook.head)
+        outlook.end()
+    assert heads == ["[1/4] load", "[2/3] export", "[3/4] search", "[4/5] export", "[5/5] measure"]
+
+
+def test_nothing_is_told_where_nothing_is_known() -> None:
+    outlook = Outlook(["load", "export"])
+    outlook.begin("load")
+    assert outlook.expected is None
+    assert outlook.left == ""
+    outlook = Outlook()
+    outlook.begin("load")
+    assert (outlook.head, outlook.left) == ("load", "")
+
+
+def test_what_is_known_of_some_stages_is_the_least_that_is_left() -> None:
+    outlook = Outlook(["load", "search", "measure"], EARLIER)
+    outlook.begin("load")
+    assert outlook.left == "35 s or more left in all"
+
+
+def test_a_stage_that_comes_again_takes_what_it_took() -> None:
+    outlook = Outlook(["export", "check"])
+    outlook.begin("export")
+    taken = outlook.end()
+    outlook.begin("export")
+    assert outlook.expected == pytest.approx(taken)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.4, ""),
+        (3.2, "3 s"),
+        (24.0, "25 s"),
+        (57.4, "55 s"),
+        (58.0, "1 min"),
+        (95.0, "1.5 min"),
+        (900.0, "15 min"),
+        (9000.0, "2.5 h"),
+        (72000.0, "20 h"),
+    ],
+)
+def test_estimates_are_rounded_to_what_they_are_worth(seconds: float, words: str) -> None:
+    assert rounded_time(seconds) == words
+
+
+def _report(folder: Path, model: str, seconds: float) -> None:
+    folder.mkdir(parents=True)
+    stages = [{"name": "export", "seconds": seconds}]
+    (folder / "report.json").write_text(json.dumps({"model": model, "stages": stages}))
+
+
+def test_times_come_from_the_folder_itself_or_from_the_last_one_beside_it(tmp_path: Path) -> None:
+    def taken() -> list[float]:
+        found = earlier_stages(tmp_path / "new", "report.json", lambda report: report["model"] == "mine")
+        return [stage.seconds for stage in found]
+
+    assert taken() == []
+    _report(tmp_path / "other", "theirs", 1.0)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "report.json").write_text("{")
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "report.json").write_text("[]")
+    assert taken() == []
+    _report(tmp_path / "before", "mine", 2.0)
+    assert taken() == [2.0]
+    _report(tmp_path / "new", "mine", 3.0)
+    assert taken() == [3.0]

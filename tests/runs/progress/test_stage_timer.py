@@ -1,0 +1,129 @@
+"""What a command prints of its stages: plain lines in a log, a line drawn anew in a terminal, nothing when quiet."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+
+import pytest
+from rich.console import Console
+
+from quantizer.common.progress import loop
+from quantizer.common.progress import open_loops
+from quantizer.runs.progress.heartbeat import Heartbeat
+from quantizer.runs.progress.outlook import Outlook
+from quantizer.runs.progress.stage_timer import StageTimer
+
+
+def _console(*, terminal: bool = False, quiet: bool = False, width: int = 80) -> tuple[Console, io.StringIO]:
+    stream = io.StringIO()
+    return Console(file=stream, force_terminal=terminal, width=width, quiet=quiet, legacy_windows=False), stream
+
+
+def _stages(console: Console) -> StageTimer:
+    timer = StageTimer(console, Outlook(["load", "export"]))
+    with timer("load"):
+        timer.say("  a line")
+        with timer("inside"):
+            pass
+    with timer("export"), loop("rows", unit="batch", total=2) as rows:
+        rows.step()
+    return timer
+
+
+def test_a_log_has_plain_lines_without_cursor_codes() -> None:
+    console, stream = _console()
+    timer = _stages(console)
+    assert stream.getvalue().splitlines() == ["[1/2] load", "  a line", "[2/2] export"]
+    assert [stage.name for stage in timer.done] == ["inside", "load", "export"]
+
+
+def test_a_log_tells_what_a_long_stage_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, stream = _console()
+    now = iter([0.0, 24.1])
+    monkeypatch.setattr("quantizer.runs.progress.outlook.time.perf_counter", lambda: next(now))
+    with StageTimer(console)("export"):
+        pass
+    assert stream.getvalue().splitlines() == ["export", "  24.1 s"]
+
+
+def test_a_terminal_keeps_a_line_for_each_stage() -> None:
+    console, stream = _console(terminal=True)
+    _stages(console)
+    kept = stream.getvalue()
+    assert "[1/2] load: 0.0 s" in kept
+    assert "[2/2] export: 0 s" in kept
+    # What is drawn anew is removed in the end, and the cursor is there again.
+    assert kept.count("\x1b[?25l") == kept.count("\x1b[?25h") == 2
+
+
+def test_a_quiet_console_shows_nothing() -> None:
+    console, stream = _console(terminal=True, quiet=True)
+    before = threading.active_count()
+    _stages(console)
+    assert stream.getvalue() == ""
+    assert threading.active_count() == before
+
+
+@pytest.mark.promise("a log has plain lines, and at most one in 20 seconds while a stage is silent")
+def test_a_silent_stage_gives_a_sign_of_life() -> None:
+    console, stream = _console()
+    heartbeat = Heartbeat(console, lambda: "[1/1] export: 20 s", seconds=0.05)
+    with heartbeat.beating():
+        for _ in range(100):
+            time.sleep(0.02)
+            if stream.getvalue().count("export") >= 2:
+                break
+    assert set(stream.getvalue().splitlines()) == {"  [1/1] export: 20 s"}
+    there = stream.getvalue()
+    time.sleep(0.1)
+    assert stream.getvalue() == there
+
+
+def test_a_stage_that_speaks_needs_no_sign_of_life() -> None:
+    console, stream = _console()
+    heartbeat = Heartbeat(console, lambda: "still there", seconds=30.0)
+    with heartbeat.beating():
+        heartbeat.said()
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_ctrl_c_ends_a_stage_at_once(terminal: bool) -> None:
+    console, stream = _console(terminal=terminal)
+    timer = StageTimer(console, Outlook(["load", "export"]))
+    with pytest.raises(KeyboardInterrupt), timer("load"), loop("rows", unit="batch"):
+        raise KeyboardInterrupt
+    assert timer.done == []
+    assert open_loops() == ()
+    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+    assert stream.getvalue().count("\x1b[?25h") == terminal
+    # The next stage is no stage inside it.
+    with timer("export"):
+        pass
+    assert "[2/2] export" in stream.getvalue()
+
+
+class _Gone(io.StringIO):
+    """A terminal that was closed."""
+
+    gone = False
+
+    def write(self, text: str) -> int:
+        if self.gone:
+            raise OSError("the terminal is gone")
+        return super().write(text)
+
+
+def test_a_terminal_that_is_gone_does_not_hide_why() -> None:
+    stream = _Gone()
+    timer = StageTimer(Console(file=stream, force_terminal=True, width=80))
+
+    def hung_up() -> None:
+        with timer("load"):
+            stream.gone = True
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hung_up()
