@@ -133,7 +133,8 @@ class Quantizer(QuantizerViews):
                 ``metric`` (the drop of the metric on its own data: an evaluation for each group).
             granularity: ``group`` (the smallest unit that can change precision), ``layer`` or ``block``.
             loss: for ``gradient``: a function of the output that gives a scalar; None: the output's divergence.
-            metric, higher_is_better: for ``metric``: a function of a model that gives its score, and the direction.
+            metric: for ``metric``: a function of a model that gives its score.
+            higher_is_better: whether a higher score is better.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
@@ -174,7 +175,8 @@ class Quantizer(QuantizerViews):
             max_drop: how much worse than the float model's the score may be, or below 0 how much better it has to be;
                 where no plan is, the one with the smallest drop falls back (``Fallback.met``).
             min_speedup: how many times as fast as in float the plan has to be, by ``prices``: the most accurate such.
-            metric, higher_is_better: for ``max_drop``: a function of a model that gives its score, and the direction.
+            metric: for ``max_drop``: a function of a model that gives its score.
+            higher_is_better: whether a higher score is better.
             max_evaluations: the largest number of calls of the metric.
             costs: of groups in float, by name, or ``multiply_adds``; None: the times in ``prices``, or 1 for each.
             prices: what ``measured_prices`` returned for this quantizer.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -86,12 +88,10 @@ def _print_facts(record: RunRecord, folder: Path, console: Console) -> None:
 
 
 def _table(record: RunRecord) -> Table:
-    metric = record.scores[0].metric if record.scores else "score"
-    # Without the empty lines around it: the result is to fit the last ten or so of a terminal.
-    box = SIMPLE_HEAD
-    table = Table(title=Text(record.name), title_justify="left", box=box, pad_edge=False, show_edge=False)
-    for title in ("", metric, "to float", "95% interval", "speed", "size"):
-        table.add_column(Text(title), justify="right" if title else "left", no_wrap=not title)
+    if not record.scores:
+        return _table_of_outputs(record)
+    metric = record.scores[0].metric
+    table = _headed(record.name, ("", metric, "to float", "95% interval", "speed", "size"))
     scores = {entry.which: entry for entry in record.scores}
     costs = _costs(record)
     headline = quantized_score(record.scores)
@@ -104,6 +104,30 @@ def _table(record: RunRecord) -> Table:
             cells[2] = "-" if entry.difference is None else text.signed(entry.difference)
             cells[3] = "-" if entry.interval is None else text.interval(entry.interval)
         table.add_row(*map(Text, cells), style="bold" if headline is not None and entry is headline else None)
+    return table
+
+
+def _table_of_outputs(record: RunRecord) -> Table:
+    """Return the table where nothing was scored: the worst output in the place of the score."""
+    table = _headed(record.name, ("", "SQNR", "cosine", "speed", "size"))
+    costs = _costs(record)
+    worst = min(record.outputs, key=lambda one: math.inf if one.sqnr_db is None else one.sqnr_db, default=None)
+    for name in ("float", "engine"):
+        cells = ["not measured", "-"]
+        if name == "float":
+            cells = ["-", "-"]
+        elif worst is not None:
+            sqnr = "no difference" if worst.sqnr_db is None else f"{text.decibels(worst.sqnr_db)} dB"
+            cells = [sqnr, f"{worst.cosine:.4f}"]
+        table.add_row(*map(Text, [name, *cells, *costs[name]]))
+    return table
+
+
+def _headed(name: str, titles: Sequence[str]) -> Table:
+    # Without the empty lines around it: the result is to fit the last ten or so of a terminal.
+    table = Table(title=Text(name), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for title in titles:
+        table.add_column(Text(title), justify="right" if title else "left", no_wrap=not title)
     return table
 
 
