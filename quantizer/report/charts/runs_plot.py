@@ -18,7 +18,7 @@ __all__ = ["RunPoint", "runs_svg"]
 
 _FRONT, _FLOAT = "#2f7fd6", "#c26a12"
 """See ``pareto_plot.py``."""
-_HEIGHT, _MARGIN, _LEFT, _WIDTH = 220, 26, 12, 82
+_HEIGHT, _MARGIN, _LEFT, _WIDTH = 220, 26, 17, 72
 _FILLED = f'fill="{_FRONT}"'
 _HOLLOW = 'fill="currentColor" fill-opacity="0.08" stroke="currentColor" stroke-opacity="0.7" stroke-width="1.5"'
 _DASHED = f'stroke="{_FLOAT}" stroke-width="2" stroke-dasharray="6 4"'

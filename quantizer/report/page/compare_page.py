@@ -69,7 +69,7 @@ def _verdict(comparison: Comparison) -> str:
     noise = sum(one.within_noise for one in comparison.to_best.values())
     words = f"The best score is {text.score(best.score.value)}, of {best.name}."
     if others and noise:
-        words += f" {noise} of the other {text.counted(others, 'run')} within noise of it."
+        words += f" Within noise of it: {noise} of the {text.counted(others, 'other run')}."
     timed = [run for run in comparison.runs if run.name in comparison.timed and run.latency is not None]
     if timed:
         fastest = min(timed, key=lambda run: run.latency.median_ms if run.latency is not None else 0.0)
