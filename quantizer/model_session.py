@@ -114,12 +114,13 @@ class ModelSession:
         """Store the unrewritten sources and the operator patches of a model or proxy, for the coverage."""
         self._skipped, self._patches = list(skipped_sources(model)), applied_patches(model)
 
-    def inherit_from(self, other: ModelSession, backend: str) -> None:
+    def inherit_from(self, other: ModelSession, backend: str, *, share: bool = False) -> None:
         """Take the calibration, the fallback and the model of another session.
 
         Args:
             other: the session that was calibrated.
             backend: the backend of ``other``.
+            share: as in ``PlanSource.inherit_from``.
 
         Raises:
             CalibrationError: nothing was calibrated, the scales of ``other`` were loaded or trained, or it has no
@@ -131,7 +132,7 @@ class ModelSession:
                 "for_backend() gives on what calibration saw, and this Quantizer goes by scales of load_scales() or "
                 "qat(): make the Quantizer of the other backend first, and load the scales into both"
             )
-        self.decisions.inherit_from(other.decisions)
+        self.decisions.inherit_from(other.decisions, share=share)
         if other.fallback is not None:
             self._carried = other.fallback, decided, backend
         if other._model is not None and (model := other._model()) is not None:

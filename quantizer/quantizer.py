@@ -240,12 +240,15 @@ class Quantizer(QuantizerViews):
         activations = self.config.activations.model_dump() | ({"ranges": ranges} if ranges else {})
         other = Quantizer(self.config, backend=name, activations=activations)
         check_formats(other.config)
-        other.inherit(self)
+        other._session.inherit_from(self._session, self.config.backend)
         return other
 
     def inherit(self, other: Quantizer) -> None:
-        """Take the calibration of ``other``, as ``for_backend`` does, and of an equal configuration the plan too."""
-        self._session.inherit_from(other._session, other.config.backend)
+        """Take the calibration of ``other``, as ``for_backend`` does, and of an equal configuration the plan too.
+
+        Neither of two with equal configurations may be calibrated further then.
+        """
+        self._session.inherit_from(other._session, other.config.backend, share=True)
 
     def load_scales(self, scales: Mapping[str, Tensor]) -> None:
         """Replace the scales of calibration by other ones, until the next ``calib``.

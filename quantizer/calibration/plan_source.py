@@ -85,15 +85,18 @@ class PlanSource:
 
     # -- from one state to the next --------------------------------------------------------------------------------
 
-    def inherit_from(self, other: PlanSource) -> None:
+    def inherit_from(self, other: PlanSource, *, share: bool = False) -> None:
         """Take the statistics of another plan source; the plan for this configuration follows after ``bind``.
 
-        With an equal configuration it is the same session, so that nothing is chosen again.
+        Args:
+            other: the plan source that was calibrated.
+            share: with an equal configuration, take its session itself, so that nothing is chosen again; neither may
+                be resumed then.
 
         Raises:
             CalibrationError: the other plan source has no statistics.
         """
-        if other._config == self._config and isinstance(other.state, Calibrated):
+        if share and other._config == self._config and isinstance(other.state, Calibrated):
             self.state = other.state
             return
         snapshot = other.seen()

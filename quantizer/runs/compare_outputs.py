@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from quantizer.engines import Engine
 from quantizer.errors import EngineError
@@ -205,13 +206,16 @@ def _where(what: str, name: str, reference: Reference) -> str:
 def output_distances(
     model: nn.Module, proxy: nn.Module, engine: Engine | None, batch: Batch
 ) -> tuple[OutputDistance, ...]:
-    """Return how far each output of an engine, or of its proxy, is from that of the float model; nothing is checked.
+    """Return how far each output of an engine, or of its proxy, is from that of the float model, however far.
 
     Args:
         model: the float model.
         proxy: the frozen proxy.
         engine: its engine; None: it does not run here.
         batch: what all run on.
+
+    Raises:
+        EngineError: an output holds NaN, or infinite values that the others lack.
     """
     names = _names_of(model, batch) if engine is None else engine.output_names
     (expected,), (plain,) = (reference_outputs(one, [batch], names) for one in (proxy, model))
@@ -241,8 +245,8 @@ def _names_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
     with torch.no_grad():
         result = model(**{name: value[:1] for name, value in batch.items()})
     if isinstance(result, Mapping):
-        return tuple(map(str, result))
-    return tuple(f"output_{place}" for place in range(1 if isinstance(result, torch.Tensor) else len(result)))
+        return tuple(str(name) for name, value in result.items() if isinstance(value, torch.Tensor))
+    return tuple(f"output_{place}" for place in range(len(tree_leaves(result))))
 
 
 def _to_float(check: OutputCheck, bound: Tolerance) -> str:
@@ -304,7 +308,13 @@ def _by_name(result: Any, names: Sequence[str]) -> Outputs:
     """Return the outputs as float32 arrays; outputs without names get those of the graph, in its order."""
     if isinstance(result, torch.Tensor):
         result = (result,)
-    values = result if isinstance(result, Mapping) else dict(zip(names, result, strict=False))
+    if isinstance(result, Mapping) and any(name in result for name in names):
+        values: Mapping[str, Any] = result
+    else:
+        # The exporter names the tensors of what lies in each other in this order.
+        values = dict(
+            zip(names, tree_leaves(list(result.values() if isinstance(result, Mapping) else result)), strict=False)
+        )
     return {name: _array(values[name]) for name in names if name in values}
 
 

@@ -273,7 +273,12 @@ class _Run:
         with self.context.timer("compare the outputs"):
             rows = feed.samples(self.rows.evaluation or self.rows.calibration)
             batch = feed.inputs.filled(rows, report.latency_batch, report.latency_sequence)
-            return output_distances(self.model, proxy, engine, batch)
+            try:
+                return output_distances(self.model, proxy, engine, batch)
+            except EngineError as error:
+                # What was measured until here is not thrown away for it; the verdict says that nothing was compared.
+                self.context.timer.say(f"warning: {error}")
+                return ()
 
     def _inspect(self, built: BuildResult) -> Inspection:
         """Return the precisions of the engine's layers; raise if those that were asked for are missing."""

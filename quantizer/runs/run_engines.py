@@ -61,6 +61,7 @@ class RunEngines:
             batch=report.latency_batch,
             sequence=report.latency_sequence,
             threads=self._config.engine.threads,
+            options=repr(build_options(self._config)),
         )
 
     def files(self, stem: str) -> EngineFiles:

@@ -112,7 +112,7 @@ def test_a_run_of_a_sweep_equals_the_run_alone(done: Path, at: Path) -> None:
     assert (at / "alone" / "resamples.json").read_text() == (done / GOOD[1] / "resamples.json").read_text()
 
 
-@pytest.mark.promise("Killed and started again it goes on: complete runs stay as they are, and the page has all of them")
+@pytest.mark.promise("complete runs stay as they are, and the page has all of them")
 def test_killed_and_started_again(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

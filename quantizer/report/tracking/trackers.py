@@ -147,4 +147,4 @@ def _defaults(values: dict[str, str]) -> Iterator[None]:
         yield
     finally:
         for name in missing:
-            del os.environ[name]
+            os.environ.pop(name, None)

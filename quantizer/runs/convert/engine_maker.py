@@ -210,7 +210,11 @@ class EngineMaker:
             model=self.context.model,
             example=self.context.task.example(),
             timing=Timing(
-                backend=made.variant.backend, batch=batch, sequence=sequence or batch, threads=self.asked.threads
+                backend=made.variant.backend,
+                batch=batch,
+                sequence=sequence or batch,
+                threads=self.asked.threads,
+                options=repr(made.variant),
             ),
             cache=TimeCache(self.context.resume.times),
             build=partial(self._built, made.variant),

@@ -55,12 +55,21 @@ class EngineFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Conditions in which engines are timed: their backend, the shape of the inputs, and the threads."""
+    """Conditions in which engines are timed.
+
+    Attributes:
+        backend: their backend.
+        batch: the rows of the inputs.
+        sequence: the tokens of the inputs.
+        threads: the threads.
+        options: the options of their build, in words.
+    """
 
     backend: str
     batch: int
     sequence: int
     threads: int
+    options: str = ""
 
     def __str__(self) -> str:
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
@@ -199,7 +208,7 @@ def is_faster(placed: EngineFiles, low: EngineFiles, timing: Timing) -> bool:
 
 
 def _key(low: Path, plain: Path, timing: Timing) -> str:
-    """Return a checksum of the structure of the files, the machine, the libraries and the shape."""
+    """Return a checksum of the structure of the files, the machine, the libraries, the shape and the options."""
     machine, versions = collect_machine(), collect_versions()
-    parts = [str(timing), json.dumps([machine, versions], sort_keys=True), *map(structure_digest, (low, plain))]
+    parts = [repr(timing), json.dumps([machine, versions], sort_keys=True), *map(structure_digest, (low, plain))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -69,8 +69,8 @@ def run_stages(config: RunConfig, *, chooses: bool) -> Iterator[str]:
     yield "inspect the engine"
     if scored and here and (changed or not chooses):
         yield "score the engine"
+    yield "compare the outputs"
     if here:
-        yield "compare the outputs"
         yield "measure latency"
         yield "measure memory"
     if config.amp is not None and config.qat is None:

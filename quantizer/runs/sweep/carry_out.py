@@ -115,7 +115,10 @@ def _compared(run: SweepRun, folder: Path, error: str | None) -> ComparedRun:
     place = folder / run.name
     if error is not None:
         return failed_run(run.name, place, _plain(run.config), error)
-    found = read_run(place, run.name)
+    try:
+        found = read_run(place, run.name)
+    except QuantizerError as unreadable:
+        return failed_run(run.name, place, _plain(run.config), str(unreadable))
     missed = None if found.record is None else missed_speed(found.record.placement)
     return found if missed is None else found.with_error(missed)
 

@@ -67,6 +67,14 @@ class _Worker(threading.Thread):
 
     def run(self) -> None:
         """Start a process, and another one for the rest if it ends before its time."""
+        try:
+            self._carry_out()
+        except (OSError, RuntimeError, ValueError) as error:
+            # Whoever waits for the outcomes would wait for ever.
+            for run in self._runs:
+                self._done.put(Outcome(run.name, f"{type(error).__name__}: {error}"))
+
+    def _carry_out(self) -> None:
         while self._runs and not self._stopped:
             spawning = multiprocessing.get_context("spawn")
             mine, its = spawning.Pipe(duplex=False)
@@ -106,6 +114,8 @@ def _work(runs: Sequence[SweepRun], folder: Path, force: bool, jobs: int, out: C
     import torch
 
     signal.signal(signal.SIGTERM, _end)
+    # Ctrl-C reaches all processes of a terminal; the one that started this one ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
     try:
         with shared_work(folder) as shared:
@@ -118,4 +128,5 @@ def _work(runs: Sequence[SweepRun], folder: Path, force: bool, jobs: int, out: C
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt

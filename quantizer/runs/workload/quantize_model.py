@@ -94,12 +94,13 @@ def quantize_model(
     if not isinstance(model, nn.Module) or is_proxy(model):
         what = "a proxy; pass the float model that it was made from" if isinstance(model, nn.Module) else repr(model)
         raise QuantizerError(f"quantize_model() takes a float model, a torch.nn.Module, and this is {what}")
-    if config is None or (isinstance(config, Mapping) and "backend" not in config):
-        settings = {"backend": AUTO, **settings}
     asked = quantizer_config(config, **settings)
-    batches = named_batches(model, batches_of(model, data, rows))
-    # What is returned of a model in train mode, dropout and all, is nothing to compare with.
-    plain = model if not model.training else copy.deepcopy(model).eval()
+    if "backend" not in asked.model_fields_set:
+        asked = quantizer_config(config, backend=AUTO, **settings)
+    batches = named_batches(model, map(_without_label, batches_of(model, data, rows)))
+    # What is returned in train mode, dropout and all, is nothing to compare with; engines run on the CPU.
+    is_ready = not any(module.training for module in model.modules()) and not _elsewhere(model)
+    plain = model if is_ready else copy.deepcopy(model).cpu().eval()
     console = Console(stderr=True, quiet=not (Console(stderr=True).is_terminal if progress is None else progress))
     parent = Path(tempfile.mkdtemp(prefix="quantizer-"))
     try:
@@ -110,6 +111,17 @@ def quantize_model(
     except BaseException:
         shutil.rmtree(parent)
         raise
+
+
+def _without_label(batch: Any) -> Any:
+    """Return a batch without the labels that a transformers model would compute a loss of."""
+    if not hasattr(batch, "keys"):
+        return batch
+    return {name: batch[name] for name in batch if name not in ("label", "labels")}
+
+
+def _elsewhere(model: nn.Module) -> bool:
+    return any(parameter.device.type != "cpu" for parameter in model.parameters())
 
 
 def _run_config(model: nn.Module, batches: list[Batch], asked: QuantizerConfig, threads: int) -> RunConfig:
