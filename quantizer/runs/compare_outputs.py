@@ -312,9 +312,8 @@ def _by_name(result: Any, names: Sequence[str]) -> Outputs:
         values: Mapping[str, Any] = result
     else:
         # The exporter names the tensors of what lies in each other in this order.
-        values = dict(
-            zip(names, tree_leaves(list(result.values() if isinstance(result, Mapping) else result)), strict=False)
-        )
+        leaves = tree_leaves(list(result.values() if isinstance(result, Mapping) else result))
+        values = dict(zip(names, [leaf for leaf in leaves if hasattr(leaf, "shape")], strict=False))
     return {name: _array(values[name]) for name in names if name in values}
 
 
