@@ -30,7 +30,7 @@ _HTML_ROWS = 300
 _WIDTH = 120
 _NAME_WIDTH = 76
 _TIGHT_NAMES = 57
-_TEXT_WIDTH = 30
+_TEXT_WIDTH = 22
 """A column that is wider than this is text, which may be broken at its blanks."""
 _LEAST_NAMES = 24
 _GAP = 2
@@ -106,6 +106,8 @@ class View(Generic[Row]):
         _break_titles(table)
         for column, width in zip(table.columns, [0, *widths[1:]], strict=True):
             column.no_wrap = width <= _TEXT_WIDTH
+        # Text gives way to names: two that look alike in a list would be no names.
+        table.columns[0].min_width = max((len(row[0]) for row in short[:limit]), default=0)
         table.title = Text(self.title())
         return table
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 import subprocess
 import sys
@@ -68,15 +67,3 @@ def test_zsh_takes_the_same_script(script: str, capsys: pytest.CaptureFixture[st
 def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "fish"]) == 2
     assert "bash" in capsys.readouterr().err
-
-
-def test_help_takes_less_than_half_a_second() -> None:
-    """Of the processor: a busy machine takes longer by the clock."""
-    taken = []
-    # The first may have to write bytecode.
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "quantizer", "--help"], capture_output=True, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(taken) < 0.5

@@ -510,12 +510,20 @@ def test_a_float_model_for_comparison(mlp: Prepared, tmp_path: Path) -> None:
     assert sqnr_db(_reference(model, x)[0], result) > 100
 
 
-@pytest.mark.parametrize("which", ["float model", "calib proxy", "amp proxy"])
-def test_only_a_frozen_proxy_is_exported(tmp_path: Path, which: str) -> None:
+def test_a_float_model_is_exported_to_compare_with(tmp_path: Path) -> None:
+    model, x = Mlp().eval(), torch.randn(4, 32)
+    path = Quantizer(backend="openvino").export(model, tmp_path / "float.onnx", x)
+    assert not {n.op_type for n in onnx.load(path).graph.node} & {"QuantizeLinear", "DequantizeLinear"}
+    (result,) = _plain_session(path).run(None, {"x": x.numpy()})
+    assert sqnr_db(_reference(model, x)[0], result) > 100
+
+
+@pytest.mark.parametrize("which", ["calib proxy", "amp proxy"])
+def test_no_proxy_but_a_frozen_one_is_exported(tmp_path: Path, which: str) -> None:
     model, x = Mlp().eval(), torch.randn(4, 32)
     quantizer = Quantizer(preset="fast", backend="openvino")
     calib = quantizer.calibrate(model, [x])
-    proxies = {"float model": model, "calib proxy": calib, "amp proxy": quantizer.amp(model)}
+    proxies = {"calib proxy": calib, "amp proxy": quantizer.amp(model)}
     with pytest.raises(ProxyError, match=r"export\(\) takes the model that quantize\(\) returned"):
         quantizer.export(proxies[which], tmp_path / "m.onnx", x)
     assert not list(tmp_path.iterdir())

@@ -190,8 +190,10 @@ def test_the_report_holds_every_part(place: Place) -> None:
         "score the proxy",
         "inspect the engine",
         "score the engine",
+        "compare the outputs",
         "measure latency",
         "measure memory",
+        "look for causes",
     ]
 
 
@@ -266,8 +268,8 @@ def test_validate(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
 def test_inspect(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(place.folder / "tiny.yaml"), "quantizer.sites.matmul=false", "--diff"]) == 0
     out = capsys.readouterr().out
-    # A name is in one piece, also in a pipe; a reason may be folded in its cell.
-    assert "bert.encoder.layer.0.attention.self.query.forward.linear_0" in out
+    # A name is in one piece, also in a pipe, if need be without its middle; a reason may be folded in its cell.
+    assert any(re.fullmatch(r"bert\.enc\S+…\S+query\.forward\.linear_0", word) for word in out.split())
     words = " ".join(out.split())
     assert "sites.matmul: false" in words
     assert "exclude.names: classifier" in words
@@ -357,7 +359,7 @@ def test_a_head_is_fitted_on_float_embeddings(
     assert main(["run", "head.yaml", "--output", "out"]) == 1
     captured = capsys.readouterr()
     assert captured.err == "error: far enough\n"
-    assert "fit the head on float embeddings: " in captured.out
+    assert "fit the head on float embeddings" in captured.out
     assert _left(at) == ["head.yaml", "tiny.yaml"]
 
 
@@ -646,7 +648,7 @@ def test_a_signal_to_end_leaves_nothing(place: Place, tmp_path: Path, number: in
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("export ..."):
+            if line.rstrip().endswith("] export"):
                 process.send_signal(number)
                 break
         _, err = process.communicate(timeout=120)

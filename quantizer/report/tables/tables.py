@@ -139,7 +139,8 @@ class _Name:
 
 def _text_cell(column: Column, value: Any) -> Text | _Name:
     words = "-" if value is None else column.show(value)
-    return _Name(words) if column.mono else Text(words)
+    # A name with line breaks has its room already.
+    return _Name(words) if column.mono and "\n" not in words else Text(words)
 
 
 def string_from_table(table: Table, width: int = 120) -> str:
