@@ -160,7 +160,8 @@ def test_a_search_as_a_table_and_a_picture(tmp_path: Path) -> None:
     view = Sensitivity.from_ranking(RANKING, SEARCH, "gradient")
     assert view.search.text().splitlines() == [
         "2 evaluations; the float model scores 0.9000; a drop of 0.0100 is allowed;",
-        "with 1 group put back it scores 0.8950",
+        "with 1 group put back it scores 0.8950; asked 0.0100; drop in tuning 0.0050:",
+        "met",
         "evaluation  groups put back  cost   score     drop  in budget  front",
         "─" * 76,
         "         1                0     0  0.5000    0.400  no         front",
