@@ -263,7 +263,7 @@ class RunRecord(Record):
     """The whole run; the top object of ``report.json``."""
 
     version: int = VERSION
-    """Version of this format; a reader refuses every other."""
+    """Version of this format; a reader takes versions 7 and 8."""
     name: str
     """Name of the run."""
     created: str
