@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from quantizer import Quantizer  # noqa: E402
 from quantizer.cli.main import main  # noqa: E402
 from quantizer.engines import PeakMemory  # noqa: E402
 from quantizer.report import read_record  # noqa: E402
+from quantizer.runs.sweep.shared_work import shared_work  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
@@ -142,6 +145,20 @@ def test_killed_and_started_again(
     assert main([*command, "report.bootstrap=60"]) == 1
     assert "holds a run of another configuration; choose another folder by --output, or" in capsys.readouterr().err
     assert (at / "swept" / FIRST / "report.json").read_bytes() == before
+
+
+def test_what_a_killed_sweep_shared_goes_with_the_next_one(tmp_path: Path) -> None:
+    left = (
+        "import sys; from pathlib import Path; from quantizer.files.temporary import new_name; "
+        "place = new_name(Path(sys.argv[1]) / 'shared'); place.mkdir(); (place / 'float.engine').touch(); print(place)"
+    )
+    command = [sys.executable, "-c", left, str(tmp_path)]
+    killed = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+    assert killed.is_dir()
+    with shared_work(tmp_path):
+        assert not killed.exists()
+        assert len(list(tmp_path.iterdir())) == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_files_of_the_folder_are_left_alone(at: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from quantizer.config import RunConfig
+from quantizer.files import temporary_beside
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.scoring import Scoring
@@ -71,6 +71,6 @@ class SharedWork:
 
 @contextmanager
 def shared_work(folder: Path) -> Iterator[SharedWork]:
-    """Yield the work of a sweep's runs, whose shared files are removed at the end."""
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".shared-") as scratch:
-        yield SharedWork(folder, Path(scratch))
+    """Yield the work of a sweep's runs, whose shared files are removed at the end, or by the next one after a kill."""
+    with temporary_beside(folder / "shared") as scratch:
+        yield SharedWork(folder, scratch)
