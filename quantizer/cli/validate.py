@@ -80,5 +80,5 @@ def _checked_here(config: RunConfig) -> list[str]:
     from quantizer.runs.run import RUN
 
     ready = ready_to_run(config, Path(config.output).absolute(), RUN, force=None)
-    warned = [f"warning: {line}" for line in configured_warnings(config)]
+    warned = [f"warning: {line}" for line in configured_warnings(config, len(ready.rows.tuning))]
     return [*warned, *ready.notes, *([ready.estimate] if ready.estimate else [])]

@@ -107,7 +107,7 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
     ready = ready_to_run(config, folder, RUN, force=force)
     for line in (*ready.notes, *filter(None, [ready.estimate])):
         console.print(line, highlight=False, markup=False)
-    record = carry_out(config, folder, force, console, partial(configured_workload, config))
+    record = carry_out(config, folder, force, console, partial(configured_workload, config, ready.rows))
     with said_complete(folder):
         print_record(record, folder, console)
         print_tracked(config.report.track, record, folder, console)

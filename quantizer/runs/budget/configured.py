@@ -9,23 +9,22 @@ from quantizer.engines import runs_here
 from quantizer.runs.budget.engine_budget import rows_searched
 from quantizer.runs.budget.fineness import budget_warnings
 from quantizer.runs.pick_backend import chooses
-from quantizer.runs.run_context import rows_of
 from quantizer.targets import AUTO
 from quantizer.tasks import tasks
 
 __all__ = ["configured_warnings"]
 
 
-def configured_warnings(config: RunConfig) -> Iterator[str]:
+def configured_warnings(config: RunConfig, rows: int) -> Iterator[str]:
     """Yield why the budget of a configuration is finer than its tuning rows can tell, a sentence each.
 
-    Raises:
-        TaskError: the tuning rows cannot be read.
+    Args:
+        config: the configuration.
+        rows: the number of its tuning rows.
     """
-    asked, tuning = config.fallback, config.data.tuning
-    if asked is None or asked.max_drop is None or tuning is None:
+    asked = config.fallback
+    if asked is None or asked.max_drop is None:
         return
-    rows = len(rows_of(tuning)) if tuning.rows is None else tuning.rows
     here = chooses(config) or config.quantizer.backend == AUTO or runs_here(config.quantizer.backend)
     searched = rows_searched(rows, checked=config.qat is None and here)
     metric = tasks[config.model.task].metric_name

@@ -49,10 +49,12 @@ class Ready:
     """A run that can start.
 
     Attributes:
+        rows: its rows, which were read for it.
         notes: what is worth knowing before it does.
         estimate: its time and memory in words; None: there is nothing to estimate them by.
     """
 
+    rows: RunRows
     notes: tuple[str, ...]
     estimate: str | None
 
@@ -83,7 +85,7 @@ def ready_to_run(config: RunConfig, folder: Path, kind: str, *, force: bool | No
     notes = list(_notes(config))
     if force is None and folder.exists():
         notes.append(f"{folder} exists already: run replaces it only with --force")
-    return Ready(tuple(notes), estimate(config, rows))
+    return Ready(RunRows(**rows), tuple(notes), estimate(config, rows))
 
 
 def _check_packages(faults: Faults, config: RunConfig) -> None:
@@ -101,7 +103,7 @@ def _check_packages(faults: Faults, config: RunConfig) -> None:
         faults.of(lambda: backend(config.quantizer.backend).check(build_options(config)))
 
 
-def _checked_data(faults: Faults, data: DataConfig) -> dict[str, Sequence[Row]]:
+def _checked_data(faults: Faults, data: DataConfig) -> dict[str, list[Row]]:
     """Return the rows of each section that has data which can be read."""
     found = {}
     for field in fields(RunRows):
@@ -112,7 +114,7 @@ def _checked_data(faults: Faults, data: DataConfig) -> dict[str, Sequence[Row]]:
     return found
 
 
-def _rows(name: str, section: DatasetConfig) -> Sequence[Row]:
+def _rows(name: str, section: DatasetConfig) -> list[Row]:
     try:
         return rows_of(section)
     except TaskError as error:

@@ -11,6 +11,7 @@ from quantizer.config import RunConfig
 from quantizer.files import temporary_beside
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
+from quantizer.runs.run_context import RunRows
 from quantizer.runs.scoring import Scoring
 from quantizer.runs.workload.calibrations import Calibrations
 from quantizer.runs.workload.configured import configured_workload
@@ -47,12 +48,12 @@ class SharedWork:
     def load(self, config: RunConfig, timer: StageTimer, kept: ResumeFiles, target: Path) -> Workload:
         """Return the workload of a run, loaded anew if its model or rows are not those of the run before.
 
-        Errors are those of ``configured_workload``.
+        Errors are those of ``configured_workload`` and of ``RunRows.of``.
         """
         if self._work is None or self._needs != needs(config):
             # The former model goes before the next one comes.
             self._work = self._needs = None
-            work = configured_workload(config, timer, kept, target)
+            work = configured_workload(config, RunRows.of(config.data), timer, kept, target)
             self._loaded += 1
             floats = self._scratch / f"model-{self._loaded}"
             floats.mkdir()

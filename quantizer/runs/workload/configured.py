@@ -18,11 +18,13 @@ from quantizer.runs.workload.workload import Workload
 __all__ = ["configured_workload", "workload_of"]
 
 
-def configured_workload(config: RunConfig, timer: StageTimer, kept: ResumeFiles, folder: Path) -> Workload:
-    """Return the model, the rows and the scores that a configuration names.
+def configured_workload(
+    config: RunConfig, rows: RunRows, timer: StageTimer, kept: ResumeFiles, folder: Path
+) -> Workload:
+    """Return the model that a configuration names, with its rows and their scores.
 
     Raises:
-        QuantizerError: the model or a data set cannot be loaded, they do not fit, or the disk has no room.
+        QuantizerError: the model cannot be loaded, does not fit the task, or the disk has no room.
     """
     context = load_context(
         timer,
@@ -41,7 +43,6 @@ def configured_workload(config: RunConfig, timer: StageTimer, kept: ResumeFiles,
             "min_length": config.export.dynamic.sequence[0],
         },
     )
-    rows = RunRows.of(config.data)
     return workload_of(config, context, rows, Scoring(context, rows.evaluation, config.report.bootstrap, folder))
 
 
