@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quantizer.report.record_base import Record
 
-__all__ = ["OutputDistance"]
+__all__ = ["ALIKE_DB", "FURTHER_DB", "OutputDistance", "worst_output"]
+
+ALIKE_DB = 30.0
+"""SQNR of an engine's output to its proxy's that is always enough for a quantized model."""
+
+FURTHER_DB = 3.0
+"""Sums in another order move a few values to the neighbouring step, and these move others in later layers. A correct
+engine's error is then another sample of the quantization error: as large as the proxy's, but different. So an engine
+is right, too, if the power of its error against the float model is at most twice that of the proxy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,3 +39,8 @@ class OutputDistance(Record):
     """SQNR in dB of the engine's output to the proxy's; null: there is no difference, or the engine did not run."""
     engine: bool
     """Whether the engine ran."""
+
+
+def worst_output(outputs: Sequence[OutputDistance]) -> OutputDistance | None:
+    """Return the output with the lowest SQNR; None: there is none."""
+    return min(outputs, key=lambda one: math.inf if one.sqnr_db is None else one.sqnr_db, default=None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from quantizer.report.output_record import ALIKE_DB
+from quantizer.report.output_record import FURTHER_DB
+from quantizer.report.output_record import worst_output
 from quantizer.report.ratios import quantized_entry
 from quantizer.report.record import RunRecord
 from quantizer.report.record import Score
@@ -23,8 +25,6 @@ _LOSS, _GREAT_LOSS = 0.01, 0.03
 """Shares of the float model's score."""
 _DB, _FEW_DB = 20.0, 10.0
 """SQNR of an output, without a score to go by: at 20 dB the error has a hundredth of the output's power."""
-_ALIKE_DB, _FURTHER_DB = 30.0, 3.0
-"""What an engine may differ from the quantized model in PyTorch, as where engines are checked."""
 
 THRESHOLDS = (
     f"A score may lose {_LOSS:.0%} of the float model's, and {_GREAT_LOSS:.0%} with a look at it; a larger loss that "
@@ -63,9 +63,9 @@ def _accuracy(record: RunRecord) -> tuple[str, str]:
     plain = next((one for one in record.scores if one.which == "float"), None)
     if entry is not None and plain is not None and entry.difference is not None:
         return _loss(entry, plain)
-    if not record.outputs:
+    worst = worst_output(record.outputs)
+    if worst is None:
         return LOOK, "neither a score nor the outputs were compared with the float model's"
-    worst = min(record.outputs, key=lambda one: math.inf if one.sqnr_db is None else one.sqnr_db)
     if worst.sqnr_db is None:
         return USABLE, "the outputs are those of the float model"
     level = USABLE if worst.sqnr_db >= _DB else LOOK if worst.sqnr_db >= _FEW_DB else NOT
@@ -105,9 +105,9 @@ def _engine(record: RunRecord) -> list[tuple[str, str]]:
         one
         for one in record.outputs
         if one.engine_to_proxy_db is not None
-        and one.engine_to_proxy_db < _ALIKE_DB
+        and one.engine_to_proxy_db < ALIKE_DB
         and one.sqnr_db is not None
-        and (one.proxy_sqnr_db is None or one.sqnr_db < one.proxy_sqnr_db - _FURTHER_DB)
+        and (one.proxy_sqnr_db is None or one.sqnr_db < one.proxy_sqnr_db - FURTHER_DB)
     ]
     return [
         (

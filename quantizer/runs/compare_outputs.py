@@ -24,10 +24,13 @@ from torch.utils._pytree import tree_leaves
 
 from quantizer.engines import Engine
 from quantizer.errors import EngineError
+from quantizer.report.output_record import ALIKE_DB
+from quantizer.report.output_record import FURTHER_DB
 from quantizer.report.output_record import OutputDistance
 from quantizer.runs.run_context import as_predictor
 from quantizer.tasks import Batch
 from quantizer.tasks import batch_shape
+from quantizer.tasks import rows_at
 from quantizer.tasks.metrics import mean_cosine
 from quantizer.tasks.metrics import sqnr_db
 
@@ -41,12 +44,6 @@ __all__ = [
     "tolerance",
 ]
 
-QUANTIZED_DB = 30.0
-"""Always enough for a quantized model."""
-TWICE_DB = 3.0
-"""Sums in another order move a few values to the neighbouring step, and these move others in later layers. A correct
-engine's error is then another sample of the quantization error: as large as the proxy's, but different. So an engine
-also passes if the power of its error against the float model is at most twice that of the proxy."""
 HALF_DB = 30.0
 """Float16 has 11 bits: 66 dB for one rounding, and a network has hundreds."""
 FLOAT_DB = 60.0
@@ -134,7 +131,7 @@ def tolerance(asked: float | None, quantized: bool, float_dtype: torch.dtype) ->
     if asked is not None:
         return Tolerance(asked)
     if quantized:
-        return Tolerance(QUANTIZED_DB, TWICE_DB)
+        return Tolerance(ALIKE_DB, FURTHER_DB)
     return Tolerance(FLOAT_DB if float_dtype == torch.float32 else HALF_DB)
 
 
@@ -145,7 +142,7 @@ def reference_outputs(model: nn.Module, batches: Iterable[Batch], names: Sequenc
         count = len(next(iter(batch.values())))
         rows = tuple(sorted({*range(min(_EDGE_ROWS, count)), *range(max(0, count - _EDGE_ROWS), count)}))
         with torch.no_grad():
-            result = model(**{name: tensor[list(rows)] for name, tensor in batch.items()})
+            result = model(**rows_at(batch, rows))
         references.append(Reference(batch, rows, _by_name(result, names)))
     return references
 
@@ -243,7 +240,7 @@ def output_distances(
 def _names_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
     """Return names for the outputs of a model without an engine: its own, or their places."""
     with torch.no_grad():
-        result = model(**{name: value[:1] for name, value in batch.items()})
+        result = model(**rows_at(batch, (0,)))
     if isinstance(result, Mapping):
         return tuple(str(name) for name, value in result.items() if isinstance(value, torch.Tensor))
     return tuple(f"output_{place}" for place in range(len(tree_leaves(result))))

@@ -19,6 +19,7 @@ from quantizer.tasks.image_inputs import read_image
 from quantizer.tasks.inputs import Feed
 from quantizer.tasks.inputs import Sample
 from quantizer.tasks.inputs import batch_shape
+from quantizer.tasks.inputs import rows_at
 from quantizer.tasks.models import load_image_processor
 from quantizer.tasks.models import load_model
 from quantizer.tasks.models import load_processor
@@ -64,6 +65,7 @@ __all__ = [
     "batch_shape",
     "build_task",
     "first_output",
+    "rows_at",
     "tasks",
     # modules, one task each
     "embedding_classification",

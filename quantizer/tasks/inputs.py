@@ -16,7 +16,17 @@ import torch
 
 from quantizer.errors import TaskError
 
-__all__ = ["EXAMPLE_ROWS", "Batch", "Feed", "Inputs", "Sample", "TextInputs", "batch_shape", "longest_sequence"]
+__all__ = [
+    "EXAMPLE_ROWS",
+    "Batch",
+    "Feed",
+    "Inputs",
+    "Sample",
+    "TextInputs",
+    "batch_shape",
+    "longest_sequence",
+    "rows_at",
+]
 
 Batch: TypeAlias = dict[str, torch.Tensor]
 """The model's inputs by name: int64 [B x S] for texts, float32 [B x channels x height x width] for images."""
@@ -32,6 +42,15 @@ def batch_shape(batch: Batch) -> tuple[int, int | None]:
     """Return the number of rows of a batch, and that of its tokens; None for images and other values."""
     first = next(iter(batch.values()))
     return first.shape[0], first.shape[1] if first.dim() == 2 and not first.is_floating_point() else None
+
+
+def rows_at(batch: Batch, places: Sequence[int]) -> Batch:
+    """Return a batch of some rows of another one; an input that is the same for all rows stays as it is.
+
+    Such an input has another length along axis 0 than the first one: a fixed mask, say.
+    """
+    size = len(next(iter(batch.values())))
+    return {name: value[list(places)] if len(value) == size else value for name, value in batch.items()}
 
 
 def longest_sequence(model: torch.nn.Module, config: Any) -> int | None:

@@ -30,8 +30,8 @@ from quantizer.engines import load_engine
 from quantizer.errors import ExportError
 from quantizer.export import export_onnx
 from quantizer.plan.site_plan import Plan
-from quantizer.runs.compare_outputs import QUANTIZED_DB
-from quantizer.runs.compare_outputs import TWICE_DB
+from quantizer.report.output_record import ALIKE_DB
+from quantizer.report.output_record import FURTHER_DB
 from tests.helpers import Snapshot
 from tests.helpers import assert_same
 
@@ -338,12 +338,12 @@ def engine_follows_the_frozen_proxy(drawn: DrawnModel, folder: Path) -> None:
             continue  # one number, whose error is a matter of luck
         found = torch.as_tensor(given[name]).double()
         assert found.shape == rounded.shape, name
-        near = decibels(rounded, found) >= QUANTIZED_DB
+        near = decibels(rounded, found) >= ALIKE_DB
         if not near and backend == "openvino":
             event("OpenVINO computes another result from a right file")
             found = torch.as_tensor(_node_by_node(file, inputs, name)).double()
-            near = decibels(rounded, found) >= QUANTIZED_DB
-        assert near or decibels(exact, found) >= decibels(exact, rounded) - TWICE_DB, (
+            near = decibels(rounded, found) >= ALIKE_DB
+        assert near or decibels(exact, found) >= decibels(exact, rounded) - FURTHER_DB, (
             f"{name}: {decibels(rounded, found):.1f} dB from the proxy, {decibels(exact, found):.1f} from the float "
             f"model, where the proxy is {decibels(exact, rounded):.1f} away"
         )

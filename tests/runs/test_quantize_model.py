@@ -154,6 +154,29 @@ def test_names_types_and_lengths_of_several_inputs() -> None:
         result.engine(batches[0]["tokens"])
 
 
+class _Masked(nn.Module):
+    """Takes a mask that is the same for all rows, however many these are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) @ mask
+        return out
+
+
+def test_an_input_that_is_the_same_for_all_rows() -> None:
+    torch.manual_seed(0)
+    model, mask = _Masked().eval(), torch.ones(6, 6).tril()
+    batches = [{"x": torch.randn(32, 6), "mask": mask} for _ in range(2)]
+    result = quantizer.quantize_model(model, batches, backend=ONNXRUNTIME)
+    (output,) = result.record.outputs
+    assert output.sqnr_db is not None
+    assert output.sqnr_db > 20
+    torch.testing.assert_close(result.float_engine(**batches[0]), model(**batches[0]), rtol=1e-4, atol=1e-4)
+
+
 class _Variadic(nn.Module):
     def forward(self, *images: Tensor) -> Tensor:
         return images[0]

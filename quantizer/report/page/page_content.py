@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from quantizer.report.charts.training_plot import loss_svg
 from quantizer.report.charts.training_plot import score_svg
 from quantizer.report.charts.training_plot import training_caption
 from quantizer.report.codec import mapping_from_record
+from quantizer.report.output_record import worst_output
 from quantizer.report.page.glossary import GLOSSARY
 from quantizer.report.page.page_tables import cost_table
 from quantizer.report.page.page_tables import coverage_by_kind
@@ -227,7 +227,7 @@ def _memory_tile(entries: Sequence[MemoryEntry]) -> Tile:
 
 
 def _output_tile(outputs: Sequence[OutputDistance]) -> Tile:
-    worst = min(outputs, key=lambda one: math.inf if one.sqnr_db is None else one.sqnr_db, default=None)
+    worst = worst_output(outputs)
     if worst is None:
         return _tile("Score", None)
     found = "no difference" if worst.sqnr_db is None else f"{text.decibels(worst.sqnr_db)} dB"

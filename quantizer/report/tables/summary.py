@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from rich.text import Text
 
 from quantizer.errors import QuantizerError
 from quantizer.report.json_file import read_record
+from quantizer.report.output_record import worst_output
 from quantizer.report.ratios import quantized_entry
 from quantizer.report.ratios import reference_entry
 from quantizer.report.record import RunRecord
@@ -111,7 +111,7 @@ def _table_of_outputs(record: RunRecord) -> Table:
     """Return the table where nothing was scored: the worst output in the place of the score."""
     table = _headed(record.name, ("", "SQNR", "cosine", "speed", "size"))
     costs = _costs(record)
-    worst = min(record.outputs, key=lambda one: math.inf if one.sqnr_db is None else one.sqnr_db, default=None)
+    worst = worst_output(record.outputs)
     for name in ("float", "engine"):
         cells = ["not measured", "-"]
         if name == "float":

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch import nn
 
 from quantizer.errors import CalibrationError
 from quantizer.tasks import Batch
+from quantizer.tasks import rows_at
 from quantizer.tasks.inputs import EXAMPLE_ROWS
 
 __all__ = ["ModuleFeed", "by_name", "named_batches"]
@@ -143,7 +143,6 @@ class ModuleFeed:
 
 
 def _resized(batch: Batch, rows: int) -> Batch:
-    """Return a batch with another number of rows; what has another length than the first input stays as it is."""
+    """Return a batch with another number of rows, those of this one again and again."""
     size = len(next(iter(batch.values())))
-    places = torch.arange(rows) % size
-    return {name: value[places] if len(value) == size else value for name, value in batch.items()}
+    return rows_at(batch, [row % size for row in range(rows)])

@@ -44,6 +44,7 @@ from quantizer.runs.workload.workload import Workload
 from quantizer.targets import AUTO
 from quantizer.tasks import Batch
 from quantizer.tasks import batch_shape
+from quantizer.tasks import rows_at
 
 __all__ = ["quantize_model"]
 
@@ -101,13 +102,15 @@ def quantize_model(
     # What is returned in train mode, dropout and all, is nothing to compare with; engines run on the CPU.
     is_ready = not any(module.training for module in model.modules()) and not _elsewhere(model)
     plain = model if is_ready else copy.deepcopy(model).cpu().eval()
-    console = Console(stderr=True, quiet=not (Console(stderr=True).is_terminal if progress is None else progress))
+    console = Console(stderr=True)
+    console.quiet = not (console.is_terminal if progress is None else progress)
+    wanted, output = _run_config(model, batches, asked, threads), _output(plain, batches[0])
     parent = Path(tempfile.mkdtemp(prefix="quantizer-"))
     try:
         folder = parent / type(model).__name__
-        work = partial(_workload, plain, batches, score, higher_is_better)
-        record = carry_out(_run_config(model, batches, asked, threads), folder, False, console, work)
-        return QuantizedModel(plain, _output(plain, batches[0]), record, folder)
+        scorer = partial(FunctionScorer, function=score, output=output, higher_is_better=higher_is_better)
+        work = partial(_workload, plain, wanted.model.source, batches, scorer)
+        return QuantizedModel(plain, output, carry_out(wanted, folder, False, console, work), folder)
     except BaseException:
         shutil.rmtree(parent)
         raise
@@ -148,21 +151,20 @@ def _run_config(model: nn.Module, batches: list[Batch], asked: QuantizerConfig, 
 
 def _workload(
     model: nn.Module,
+    source: str,
     batches: list[Batch],
-    score: Callable[[nn.Module], float] | None,
-    higher_is_better: bool,
+    scorer: Callable[[RunContext], FunctionScorer],
     timer: StageTimer,
     kept: ResumeFiles,
     folder: Path,
 ) -> Workload:
     context = RunContext(timer=timer, resume=kept, model=model, processor=None, feed=ModuleFeed(batches))
-    output = _output(model, batches[0])
     return Workload(
         context=context,
         rows=RunRows(calibration=batches, evaluation=batches),
-        scorer=FunctionScorer(context, score, output, higher_is_better=higher_is_better),
+        scorer=scorer(context),
         info=ModelInfo(
-            source=f"{type(model).__module__}:{type(model).__qualname__}",
+            source=source,
             task=_TASK,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
         ),
@@ -173,4 +175,4 @@ def _workload(
 def _output(model: nn.Module, batch: Batch) -> Any:
     """Return what a model returns for one row, to know its kind."""
     with torch.no_grad():
-        return model(**{name: value[:1] for name, value in batch.items()})
+        return model(**rows_at(batch, (0,)))
