@@ -140,6 +140,14 @@ class IntegerConvolution:
         return packed, places
 
 
+def _in_steps(weight: Tensor, step: int) -> tuple[Tensor, int]:
+    """Return a weight with zeros up to whole steps of N and K, and how many were added to K."""
+    extra = -weight.shape[1] % step
+    # Zero is the same byte in both formats, and torch pads no FP8.
+    padded = functional.pad(weight.view(torch.uint8), (0, extra, 0, -len(weight) % step))
+    return padded.contiguous().view(weight.dtype), extra
+
+
 class IntegerMatmul:
     """``torch._int_mm`` with its corrections, for GPUs. cuBLAS wants more than 16 rows, and K and N in eights.
 
@@ -153,8 +161,7 @@ class IntegerMatmul:
 
     def __init__(self, weight: Tensor, scales: Tensor, activation: Activation) -> None:
         self._columns, self._scales, self._activation = len(weight), scales, activation
-        self._extra = -weight.shape[1] % _EIGHT
-        self._weight = functional.pad(weight, (0, self._extra, 0, -len(weight) % _EIGHT)).contiguous()
+        self._weight, self._extra = _in_steps(weight, _EIGHT)
         self._sums = weight.sum(1, dtype=torch.int32)
 
     def __call__(self, x: Tensor, bias: Tensor | None, window: Window) -> Tensor:
@@ -185,9 +192,7 @@ class ScaledMatmul:
 
     def __init__(self, weight: Tensor, scales: Tensor, activation: Activation) -> None:
         self._columns, self._scales, self._activation = len(weight), scales, activation
-        self._extra = -weight.shape[1] % _SIXTEEN
-        padded = functional.pad(weight.view(torch.uint8), (0, self._extra, 0, -len(weight) % _SIXTEEN))
-        self._weight = padded.contiguous().view(weight.dtype)
+        self._weight, self._extra = _in_steps(weight, _SIXTEEN)
         self._one = torch.ones((), device=weight.device)
 
     def __call__(self, x: Tensor, bias: Tensor | None, window: Window) -> Tensor:

@@ -66,7 +66,7 @@ def _figures(record: RunRecord) -> list[str]:
     if record.latency is not None:
         before, after = reference_entry(record.latency.engines), quantized_entry(record.latency.engines)
         if before is not None and after is not None:
-            shape = f"{record.latency.batch}" + (f" x {record.latency.sequence}" if record.latency.sequence else "")
+            shape = text.shape(record.latency.batch, record.latency.sequence)
             name = f"latency, median, batch {shape}, threads: {record.latency.threads}"
             times = text.milliseconds(before.median_ms), text.milliseconds(after.median_ms)
             found.append(figure(name, *times, after.ratio_to_float))

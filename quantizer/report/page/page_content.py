@@ -289,9 +289,8 @@ def _line_class(line: str) -> str:
 def _latency_note(record: RunRecord) -> str:
     if record.latency is None:
         return ""
-    sequence = f" x {record.latency.sequence} tokens" if record.latency.sequence else ""
-    threads = "1 thread" if record.latency.threads == 1 else f"{record.latency.threads} threads"
-    return f"batch {record.latency.batch}{sequence}, {threads}, engines interleaved"
+    shape = text.shape(record.latency.batch, record.latency.sequence, " tokens")
+    return f"batch {shape}, {text.counted(record.latency.threads, 'thread')}, engines interleaved"
 
 
 def _pairs(left: str, right: str, values: Any) -> str:

@@ -69,7 +69,7 @@ def outputs_table(record: RunRecord) -> str:
     rows = [
         (
             one.output,
-            f"{one.batch}" + (f" x {one.sequence}" if one.sequence else ""),
+            text.shape(one.batch, one.sequence),
             one.sqnr_db if one.engine else None,
             one.cosine,
             one.proxy_sqnr_db,

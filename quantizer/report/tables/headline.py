@@ -10,6 +10,7 @@ from quantizer.report.ratios import reference_entry
 from quantizer.report.record import RunRecord
 from quantizer.report.record import Score
 from quantizer.report.record import Site
+from quantizer.report.tables import text
 from quantizer.report.tables.spread import noise_sentence
 from quantizer.report.tables.text import mebibytes
 from quantizer.report.tables.text import percent
@@ -51,9 +52,8 @@ def _speed(record: RunRecord) -> list[str]:
     entry = quantized_entry(record.latency.engines) if record.latency else None
     if record.latency is None or entry is None:
         return ["Speed was not measured."]
-    shape = f"{record.latency.batch}" + (f" x {record.latency.sequence} tokens" if record.latency.sequence else "")
-    threads = "1 thread" if record.latency.threads == 1 else f"{record.latency.threads} threads"
-    where = f"on a batch of {shape} with {threads}"
+    size = text.shape(record.latency.batch, record.latency.sequence, " tokens")
+    where = f"on a batch of {size} with {text.counted(record.latency.threads, 'thread')}"
     ratio = entry.ratio_to_float
     if ratio >= 1 + _SAME:
         return [f"The quantized engine runs {ratio:.2f} times as fast as the float model {where}."]

@@ -25,7 +25,7 @@ __all__ = [
     "score",
     "seconds",
 ]
-__all__ += ["shorten", "significant", "signed", "times", "typeset"]
+__all__ += ["shape", "shorten", "significant", "signed", "times", "typeset"]
 
 MISSING = "\N{EN DASH}"
 """The text of a missing value on a page."""
@@ -115,6 +115,11 @@ def compact(value: int) -> str:
 def amount(value: float) -> str:
     """Return a cost in any unit: a whole number as :func:`compact`, any other number in three digits."""
     return compact(int(value)) if float(value).is_integer() else significant(value, 3)
+
+
+def shape(batch: int, sequence: int | None, unit: str = "") -> str:
+    """Return the size of a batch: ``8``; with tokens ``8 x 128``, or ``8 x 128 tokens`` with such a unit."""
+    return f"{batch} x {sequence}{unit}" if sequence else f"{batch}"
 
 
 def counted(number: int, what: str) -> str:
