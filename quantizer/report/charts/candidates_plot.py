@@ -22,7 +22,9 @@ __all__ = ["candidates_svg"]
 
 _COLOURS = {"quantized": "#2f7fd6", "float": "#c26a12"}
 """See ``pareto_plot.py``."""
-_HEIGHT, _MARGIN, _LEFT, _RIGHT = 200, 24, 8, 94
+_HEIGHT, _MARGIN, _LEFT, _RIGHT = 200, 24, 17, 92
+_NAME = 22
+"""Room for the name of the axis, in pixels, above what is drawn."""
 _TOP_DB = 60.0
 _NEAR, _LETTER = 0.05, 16
 """Points so near in x, a share of the width, and y, in pixels, would have their numbers one over the other."""
@@ -54,11 +56,11 @@ def candidates_svg(choice: EngineChoice) -> str:
     where = f"at {choice.shapes[0]}" if len(choice.shapes) == 1 else "in the mean over the shapes"
     names = [
         svg_text(0, top + 13, axis.name, "qz-value"),
-        svg_text("45%", top + _HEIGHT + 26, f"speed {where}, the slowest is 1", "qz-value", "middle"),
+        svg_text("55%", top + _HEIGHT + _NAME + 16, f"speed {where}, the slowest is 1", "qz-value", "middle"),
     ]
-    frame = f'<svg x="0" y="{top + 10}" width="100%" height="{_HEIGHT}" overflow="visible">{"".join(inner)}</svg>'
+    frame = f'<svg x="0" y="{top + _NAME}" width="100%" height="{_HEIGHT}" overflow="visible">{"".join(inner)}</svg>'
     label = f"{axis.meaning} against speed of {text.counted(len(ran), 'engine')}; {choice.headline}"
-    return svg_picture(label, top + _HEIGHT + 36, [*legend, *names, frame])
+    return svg_picture(label, top + _HEIGHT + _NAME + 26, [*legend, *names, frame])
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ __all__ = ["frontier_svg"]
 
 _COLOURS = {"plan": "#2f7fd6", "taken": "#c26a12"}
 """See ``pareto_plot.py``."""
-_HEIGHT, _MARGIN, _LEFT, _RIGHT = 200, 14, 8, 90
+_HEIGHT, _MARGIN, _LEFT, _RIGHT = 200, 14, 17, 88
+_NAME = 22
+"""Room for the name of the axis, in pixels, above what is drawn."""
 
 
 def frontier_svg(placement: Placement) -> str:
@@ -59,8 +61,8 @@ def frontier_svg(placement: Placement) -> str:
     ]
     names = [
         svg_text(0, top + 13, "error that is left", "qz-value"),
-        svg_text("45%", top + _HEIGHT + 26, "predicted time", "qz-value", "middle"),
+        svg_text("55%", top + _HEIGHT + _NAME + 16, "predicted time", "qz-value", "middle"),
     ]
-    frame = f'<svg x="0" y="{top + 10}" width="100%" height="{_HEIGHT}" overflow="visible">{"".join(inner)}</svg>'
+    frame = f'<svg x="0" y="{top + _NAME}" width="100%" height="{_HEIGHT}" overflow="visible">{"".join(inner)}</svg>'
     label = f"Error against predicted time of {text.counted(len(points), 'plan')}"
-    return svg_picture(label, top + _HEIGHT + 36, [*legend, *names, frame])
+    return svg_picture(label, top + _HEIGHT + _NAME + 26, [*legend, *names, frame])
