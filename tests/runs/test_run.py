@@ -24,6 +24,7 @@ import yaml
 
 import quantizer.runs.measure as run_measure
 import quantizer.runs.placement.place_groups as place_groups
+import quantizer.runs.preflight.run_ready as run_ready
 import quantizer.runs.run as pipeline
 import quantizer.runs.run_context as stages
 import quantizer.runs.run_engines as run_engines
@@ -439,7 +440,7 @@ def test_an_engine_that_lacks_the_precision_ends_the_run(
 
 STAGES: dict[str, tuple[Any, str]] = {
     "load": (stages, "load_model"),
-    "data": (stages, "rows_of"),
+    "data": (run_ready, "rows_of"),
     "calibrate": (Quantizer, "calibrate"),
     "amp": (Quantizer, "amp"),
     "fallback": (Quantizer, "fallback"),
