@@ -23,6 +23,7 @@ from golden_nets import NETS
 from golden_nets import GoldenNet
 from golden_nets import Packed
 
+import quantizer
 from quantizer import Quantizer
 from quantizer.errors import QuantizerError
 from quantizer.report.page.html import html_from_record
@@ -32,6 +33,8 @@ from quantizer.targets.profiles import profiles
 __all__ = ["BACKENDS", "EXPORTED", "golden_of", "machine", "recorded", "page_golden"]
 
 FOLDER = Path(__file__).resolve().parent / "recorded"
+_PACKAGE = Path(quantizer.__file__).parent
+"""Warnings are recorded that point into it; those at a line of these files are of the nets here."""
 BACKENDS = tuple(sorted(profiles.names()))
 # Torch takes a second for each file: one target with float32 beside its integers, one with float16.
 EXPORTED = ("openvino", "tensorrt-rtx")
@@ -76,7 +79,8 @@ def _entry(net: GoldenNet, backend: str) -> Iterator[tuple[str, Any]]:
             _quantized(Quantizer(preset="fast", **config), model, data, Path(folder), text, bits)
         except QuantizerError as refused:
             text["refused"] = str(refused)
-    text["warnings"] = "\n".join(sorted({str(one.message) for one in said if "quantizer" in str(one.filename)}))
+    ours = {str(one.message) for one in said if Path(one.filename).is_relative_to(_PACKAGE)}
+    text["warnings"] = "\n".join(sorted(ours))
     bits["text"] = _digest(json.dumps(text, sort_keys=True).encode())
     masked = {key: _DIGITS.sub("#", value) for key, value in text.items()}
     # Whole for two of the backends, to be read where it differs.
