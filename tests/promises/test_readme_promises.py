@@ -24,7 +24,6 @@ from quantizer import Quantizer
 
 NO_PROMISES = {
     "without it transformers warns of an unknown quantization type": "what transformers does without us",
-    "a table of latencies left out:": "of a printed output",
     "is a stub that only warns": "of a package of others",
     "the streaming calibrators in `quantizer/calibrators/` instead of its own": "of a package of others",
     "TensorRT-RTX 1.7 refuses to build such an engine without a GPU.": "of a library of others",

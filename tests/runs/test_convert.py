@@ -18,6 +18,8 @@ from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.errors import QuantizerError
 from quantizer.files import MARKER
+from quantizer.report.json_file import read_record
+from quantizer.report.verdict import verdict_of
 from quantizer.tasks import build_task
 from quantizer.tasks import load_model
 from quantizer.tasks import load_rows
@@ -151,7 +153,7 @@ def test_the_folder_holds_what_a_server_needs(place: Place, monkeypatch: pytest.
     for backend in BACKENDS:
         folder = place.done / backend
         assert {path.name for path in folder.iterdir()} == {
-            *("model.onnx", "model.engine", "tokenizer", "config.json", "README.md"),
+            *("model.onnx", "model.engine", "tokenizer", "config.json", "README.md", "report.json", "report.html"),
         }
         card = (folder / "README.md").read_text(encoding="utf-8")
         monkeypatch.chdir(folder)
@@ -188,6 +190,22 @@ def test_the_record_has_latency_and_scores_of_each_backend(place: Place) -> None
         ] * 3
         assert [score["which"] for score in entry["scores"]] == ["float", "proxy", "engine"]
         assert all(score["rows"] == 24 for score in entry["scores"])
+
+
+@pytest.mark.promise("The folder of a quantized engine holds the report that a run has")
+def test_each_backend_has_a_report_with_a_verdict(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    for backend in BACKENDS:
+        folder = place.done / backend
+        record = read_record(folder / "report.json")
+        assert [entry.name for entry in record.latency.engines] == ["float", "engine"]  # type: ignore[union-attr]
+        assert [score.which for score in record.scores] == ["float", "proxy", "engine"]
+        assert [(one.output, one.batch, one.sequence) for one in record.outputs] == [("logits", 2, 24)]
+        assert record.coverage
+        assert record.inspection is not None
+        assert verdict_of(record).level in (folder / "report.html").read_text(encoding="utf-8")
+        assert main(["show", str(folder)]) == 0
+        assert f"verdict {verdict_of(record).level}" in capsys.readouterr().out
+    assert main(["compare", *(str(place.done / backend) for backend in BACKENDS)]) == 0
 
 
 def test_each_backend_has_the_sites_that_it_wants(place: Place) -> None:

@@ -23,8 +23,8 @@ from quantizer.errors import MissingDependencyError
 from quantizer.errors import QuantizerError
 from quantizer.errors import TaskError
 from quantizer.errors import install_command
-from quantizer.runs.preflight.estimate import estimate
 from quantizer.runs.preflight.estimate import row_passes
+from quantizer.runs.preflight.estimate import run_estimate
 from quantizer.runs.preflight.faults import Faults
 from quantizer.runs.preflight.run_ready import ready_to_run
 from quantizer.runs.run_context import RunRows
@@ -141,7 +141,7 @@ def test_passes_are_counted_by_what_a_run_does(values: dict[str, Any], tmp_path:
 def test_no_estimate_without_weights(values: dict[str, Any], tmp_path: Path) -> None:
     config = _config(values, tmp_path)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"cut")
-    assert estimate(config, {"evaluation": RunRows.of(config.data).evaluation}) is None
+    assert run_estimate(config, {"evaluation": RunRows.of(config.data).evaluation}) is None
 
 
 def test_validate_tells_all_of_it(values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

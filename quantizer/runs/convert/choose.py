@@ -213,10 +213,7 @@ class Chooser:
         if plain and best.variant.dtype is not None:
             names[plain[0].name] = "float engine"
         names[choice.candidates[0].name] = "engine"
-        return tuple(
-            replace(shape, milliseconds={told: shape.milliseconds[name] for name, told in names.items()})
-            for shape in latency
-        )
+        return tuple(shape.named(names) for shape in latency)
 
     def _inspected(self, candidate: Candidate) -> Inspection:
         made, facts = self._made[candidate.name], self._maker.facts

@@ -69,6 +69,7 @@ class Made:
         budget: the checks of engines against ``max_drop``.
         engine: the engine; None: it does not run here.
         checks: its outputs against PyTorch's.
+        prices: the times of its groups; None: they were not measured.
     """
 
     variant: Variant
@@ -79,6 +80,7 @@ class Made:
     budget: tuple[EngineCheck, ...] = ()
     engine: Engine | None = None
     checks: tuple[OutputCheck, ...] = ()
+    prices: Prices | None = None
 
 
 class EngineMaker:
@@ -153,7 +155,7 @@ class EngineMaker:
             allowed = budget.next_drop(made.engine, 0 if chosen is None else len(chosen.groups))
             if allowed is None:
                 break
-        return self._checked(replace(made, budget=tuple(budget.checks)))
+        return self._checked(replace(made, budget=tuple(budget.checks), prices=prices))
 
     def as_calibrated(self, variant: Variant, quantizer: Quantizer, folder: Path) -> Made:
         """Quantize, export, build and check, with nothing put back; with ``max_drop`` the engine's drop is told."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -34,12 +35,22 @@ class ShapeLatency:
         sequence: its tokens; None: rows are images.
         rounds: the number of calls of each that were timed.
         milliseconds: the median latency, by name.
+        times_ms: the latency in each round, by name.
     """
 
     batch: int
     sequence: int | None
     rounds: int
     milliseconds: dict[str, float]
+    times_ms: dict[str, tuple[float, ...]]
+
+    def named(self, names: Mapping[str, str]) -> ShapeLatency:
+        """Return the latencies of some alone, under other names."""
+        return replace(
+            self,
+            milliseconds={told: self.milliseconds[name] for name, told in names.items()},
+            times_ms={told: self.times_ms[name] for name, told in names.items()},
+        )
 
     def __str__(self) -> str:
         return f"batch {self.batch}" if self.sequence is None else f"{self.batch} x {self.sequence}"
@@ -59,7 +70,8 @@ def measure_latency(models: Mapping[str, nn.Module | Engine], batch: Batch, thre
         once = sum(seconds[0] for seconds in interleaved_latency(calls, rounds=1, warmup=0).values())
         rounds = min(max(int(_SECONDS / once), 1), _MOST_ROUNDS)
         taken = interleaved_latency(calls, rounds=rounds, warmup=0)
-    return ShapeLatency(*batch_shape(batch), rounds, {name: 1000 * value for name, value in medians(taken).items()})
+    times_ms = {name: tuple(1000 * value for value in seconds) for name, seconds in taken.items()}
+    return ShapeLatency(*batch_shape(batch), rounds, medians(times_ms), times_ms)
 
 
 def _call(model: nn.Module | Engine, batch: Batch) -> Callable[[], object]:

@@ -7,28 +7,32 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import asdict
-from functools import partial
+from dataclasses import dataclass
+from dataclasses import field
 from pathlib import Path
 
 from rich.console import Console
 from torch import nn
 
 from quantizer.engines import Engine
+from quantizer.engines import inspect_file
 from quantizer.engines.candidates import Variant
-from quantizer.files import require_writable
 from quantizer.files import said_complete
 from quantizer.files import write_folder
 from quantizer.qdq.signature import read_signature
 from quantizer.quantizer import Quantizer
+from quantizer.report import RunRecord
+from quantizer.report import Score
 from quantizer.report import collect_machine
 from quantizer.report import collect_versions
+from quantizer.report import print_record
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.tables.choice_table import print_choice
+from quantizer.runs.compare_outputs import output_distances
 from quantizer.runs.convert.card import write_card
 from quantizer.runs.convert.choose import PYTORCH
 from quantizer.runs.convert.choose import Chooser
 from quantizer.runs.convert.data import Samples
-from quantizer.runs.convert.data import read_calibration
 from quantizer.runs.convert.data import read_labelled
 from quantizer.runs.convert.engine_maker import EngineMaker
 from quantizer.runs.convert.engine_maker import Made
@@ -38,9 +42,11 @@ from quantizer.runs.convert.folder import ONNX
 from quantizer.runs.convert.folder import processor_folder
 from quantizer.runs.convert.folder import write_json
 from quantizer.runs.convert.inputs import ConversionInputs
-from quantizer.runs.convert.inputs import conversion_inputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.measure import measure_latency
+from quantizer.runs.convert.ready import ready_to_convert
+from quantizer.runs.convert.record import conversion_record
+from quantizer.runs.convert.record import write_report
 from quantizer.runs.convert.request import CONVERSION
 from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.convert.result import BackendResult
@@ -51,8 +57,6 @@ from quantizer.runs.convert.summary import print_result
 from quantizer.runs.convert.summary import print_summary
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.preflight import require_tools
-from quantizer.runs.preflight.faults import Faults
-from quantizer.runs.preflight.packages import check_packages
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import load_context
@@ -75,8 +79,10 @@ def convert(asked: ConversionRequest, console: Console) -> Path:
         QuantizerError: a stage failed; nothing was written.
     """
     folder = asked.output.absolute()
-    data, facts = _ready(asked, folder)
-    made: list[tuple[EngineChoice | None, list[BackendResult]]] = []
+    data, facts, told = ready_to_convert(asked, folder)
+    for line in filter(None, [told]):
+        console.print(line, highlight=False, markup=False)
+    made: list[_Done] = []
     with resume_files(folder, searches=asked.max_drop is not None, trains=False) as kept:
         write_folder(
             folder,
@@ -85,30 +91,31 @@ def convert(asked: ConversionRequest, console: Console) -> Path:
             replace=asked.force,
         )
     with said_complete(folder):
-        choice, results = made[0]
-        if choice is not None:
-            print_choice(choice, console)
-        print_summary(facts, results, folder, console)
+        done = made[0]
+        if done.choice is not None and not done.records:
+            print_choice(done.choice, console)
+        for result in done.results:
+            record = done.records.get(result.backend)
+            if record is None:
+                print_summary(facts, result, folder, console)
+            else:
+                print_record(record, folder / result.backend, console)
     return folder
 
 
-def _ready(asked: ConversionRequest, folder: Path) -> tuple[Samples | None, ConversionInputs]:
-    """Check all that a conversion needs besides the loaded model; return its calibration data and its inputs.
+@dataclass
+class _Done:
+    """Results of a conversion.
 
-    Raises:
-        QuantizerError: something is missing or wrong; all of it is listed.
+    Attributes:
+        choice: what was tried; None: backends were asked for.
+        results: what is delivered, by backend.
+        records: the reports of the quantized engines, by backend.
     """
-    faults = Faults()
-    check_packages(faults, asked.task)
-    source = asked.calibration
-    data = None if source is None else faults.of(lambda: read_calibration(source, asked.rows, asked.column))
-    for labelled, option in ((asked.tuning, "--tuning"), (asked.evaluation, "--evaluation")):
-        faults.of(partial(read_labelled, labelled, option))
-    facts = faults.of(lambda: conversion_inputs(asked, folder.name))
-    faults.of(lambda: require_writable(folder))
-    faults.raise_all("the conversion cannot start")
-    assert facts is not None
-    return data, facts
+
+    choice: EngineChoice | None = None
+    results: list[BackendResult] = field(default_factory=list)
+    records: dict[str, RunRecord] = field(default_factory=dict)
 
 
 class _Run:
@@ -156,29 +163,31 @@ class _Run:
         self.check_batches = [self.task.inputs.filled(held_out or self.calibration, *shape) for shape in facts.shapes]
         self.scoring = Scoring(self.context, self.evaluation, _RESAMPLES)
         self.calibrated: Quantizer | None = None
+        self.done = _Done()
 
-    def run(self) -> tuple[EngineChoice | None, list[BackendResult]]:
-        """Carry out all stages, in order; return the choice, if one was to be made, and what is delivered."""
-        choice = None
+    def run(self) -> _Done:
+        """Carry out all stages, in order."""
         # In the folder itself, so that after a kill both are removed together.
         with tempfile.TemporaryDirectory(dir=self.target) as scratch:
             maker = EngineMaker(
                 self.asked, self.facts, self.context, self.batches, self.check_batches, self.tuning, Path(scratch)
             )
             if self.asked.chooses:
-                choice, results = self._chosen(maker)
+                self._chosen(maker)
             else:
-                results = [self._each(name, maker) for name in self.asked.backends]
+                for name in self.asked.backends:
+                    self._each(name, maker)
+        choice = self.done.choice
         document = {
             "model": asdict(self.facts),
             "choice": None if choice is None else asdict(choice),
-            "backends": [asdict(result) for result in results],
+            "backends": [asdict(result) for result in self.done.results],
             "stages": [asdict(stage) for stage in self.stage.done],
             "versions": collect_versions(),
             "machine": collect_machine(),
         }
         write_json(self.target / "conversion.json", document)
-        return choice, results
+        return self.done
 
     def _quantizer(self, name: str, ranges: str | None = None) -> Quantizer:
         """Return the quantizer for a backend; all are from one calibration, with the first that is asked for.
@@ -203,8 +212,8 @@ class _Run:
     def _quantizer_of(self, variant: Variant) -> Quantizer:
         return self._quantizer(variant.backend, "dynamic" if variant.dynamic else None)
 
-    def _each(self, name: str, maker: EngineMaker) -> BackendResult:
-        """Return the results of one backend, in a folder of its own."""
+    def _each(self, name: str, maker: EngineMaker) -> None:
+        """Make the engine of one backend, in a folder of its own."""
         quantizer = self._quantizer(name) if self.asked.quantization else None
         folder, variant = self.target / name, maker.variant(name)
         folder.mkdir()
@@ -223,9 +232,9 @@ class _Run:
             models["engine"] = made.engine
             with self.stage("measure latency"):
                 latency = tuple(measure_latency(models, batch, self.asked.threads) for batch in self.check_batches)
-        return self._result(maker, made, folder, latency)
+        self._deliver(maker, made, folder, latency)
 
-    def _chosen(self, maker: EngineMaker) -> tuple[EngineChoice, list[BackendResult]]:
+    def _chosen(self, maker: EngineMaker) -> None:
         """Make the engines of all candidates, in float and quantized, and keep the fastest that is right."""
         if self.asked.quantization:
             # What is wrong with the data is no fault of a candidate.
@@ -234,23 +243,16 @@ class _Run:
         chosen = chooser.choose()
         kept, folder = chosen.made, self.target / chosen.made.variant.backend
         chooser.deliver(kept, folder)
-        result = self._result(maker, kept, folder, chosen.latency, chosen.choice.instructions)
+        self.done.choice = chosen.choice
+        self._deliver(maker, kept, folder, chosen.latency)
         if kept.quantizer is not None:
             # As it was calibrated, before any group was put back.
             kept.quantizer.clear_fallback()
             kept.quantizer.save(self.target / "quantizer")
-        return chosen.choice, [result]
 
-    def _result(
-        self,
-        maker: EngineMaker,
-        made: Made,
-        folder: Path,
-        latency: tuple[ShapeLatency, ...],
-        chosen_on: str | None = None,
-    ) -> BackendResult:
-        """Return what is delivered for a backend, after writing the rest of its folder."""
-        name, facts = made.variant.backend, None
+    def _deliver(self, maker: EngineMaker, made: Made, folder: Path, latency: tuple[ShapeLatency, ...]) -> None:
+        """Score the engine of a backend, and write the rest of its folder."""
+        name, facts, choice = made.variant.backend, None, self.done.choice
         forms: dict[str, nn.Module | Engine] = {} if made.quantized is None else {"proxy": made.quantized}
         scores = () if made.engine is None else self.scoring.scores({**forms, "engine": made.engine})
         if made.quantizer is not None:
@@ -267,7 +269,7 @@ class _Run:
             onnx_bytes=(folder / ONNX).stat().st_size,
             engine_bytes=made.built.size_bytes,
             build_seconds=made.built.seconds,
-            chosen_on=chosen_on,
+            chosen_on=None if choice is None else choice.instructions,
             not_verified=None if made.checks else "not verified: built ahead of time, and there is no GPU here",
             tolerance=str(maker.tolerance(made.variant)),
             checks=made.checks,
@@ -277,4 +279,40 @@ class _Run:
         write_json(folder / CONFIG, backend_config(self.facts, result))
         write_card(self.facts, result, None if self.asked.evaluation is None else str(self.asked.evaluation), folder)
         print_result(result, self.console)
-        return result
+        self.done.results.append(result)
+        if made.quantized is not None:
+            record = self._record(maker, made, folder, latency, scores)
+            write_report(record, folder)
+            self.done.records[name] = record
+
+    def _record(
+        self,
+        maker: EngineMaker,
+        made: Made,
+        folder: Path,
+        latency: tuple[ShapeLatency, ...],
+        scores: tuple[Score, ...],
+    ) -> RunRecord:
+        """Return the record of a quantized engine, after the last measurements for it."""
+        assert made.quantized is not None
+        place = len(self.check_batches) // 2
+        batch, sequence = self.facts.shapes[place]
+        with self.stage("compare the outputs"):
+            outputs = output_distances(self.model, made.quantized, made.engine, self.check_batches[place])
+        with self.stage("inspect the engine"):
+            inspection = inspect_file(
+                folder / ENGINE,
+                made.variant.backend,
+                threads=self.asked.threads,
+                batch=batch,
+                sequence=sequence or batch,
+            )
+        return conversion_record(
+            maker,
+            made,
+            outputs=outputs,
+            inspection=inspection,
+            latency=latency,
+            scores=scores,
+            choice=self.done.choice,
+        )

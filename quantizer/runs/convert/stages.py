@@ -17,6 +17,8 @@ from quantizer.targets import profile
 
 __all__ = ["conversion_outlook", "conversion_stages"]
 
+_JUDGED = ("compare the outputs", "inspect the engine")
+
 
 def conversion_outlook(asked: ConversionRequest, facts: ConversionInputs, folder: Path) -> Outlook:
     """Return the stages of a conversion into a folder, with the times of an earlier one of the same model."""
@@ -35,8 +37,8 @@ def conversion_stages(asked: ConversionRequest) -> Iterator[str]:
         yield "calibrate"
     if asked.chooses:
         yield from ("choose the engine", "measure latency")
-        if asked.evaluation is not None and asked.quantization:
-            yield "score the proxy"
+        if asked.quantization:
+            yield from (*(("score the proxy",) if asked.evaluation is not None else ()), *_JUDGED)
         return
     exported: set[tuple[str, int]] = set()
     scored = False
@@ -47,6 +49,8 @@ def conversion_stages(asked: ConversionRequest) -> Iterator[str]:
             forms = ("proxy", "engine") if asked.quantization else ("engine",)
             yield from (f"score the {form}" for form in (*(() if scored else ("float",)), *forms))
             scored = True
+        if asked.quantization:
+            yield from _JUDGED
         exported.add(kind)
 
 

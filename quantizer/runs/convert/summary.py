@@ -1,8 +1,7 @@
-"""The printed results of a conversion: tables for each engine, and a summary at the end."""
+"""The printed results of a conversion: tables for each engine, and a summary at the end for one in float."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -12,12 +11,10 @@ from rich.text import Text
 
 from quantizer.report.tables import text
 from quantizer.report.tables.lines import print_lines
-from quantizer.report.tables.search_table import budget_line
 from quantizer.runs.compare_outputs import OutputCheck
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.result import BackendResult
-from quantizer.runs.convert.result import QuantizationSummary
 
 __all__ = ["print_result", "print_summary"]
 
@@ -48,16 +45,11 @@ def print_result(result: BackendResult, console: Console) -> None:
     console.print(table)
 
 
-def print_summary(facts: ConversionInputs, results: Sequence[BackendResult], folder: Path, console: Console) -> None:
-    """Print the scores, and the results and the folder of each backend."""
-    scored = [result for result in results if result.scores]
-    if scored:
-        console.print(_scores(scored))
-    for result in results:
-        console.print(Text(f"{facts.name} for {result.backend}", style="bold"))
-        lines = [*_quantized(result.quantization), _outputs(result), _costs(result)]
-        print_lines(lines, console, first="  ", rest="    ")
-        console.print(Text(f"  {folder / result.backend}"), soft_wrap=True)
+def print_summary(facts: ConversionInputs, result: BackendResult, folder: Path, console: Console) -> None:
+    """Print the score, the figures and the folder of one engine in float."""
+    console.print(Text(f"{facts.name} for {result.backend}", style="bold"))
+    print_lines([*_scores(result), _outputs(result), _costs(result)], console, first="  ", rest="    ")
+    console.print(Text(f"  {folder / result.backend}"), soft_wrap=True)
 
 
 def _shape(of: OutputCheck | ShapeLatency) -> str:
@@ -66,22 +58,6 @@ def _shape(of: OutputCheck | ShapeLatency) -> str:
 
 def _decibels(value: float | None) -> str:
     return "equal" if value is None else text.decibels(value)
-
-
-def _quantized(facts: QuantizationSummary | None) -> list[str]:
-    if facts is None:
-        return ["float"]
-    sites = ", ".join(f"{kind} {quantized} of {count}" for kind, (quantized, count) in facts.sites.items())
-    said = [f"{facts.dtype}: {sites}"]
-    if facts.outcome is not None:
-        said.append(f"budget: {budget_line(facts.outcome)}")
-    if facts.put_back:
-        number = text.counted(len(facts.put_back), "group")
-        said.append(f"{number} put back to float: {text.listed(facts.put_back)}")
-    if facts.budget:
-        check = facts.budget[-1]
-        said.append(f"on {check.rows} rows that the search did not see the engine drops by {text.error(check.drop)}")
-    return said
 
 
 def _outputs(result: BackendResult) -> str:
@@ -98,29 +74,17 @@ def _costs(result: BackendResult) -> str:
     # The usual shape is the middle one of three. There are fewer if shapes are equal.
     usual = result.latency[len(result.latency) // 2]
     before, after = list(usual.milliseconds.values())[-2:]
-    against = "the float engine" if result.quantization else "PyTorch"
-    return f"{size}, {text.times(before / after)} as fast as {against} at {_shape(usual)}"
+    return f"{size}, {text.times(before / after)} as fast as PyTorch at {_shape(usual)}"
 
 
-def _scores(results: Sequence[BackendResult]) -> Table:
-    first = results[0].scores[0]
-    table = _table(f"{first.metric} on {first.rows} rows")
-    for title in ("", first.metric, "to float", "95% interval"):
-        table.add_column(title, justify="right" if title else "left")
-    table.add_row("float model", text.score(first.value), "-", "-")
-    for result in results:
-        for entry in result.scores[1:]:
-            if entry.difference is not None and entry.interval is not None:
-                cells = text.score(entry.value), text.signed(entry.difference), text.interval(entry.interval)
-                table.add_row(f"{result.backend} {entry.which}", *cells)
-    return table
+def _scores(result: BackendResult) -> list[str]:
+    return [
+        f"{entry.metric} {text.score(entry.value)} on {entry.rows} rows, {text.signed(entry.difference)} to PyTorch, "
+        f"95% interval {text.interval(entry.interval)}"
+        for entry in result.scores
+        if entry.difference is not None and entry.interval is not None
+    ]
 
 
-def _table(title: str | None = None) -> Table:
-    return Table(
-        title=None if title is None else Text(title),
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-    )
+def _table() -> Table:
+    return Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)

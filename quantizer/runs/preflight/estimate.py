@@ -22,13 +22,14 @@ from quantizer.config import RunConfig
 from quantizer.errors import QuantizerError
 from quantizer.tasks import Pair
 from quantizer.tasks import Row
+from quantizer.tasks import Sample
 from quantizer.tasks import Text
 from quantizer.tasks import resolve_source
 
-__all__ = ["estimate", "row_passes"]
+__all__ = ["FORMS", "calibration_passes", "estimate", "row_passes", "run_estimate"]
 
 _TOKENS_PER_WORD = 1.4
-_FORMS = 3
+FORMS = 3
 """Forms of the model that are scored: float, quantized in PyTorch, and the engine."""
 _BACKWARD = 3
 """A step of training costs about three passes."""
@@ -50,14 +51,27 @@ class _Weights(NamedTuple):
     multiplied: int
 
 
-def estimate(config: RunConfig, rows: Mapping[str, Sequence[Row]]) -> str | None:
-    """Return about how long a run takes and how much memory, and on what basis; None: the weights cannot be counted.
+def run_estimate(config: RunConfig, rows: Mapping[str, Sequence[Row]]) -> str | None:
+    """Return the estimate of a run; see ``estimate``.
 
     Args:
         config: the configuration.
         rows: its rows, by section.
     """
-    weights = _weights(config.model.source)
+    every = [row for part in rows.values() for row in part]
+    return estimate(config.model.source, every, row_passes(config, rows), config.model.max_length)
+
+
+def estimate(source: str, rows: Sequence[Row | Sample], passes: float, max_length: int) -> str | None:
+    """Return about how long it takes and how much memory, and on what basis; None: the weights cannot be counted.
+
+    Args:
+        source: the source of the model.
+        rows: the rows, or plain samples, of which the number of tokens is taken.
+        passes: how many rows go through the model.
+        max_length: the most tokens of a row.
+    """
+    weights = _weights(source)
     if weights is None:
         return None
     gib = _LIBRARIES_GIB + _COPIES * 4 * weights.parameters / 2**30
@@ -66,11 +80,11 @@ def estimate(config: RunConfig, rows: Mapping[str, Sequence[Row]]) -> str | None
         f"about {gib:.1f} GiB of memory: {_COPIES} copies of {count} in float32, and "
         f"{_LIBRARIES_GIB:.1f} GiB of libraries and batches"
     )
-    texts = [row for part in rows.values() for row in part if isinstance(row, Text | Pair)]
+    texts = [row for row in rows if isinstance(row, Text | Pair | str)]
     if not texts:
         return memory
-    passes, speed = row_passes(config, rows), _multiply_adds_per_second()
-    tokens = min(statistics.mean(map(_tokens, texts)), config.model.max_length)
+    speed = _multiply_adds_per_second()
+    tokens = min(statistics.mean(map(_tokens, texts)), max_length)
     seconds = passes * tokens * weights.multiplied / speed
     return (
         f"at least {_time(seconds)} of forward passes: {passes:,.0f} rows of about {tokens:.0f} tokens, times "
@@ -79,12 +93,16 @@ def estimate(config: RunConfig, rows: Mapping[str, Sequence[Row]]) -> str | None
     )
 
 
+def calibration_passes(preset: str, rows: int) -> int:
+    """Return how many rows go through the model in a calibration on ``rows`` rows."""
+    return rows + _AGAIN[preset] * min(rows, _CHOSEN_ON)
+
+
 def row_passes(config: RunConfig, rows: Mapping[str, Sequence[Row]]) -> float:
     """Return how many rows go through the model in a run, at least, each pass of a row counted."""
     count = {name: len(part) for name, part in rows.items()}
-    calibration = count.get("calibration", 0)
-    passes: float = calibration + _AGAIN[config.quantizer.preset] * min(calibration, _CHOSEN_ON)
-    passes += _FORMS * count.get("evaluation", 0) + count.get("head", 0)
+    passes: float = calibration_passes(config.quantizer.preset, count.get("calibration", 0))
+    passes += FORMS * count.get("evaluation", 0) + count.get("head", 0)
     if config.fallback is not None and config.fallback.max_drop is not None:
         passes += count.get("tuning", 0) * config.fallback.evaluations
     if config.qat is not None:
@@ -125,8 +143,8 @@ def _multiply_adds_per_second() -> float:
     return _SIDE**3 / best
 
 
-def _tokens(row: Text | Pair) -> float:
-    text = row.text if isinstance(row, Text) else f"{row.first} {row.second}"
+def _tokens(row: Text | Pair | str) -> float:
+    text = row if isinstance(row, str) else row.text if isinstance(row, Text) else f"{row.first} {row.second}"
     return _TOKENS_PER_WORD * len(text.split()) + 2
 
 

@@ -27,7 +27,7 @@ from quantizer.files import require_writable
 from quantizer.files import restore_folder
 from quantizer.runs.measure import build_options
 from quantizer.runs.pick_backend import chooses
-from quantizer.runs.preflight.estimate import estimate
+from quantizer.runs.preflight.estimate import run_estimate
 from quantizer.runs.preflight.faults import Faults
 from quantizer.runs.preflight.faults import require_package
 from quantizer.runs.preflight.packages import check_packages
@@ -85,7 +85,7 @@ def ready_to_run(config: RunConfig, folder: Path, kind: str, *, force: bool | No
     notes = list(_notes(config))
     if force is None and folder.exists():
         notes.append(f"{folder} exists already: run replaces it only with --force")
-    return Ready(RunRows(**rows), tuple(notes), estimate(config, rows))
+    return Ready(RunRows(**rows), tuple(notes), run_estimate(config, rows))
 
 
 def _check_packages(faults: Faults, config: RunConfig) -> None:

@@ -1,0 +1,123 @@
+"""The report of a conversion: the record that ``quantizer run`` writes, made of what a conversion measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from quantizer.engines import Inspection
+from quantizer.quantizer import Quantizer
+from quantizer.report import ModelInfo
+from quantizer.report import RunRecord
+from quantizer.report import collect_machine
+from quantizer.report import collect_versions
+from quantizer.report import write_html
+from quantizer.report import write_record
+from quantizer.report.candidate_record import EngineChoice
+from quantizer.report.output_record import OutputDistance
+from quantizer.report.ratios import latency_entries
+from quantizer.report.ratios import size_entries
+from quantizer.report.record import EngineFile
+from quantizer.report.record import Latency
+from quantizer.report.record import Score
+from quantizer.report.search.search_records import fallback_record
+from quantizer.runs.convert.engine_maker import EngineMaker
+from quantizer.runs.convert.engine_maker import Made
+from quantizer.runs.convert.folder import ENGINE
+from quantizer.runs.convert.measure import ShapeLatency
+from quantizer.runs.plan_records import placement_record
+from quantizer.runs.plan_records import site_records
+
+__all__ = ["conversion_record", "write_report"]
+
+
+def conversion_record(
+    maker: EngineMaker,
+    made: Made,
+    *,
+    outputs: tuple[OutputDistance, ...],
+    inspection: Inspection,
+    latency: Sequence[ShapeLatency],
+    scores: tuple[Score, ...],
+    choice: EngineChoice | None,
+) -> RunRecord:
+    """Return the record of one quantized engine.
+
+    Args:
+        maker: what made it.
+        made: the engine, with its proxy and its quantizer.
+        outputs: how far its outputs are from those of the float model.
+        inspection: the precisions of its layers.
+        latency: the latency at each shape; empty: it does not run here. The record has that at the usual one.
+        scores: the scores of the float model, the proxy and the engine.
+        choice: what else was tried; None: the backend was asked for.
+    """
+    asked, facts, context, quantizer = maker.asked, maker.facts, maker.context, made.quantizer
+    assert quantizer is not None
+    coverage, chosen = quantizer.coverage, quantizer.chosen_fallback
+    sizes = {"engine": made.built.size_bytes}
+    if made.engine is not None:
+        sizes = {"float": maker.plain_engine(made.variant).built.size_bytes, **sizes}
+    return RunRecord(
+        name=f"{facts.name} for {made.variant.backend}",
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        config=_config(maker, made, quantizer),
+        model=ModelInfo(
+            source=facts.source,
+            task=facts.task,
+            parameters=sum(parameter.numel() for parameter in context.model.parameters()),
+        ),
+        scores=scores,
+        outputs=outputs,
+        latency=_latency(latency[len(latency) // 2], asked.threads) if latency else None,
+        size=size_entries(sizes) if "float" in sizes else (),
+        coverage=site_records(coverage),
+        covered_share=coverage.share,
+        escaped=coverage.escaped.rows,
+        fallback=None if chosen is None else fallback_record(chosen, asked.max_drop, made.budget, scores),
+        choice=choice,
+        placement=None if made.prices is None else placement_record(made.prices, (), chosen),
+        engine=EngineFile(
+            backend=made.variant.backend,
+            path=ENGINE,
+            build_seconds=made.built.seconds,
+            verified="ran here, and its outputs were compared with PyTorch's"
+            if made.checks
+            else "not verified: built ahead of time, and there is no GPU here",
+        ),
+        inspection=inspection,
+        diff=quantizer.diff(context.model),
+        versions=collect_versions(),
+        machine=collect_machine(),
+        stages=tuple(context.timer.done),
+    )
+
+
+def _config(maker: EngineMaker, made: Made, quantizer: Quantizer) -> dict[str, Any]:
+    """Return what was asked for, by the names that the configuration of a run has for it."""
+    asked, facts = maker.asked, maker.facts
+    data = {"calibration": asked.calibration, "tuning": asked.tuning, "evaluation": asked.evaluation}
+    return {
+        "model": {"source": facts.source, "task": facts.task},
+        "data": {name: None if source is None else {"path": str(source)} for name, source in data.items()},
+        "quantizer": quantizer.config.model_dump(mode="json"),
+        "engine": {"threads": asked.threads, "inference_precision": made.variant.precision},
+    }
+
+
+def _latency(shape: ShapeLatency, threads: int) -> Latency:
+    """Return the latency of the engine and of the float engine; if this one failed, of the float model in PyTorch."""
+    *_, plain, low = shape.milliseconds
+    times = shape.named({plain: "float", low: "engine"}).times_ms
+    return Latency(batch=shape.batch, sequence=shape.sequence, threads=threads, engines=latency_entries(times))
+
+
+def write_report(record: RunRecord, folder: Path) -> None:
+    """Write report.json into the folder of an engine, and report.html where the package for it is installed."""
+    write_record(record, folder / "report.json")
+    if find_spec("jinja2") is not None:
+        write_html(record, folder / "report.html")
