@@ -92,11 +92,7 @@ class ModelSession:
         self._chosen_in: Plan = {}  # the plan whose groups the fallback names
 
     def bind(self, model: nn.Module) -> None:
-        """Bind the session to a model.
-
-        Raises:
-            ProxyError: the model is a proxy, or the session is bound to another model.
-        """
+        """Bind the session to a model; a ``ProxyError`` says that it is a proxy, or that there is another model."""
         if isinstance(model, nn.Module) and is_proxy(model):
             raise ProxyError("this is a proxy already; pass the float model that it was made from")
         if self._model is not None and (bound := self._model()) not in (None, model):
@@ -133,6 +129,7 @@ class ModelSession:
                 "qat(): make the Quantizer of the other backend first, and load the scales into both"
             )
         self.decisions.inherit_from(other.decisions, share=share)
+        self.amp = other.amp if self.decisions.state is other.decisions.state else None
         if other.fallback is not None:
             self._carried = other.fallback, decided, backend
         if other._model is not None and (model := other._model()) is not None:

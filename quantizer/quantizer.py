@@ -244,7 +244,7 @@ class Quantizer(QuantizerViews):
         return other
 
     def inherit(self, other: Quantizer) -> None:
-        """Take the calibration of ``other``, as ``for_backend`` does, and of an equal configuration the plan too.
+        """Take the calibration of ``other``, as ``for_backend`` does; of an equal configuration plan and ranking, too.
 
         Neither of two with equal configurations may be calibrated further then.
         """

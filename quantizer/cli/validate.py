@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +16,8 @@ from quantizer.config import RunConfig
 from quantizer.config import dump_yaml
 from quantizer.config import load_run
 from quantizer.config.feasibility import check_run
+from quantizer.config.sweep import SweepRun
+from quantizer.config.sweep import read_sweep
 from quantizer.errors import ConfigError
 from quantizer.errors import QuantizerError
 
@@ -49,9 +52,12 @@ example:
         code = 0
         for path in args.configs:
             try:
-                config = load_run(path)
-                check_run(config)
-                told = [] if args.file_only else _checked_here(config)
+                sweep = read_sweep([path])
+                runs = [] if sweep.is_single else sweep.runs(Path(sweep.folder()))
+                configs = [run.config for run in runs] or [load_run(path)]
+                for config in configs:
+                    check_run(config)
+                told = [] if args.file_only else _sweep_checked_here(runs) if runs else _checked_here(configs[0])
             except ConfigError as error:
                 print_error(error)
                 code = 1
@@ -60,12 +66,26 @@ example:
                 print_error(QuantizerError(f"{path}: {error}"))
                 code = 1
                 continue
-            console.out(f"ok: {path}", highlight=False)
+            console.out(f"ok: {path}{f', {len(runs)} runs' if runs else ''}", highlight=False)
             for line in told:
                 console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
             if args.verbose:
-                console.out(dump_yaml(config), highlight=False)
+                console.out("\n".join(map(dump_yaml, configs)), highlight=False)
         return code
+
+
+def _sweep_checked_here(runs: Sequence[SweepRun]) -> list[str]:
+    """Check what the runs of a sweep need here, and return notes.
+
+    Raises:
+        QuantizerError: something is missing or wrong for a run.
+    """
+    from quantizer.runs.sweep.ready import ready_to_sweep
+
+    ready = ready_to_sweep(runs)
+    if ready.faults:
+        raise QuantizerError("; ".join(f"{name} cannot start: {fault}" for name, fault in ready.faults.items()))
+    return list(ready.notes)
 
 
 def _checked_here(config: RunConfig) -> list[str]:

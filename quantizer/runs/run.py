@@ -47,6 +47,8 @@ from quantizer.report.card.run_card import write_run_card
 from quantizer.report.output_record import OutputDistance
 from quantizer.report.search.search_records import fallback_record
 from quantizer.report.tracking.trackers import print_tracked
+from quantizer.report.verdict import USABLE
+from quantizer.report.verdict import verdict_of
 from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.compare_outputs import output_distances
 from quantizer.runs.measure import build_options
@@ -197,8 +199,10 @@ class _Run:
         scores = self.scoring.scores({**forms, **nearest_form(loaded, quantizer, self.model)})
         outputs = self._outputs(next(reversed(forms.values())), loaded.get("engine"))
         record = replace(self._record(quantizer, course, scores, built, loaded, inspection), outputs=outputs)
-        self._write(record)
-        return record
+        # Of many runs, which cost least together, those that are usable need no cure.
+        if self.work.calibrations is None or verdict_of(record).level != USABLE:
+            record = replace(record, causes=causes_of(self.context, self.config, quantizer, self.rows.calibration))
+        return self._written(replace(record, stages=tuple(self.context.timer.done)))
 
     def _check(self, quantizer: Quantizer) -> None:
         """Raise errors now that would otherwise come after minutes of calibration."""
@@ -232,15 +236,21 @@ class _Run:
         if self.config.amp is None and asked is None:
             return None
         by_metric = amp.measure == "metric"
-        proxy = quantizer.amp(
-            self.model,
-            measure=amp.measure,
-            granularity=amp.granularity,
-            metric=self.metric if by_metric else None,
-            higher_is_better=not by_metric or self.metric.higher_is_better,
-        )
-        if self.config.amp is not None:
-            measure_sensitivity(self.context, quantizer, proxy, [] if by_metric else batches[: amp.batches])
+
+        def measured(mine: Quantizer) -> nn.Module:
+            proxy = mine.amp(
+                self.model,
+                measure=amp.measure,
+                granularity=amp.granularity,
+                metric=self.metric if by_metric else None,
+                higher_is_better=not by_metric or self.metric.higher_is_better,
+            )
+            if self.config.amp is not None:
+                measure_sensitivity(self.context, mine, proxy, [] if by_metric else batches[: amp.batches])
+            return proxy
+
+        # A score is taken on tuning rows, which the budgets of runs share out differently.
+        proxy = measured(quantizer) if by_metric else self.work.amp(quantizer, str(self.config.amp), measured)
         if asked is not None and asked.max_drop is None:
             how = asked.model_dump(include={"num", "ratio", "names", "min_speedup", "costs"})
             quantizer.fallback(proxy, prices=self.placement.prices, **how)
@@ -320,7 +330,6 @@ class _Run:
             histograms=tuple(quantizer.histogram(name).data for name in noisiest(quantizer.plan, _HISTOGRAMS)),
             sensitivity=quantizer.sensitivity.rows if config.amp is not None else (),
             measure=quantizer.sensitivity.measure if config.amp is not None else None,
-            causes=causes_of(self.context, config, quantizer, self.rows.calibration),
             fallback=None if chosen is None else fallback_record(chosen, self.budget.asked, self.budget.checks, scores),
             training=None if course is None else course.record(self.context.task),
             choice=with_deployed(self.choice, latency, config.quantizer.backend),
@@ -330,12 +339,12 @@ class _Run:
             diff=quantizer.diff(self.model),
             versions=collect_versions(),
             machine=collect_machine(),
-            stages=tuple(self.context.timer.done),
         )
 
-    def _write(self, record: RunRecord) -> None:
+    def _written(self, record: RunRecord) -> RunRecord:
         if "json" in self.config.report.formats:
             write_record(record, self.target / "report.json")
         if "html" in self.config.report.formats:
             write_html(record, self.target / "report.html")
         write_run_card(record, self.target)
+        return record

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -87,7 +88,7 @@ class RunEngines:
         opset, example, timer = self._config.export.opset, self._context.feed.example(), self._context.timer
         with timer("export"):
             if "float" in missing:
-                export_onnx(self._context.model, missing["float"].onnx, example, opset=opset, dtype=torch.float32)
+                self._export_float(missing["float"].onnx, opset, example)
             if "engine" in missing:
                 quantizer.export(quantized, missing["engine"].onnx, example, opset=opset)
         with timer("build the engines"):
@@ -98,6 +99,15 @@ class RunEngines:
                     self._context.floats.keep(float_options(self._config), self._built[name])
         self._back = back
         return dict(self._built)
+
+    def _export_float(self, path: Path, opset: int, example: Any) -> None:
+        """Export the float model, or take the file of a run before this one."""
+        floats, options = self._context.floats, f"opset {opset}"
+        if floats is not None and floats.fetch_graph(options, path):
+            return
+        export_onnx(self._context.model, path, example, opset=opset, dtype=torch.float32)
+        if floats is not None:
+            floats.keep_graph(options, path)
 
     def _fetch_float(self) -> None:
         """Take the engine of the float model from a run before this one, if there was one with the same options."""

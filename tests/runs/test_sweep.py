@@ -24,6 +24,7 @@ from quantizer import Quantizer  # noqa: E402
 from quantizer.cli.main import main  # noqa: E402
 from quantizer.engines import PeakMemory  # noqa: E402
 from quantizer.report import read_record  # noqa: E402
+from quantizer.report.verdict import Verdict  # noqa: E402
 from quantizer.runs.sweep.shared_work import shared_work  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
@@ -78,7 +79,7 @@ BAD = tuple(f"{name},names=nothing.like.it" for name in (FIRST, SECOND))
 
 
 @pytest.mark.promise(
-    "The model is loaded, scored in float, built in float and calibrated once for all runs that share it"
+    "The model is loaded, scored in float, exported and built in float and calibrated once for all runs that share it"
 )
 def test_what_runs_share_is_made_once(done: Path) -> None:
     stages = [[stage.name for stage in read_record(done / name / "report.json").stages] for name in GOOD]
@@ -199,3 +200,46 @@ def test_in_several_processes(at: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "calibrate" in (at / "swept" / "logs" / "names=classifier.log").read_text()
     assert (at / "swept" / "names=classifier" / "report.json").exists()
     assert "1 run failed" in (at / "swept" / "comparison.html").read_text()
+
+
+@pytest.mark.promise("runs of one plan have one ranking of its groups")
+@pytest.mark.promise("Causes and cures are looked for only in runs that are not usable")
+def test_a_ranking_is_made_once(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantizer.runs.run.verdict_of", lambda record: Verdict(levels[record.name], ()))
+    levels = {"num=1": "usable", "num=2": "look at this"}
+    command = ["run", "tiny.yaml", "amp={}", "fallback={}", "fallback.num=1,2", "--output", "swept"]
+    assert main(command) == 0
+    records = {name: read_record(at / "swept" / name / "report.json") for name in levels}
+    stages = {name: [stage.name for stage in record.stages] for name, record in records.items()}
+    assert [names.count("measure sensitivity") for names in stages.values()] == [1, 0]
+    assert [names.count("look for causes") for names in stages.values()] == [0, 1]
+    first, second = records.values()
+    assert [(row.group, row.error) for row in first.sensitivity] == [
+        (row.group, row.error) for row in second.sensitivity
+    ]
+    assert [len(record.fallback.groups) for record in records.values()] == [1, 2]  # type: ignore[union-attr]
+
+
+@pytest.mark.promise("What a run lacks is told before the first one starts")
+def test_what_a_later_run_lacks_is_told_first(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = yaml.safe_load((at / "tiny.yaml").read_text())["data"]["evaluation"]["path"]
+    paths = f"data.evaluation.path=missing.csv,{there}"
+    assert main(["run", "tiny.yaml", paths, "--output", "swept"]) == 1
+    said = capsys.readouterr().out
+    assert said.index("path=missing.csv cannot start: ") < said.index("[1/")
+    assert "1 run failed" in (at / "swept" / "comparison.html").read_text()
+    assert main(["run", "tiny.yaml", "data.evaluation.path=missing.csv,gone.csv", "--output", "other"]) == 1
+    assert "missing.csv" in capsys.readouterr().err
+    assert not (at / "other").exists()
+
+
+@pytest.mark.promise("`quantizer validate` takes a file with a sweep, too")
+def test_a_sweep_is_validated(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (at / "tiny.yaml").read_text()
+    (at / "swept.yaml").write_text(text + yaml.safe_dump({"sweep": {"quantizer.activations.percentile": [99.9, 60]}}))
+    assert main(["validate", "swept.yaml"]) == 0
+    assert "ok: swept.yaml, 2 runs" in capsys.readouterr().out
+    (at / "lacking.yaml").write_text(text + yaml.safe_dump({"sweep": {"data.calibration.path": ["gone.csv"]}}))
+    assert main(["validate", "lacking.yaml"]) == 1
+    assert "gone.csv" in capsys.readouterr().err
+    assert main(["validate", "--file-only", "lacking.yaml"]) == 0

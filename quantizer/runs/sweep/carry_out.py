@@ -25,6 +25,7 @@ from quantizer.runs.sweep.one_run import carry_out_one
 from quantizer.runs.sweep.one_run import is_done
 from quantizer.runs.sweep.processes import LOGS
 from quantizer.runs.sweep.processes import in_processes
+from quantizer.runs.sweep.ready import ready_to_sweep
 from quantizer.runs.sweep.shared_work import needs
 from quantizer.runs.sweep.shared_work import shared_work
 
@@ -50,24 +51,30 @@ def carry_out_sweep(
         jobs: in so many processes at a time; the speed of each is measured beside the others.
 
     Raises:
-        QuantizerError: something else stands in the folder, or it cannot be written; nothing was started.
+        QuantizerError: something else stands in the folder, it cannot be written, or no run can start; nothing was
+            started.
     """
     folder = folder.absolute()
     _check(runs, folder)
     kept = [] if force else [run for run in runs if is_done(run, folder)]
     names = {run.name for run in kept}
-    todo = _neighbours([run for run in runs if run.name not in names])
+    ready = ready_to_sweep([run for run in runs if run.name not in names])
+    todo = _neighbours([run for run in runs if run.name not in names and run.name not in ready.faults])
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise QuantizerError(f"{folder} cannot be written: {error.strerror}; choose another folder") from error
     if kept:
         console.print(f"{len(kept)} of {len(runs)} runs are complete in {folder} and stay", highlight=False)
+    for line in ready.notes:
+        console.print(line, markup=False, highlight=False)
+    for name, fault in ready.faults.items():
+        console.print(f"{name} cannot start: {fault}", markup=False, highlight=False, soft_wrap=True)
     try:
         outcomes = _carried_out(todo, folder, force, jobs, console)
     except KeyboardInterrupt as stop:
         raise type(stop)(f"the complete runs are in {folder}; the same command goes on with the others") from stop
-    errors = {outcome.name: outcome.error for outcome in outcomes}
+    errors = ready.faults | {outcome.name: outcome.error for outcome in outcomes}
     found = compare([_compared(run, folder, errors.get(run.name)) for run in runs])
     write_comparison(found, folder / COMPARISON, folder / TABLE, folder.name)
     return found

@@ -1,7 +1,8 @@
-"""The calibrations of one model on one set of rows, each made once for all runs whose settings have it in common."""
+"""The calibrations of one model on one set of rows, and their rankings, once for all runs that have them in common."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence
 
 from torch import nn
@@ -23,6 +24,7 @@ class Calibrations:
     def __init__(self) -> None:
         # Only calibrated, so that no fallback of a run is in them.
         self._known: list[Quantizer] = []
+        self._ranked: dict[int, tuple[str, nn.Module]] = {}
 
     def calibrate(self, quantizer: Quantizer, model: nn.Module, batches: Sequence[Batch]) -> None:
         """Calibrate a quantizer, on the batches only if no earlier one has seen in them what it needs.
@@ -31,6 +33,22 @@ class Calibrations:
             CalibrationError: see ``Quantizer.calibrate``.
         """
         quantizer.inherit(self._same(quantizer, model, batches))
+
+    def amp(self, quantizer: Quantizer, settings: str, measure: Callable[[Quantizer], nn.Module]) -> nn.Module:
+        """Return the amp proxy of a quantizer, that of an earlier one if its configuration and settings are equal.
+
+        Args:
+            quantizer: a calibrated quantizer.
+            settings: all that a measurement depends on besides the quantizer, as text.
+            measure: measures, and returns the amp proxy.
+        """
+        place = next((place for place, known in enumerate(self._known) if known.config == quantizer.config), None)
+        if place is None:
+            return measure(quantizer)
+        if place not in self._ranked or self._ranked[place][0] != settings:
+            self._ranked[place] = settings, measure(self._known[place])
+        quantizer.inherit(self._known[place])
+        return self._ranked[place][1]
 
     def _same(self, quantizer: Quantizer, model: nn.Module, batches: Sequence[Batch]) -> Quantizer:
         config = quantizer.config

@@ -22,6 +22,7 @@ class FloatEngines:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._built: dict[str, BuildResult] = {}
+        self._graphs: dict[str, Path] = {}
         self._measured: dict[str, float] = {}
 
     def fetch(self, options: str, target: Path) -> BuildResult | None:
@@ -43,6 +44,23 @@ class FloatEngines:
         own.mkdir()
         _copy(built.path, own)
         self._built[options] = replace(built, path=own / built.path.name)
+
+    def fetch_graph(self, options: str, target: Path) -> bool:
+        """Copy the ONNX file of the float model to a path; False if there is none.
+
+        Args:
+            options: all that it depends on, as text.
+            target: the path.
+        """
+        if options not in self._graphs:
+            return False
+        shutil.copyfile(self._graphs[options], target)
+        return True
+
+    def keep_graph(self, options: str, graph: Path) -> None:
+        """Copy the ONNX file of the float model, for engines of other backends."""
+        self._graphs[options] = self._folder / f"float-{len(self._graphs)}.onnx"
+        shutil.copyfile(graph, self._graphs[options])
 
     def measured(self, options: str, take: Callable[[], float]) -> float:
         """Return what is measured on an engine, at the first call only."""

@@ -49,7 +49,7 @@ class Workload:
         scorer: scores what comes of it.
         info: the model in words.
         check: raises what would otherwise come after minutes of calibration.
-        calibrations: those of other runs on it; None: it is used once.
+        calibrations: those of other runs on it, with which it is compared; None: it is used once.
     """
 
     context: RunContext
@@ -65,6 +65,10 @@ class Workload:
             quantizer.calibrate(self.context.model, batches)
         else:
             self.calibrations.calibrate(quantizer, self.context.model, batches)
+
+    def amp(self, quantizer: Quantizer, settings: str, measure: Callable[[Quantizer], nn.Module]) -> nn.Module:
+        """Return the amp proxy of a quantizer after its measurement; see ``Calibrations.amp``."""
+        return measure(quantizer) if self.calibrations is None else self.calibrations.amp(quantizer, settings, measure)
 
 
 Load: TypeAlias = Callable[[StageTimer, ResumeFiles, Path], Workload]
