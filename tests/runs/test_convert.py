@@ -193,7 +193,10 @@ def test_the_record_has_latency_and_scores_of_each_backend(place: Place) -> None
 
 
 @pytest.mark.promise("The folder of a quantized engine holds the report that a run has")
-def test_each_backend_has_a_report_with_a_verdict(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_backend_has_a_report_with_a_verdict(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for backend in BACKENDS:
         folder = place.done / backend
         record = read_record(folder / "report.json")
