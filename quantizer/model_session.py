@@ -92,7 +92,11 @@ class ModelSession:
         self._chosen_in: Plan = {}  # the plan whose groups the fallback names
 
     def bind(self, model: nn.Module) -> None:
-        """Bind the session to a model; a ``ProxyError`` says that it is a proxy, or that there is another model."""
+        """Bind the session to a model.
+
+        Raises:
+            ProxyError: the model is a proxy, or the session is bound to another model.
+        """
         if isinstance(model, nn.Module) and is_proxy(model):
             raise ProxyError("this is a proxy already; pass the float model that it was made from")
         if self._model is not None and (bound := self._model()) not in (None, model):
@@ -141,8 +145,7 @@ class ModelSession:
         if resume:
             return self.decisions.resume(model)
         proxy = self.decisions.start(model)
-        self.amp = self.fallback = self.trainable = None
-        self._carried = None
+        self.amp = self.fallback = self.trainable = self._carried = None
         return proxy
 
     @contextmanager

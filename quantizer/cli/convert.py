@@ -35,7 +35,7 @@ NAME:PATH with labels: text-csv (a header  text,label), sst2-text (label text), 
 image-folder (a folder with one of images a class) or image-csv (a header  path,label).
 
 The folder holds one for each backend, for auto that of the fastest alone, with model.onnx, model.engine, tokenizer/ or
-processor/, and config.json; it is complete when the command ends well, and absent otherwise."""
+processor/, config.json and a report; it is complete when the command ends well, and absent otherwise."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("-m", "--model", required=True, help="a folder that save_pretrained() wrote, or a hub name")

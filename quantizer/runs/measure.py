@@ -25,6 +25,7 @@ from quantizer.tasks import batch_shape
 
 __all__ = [
     "FLOAT_STEM",
+    "NOT_VERIFIED",
     "QUANTIZED_STEM",
     "build_options",
     "engine_file",
@@ -36,6 +37,8 @@ __all__ = [
 
 FLOAT_STEM, QUANTIZED_STEM = "float", "model"
 """The names of the two files of each engine, without their endings."""
+
+NOT_VERIFIED = "not verified: built ahead of time, and there is no GPU here"
 
 _LATENCY_ROUNDS = 15
 
@@ -56,21 +59,19 @@ def float_options(config: RunConfig) -> str:
     return f"{config.quantizer.backend} {config.export.model_dump_json()} {config.engine.model_dump_json()}"
 
 
-def engine_file(config: RunConfig, built: BuildResult, *, ran: bool, scored: bool) -> EngineFile:
+def engine_file(backend: str, built: BuildResult, *, ran: bool, scored: bool) -> EngineFile:
     """Return the record of the engine's file.
 
     Args:
-        config: the configuration.
+        backend: its backend.
         built: the engine.
         ran: whether it was run on this machine.
         scored: whether there is a score.
     """
     verified = "ran here, and was scored" if scored else "ran here, and its outputs were compared"
     if not ran:
-        verified = "not verified: built ahead of time, and there is no GPU here"
-    return EngineFile(
-        backend=config.quantizer.backend, path=built.path.name, build_seconds=built.seconds, verified=verified
-    )
+        verified = NOT_VERIFIED
+    return EngineFile(backend=backend, path=built.path.name, build_seconds=built.seconds, verified=verified)
 
 
 def measure_latency(context: RunContext, config: RunConfig, engines: Mapping[str, Engine]) -> Latency | None:

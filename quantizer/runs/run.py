@@ -334,7 +334,7 @@ class _Run:
             training=None if course is None else course.record(self.context.task),
             choice=with_deployed(self.choice, latency, config.quantizer.backend),
             placement=self.placement.record(quantizer),
-            engine=engine_file(config, built["engine"], ran=bool(engines), scored=bool(scores)),
+            engine=engine_file(config.quantizer.backend, built["engine"], ran=bool(engines), scored=bool(scores)),
             inspection=inspection,
             diff=quantizer.diff(self.model),
             versions=collect_versions(),

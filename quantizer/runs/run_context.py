@@ -29,6 +29,7 @@ from quantizer.files import require_room
 from quantizer.files import said_complete
 from quantizer.qat.checkpoint import check_checkpoints
 from quantizer.qat.checkpoint import remove_checkpoints
+from quantizer.report import ModelInfo
 from quantizer.report import Score
 from quantizer.report import SizeEntry
 from quantizer.report import size_entries
@@ -204,6 +205,10 @@ class RunContext:
     processor: Any
     feed: Feed
     floats: FloatEngines | None = None
+
+    def info(self, source: str, task: str) -> ModelInfo:
+        """Return the model in words: where it came from, its task, and the number of its parameters."""
+        return ModelInfo(source=source, task=task, parameters=sum(one.numel() for one in self.model.parameters()))
 
     @property
     def task(self) -> Task:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -88,7 +87,9 @@ class RunEngines:
         opset, example, timer = self._config.export.opset, self._context.feed.example(), self._context.timer
         with timer("export"):
             if "float" in missing:
-                self._export_float(missing["float"].onnx, opset, example)
+                path, floats = missing["float"].onnx, self._context.floats
+                if floats is None or not floats.fetch_graph(_graph_options(opset), path):
+                    export_onnx(self._context.model, path, example, opset=opset, dtype=torch.float32)
             if "engine" in missing:
                 quantizer.export(quantized, missing["engine"].onnx, example, opset=opset)
         with timer("build the engines"):
@@ -96,18 +97,9 @@ class RunEngines:
                 self._loaded.pop(name, None)
                 self._built[name] = self.build_file(files.onnx, files.engine)
                 if name == "float" and self._context.floats is not None:
-                    self._context.floats.keep(float_options(self._config), self._built[name])
+                    self._context.floats.keep(float_options(self._config), _graph_options(opset), self._built[name])
         self._back = back
         return dict(self._built)
-
-    def _export_float(self, path: Path, opset: int, example: Any) -> None:
-        """Export the float model, or take the file of a run before this one."""
-        floats, options = self._context.floats, f"opset {opset}"
-        if floats is not None and floats.fetch_graph(options, path):
-            return
-        export_onnx(self._context.model, path, example, opset=opset, dtype=torch.float32)
-        if floats is not None:
-            floats.keep_graph(options, path)
 
     def _fetch_float(self) -> None:
         """Take the engine of the float model from a run before this one, if there was one with the same options."""
@@ -136,6 +128,11 @@ class RunEngines:
         self._built[name] = replace(built, path=files.engine)
         self._loaded[name] = engine
         self._back = frozenset()
+
+
+def _graph_options(opset: int) -> str:
+    """Return all that the ONNX file of the float model depends on besides it, as text."""
+    return f"opset {opset}"
 
 
 def nearest_form(

@@ -22,10 +22,15 @@ import quantizer.runs.measure as run_measure  # noqa: E402
 import quantizer.runs.sweep.one_run as one_run  # noqa: E402
 from quantizer import Quantizer  # noqa: E402
 from quantizer.cli.main import main  # noqa: E402
+from quantizer.config import load_run  # noqa: E402
+from quantizer.config.sweep import SweepRun  # noqa: E402
+from quantizer.engines import BuildResult  # noqa: E402
 from quantizer.engines import PeakMemory  # noqa: E402
 from quantizer.report import read_record  # noqa: E402
 from quantizer.report.verdict import Verdict  # noqa: E402
+from quantizer.runs.sweep.ready import ready_to_sweep  # noqa: E402
 from quantizer.runs.sweep.shared_work import shared_work  # noqa: E402
+from quantizer.runs.workload.float_engines import FloatEngines  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
@@ -243,3 +248,29 @@ def test_a_sweep_is_validated(at: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["validate", "lacking.yaml"]) == 1
     assert "gone.csv" in capsys.readouterr().err
     assert main(["validate", "--file-only", "lacking.yaml"]) == 0
+
+
+def test_a_run_that_cannot_be_is_no_fault_of_its_neighbours(at: Path) -> None:
+    config = load_run("tiny.yaml")
+    wrong = config.model_copy(update={"quantizer": config.quantizer.model_copy(update={"dtype": "fp8"})})
+    ready = ready_to_sweep([SweepRun("wrong", wrong), SweepRun("right", config)])
+    assert "fp8" in ready.faults.pop("wrong")
+    assert not ready.faults
+
+
+def test_a_float_model_over_2_gb_keeps_the_weights_beside_it(tmp_path: Path) -> None:
+    names = {"float.engine", "float.onnx", "float.onnx.0123456789abcdef.data"}
+    for folder in ("made", "kept", "run"):
+        (tmp_path / folder).mkdir()
+    for name in names:
+        (tmp_path / "made" / name).write_text(name)
+    floats = FloatEngines(tmp_path / "kept")
+    built = BuildResult(path=tmp_path / "made" / "float.engine", seconds=1.0, size_bytes=3)
+    assert not floats.fetch_graph("opset 20", tmp_path / "run" / "float.onnx")
+    floats.keep("openvino", "opset 20", built)
+    assert floats.fetch_graph("opset 20", tmp_path / "run" / "float.onnx")
+    assert {path.name: path.read_text() for path in (tmp_path / "run").iterdir()} == {
+        name: name for name in names - {"float.engine"}
+    }
+    assert floats.fetch("openvino", tmp_path / "run") is not None
+    assert {path.name for path in (tmp_path / "run").iterdir()} == names

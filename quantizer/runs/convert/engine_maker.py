@@ -229,11 +229,15 @@ class EngineMaker:
 
     def plain_engine(self, variant: Variant) -> Made:
         """Return the engine of the float model beside a variant, in a file that is not kept; it is built once."""
-        plain = replace(variant, dtype=None, dynamic=False)
+        plain = _in_float(variant)
         if plain not in self._plain:
             engine = self.scratch / f"{plain.file_name}.engine"
             self._plain[plain] = self.float_engine(plain, self.float_file(plain.backend), engine, checked=False)
         return self._plain[plain]
+
+    def known_plain_engine(self, variant: Variant) -> Made | None:
+        """Return the engine of the float model beside a variant if it was built; None: it was not, or failed."""
+        return self._plain.get(_in_float(variant))
 
     def checked_plain_engine(self, variant: Variant) -> Made:
         """Return it with its outputs checked."""
@@ -305,3 +309,7 @@ class EngineMaker:
         if model not in self._outputs:
             self._outputs[model] = reference_outputs(model, self.checked_on, engine.output_names)
         return self._outputs[model]
+
+
+def _in_float(variant: Variant) -> Variant:
+    return replace(variant, dtype=None, dynamic=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC
 from datetime import datetime
 from importlib.util import find_spec
@@ -11,7 +12,6 @@ from typing import Any
 
 from quantizer.engines import Inspection
 from quantizer.quantizer import Quantizer
-from quantizer.report import ModelInfo
 from quantizer.report import RunRecord
 from quantizer.report import collect_machine
 from quantizer.report import collect_versions
@@ -21,7 +21,6 @@ from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.output_record import OutputDistance
 from quantizer.report.ratios import latency_entries
 from quantizer.report.ratios import size_entries
-from quantizer.report.record import EngineFile
 from quantizer.report.record import Latency
 from quantizer.report.record import Score
 from quantizer.report.search.search_records import fallback_record
@@ -29,6 +28,7 @@ from quantizer.runs.convert.engine_maker import EngineMaker
 from quantizer.runs.convert.engine_maker import Made
 from quantizer.runs.convert.folder import ENGINE
 from quantizer.runs.convert.measure import ShapeLatency
+from quantizer.runs.measure import engine_file
 from quantizer.runs.plan_records import placement_record
 from quantizer.runs.plan_records import site_records
 
@@ -59,35 +59,27 @@ def conversion_record(
     asked, facts, context, quantizer = maker.asked, maker.facts, maker.context, made.quantizer
     assert quantizer is not None
     coverage, chosen = quantizer.coverage, quantizer.chosen_fallback
-    sizes = {"engine": made.built.size_bytes}
-    if made.engine is not None:
-        sizes = {"float": maker.plain_engine(made.variant).built.size_bytes, **sizes}
+    plain = maker.known_plain_engine(made.variant)
     return RunRecord(
         name=f"{facts.name} for {made.variant.backend}",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         config=_config(maker, made, quantizer),
-        model=ModelInfo(
-            source=facts.source,
-            task=facts.task,
-            parameters=sum(parameter.numel() for parameter in context.model.parameters()),
-        ),
+        model=context.info(facts.source, facts.task),
         scores=scores,
         outputs=outputs,
         latency=_latency(latency[len(latency) // 2], asked.threads) if latency else None,
-        size=size_entries(sizes) if "float" in sizes else (),
+        size=() if plain is None else size_entries({"float": plain.built.size_bytes, "engine": made.built.size_bytes}),
         coverage=site_records(coverage),
         covered_share=coverage.share,
         escaped=coverage.escaped.rows,
         fallback=None if chosen is None else fallback_record(chosen, asked.max_drop, made.budget, scores),
         choice=choice,
         placement=None if made.prices is None else placement_record(made.prices, (), chosen),
-        engine=EngineFile(
-            backend=made.variant.backend,
-            path=ENGINE,
-            build_seconds=made.built.seconds,
-            verified="ran here, and its outputs were compared with PyTorch's"
-            if made.checks
-            else "not verified: built ahead of time, and there is no GPU here",
+        engine=engine_file(
+            made.variant.backend,
+            replace(made.built, path=Path(ENGINE)),
+            ran=made.engine is not None,
+            scored=bool(scores),
         ),
         inspection=inspection,
         diff=quantizer.diff(context.model),

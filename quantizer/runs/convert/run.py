@@ -55,6 +55,7 @@ from quantizer.runs.convert.result import quantization_facts
 from quantizer.runs.convert.stages import conversion_outlook
 from quantizer.runs.convert.summary import print_result
 from quantizer.runs.convert.summary import print_summary
+from quantizer.runs.measure import NOT_VERIFIED
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.preflight import require_tools
 from quantizer.runs.progress.stage_timer import StageTimer
@@ -270,7 +271,7 @@ class _Run:
             engine_bytes=made.built.size_bytes,
             build_seconds=made.built.seconds,
             chosen_on=None if choice is None else choice.instructions,
-            not_verified=None if made.checks else "not verified: built ahead of time, and there is no GPU here",
+            not_verified=None if made.checks else NOT_VERIFIED,
             tolerance=str(maker.tolerance(made.variant)),
             checks=made.checks,
             latency=latency,

@@ -29,30 +29,24 @@ class SweepReady:
 
 
 def ready_to_sweep(runs: Sequence[SweepRun]) -> SweepReady:
-    """Check all that the runs need besides the loaded models; what is the same for several runs is checked once.
+    """Check all that each run needs besides its loaded model.
 
     Raises:
         QuantizerError: no run can start; the message is that of the first.
     """
-    known: dict[str, str | None] = {}
     notes: dict[str, None] = {}
+    estimated: set[str] = set()
     faults: dict[str, str] = {}
     for run in runs:
-        config = run.config
-        key = (
-            f"{needs(config)} {config.quantizer.backend} {config.quantizer.candidates} {config.engine} {config.report}"
-        )
-        if key not in known:
-            try:
-                ready = ready_to_run(config, Path(config.output).absolute(), RUN, force=True)
-                notes.update(dict.fromkeys(ready.notes))
-                if ready.estimate is not None and not any(needs(config) in other for other in known):
-                    notes[f"{run.name}, alone: {ready.estimate}"] = None
-                known[key] = None
-            except QuantizerError as error:
-                known[key] = str(error)
-        if (fault := known[key]) is not None:
-            faults[run.name] = fault
+        try:
+            ready = ready_to_run(run.config, Path(run.config.output).absolute(), RUN, force=True)
+        except QuantizerError as error:
+            faults[run.name] = str(error)
+            continue
+        notes.update(dict.fromkeys(ready.notes))
+        if ready.estimate is not None and needs(run.config) not in estimated:
+            estimated.add(needs(run.config))
+            notes[f"{run.name}, alone: {ready.estimate}"] = None
     if runs and len(faults) == len(runs):
         raise QuantizerError(faults[runs[0].name])
     return SweepReady(tuple(notes), faults)

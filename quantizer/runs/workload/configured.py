@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantizer.config import RunConfig
-from quantizer.report import ModelInfo
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
@@ -58,10 +57,6 @@ def workload_of(config: RunConfig, context: RunContext, rows: RunRows, scorer: S
         context=context,
         rows=rows,
         scorer=scorer,
-        info=ModelInfo(
-            source=config.model.source,
-            task=config.model.task,
-            parameters=sum(parameter.numel() for parameter in context.model.parameters()),
-        ),
+        info=context.info(config.model.source, config.model.task),
         check=check,
     )

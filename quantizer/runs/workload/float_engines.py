@@ -22,7 +22,7 @@ class FloatEngines:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._built: dict[str, BuildResult] = {}
-        self._graphs: dict[str, Path] = {}
+        self._exported: dict[str, Path] = {}
         self._measured: dict[str, float] = {}
 
     def fetch(self, options: str, target: Path) -> BuildResult | None:
@@ -35,32 +35,34 @@ class FloatEngines:
         built = self._built.get(options)
         if built is None:
             return None
-        _copy(built.path, target)
+        _copy(built.path.parent, f"{built.path.stem}.*", target)
         return replace(built, path=target / built.path.name)
 
-    def keep(self, options: str, built: BuildResult) -> None:
-        """Copy an engine and its ONNX file, for the runs that follow."""
+    def keep(self, options: str, graph_options: str, built: BuildResult) -> None:
+        """Copy an engine and its ONNX file, for the runs that follow.
+
+        Args:
+            options: all that the engine depends on, as text.
+            graph_options: all that its ONNX file depends on.
+            built: the engine.
+        """
         own = self._folder / f"float-{len(self._built)}"
         own.mkdir()
-        _copy(built.path, own)
+        _copy(built.path.parent, f"{built.path.stem}.*", own)
         self._built[options] = replace(built, path=own / built.path.name)
+        self._exported[graph_options] = own
 
     def fetch_graph(self, options: str, target: Path) -> bool:
-        """Copy the ONNX file of the float model to a path; False if there is none.
+        """Copy the ONNX file of which an engine was built, of any backend; False if there is none.
 
         Args:
             options: all that it depends on, as text.
-            target: the path.
+            target: the path; its name is that of the kept file, by which it knows the weights beside it.
         """
-        if options not in self._graphs:
+        if options not in self._exported:
             return False
-        shutil.copyfile(self._graphs[options], target)
+        _copy(self._exported[options], f"{target.name}*", target.parent)
         return True
-
-    def keep_graph(self, options: str, graph: Path) -> None:
-        """Copy the ONNX file of the float model, for engines of other backends."""
-        self._graphs[options] = self._folder / f"float-{len(self._graphs)}.onnx"
-        shutil.copyfile(graph, self._graphs[options])
 
     def measured(self, options: str, take: Callable[[], float]) -> float:
         """Return what is measured on an engine, at the first call only."""
@@ -69,7 +71,7 @@ class FloatEngines:
         return self._measured[options]
 
 
-def _copy(engine: Path, target: Path) -> None:
-    """Copy the files of an engine: those of its name, whatever their endings."""
-    for path in engine.parent.glob(f"{engine.stem}.*"):
+def _copy(folder: Path, names: str, target: Path) -> None:
+    """Copy the files of a folder whose names match: weights over 2 GB lie in a file beside the ONNX file."""
+    for path in folder.glob(names):
         shutil.copyfile(path, target / path.name)

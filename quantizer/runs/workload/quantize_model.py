@@ -30,7 +30,6 @@ from quantizer.config import quantizer_config
 from quantizer.config.schema import DynamicConfig
 from quantizer.errors import QuantizerError
 from quantizer.proxy.build import is_proxy
-from quantizer.report import ModelInfo
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run import carry_out
 from quantizer.runs.run_context import ResumeFiles
@@ -163,11 +162,7 @@ def _workload(
         context=context,
         rows=RunRows(calibration=batches, evaluation=batches),
         scorer=scorer(context),
-        info=ModelInfo(
-            source=source,
-            task=_TASK,
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
-        ),
+        info=context.info(source, _TASK),
         check=lambda: None,
     )
 
