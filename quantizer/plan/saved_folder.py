@@ -260,7 +260,9 @@ def _with_groups(document: dict[str, Any]) -> Any:
     """
     names, sites = document.pop("long_groups", []), document.pop("sites")
     for site in sites:
-        for operand in (site.get("operands") or ()) if isinstance(site, dict) else ():
+        operands = site.get("operands") if isinstance(site, dict) else None
+        # What is no list is told of by the reader of the sites.
+        for operand in operands if isinstance(operands, list) else ():
             place = operand.get("group") if isinstance(operand, dict) else None
             if type(place) is int:
                 if not 0 <= place < len(names):

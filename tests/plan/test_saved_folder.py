@@ -69,3 +69,13 @@ def test_a_place_that_is_none(saved: tuple[Path, nn.Module, Quantizer], tmp_path
     (folder / "quantizer.yaml").write_text(yaml.safe_dump(document))
     with pytest.raises(QuantizerError, match=r"is damaged: group 7 of 'linears\.0\..*' is none of 1 long_groups"):
         Quantizer.load(folder)
+
+
+def test_operands_that_are_no_list(saved: tuple[Path, nn.Module, Quantizer], tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(saved[0], folder)
+    document = yaml.safe_load((folder / "quantizer.yaml").read_text())
+    document["sites"][0]["operands"] = 7
+    (folder / "quantizer.yaml").write_text(yaml.safe_dump(document))
+    with pytest.raises(QuantizerError, match=r"is damaged: .*operands"):
+        Quantizer.load(folder)
