@@ -52,6 +52,9 @@ kept, with --force too."""
         parser.add_argument(
             "--jobs", metavar="N", type=int, default=1, help="processes of a sweep, which slow each other (default: 1)"
         )
+        parser.add_argument(
+            "--launcher", choices=["submitit"], help="hand the N jobs of a sweep to Slurm (default: this machine)"
+        )
         parser.add_argument("--yes", action="store_true", help=f"do not ask before a sweep of more than {_MANY} runs")
 
     def __call__(self, args: Namespace, console: Console) -> int:
@@ -59,6 +62,8 @@ kept, with --force too."""
         paths = [args.config, *(word for word in args.overrides if _is_file(word))]
         overrides = [word for word in args.overrides if not _is_file(word)]
         sweep = read_sweep(paths, overrides)
+        if args.launcher is not None and sweep.is_single:
+            raise QuantizerError("--launcher is for a sweep, and this is one run; expected several values of a key")
         if not sweep.is_single:
             return self._sweep(sweep, args, console)
         config = load_run(args.config, overrides)
@@ -80,7 +85,7 @@ kept, with --force too."""
         from quantizer.runs.sweep.carry_out import COMPARISON
         from quantizer.runs.sweep.carry_out import carry_out_sweep
 
-        found = carry_out_sweep(runs, folder, console, force=args.force, jobs=args.jobs)
+        found = carry_out_sweep(runs, folder, console, force=args.force, jobs=args.jobs, launcher=args.launcher)
         print_comparison(found, folder / COMPARISON, console)
         return 1 if found.failed else 0
 

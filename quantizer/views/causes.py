@@ -49,6 +49,9 @@ _SETTINGS: tuple[Mapping[str, Any], ...] = (
     {"activations": {"calibrator": "max", "smooth": 0.7}},
 )
 
+_SEARCHED = {"calibrator": "output", "smooth": "auto"}
+"""Values of a configuration with which calibration itself has tried what a setting of this key would try."""
+
 
 class Causes(View[Cause]):
     """The groups that cost most, the worst first, each with its cause and its cure."""
@@ -108,6 +111,10 @@ class _Trial:
         self._proxied = proxied_copy(config, model)
         self._error = OutputError(self._proxied, self._batches)
         self._whole = self.sqnr(plan)
+        chosen = config.activations.model_dump()
+        searched = {key for key, value in _SEARCHED.items() if chosen[key] == value}
+        # A search by the output has lost to it already; to search everything else again takes a calibration each.
+        self._settings = [each for each in _SETTINGS if not searched & each["activations"].keys()]
         self._tried: list[tuple[Mapping[str, Any], Plan, float]] | None = None
 
     def sqnr(self, plan: Plan, group: str | None = None) -> float:
@@ -149,7 +156,7 @@ class _Trial:
 
     def _cures(self, group: str, alone: float) -> list[Cure]:
         if self._tried is None:
-            self._tried = [self._try(setting) for setting in _SETTINGS]
+            self._tried = [self._try(setting) for setting in self._settings]
         return [
             Cure(setting=_text(setting), gain_db=whole - self._whole, alone_db=gain)
             for setting, plan, whole in self._tried
@@ -173,13 +180,13 @@ class _Trial:
         return [Cure(setting=_text({"exclude": {"sites": sites}}), gain_db=gain, alone_db=math.inf)]
 
     def _notes(self, group: str, findings: tuple[str, ...]) -> tuple[str, ...]:
-        """Return why outliers cannot move into the weights, from the plans that tried it."""
-        if not findings or self._tried is None:
+        """Return why outliers cannot move into the weights, from the plan and those that tried it."""
+        if not findings:
             return ()
+        tried = [plan for setting, plan, _ in self._tried or () if "smooth" in setting["activations"]]
         texts = (
             operand.smoothing
-            for setting, plan, _ in self._tried
-            if "smooth" in setting.get("activations", {})
+            for plan in (self._plan, *tried)
             for path, entry in plan.items()
             if group in self._groups_of(path)
             for operand in entry.operands

@@ -163,7 +163,7 @@ class QuantizerViews:
         """Return the groups that cost most, why, and the setting that mends each.
 
         A cost is the SQNR of the model's output with that group alone quantized. A gain is measured too: the model is
-        calibrated on ``batches`` with each setting that is tried, which takes several passes.
+        calibrated on ``batches`` with each setting that the configuration did not let it search by itself.
 
         Args:
             model: the float model.

@@ -40,6 +40,7 @@ def test_options_are_those_of_the_verb(script: str) -> None:
         "--output",
         "--force",
         "--jobs",
+        "--launcher",
         "--yes",
     }
     assert "--max-drop" in _completed(script, "quantizer", "convert", "--m")

@@ -144,7 +144,7 @@ def test_the_page_shows_the_figures() -> None:
     for figure in (*ratios, *differences, "51 of 60", "98.4%"):
         assert figure in text
     assert "All 60 sites" in text
-    assert "The 30 largest of 40" in text
+    assert "The 10 largest of 40" in text
     assert '<span class="add">+        return F.linear' in text
 
 

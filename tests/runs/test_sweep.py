@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ from quantizer.engines import BuildResult  # noqa: E402
 from quantizer.engines import PeakMemory  # noqa: E402
 from quantizer.report import read_record  # noqa: E402
 from quantizer.report.verdict import Verdict  # noqa: E402
+from quantizer.runs.sweep import launchers  # noqa: E402
+from quantizer.runs.sweep.one_run import Outcome  # noqa: E402
 from quantizer.runs.sweep.ready import ready_to_sweep  # noqa: E402
 from quantizer.runs.sweep.shared_work import shared_work  # noqa: E402
 from quantizer.runs.workload.float_engines import FloatEngines  # noqa: E402
@@ -205,6 +208,50 @@ def test_in_several_processes(at: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "calibrate" in (at / "swept" / "logs" / "names=classifier.log").read_text()
     assert (at / "swept" / "names=classifier" / "report.json").exists()
     assert "1 run failed" in (at / "swept" / "comparison.html").read_text()
+
+
+@pytest.mark.promise("`--launcher submitit --jobs 6` hands the runs to Slurm in six jobs")
+def test_in_jobs_of_a_launcher(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    # Without Slurm submitit starts its jobs on this machine.
+    pytest.importorskip("submitit", reason="pip install 'enginequant[submitit]'")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert main(["run", "tiny.yaml", "--launcher", "submitit"]) == 1
+    assert "--launcher is for a sweep" in capsys.readouterr().err
+    values = "quantizer.exclude.names=[classifier],[nothing.like.it]"
+    assert main(["run", "tiny.yaml", values, "--output", "swept", "--launcher", "submitit", "--jobs", "2"]) == 1
+    said = capsys.readouterr().out
+    assert "2 runs in 2 jobs of submitit" in said
+    assert "names=classifier: done" in said
+    assert "names=nothing.like.it: failed: " in said
+    assert "calibrate" in (at / "swept" / "logs" / "names=classifier.log").read_text()
+    assert (at / "swept" / "names=classifier" / "report.json").exists()
+    assert "1 run failed" in (at / "swept" / "comparison.html").read_text()
+
+
+def test_a_job_that_ends_before_its_time(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended:
+        job_id = "7"
+        paths = SimpleNamespace(stderr="7.err")
+
+        def exception(self) -> Exception:
+            return RuntimeError("has not produced any output\nslurmstepd: out of memory")
+
+    complete = SweepRun("complete", load_run("tiny.yaml"))
+    other = SweepRun("other", load_run("tiny.yaml"))
+    monkeypatch.setattr(launchers, "is_done", lambda run, folder: run is complete)
+    assert launchers.outcomes_of(Ended(), [complete, other], at) == [
+        Outcome("complete", None),
+        Outcome("other", "its job 7 ended: slurmstepd: out of memory; see 7.err"),
+    ]
+
+
+def test_a_launcher_that_is_not_installed(
+    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    assert main(["run", "tiny.yaml", PERCENTILES, "--output", "swept", "--launcher", "submitit"]) == 1
+    assert "enginequant[submitit]" in capsys.readouterr().err
+    assert not (at / "swept").exists()
 
 
 @pytest.mark.promise("runs of one plan have one ranking of its groups")

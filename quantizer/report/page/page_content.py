@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DiffFile", "Tile", "diff_files", "tiles", "view_from_record"]
 
-_BARS = 30
+_BARS = 10
 _NAMES = {"memory_gib": "memory, GiB", "instructions": "INT8 instructions"}
 
 

@@ -20,6 +20,8 @@ from quantizer.report.compare.comparison import compare
 from quantizer.report.page.compare_page import write_comparison
 from quantizer.runs.placement.speed_goal import missed_speed
 from quantizer.runs.preflight.faults import require_package
+from quantizer.runs.sweep.launchers import in_jobs
+from quantizer.runs.sweep.launchers import require_launcher
 from quantizer.runs.sweep.one_run import Outcome
 from quantizer.runs.sweep.one_run import carry_out_one
 from quantizer.runs.sweep.one_run import is_done
@@ -36,7 +38,13 @@ COMPARISON, TABLE = "comparison.html", "comparison.csv"
 
 
 def carry_out_sweep(
-    runs: Sequence[SweepRun], folder: Path, console: Console, *, force: bool = False, jobs: int = 1
+    runs: Sequence[SweepRun],
+    folder: Path,
+    console: Console,
+    *,
+    force: bool = False,
+    jobs: int = 1,
+    launcher: str | None = None,
 ) -> Comparison:
     """Carry out the runs of a sweep, and return their comparison, which lies in the folder too.
 
@@ -49,13 +57,17 @@ def carry_out_sweep(
         console: where stages and results are printed.
         force: carry out all runs, and replace the folders of those that stand there.
         jobs: in so many processes at a time; the speed of each is measured beside the others.
+        launcher: "submitit": ``jobs`` are jobs of a cluster; None: processes of this machine.
 
     Raises:
+        MissingDependencyError: the launcher is not installed.
         QuantizerError: something else stands in the folder, it cannot be written, or no run can start; nothing was
             started.
     """
     folder = folder.absolute()
     _check(runs, folder)
+    if launcher is not None:
+        require_launcher()
     kept = [] if force else [run for run in runs if is_done(run, folder)]
     names = {run.name for run in kept}
     ready = ready_to_sweep([run for run in runs if run.name not in names])
@@ -71,7 +83,7 @@ def carry_out_sweep(
     for name, fault in ready.faults.items():
         console.print(f"{name} cannot start: {fault}", markup=False, highlight=False, soft_wrap=True)
     try:
-        outcomes = _carried_out(todo, folder, force, jobs, console)
+        outcomes = _carried_out(todo, folder, force, jobs, launcher, console)
     except KeyboardInterrupt as stop:
         raise type(stop)(f"the complete runs are in {folder}; the same command goes on with the others") from stop
     errors = ready.faults | {outcome.name: outcome.error for outcome in outcomes}
@@ -99,17 +111,21 @@ def _neighbours(runs: Sequence[SweepRun]) -> list[SweepRun]:
     return sorted(runs, key=lambda run: order[needs(run.config)])
 
 
-def _carried_out(runs: Sequence[SweepRun], folder: Path, force: bool, jobs: int, console: Console) -> list[Outcome]:
+def _carried_out(
+    runs: Sequence[SweepRun], folder: Path, force: bool, jobs: int, launcher: str | None, console: Console
+) -> list[Outcome]:
     if not runs:
         return []
-    if jobs > 1:
-        console.print(f"{len(runs)} runs in {min(jobs, len(runs))} processes; logs in {folder / LOGS}", highlight=False)
+    if jobs > 1 or launcher is not None:
+        what = "processes" if launcher is None else f"jobs of {launcher}"
+        console.print(f"{len(runs)} runs in {min(jobs, len(runs))} {what}; logs in {folder / LOGS}", highlight=False)
+        (folder / LOGS).mkdir(exist_ok=True)
 
         def tell(outcome: Outcome) -> None:
             what = "done" if outcome.error is None else f"failed: {outcome.error}"
             console.print(f"{outcome.name}: {what}", markup=False, highlight=False, soft_wrap=True)
 
-        return in_processes(runs, folder, force, jobs, tell)
+        return (in_processes if launcher is None else in_jobs)(runs, folder, force, jobs, tell)
     outcomes = []
     with shared_work(folder) as shared:
         for number, run in enumerate(runs, start=1):

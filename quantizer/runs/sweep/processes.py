@@ -8,6 +8,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -21,7 +22,7 @@ from quantizer.runs.sweep.one_run import Outcome
 from quantizer.runs.sweep.one_run import carry_out_one
 from quantizer.runs.sweep.shared_work import shared_work
 
-__all__ = ["LOGS", "in_processes"]
+__all__ = ["LOGS", "in_processes", "logged_runs", "parts_of"]
 
 LOGS = "logs"
 """The folder with what the processes print, a file for each run."""
@@ -34,11 +35,8 @@ def in_processes(
 
     A process that ends, as the system ends one without memory, fails the run that it was at; another one goes on.
     """
-    (folder / LOGS).mkdir(exist_ok=True)
-    jobs = min(jobs, len(runs))
-    bounds = [len(runs) * job // jobs for job in range(jobs + 1)]
     done: queue.Queue[Outcome] = queue.Queue()
-    workers = [_Worker(runs[low:high], folder, force, jobs, done) for low, high in pairwise(bounds)]
+    workers = [_Worker(part, folder, force, jobs, done) for part in parts_of(runs, jobs)]
     try:
         for worker in workers:
             worker.start()
@@ -50,6 +48,21 @@ def in_processes(
         for worker in workers:
             worker.stop()
     return outcomes
+
+
+def parts_of(runs: Sequence[SweepRun], jobs: int) -> list[Sequence[SweepRun]]:
+    """Return runs in at most ``jobs`` parts of about equal size, neighbours together."""
+    jobs = min(jobs, len(runs))
+    bounds = [len(runs) * job // jobs for job in range(jobs + 1)]
+    return [runs[low:high] for low, high in pairwise(bounds)]
+
+
+def logged_runs(runs: Sequence[SweepRun], folder: Path, force: bool) -> Iterator[Outcome]:
+    """Carry out runs one after the other in this process, and yield what became of each; all it prints is logged."""
+    with shared_work(folder) as shared:
+        for run in runs:
+            with (folder / LOGS / f"{run.name}.log").open("w", encoding="utf-8") as log:
+                yield carry_out_one(run, folder, force, shared, Console(file=log, width=120))
 
 
 class _Worker(threading.Thread):
@@ -118,10 +131,8 @@ def _work(runs: Sequence[SweepRun], folder: Path, force: bool, jobs: int, out: C
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
     try:
-        with shared_work(folder) as shared:
-            for run in runs:
-                with (folder / LOGS / f"{run.name}.log").open("w", encoding="utf-8") as log:
-                    out.send(carry_out_one(run, folder, force, shared, Console(file=log, width=120)))
+        for outcome in logged_runs(runs, folder, force):
+            out.send(outcome)
     except KeyboardInterrupt:
         # The process that started this one says so.
         return
