@@ -17,5 +17,15 @@ CALIBRATORS: Registry[Any] = Registry(
 """``auto`` and ``output`` are no estimates of their own: they compare the others."""
 
 TASKS: Registry[Any] = Registry(
-    "task", ("sentence-similarity", "embedding-classification", "sequence-classification", "image-classification")
+    "task",
+    (
+        "sentence-similarity",
+        "embedding-classification",
+        "sequence-classification",
+        "token-classification",
+        "question-answering",
+        "fill-mask",
+        "text-generation",
+        "image-classification",
+    ),
 )

@@ -58,12 +58,16 @@ _TAIL = """\
 | `text-csv` | labelled texts: a CSV file with the header `text,label`, labels from 0 | `path` |
 | `sst2-text` | labelled texts: lines of `label text` | `path` |
 | `stsb-csv` | pairs of sentences with a score: `sentence,sentence,score` lines without a header | `path` |
+| `conll` | words with tags: `word ... tag` lines, an empty line between texts | `path` |
+| `squad-json` | questions about texts, in the format of SQuAD 1.1 or 2.0 | `path` |
+| `text-lines` | texts: a `.txt` file with one a line, the column `text` of a `.csv` or `.jsonl` file | `path` |
 | `image-folder` | labelled images: a folder with one folder of images a class, in an order that mixes them | `path` |
 | `image-csv` | labelled images: a CSV file with the header `path,label`, paths from its own folder on | `path` |
 | `vader` | labelled texts, fetched once by pip into a cache, hash checked | `subset`, `split` |
 
 `text-csv`, `sst2-text` and `vader` fit the tasks `sequence-classification` and `embedding-classification`; `stsb-csv`
-fits `sentence-similarity`; `image-folder` and `image-csv` fit `image-classification`, with the names that the model has
+fits `sentence-similarity`, `conll` `token-classification`, `squad-json` `question-answering`, and `text-lines`
+`fill-mask` and `text-generation`; `image-folder` and `image-csv` fit `image-classification`, with the names that the model has
 for its classes, or their numbers, as labels. Subsets of `vader`: `tweets`, `movieReviewSnippets`,
 `amazonReviewSnippets`, `nytEditorialSnippets`; its splits `head`, `calibration` and `evaluation` share no document.
 

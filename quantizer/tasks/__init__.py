@@ -8,8 +8,11 @@ from quantizer.tasks import sentence_similarity
 from quantizer.tasks import sequence_classification
 from quantizer.tasks.datasets import Image
 from quantizer.tasks.datasets import Pair
+from quantizer.tasks.datasets import Plain
+from quantizer.tasks.datasets import Question
 from quantizer.tasks.datasets import Row
 from quantizer.tasks.datasets import Text
+from quantizer.tasks.datasets import Words
 from quantizer.tasks.datasets import datasets
 from quantizer.tasks.datasets import load_rows
 from quantizer.tasks.datasets import read_images
@@ -34,13 +37,20 @@ from quantizer.tasks.task import Run
 from quantizer.tasks.task import Task
 from quantizer.tasks.task import build_task
 from quantizer.tasks.task import tasks
+from quantizer.tasks.tokens import fill_mask
+from quantizer.tasks.tokens import question_answering
+from quantizer.tasks.tokens import text_generation
+from quantizer.tasks.tokens import token_classification
 
 __all__ = [
     # rows
     "Image",
     "Pair",
+    "Plain",
+    "Question",
     "Row",
     "Text",
+    "Words",
     "datasets",
     "load_rows",
     "read_image",
@@ -69,7 +79,11 @@ __all__ = [
     "tasks",
     # modules, one task each
     "embedding_classification",
+    "fill_mask",
     "image_classification",
+    "question_answering",
     "sentence_similarity",
     "sequence_classification",
+    "text_generation",
+    "token_classification",
 ]

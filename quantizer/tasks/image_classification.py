@@ -45,6 +45,7 @@ class ImageClassification(Task):
     reads = "image"
     auto_class = "AutoModelForImageClassification"
     output_name = "logits"
+    labels = "row"
     metric_name = "accuracy"
 
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:

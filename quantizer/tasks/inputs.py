@@ -30,8 +30,8 @@ __all__ = [
 
 Batch: TypeAlias = dict[str, torch.Tensor]
 """The model's inputs by name: int64 [B x S] for texts, float32 [B x channels x height x width] for images."""
-Sample: TypeAlias = str | Path
-"""The source of one row of a batch: a text, or the path of an image file."""
+Sample: TypeAlias = str | Path | tuple[str, ...]
+"""The source of one row of a batch: a text, a text in words or parts, or the path of an image file."""
 
 EXAMPLE_ROWS = 2
 EXAMPLE_TOKENS = 16
@@ -146,28 +146,40 @@ class TextInputs:
         known = [name for name in names if name in accepted]
         self.names: tuple[str, ...] = tuple(known if "input_ids" in known else names)
 
-    def order(self, texts: Sequence[str]) -> list[int]:
+    def order(self, texts: Sequence[Any]) -> list[int]:
         """Return the indices of texts by length, so that texts of similar length share a batch."""
-        return sorted(range(len(texts)), key=lambda at: (len(texts[at]), at))
+        return sorted(range(len(texts)), key=lambda at: (len(self.whole(texts[at])), at))
 
-    def batch(self, texts: Sequence[str], min_length: int | None = None) -> Batch:
+    def batch(self, texts: Sequence[Any], min_length: int | None = None) -> Batch:
         """Return one batch [B x S]; S is the length of its longest text, or ``min_length`` if that is more."""
         shortest = min_length or self.min_length
-        options = {"truncation": True, "return_tensors": "pt"}
-        encoded = self.tokenizer(list(texts), padding="longest", max_length=self.max_length, **options)
+        encoded = self.encoded(texts, padding="longest", max_length=self.max_length, return_tensors="pt")
         if encoded["input_ids"].shape[1] < shortest:
-            encoded = self.tokenizer(list(texts), padding="max_length", max_length=shortest, **options)
+            encoded = self.encoded(texts, padding="max_length", max_length=shortest, return_tensors="pt")
         return {name: encoded[name] for name in self.names if name in encoded}
 
-    def check(self, texts: Sequence[str]) -> None:
+    def encoded(self, texts: Sequence[Any], **options: Any) -> Any:
+        """Return what the tokenizer makes of samples, cut to ``max_length`` tokens; a subclass reads other samples.
+
+        Args:
+            texts: the samples.
+            options: more arguments of the tokenizer.
+        """
+        return self.tokenizer(list(texts), truncation=True, **options)
+
+    def whole(self, sample: Any) -> str:
+        """Return a sample as one text."""
+        return str(sample)
+
+    def check(self, texts: Sequence[Any]) -> None:
         """Do nothing: every text can be tokenized."""
 
-    def filled(self, texts: Sequence[str], rows: int, sequence: int | None) -> Batch:
+    def filled(self, texts: Sequence[Any], rows: int, sequence: int | None) -> Batch:
         """Return a batch [rows x sequence]: every second row is full of text, the others are one text, cut or padded.
 
         Without texts the tokens are random, and every second row is padded from its middle on.
         """
-        tokens = self._tokens(sequence)
+        tokens, texts = self._tokens(sequence), [self.whole(text) for text in texts]
         if not texts:
             made = self.random(rows, tokens)
             self._pad(made, slice(1, None, 2), (tokens + 1) // 2)
@@ -190,7 +202,7 @@ class TextInputs:
         fill = {"input_ids": ordinary[picked], "attention_mask": torch.ones_like(picked)}
         return {name: fill[name] if name in fill else torch.zeros_like(picked) for name in self.names}
 
-    def example(self, texts: Sequence[str]) -> Batch:
+    def example(self, texts: Sequence[Any]) -> Batch:
         """Return a batch of two texts [2 x S], S at least 16 if ``max_length`` allows it; see ``Task.example``."""
         tokens = min(max(EXAMPLE_TOKENS, self.min_length), self.max_length)
         if texts:

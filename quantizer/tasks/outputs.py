@@ -6,6 +6,7 @@ Shapes: B sequences in a batch, S tokens, D width.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 
 import numpy as np
 import torch
@@ -15,23 +16,23 @@ from quantizer.errors import TaskError
 __all__ = ["embeddings_from_hidden_state", "first_output"]
 
 
-def first_output(result: object, name: str) -> torch.Tensor:
+def first_output(result: object, name: str, place: int = 0) -> torch.Tensor:
     """Return the named output, as a float32 tensor on the CPU.
 
     Args:
         result: a mapping of names to tensors or arrays (a transformers ``ModelOutput`` is one), a tuple or list, or
             one tensor or array.
-        name: the output wanted ("last_hidden_state", "logits"). A mapping without it gives its first entry, a tuple
-            its first element.
+        name: the output wanted ("last_hidden_state", "logits").
+        place: a mapping without this name gives the entry at this place, a tuple its element there.
 
     Raises:
         TaskError: there is no tensor or array to take.
     """
     value: object = result
     if isinstance(result, Mapping):
-        value = result[name] if name in result else next(iter(result.values()), None)
+        value = result[name] if name in result else next(islice(result.values(), place, None), None)
     elif isinstance(result, (tuple, list)):
-        value = result[0] if result else None
+        value = result[place] if place < len(result) else None
     if isinstance(value, torch.Tensor):
         return value.detach().to(device="cpu", dtype=torch.float32)
     if isinstance(value, np.ndarray):

@@ -39,6 +39,7 @@ class SequenceClassification(Task):
     name = "sequence-classification"
     auto_class = "AutoModelForSequenceClassification"
     output_name = "logits"
+    labels = "row"
     metric_name = "accuracy"
 
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:

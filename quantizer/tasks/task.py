@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from typing import ClassVar
 from typing import Literal
@@ -46,8 +47,10 @@ class Predictions:
     """The outputs of one model for some rows.
 
     Attributes:
-        outputs: embeddings [N x D], or logits [N x C]; for pairs [2N x D], each row's two texts one after the other.
-        decisions: one per row [N]: the cosine of a pair (float64), or a label (int64).
+        outputs: embeddings [N x D], or logits [N x C]; for pairs [2N x D], each row's two texts one after the other;
+            where rows have tokens, [N x S x ...] with NaN after the last token of a row.
+        decisions: one per row [N]: the cosine of a pair (float64), or a label (int64); or one per token [N x S], with
+            -1 after the last.
     """
 
     outputs: npt.NDArray[np.float32]
@@ -82,6 +85,8 @@ class Task(ABC):
     higher_is_better: ClassVar[bool] = True
     packages: ClassVar[tuple[str, ...]] = ()
     """The modules that the score needs besides NumPy, all in the extra ``hf``."""
+    labels: ClassVar[Literal["row", "part"] | None] = None
+    """What the class names in the model's config are for: a whole row, its tokens or pixels, or nothing."""
     needs_head: ClassVar[bool] = False
     """Whether ``fit_head`` must be called before ``predict``."""
 
@@ -116,9 +121,9 @@ class Task(ABC):
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
         """Return the targets [N] that decisions are compared with."""
 
-    @abstractmethod
     def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return a batch's rows of ``Predictions.outputs`` [B x ...] from the model's output."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither represent() nor collect()")
 
     @abstractmethod
     def decide(self, outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
@@ -136,6 +141,13 @@ class Task(ABC):
         """Return the object that makes batches: of texts, unless a subclass reads something else."""
         return TextInputs(model, processor, max_length=max_length, min_length=min_length)
 
+    def collect(self, result: object, batch: Batch) -> Sequence[torch.Tensor]:
+        """Return a batch's rows of ``Predictions.outputs``, each by itself, from all that the model gave.
+
+        A task of several outputs, or of rows that differ in length, defines this one and not ``represent``.
+        """
+        return list(self.represent(first_output(result, self.output_name), batch))
+
     # What all tasks share
 
     def batches(self, rows: Sequence[Row], limit: int | None = None) -> list[Batch]:
@@ -151,6 +163,15 @@ class Task(ABC):
         """Return samples as batches, like ``batches``; they need not come from a data set."""
         starts = range(0, len(samples), self.batch_size)[:limit]
         return [self.inputs.batch(samples[start : start + self.batch_size]) for start in starts]
+
+    def all_samples(self, mixed: Sequence[Row | Sample]) -> list[Sample]:
+        """Return the samples of rows, after those values that are samples already.
+
+        Raises:
+            TaskError: a row is of another kind.
+        """
+        given = [one for one in mixed if isinstance(one, str | Path | tuple)]
+        return given + self.samples([one for one in mixed if not isinstance(one, str | Path | tuple)])
 
     def predict(self, run: Run, rows: Sequence[Row], progress: Progress | None = None) -> Predictions:
         """Return the outputs and decisions of a model for all rows, in the order of the rows.
@@ -176,10 +197,10 @@ class Task(ABC):
         for done, chunk in enumerate(chunks, start=1):
             batch = self.inputs.batch([samples[at] for at in chunk])
             with torch.no_grad():
-                result = self.represent(first_output(run(batch), self.output_name), batch)
-            if result.shape[0] != len(chunk):
-                raise TaskError(f"the model gave {result.shape[0]} outputs for a batch of {len(chunk)} {self.reads}s")
-            if not bool(torch.isfinite(result).all()):
+                result = self.collect(run(batch), batch)
+            if len(result) != len(chunk):
+                raise TaskError(f"the model gave {len(result)} outputs for a batch of {len(chunk)} {self.reads}s")
+            if not all(bool(torch.isfinite(row).all()) for row in result):
                 raise TaskError(
                     f"the model's {self.output_name!r} holds NaN or infinite values for batch {done} of {len(chunks)}: "
                     f"the model or engine is broken, or its type cannot hold the values"
@@ -187,7 +208,7 @@ class Task(ABC):
             collected.update(zip(chunk, result, strict=True))
             if progress is not None:
                 progress(done, len(chunks))
-        return np.stack([collected[at].numpy() for at in range(len(samples))])
+        return _stacked([collected[at].numpy() for at in range(len(samples))])
 
     def fit_head(self, run_float: Run, rows: Sequence[Row], progress: Progress | None = None) -> None:
         """Fit the head that turns embeddings into labels; a task without one raises ``TaskError``."""
@@ -195,21 +216,28 @@ class Task(ABC):
 
     def score(self, predictions: Predictions, rows: Sequence[Row]) -> float:
         """Return the task's metric for predictions on ``rows``."""
-        return float(self.metric(predictions.decisions, self._checked_targets(predictions, rows)))
+        return float(self.metric(*self.judged(predictions, rows)))
 
     def difference_interval(
         self, float_predictions: Predictions, other: Predictions, rows: Sequence[Row], n: int = 1000, seed: int = 0
     ) -> tuple[float, float]:
         """Return the 95% bootstrap interval of ``score(other) - score(float)``, rows resampled in pairs."""
-        targets = self._checked_targets(float_predictions, rows)
-        return bootstrap_interval(self.metric, float_predictions.decisions, other.decisions, targets, n, seed)
+        reference, targets = self.judged(float_predictions, rows)
+        return bootstrap_interval(self.metric, reference, self.judged(other, rows)[0], targets, n, seed)
 
     def resampled(
         self, predictions: Predictions, rows: Sequence[Row], n: int = 1000, seed: int = 0
     ) -> tuple[float, ...]:
         """Return the scores of bootstrap resamples, which are the same for all predictions on the same rows."""
-        targets = self._checked_targets(predictions, rows)
-        return tuple(map(float, resampled_scores(self.metric, predictions.decisions, targets, n, seed)))
+        return tuple(map(float, resampled_scores(self.metric, *self.judged(predictions, rows), n, seed)))
+
+    def judged(self, predictions: Predictions, rows: Sequence[Row]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Return what ``metric`` takes: for each row, what was decided and what is right.
+
+        Raises:
+            TaskError: the predictions are of other rows.
+        """
+        return predictions.decisions, self._checked_targets(predictions, rows)
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -243,6 +271,17 @@ class Task(ABC):
                 f"{len(predictions.decisions)} predictions but {len(rows)} rows: pass the rows predicted on"
             )
         return self.targets(rows)
+
+
+def _stacked(rows: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+    """Return rows as one array; those that are shorter along their first axis end in NaN."""
+    if all(row.shape == rows[0].shape for row in rows):
+        return np.stack(rows)
+    longest = max(len(row) for row in rows)
+    whole = np.full((len(rows), longest, *rows[0].shape[1:]), np.nan, dtype=np.float32)
+    for at, row in enumerate(rows):
+        whole[at, : row.shape[0]] = row
+    return whole
 
 
 tasks: Registry[type[Task]] = TASKS

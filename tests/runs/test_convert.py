@@ -205,7 +205,9 @@ def test_each_backend_has_a_report_with_a_verdict(
         assert [(one.output, one.batch, one.sequence) for one in record.outputs] == [("logits", 2, 24)]
         assert record.coverage
         assert record.inspection is not None
-        assert verdict_of(record).level in (folder / "report.html").read_text(encoding="utf-8")
+        page = (folder / "report.html").read_text(encoding="utf-8")
+        # Which one it is depends on how busy the machine is.
+        assert f"<strong>{verdict_of(record).level.capitalize()}" in page
         assert main(["show", str(folder)]) == 0
         assert f"verdict {verdict_of(record).level}" in capsys.readouterr().out
     assert main(["compare", *(str(place.done / backend) for backend in BACKENDS)]) == 0
@@ -437,7 +439,7 @@ BAD = {
     ),
     "format for no CPU": ((*DATA, "--backend", "auto", "--dtype", "fp8"), "--dtype fp8: onnxruntime does not compute"),
     "backend twice": (("--backend", "openvino", "openvino"), "expected at least one, each of them once"),
-    "task": (("--task", "poetry"), "--task poetry: unknown; expected one of image-classification, sentence-sim"),
+    "task": (("--task", "poetry"), "--task poetry: unknown; expected one of fill-mask, image-classification"),
     "budget without rows": ((*DATA, "--max-drop", "0.1"), "there is nothing to score on"),
     "budget without labels": ((*DATA, "--max-drop", "0.1", "--tuning", "texts.txt"), "texts alone cannot be scored"),
     "rows without budget": ((*DATA, "--tuning", "text-csv:a.csv"), "is used by --max-drop only"),
@@ -500,8 +502,8 @@ def test_an_architecture_that_does_not_tell_the_task(
 ) -> None:
     shutil.copytree(place.model, tmp_path / "masked")
     config = _read(tmp_path / "masked" / "config.json")
-    (tmp_path / "masked" / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
+    (tmp_path / "masked" / "config.json").write_text(json.dumps({**config, "architectures": ["BertForPreTraining"]}))
     code, said = convert("-o", "out", model="masked")
     assert code == 1
-    assert "its architecture is BertForMaskedLM, which does not tell the task" in said
-    assert "--task with one of image-classification, sentence-similarity, sequence-classification" in said
+    assert "its architecture is BertForPreTraining, which does not tell the task" in said
+    assert "--task with one of fill-mask, image-classification, question-answering" in said

@@ -60,7 +60,8 @@ def test_no_file(tmp_path: Path) -> None:
     [
         ("BertModel", "sentence-similarity"),
         ("BertForSequenceClassification", "sequence-classification"),
-        ("BertForMaskedLM", None),
+        ("BertForMaskedLM", "fill-mask"),
+        ("BertForPreTraining", None),
         (None, None),
     ],
 )

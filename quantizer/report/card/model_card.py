@@ -22,9 +22,13 @@ CARD = "README.md"
 
 _PIPELINES = {
     "embedding-classification": "feature-extraction",
+    "fill-mask": "fill-mask",
     "image-classification": "image-classification",
+    "question-answering": "question-answering",
     "sentence-similarity": "sentence-similarity",
     "sequence-classification": "text-classification",
+    "text-generation": "text-generation",
+    "token-classification": "token-classification",
 }
 """The hub's names of our tasks."""
 

@@ -36,7 +36,7 @@ def write_card(facts: ConversionInputs, result: BackendResult, evaluation: str |
     """
     fewest = max(facts.batch[0], 1)
     sample = "a text" if tasks[facts.task].reads == "text" else "an-image.png"
-    labelled = len(facts.labels) > 1
+    labelled = len(facts.labels) > 1 and tasks[facts.task].labels == "row"
     card = CardFacts(
         name=f"{facts.name} for {result.backend}",
         source=facts.source,

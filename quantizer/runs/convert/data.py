@@ -62,7 +62,7 @@ class Samples:
 
     def of(self, task: Task) -> tuple[list[Sample], list[Sample]]:
         """Return the calibration and the held-out data as samples of the task."""
-        return _samples(self.calibration, task), _samples(self.held_out, task)
+        return task.all_samples(self.calibration), task.all_samples(self.held_out)
 
 
 def data_source(text: str, option: str) -> DataSource:
@@ -127,8 +127,3 @@ def read_labelled(source: DataSource | None, option: str) -> list[Row]:
             f"as {named} (data sets: {', '.join(datasets.names())})"
         )
     return load_rows(source.name, path=source.path)
-
-
-def _samples(rows: Sequence[Row | Sample], task: Task) -> list[Sample]:
-    samples = [row for row in rows if isinstance(row, str | Path)]
-    return samples + task.samples([row for row in rows if not isinstance(row, str | Path)])

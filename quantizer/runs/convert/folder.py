@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from typing import cast
 
 from quantizer.common.plain_values import decoded
 from quantizer.common.plain_values import json_values
@@ -69,7 +70,9 @@ class Converted:
     def inputs(self, samples: Sequence[Sample]) -> dict[str, Array]:
         """Return the engine's inputs for texts, padded to the longest within the engine's lengths, or image files."""
         if self._reads == "image":
-            encoded = self.processor([read_image(Path(sample)) for sample in samples], return_tensors="np")
+            encoded = self.processor(
+                [read_image(Path(cast(str | Path, sample))) for sample in samples], return_tensors="np"
+            )
         else:
             encoded = self._tokens(samples)
         return {spec.name: encoded[spec.name].astype(spec.dtype) for spec in self.engine.inputs}
@@ -94,7 +97,7 @@ class Converted:
             QuantizerError: the model is no classifier, or the samples are refused as by ``__call__``.
         """
         names = self.config["labels"]
-        if not names:
+        if not names or tasks[self.config["task"]].labels == "part":
             raise QuantizerError(f"{self.config['name']} is no classifier: call it for its outputs instead")
         if len(names) == 1:
             raise QuantizerError(

@@ -26,7 +26,7 @@ class ConversionInputs:
     Attributes:
         name: the name of the output folder.
         source: the source of the model.
-        labels: a classifier's class names; empty for other models.
+        labels: the class names of a classifier, of rows or of tokens; empty for other models.
         batch: least, usual and most rows in a batch.
         sequence: least, usual and most tokens of a row; None: rows are images.
     """
@@ -68,7 +68,7 @@ def conversion_inputs(asked: ConversionRequest, name: str) -> ConversionInputs:
             f"--calibration {asked.calibration} is of {asked.calibration.holds}s, and task {task} is for {reads}s: "
             f"give {_CALIBRATION[reads]}"
         )
-    labels = checkpoint.labels if tasks[task].output_name == "logits" else ()
+    labels = checkpoint.labels if tasks[task].labels is not None else ()
     facts = partial(ConversionInputs, name=name, source=asked.model, task=task, labels=labels, batch=asked.batch_size)
     if reads == "image":
         if asked.seq_len is not None:

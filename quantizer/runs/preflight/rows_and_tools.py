@@ -47,6 +47,4 @@ def check_rows(task: Task, scored: Sequence[Row], others: Sequence[Row | Sample]
     """
     if scored:
         task.targets(scored)
-    samples = [row for row in others if isinstance(row, Sample)]
-    samples += task.samples([row for row in (*scored, *others) if not isinstance(row, Sample)])
-    task.inputs.check(samples)
+    task.inputs.check(task.all_samples([*scored, *others]))

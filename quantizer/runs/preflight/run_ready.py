@@ -75,7 +75,7 @@ def ready_to_run(config: RunConfig, folder: Path, kind: str, *, force: bool | No
     _check_packages(faults, config)
     rows = _checked_data(faults, config.data)
     checkpoint = faults.of(lambda: read_checkpoint(config.model.source, config.model.task))
-    if checkpoint is not None and tasks[config.model.task].output_name == "logits" and checkpoint.labels:
+    if checkpoint is not None and tasks[config.model.task].labels == "row" and checkpoint.labels:
         for name in ("evaluation", "tuning", "training"):
             faults.of(partial(_check_labels, name, rows.get(name) or (), len(checkpoint.labels)))
     restore_folder(folder)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from quantizer.tasks.datasets import conll
 from quantizer.tasks.datasets import image_csv
 from quantizer.tasks.datasets import image_folder
+from quantizer.tasks.datasets import squad_json
 from quantizer.tasks.datasets import sst2
 from quantizer.tasks.datasets import stsb
 from quantizer.tasks.datasets import text_csv
+from quantizer.tasks.datasets import text_lines
 from quantizer.tasks.datasets import vader
 from quantizer.tasks.datasets.images import read_images
 from quantizer.tasks.datasets.load import load_rows
 from quantizer.tasks.datasets.rows import Image
 from quantizer.tasks.datasets.rows import Pair
+from quantizer.tasks.datasets.rows import Plain
+from quantizer.tasks.datasets.rows import Question
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import Text
+from quantizer.tasks.datasets.rows import Words
 from quantizer.tasks.datasets.rows import datasets
 from quantizer.tasks.datasets.texts import read_texts
 from quantizer.tasks.datasets.texts import text_files
@@ -21,17 +27,23 @@ from quantizer.tasks.datasets.texts import text_files
 __all__ = [
     "Image",
     "Pair",
+    "Plain",
+    "Question",
     "Row",
     "Text",
+    "Words",
+    "conll",
     "datasets",
     "image_csv",
     "image_folder",
     "load_rows",
     "read_images",
     "read_texts",
+    "squad_json",
     "sst2",
     "stsb",
     "text_csv",
     "text_files",
+    "text_lines",
     "vader",
 ]

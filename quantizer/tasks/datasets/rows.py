@@ -25,8 +25,11 @@ from quantizer.errors import TaskError
 __all__ = [
     "Image",
     "Pair",
+    "Plain",
+    "Question",
     "Row",
     "Text",
+    "Words",
     "class_number",
     "content_of",
     "datasets",
@@ -62,10 +65,34 @@ class Image:
     label: str
 
 
+@dataclass(frozen=True)
+class Plain:
+    """One text, whose own words are what is right: for models that fill in or go on."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Words:
+    """One text in words, with the tag of each, such as ``B-person``."""
+
+    words: tuple[str, ...]
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a text, and its answers as (text, first character in the context); none: it has no answer."""
+
+    question: str
+    context: str
+    answers: tuple[tuple[str, int], ...]
+
+
 _MOST_DIGITS = 9
 """The limit on the digits of a class number: no model has so many classes, and more may not fit in 64 bits."""
 
-Row: TypeAlias = Image | Pair | Text
+Row: TypeAlias = Image | Pair | Plain | Question | Text | Words
 
 
 def content_of(rows: Sequence[Row]) -> str:

