@@ -27,5 +27,8 @@ TASKS: Registry[Any] = Registry(
         "fill-mask",
         "text-generation",
         "image-classification",
+        "semantic-segmentation",
+        "depth-estimation",
+        "object-detection",
     ),
 )

@@ -7,6 +7,7 @@ from quantizer.tasks import image_classification
 from quantizer.tasks import sentence_similarity
 from quantizer.tasks import sequence_classification
 from quantizer.tasks.datasets import Image
+from quantizer.tasks.datasets import Masked
 from quantizer.tasks.datasets import Pair
 from quantizer.tasks.datasets import Plain
 from quantizer.tasks.datasets import Question
@@ -19,6 +20,8 @@ from quantizer.tasks.datasets import read_images
 from quantizer.tasks.datasets import read_texts
 from quantizer.tasks.datasets import text_files
 from quantizer.tasks.image_inputs import read_image
+from quantizer.tasks.images import segmentation
+from quantizer.tasks.images import unscored
 from quantizer.tasks.inputs import Feed
 from quantizer.tasks.inputs import Sample
 from quantizer.tasks.inputs import batch_shape
@@ -45,6 +48,7 @@ from quantizer.tasks.tokens import token_classification
 __all__ = [
     # rows
     "Image",
+    "Masked",
     "Pair",
     "Plain",
     "Question",
@@ -82,8 +86,10 @@ __all__ = [
     "fill_mask",
     "image_classification",
     "question_answering",
+    "segmentation",
     "sentence_similarity",
     "sequence_classification",
     "text_generation",
     "token_classification",
+    "unscored",
 ]

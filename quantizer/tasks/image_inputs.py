@@ -20,7 +20,7 @@ from quantizer.errors import TaskError
 from quantizer.tasks.inputs import EXAMPLE_ROWS
 from quantizer.tasks.inputs import Batch
 
-__all__ = ["ImageInputs", "read_image", "require_pillow"]
+__all__ = ["ImageInputs", "read_image", "read_mask", "require_pillow"]
 
 _INPUT = "pixel_values"
 _BYTES, _WORDS = 2**8 - 1, 2**16 - 1
@@ -117,6 +117,19 @@ def read_image(path: Path) -> Any:
 
     with _opened(path) as file:
         return _of_bytes(ImageOps.exif_transpose(file), file.format).convert("RGB")
+
+
+def read_mask(path: Path) -> Any:
+    """Return the class number of each pixel of an image with a number or a colour of a palette in each, int64 [H x W].
+
+    Raises:
+        TaskError: the file does not exist, is not a complete image, or has colours.
+        MissingDependencyError: Pillow is not installed.
+    """
+    with _opened(path) as file:
+        if file.mode not in ("L", "P", "1", "I", "I;16"):
+            raise ValueError(f"its pixels are {file.mode}, expected one number each, as of a grey image or a palette")
+        return np.asarray(file).astype(np.int64)
 
 
 @contextmanager

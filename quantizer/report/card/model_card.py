@@ -21,10 +21,13 @@ CARD = "README.md"
 """The name of the file, by which the hub knows a card."""
 
 _PIPELINES = {
+    "depth-estimation": "depth-estimation",
     "embedding-classification": "feature-extraction",
     "fill-mask": "fill-mask",
     "image-classification": "image-classification",
+    "object-detection": "object-detection",
     "question-answering": "question-answering",
+    "semantic-segmentation": "image-segmentation",
     "sentence-similarity": "sentence-similarity",
     "sequence-classification": "text-classification",
     "text-generation": "text-generation",

@@ -5,15 +5,16 @@ from __future__ import annotations
 from quantizer.tasks.datasets import conll
 from quantizer.tasks.datasets import image_csv
 from quantizer.tasks.datasets import image_folder
+from quantizer.tasks.datasets import image_masks
 from quantizer.tasks.datasets import squad_json
 from quantizer.tasks.datasets import sst2
 from quantizer.tasks.datasets import stsb
 from quantizer.tasks.datasets import text_csv
-from quantizer.tasks.datasets import text_lines
 from quantizer.tasks.datasets import vader
 from quantizer.tasks.datasets.images import read_images
 from quantizer.tasks.datasets.load import load_rows
 from quantizer.tasks.datasets.rows import Image
+from quantizer.tasks.datasets.rows import Masked
 from quantizer.tasks.datasets.rows import Pair
 from quantizer.tasks.datasets.rows import Plain
 from quantizer.tasks.datasets.rows import Question
@@ -26,6 +27,7 @@ from quantizer.tasks.datasets.texts import text_files
 
 __all__ = [
     "Image",
+    "Masked",
     "Pair",
     "Plain",
     "Question",
@@ -36,6 +38,7 @@ __all__ = [
     "datasets",
     "image_csv",
     "image_folder",
+    "image_masks",
     "load_rows",
     "read_images",
     "read_texts",
@@ -44,6 +47,5 @@ __all__ = [
     "stsb",
     "text_csv",
     "text_files",
-    "text_lines",
     "vader",
 ]

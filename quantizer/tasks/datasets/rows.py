@@ -24,6 +24,7 @@ from quantizer.errors import TaskError
 
 __all__ = [
     "Image",
+    "Masked",
     "Pair",
     "Plain",
     "Question",
@@ -89,10 +90,18 @@ class Question:
     answers: tuple[tuple[str, int], ...]
 
 
+@dataclass(frozen=True)
+class Masked:
+    """One image file, and the file with the class number of each of its pixels."""
+
+    path: Path
+    mask: Path
+
+
 _MOST_DIGITS = 9
 """The limit on the digits of a class number: no model has so many classes, and more may not fit in 64 bits."""
 
-Row: TypeAlias = Image | Pair | Plain | Question | Text | Words
+Row: TypeAlias = Image | Masked | Pair | Plain | Question | Text | Words
 
 
 def content_of(rows: Sequence[Row]) -> str:
@@ -104,8 +113,10 @@ def content_of(rows: Sequence[Row]) -> str:
     whole = hashlib.sha256()
     for row in rows:
         whole.update(repr(row).encode())
-        if isinstance(row, Image):
+        if isinstance(row, Image | Masked):
             whole.update(_file_digest(row.path))
+        if isinstance(row, Masked):
+            whole.update(_file_digest(row.mask))
     return whole.hexdigest()
 
 

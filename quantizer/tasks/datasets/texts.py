@@ -1,4 +1,4 @@
-"""Plain files of texts without labels, which are enough for calibration.
+"""Plain files of texts without labels, which are enough for calibration; as rows, the data set ``text-lines``.
 
 ``.txt`` has one text per line, ``.csv`` a header and a column of texts, ``.jsonl`` one object with a text per line.
 """
@@ -11,10 +11,14 @@ from pathlib import Path
 
 from quantizer.common.plain_values import json_values
 from quantizer.errors import TaskError
+from quantizer.tasks.datasets.rows import Plain
+from quantizer.tasks.datasets.rows import Row
+from quantizer.tasks.datasets.rows import datasets
 from quantizer.tasks.datasets.rows import read_lines
+from quantizer.tasks.datasets.rows import refuse_options
 from quantizer.tasks.datasets.rows import require_file
 
-__all__ = ["read_texts", "text_files"]
+__all__ = ["read_text_lines", "read_texts", "text_files"]
 
 _KIND = "texts"
 
@@ -36,6 +40,17 @@ def read_texts(path: Path, column: str = "text") -> list[str]:
     if not texts:
         raise TaskError(f"{file} holds no texts: check that this is the right file")
     return texts
+
+
+@datasets.add("text-lines")
+def read_text_lines(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+    """Return the texts of a file as rows, for models that fill in words or go on; see ``read_texts``.
+
+    Raises:
+        TaskError: the file does not exist, is malformed, or has no text.
+    """
+    refuse_options("text-lines", split=split, subset=subset)
+    return [Plain(text) for text in read_texts(require_file("text-lines", path))]
 
 
 def _from_csv(file: Path, column: str) -> Iterator[str]:
