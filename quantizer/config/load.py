@@ -85,9 +85,7 @@ def finished_run(draft: Draft, path: str | PathLike[str]) -> RunConfig:
 
 def _is_of_functions(model: Any) -> bool:
     """Return whether the section of a model, of whatever values, names a function, so that no data is needed."""
-    if not isinstance(model, dict) or model.get("task") is not None:
-        return False
-    return is_function_name(model.get("source")) or "inputs" in model
+    return isinstance(model, dict) and (is_function_name(model.get("source")) or "inputs" in model)
 
 
 def quantizer_config(

@@ -27,6 +27,7 @@ from quantizer.runs.workload.weights_file import check_weights
 from quantizer.runs.workload.weights_file import load_weights
 from quantizer.runs.workload.workload import Workload
 from quantizer.runs.workload.written_functions import called
+from quantizer.runs.workload.written_functions import current_folder_first
 from quantizer.runs.workload.written_functions import imported
 from quantizer.tasks import Batch
 
@@ -100,7 +101,9 @@ def _batches(model: nn.Module, name: str) -> list[Batch]:
     """
     data = called(name, imported(name))
     try:
-        return module_batches(model, data)
+        # A generator imports when it runs.
+        with current_folder_first():
+            return module_batches(model, data)
     except CalibrationError as error:
         raise CalibrationError(f"{name}(): {error}") from error
 

@@ -10,6 +10,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
@@ -20,33 +22,44 @@ from quantizer.config.describe import nearest
 from quantizer.errors import QuantizerError
 from quantizer.errors import TaskError
 
-__all__ = ["called", "imported"]
+__all__ = ["called", "current_folder_first", "imported"]
 
 _MACHINERY = (__file__, importlib.__file__, "<frozen ")
 """Files whose lines say nothing about a failed import."""
 
 
+@contextmanager
+def current_folder_first() -> Iterator[None]:
+    """Put the current folder on the import path, first, as ``python -m`` has it; for the user's own code alone.
+
+    A folder there that is named like a library that torch would import if it were installed is none for us.
+    """
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        # The code may have put other folders before it.
+        if here in sys.path:
+            sys.path.remove(here)
+
+
 def imported(name: str) -> Callable[..., Any]:
     """Return the function that ``MODULE:FUNCTION`` names.
-
-    The current folder is on the import path, first, as ``python -m`` has it; it stays there, for what the function
-    itself imports.
 
     Raises:
         TaskError: the module cannot be imported, or has no such function.
     """
     module_name, _, path = name.partition(":")
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
     try:
-        module = importlib.import_module(module_name)
+        with current_folder_first():
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise TaskError(f"{name}: importing {module_name} failed, {_what(error)}") from error
         raise TaskError(
-            f"{name}: there is no module {error.name!r}, neither in {here} nor installed; expected MODULE:FUNCTION as "
-            "Python imports it from the current folder"
+            f"{name}: there is no module {error.name!r}, neither in {os.getcwd()} nor installed; expected "
+            "MODULE:FUNCTION as Python imports it from the current folder"
         ) from error
     # A script without a guard around its main part may exit.
     except (Exception, SystemExit) as error:
@@ -75,7 +88,8 @@ def called(name: str, function: Callable[..., Any], *args: Any) -> Any:
         TaskError: it raises an error of its own; the message says where.
     """
     try:
-        return function(*args)
+        with current_folder_first():
+            return function(*args)
     except QuantizerError:
         raise
     except Exception as error:
