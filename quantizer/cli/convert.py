@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from quantizer.cli.one_process import require_one_process
+from quantizer.common.paths import is_there
+from quantizer.config.data_section import is_function_name
 
 __all__ = ["Convert"]
 
@@ -29,6 +33,7 @@ examples:
   quantizer convert -m my-model --quantization --calibration text-csv:train.csv \\
       --max-drop 0.002 --tuning text-csv:dev.csv --evaluation text-csv:test.csv
   quantizer convert -m my-vit --quantization --calibration photos --evaluation image-folder:labelled
+  quantizer convert -m my_pkg.nets:build --inputs my_pkg.data:calibration --score my_pkg.data:score --quantization
 
 Data is a plain file of texts (.txt with one a line, .csv or .jsonl with a column of them), a folder of images, or
 NAME:PATH with labels: text-csv (a header  text,label), sst2-text (label text), stsb-csv (sentence,sentence,score),
@@ -38,13 +43,27 @@ The folder holds one for each backend, for auto that of the fastest alone, with 
 processor/, config.json and a report; it is complete when the command ends well, and absent otherwise."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("-m", "--model", required=True, help="a folder that save_pretrained() wrote, or a hub name")
+        parser.add_argument(
+            "-m",
+            "--model",
+            required=True,
+            help="a folder that save_pretrained() wrote, a hub name, or a function that returns a module, "
+            "my_pkg.nets:build",
+        )
         parser.add_argument("--task", help="what the model is for (default: told from the checkpoint)")
         parser.add_argument("--quantization", action="store_true", help="quantize; without it the float model is built")
+        own = parser.add_argument_group("a module of your own, -m MODULE:FUNCTION")
+        own.add_argument(
+            "--inputs", metavar="FUNCTION", help="returns the batches to calibrate on: my_pkg.data:calibration"
+        )
+        own.add_argument("--weights", metavar="FILE", help="state dict for it: .safetensors, .pt or .pth")
+        own.add_argument(
+            "--score", metavar="FUNCTION", help="takes it, or an engine, and returns a number; more is better"
+        )
         data = parser.add_argument_group("data")
         data.add_argument("--calibration", metavar="DATA", help="texts or images like those that the model will see")
         data.add_argument("--rows", type=int, help="rows that calibrate (default: 128); the output check takes others")
-        data.add_argument("--column", default="text", help="the texts' column in .csv and .jsonl (default: text)")
+        data.add_argument("--column", help="the texts' column in .csv and .jsonl (default: text)")
         data.add_argument(
             "--max-drop", metavar="DROP", type=float, help="keep the score so close to float, groups put back"
         )
@@ -84,16 +103,28 @@ processor/, config.json and a report; it is complete when the command ends well,
         from quantizer.runs.convert import ConversionRequest
         from quantizer.runs.convert import convert
         from quantizer.runs.convert import data_source
+        from quantizer.runs.convert.function_request import convert_function
 
         given = {name: value for name, value in vars(args).items() if value is not None}
         for name in ("verb", "parser"):
             del given[name]
-        for option in ("calibration", "tuning", "evaluation"):
-            if option in given:
-                given[option] = data_source(given[option], f"--{option}")
         for name in ("backend", "batch_size", "seq_len"):
             if name in given:
                 given[name] = tuple(given[name])
+        if _is_function(given):
+            given.setdefault("output", Path("converted") / args.model.replace(":", "."))
+            convert_function(given, console)
+            return 0
+        for option in ("calibration", "tuning", "evaluation"):
+            if option in given:
+                given[option] = data_source(given[option], f"--{option}")
         given.setdefault("output", Path("converted") / args.model.rstrip("/").rpartition("/")[2])
         convert(ConversionRequest(backends=given.pop("backend"), **given), console)
         return 0
+
+
+def _is_function(given: Mapping[str, Any]) -> bool:
+    """Return whether the options are those of a module that a function returns."""
+    model = given["model"]
+    named = is_function_name(model) or ".py:" in model
+    return bool({"inputs", "weights", "score"} & given.keys()) or (named and not is_there(Path(model)))

@@ -2,33 +2,66 @@
 
 from __future__ import annotations
 
+import re
 from os.path import expanduser
 from os.path import realpath
 from typing import Annotated
+from typing import Any
 from typing import Literal
 
 from pydantic import AfterValidator
 from pydantic import Field
+from pydantic import ValidationInfo
+from pydantic import field_validator
+from pydantic_core import PydanticCustomError
 
 from quantizer.common.choices import TASKS
+from quantizer.config.describe import Slot
+from quantizer.config.section import Expects
 from quantizer.config.section import OneOf
 from quantizer.config.section import Section
 from quantizer.config.section import Text
+from quantizer.config.section import reject
 
-__all__ = ["DataConfig", "DatasetConfig", "ModelConfig"]
+__all__ = ["DataConfig", "DatasetConfig", "ModelConfig", "is_function_name"]
 
 _TASKS = OneOf(TASKS)
 
+_NAME = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+_FILE = re.compile(r"(?P<file>.*[/\\].*|.*\.py):(?P<function>[A-Za-z_]\w*)")
+_FUNCTION = re.compile(f"(?!package:){_NAME}:{_NAME}")
+
+
+def is_function_name(text: object) -> bool:
+    """Return whether a value is the name of a function, ``my_pkg.nets:build``, and that of no file."""
+    return isinstance(text, str) and _FUNCTION.fullmatch(text) is not None and _FILE.fullmatch(text) is None
+
+
+def _check_function(text: str) -> str:
+    if not is_function_name(text):
+        raise PydanticCustomError("function_name", "Input should be the name of a function")
+    return text
+
+
+FunctionName = Annotated[
+    str,
+    AfterValidator(_check_function),
+    Expects("the name of a function as Python imports it, MODULE:FUNCTION, such as 'my_pkg.data:calibration'"),
+]
+
 
 class ModelConfig(Section):
-    """The float model and the task on which it is scored."""
+    """The float model and the task on which it is scored: a checkpoint, or a function that returns a module."""
 
     source: Text = Field(
-        description="A local folder, a hub name, or 'package:NAME/FOLDER' for a folder inside an installed package. "
+        description="A local folder, a hub name, or 'package:NAME/FOLDER' for a folder inside an installed package; or "
+        "a function that returns a torch.nn.Module, 'my_pkg.nets:build', which has inputs and no task. "
         "A relative folder is resolved against the current directory, not against the YAML file."
     )
-    task: Annotated[str, AfterValidator(_TASKS.check), _TASKS] = Field(
-        description="What the model's output is used for; decides the metric."
+    task: Annotated[str, AfterValidator(_TASKS.check), _TASKS] | None = Field(
+        default=None,
+        description="What the output of a checkpoint is used for; decides the metric. Needed unless source is a "
+        "function.",
     )
     attention: Literal["eager", "sdpa"] = Field(
         default="eager", description="Attention implementation that the float model is loaded with."
@@ -36,6 +69,38 @@ class ModelConfig(Section):
     max_length: int = Field(
         default=128, ge=1, description="Longer texts are cut to this many tokens; images have none."
     )
+    weights: Text | None = Field(
+        default=None,
+        description="File with the state dict that the module of a function gets: .safetensors, or .pt and .pth that "
+        "hold tensors alone; null: it has its weights.",
+    )
+    inputs: FunctionName | None = Field(
+        default=None,
+        description="Function that returns the batches to calibrate on, 'my_pkg.data:calibration'; needed where source "
+        "is a function.",
+    )
+    metric: FunctionName | None = Field(
+        default=None,
+        description="Function that takes the module of a function, or an engine that is called as it is, and returns a "
+        "number, of which more is better: 'my_pkg.data:score'; null: the outputs alone are compared.",
+    )
+
+    # The last field, since it reads the others, and is checked where one of these is wrong, too.
+    @field_validator("metric")
+    @classmethod
+    def _fits_the_source(cls, metric: str | None, info: ValidationInfo) -> str | None:
+        """Return ``metric`` if a function has inputs, a checkpoint a task, and none of them a key of the other."""
+        given = {**info.data, "metric": metric}
+        source = given.get("source")
+        if source is None or "task" not in given:
+            return metric
+        if given["task"] is None and is_function_name(source):
+            problems = list(_of_function(given))
+        else:
+            problems = list(_of_checkpoint(source, given))
+        if problems:
+            reject(*problems)
+        return metric
 
 
 class DatasetConfig(Section):
@@ -68,10 +133,16 @@ class DatasetConfig(Section):
 
 
 class DataConfig(Section):
-    """The rows of each stage."""
+    """The rows of each stage, of a model that is a checkpoint."""
 
-    calibration: DatasetConfig = Field(description="Rows that the activation ranges are taken from.")
-    evaluation: DatasetConfig = Field(description="Rows that the scores are measured on.")
+    calibration: DatasetConfig | None = Field(
+        default=None,
+        description="Rows that the activation ranges are taken from; needed unless model.source is a function.",
+    )
+    evaluation: DatasetConfig | None = Field(
+        default=None,
+        description="Rows that the scores are measured on; needed unless model.source is a function.",
+    )
     tuning: DatasetConfig | None = Field(
         default=None,
         description="Rows that a choice is scored on, none of them of evaluation; needed by fallback.max_drop, by "
@@ -84,3 +155,53 @@ class DataConfig(Section):
         default=None, description="Rows that the classifier is fitted on; needed by task 'embedding-classification'."
     )
     batch_size: int = Field(default=32, ge=1, description="Rows in one batch.")
+
+    def problems_with(self, model: ModelConfig | None) -> list[tuple[str, str]]:
+        """Return path and text of what is missing or not used with a model; None: a model that is wrong itself."""
+        if model is not None and model.task is None:
+            ignored = [name for name in type(self).model_fields if getattr(self, name) != _default(type(self), name)]
+            text = f"is not used: {model.inputs}, of model.inputs, gives the batches; remove it"
+            return [(name, text) for name in ignored]
+        if model is None and not self.model_fields_set:
+            return []
+        needed = [name for name in ("calibration", "evaluation") if getattr(self, name) is None]
+        return [(name, f"is missing; expected {Slot(DatasetConfig).expected()}") for name in needed]
+
+
+def _of_function(given: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the problems of a model whose source is a function."""
+    found = [
+        (f"/model.{name}", f"is not used by a source that is a function, {given['source']}; remove it")
+        for name in ("attention", "max_length")
+        if name in given and given[name] != _default(ModelConfig, name)
+    ]
+    if "inputs" in given and given["inputs"] is None:
+        what = "expected the function that returns the batches to calibrate on, such as 'my_pkg.data:calibration'"
+        found.append(("/model.inputs", f"is missing; {what}"))
+    return found
+
+
+def _of_checkpoint(source: str, given: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the problems of a model whose source is a checkpoint, or no name of a function."""
+    used = [name for name in ("weights", "inputs", "metric") if given.get(name) is not None]
+    if given["task"] is not None:
+        if used and is_function_name(source):
+            return [("/model.task", f"is for checkpoints, and source names a function, {source}; remove it")]
+        text = "is used by a source that is a function, such as 'my_pkg.nets:build'; remove it"
+        return [(f"/model.{name}", text) for name in used]
+    file = _FILE.fullmatch(source)
+    if file is not None:
+        module = re.sub(r"[/\\]+", ".", file["file"].removeprefix("./").removesuffix(".py"))
+        named = f"{module}:{file['function']}"
+        hint = f"'{named}'" if is_function_name(named) else "'my_pkg.nets:build'"
+        text = f"got {source!r}, the path of a file; expected its module, as Python imports it from the current folder"
+        return [("/model.source", f"{text}: {hint}")]
+    if used:
+        text = f"got {source!r}, and {' and '.join(used)} for a function; expected one, such as 'my_pkg.nets:build'"
+        return [("/model.source", text)]
+    known = Slot(str, (_TASKS,)).expected()
+    return [("/model.task", f"is missing; expected {known}; a source such as 'my_pkg.nets:build' needs none")]
+
+
+def _default(section: type[Section], name: str) -> Any:
+    return section.model_fields[name].default

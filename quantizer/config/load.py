@@ -15,6 +15,7 @@ import yaml
 
 from quantizer.common.paths import is_there
 from quantizer.config.data_section import DatasetConfig
+from quantizer.config.data_section import is_function_name
 from quantizer.config.describe import nearest
 from quantizer.config.describe import words_for
 from quantizer.config.origin import Draft
@@ -37,9 +38,10 @@ SWEEP = "sweep"
 def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
     """Read the YAML file of one run.
 
-    Relative paths in it (``data.*.path``, and ``model.source`` if it starts with ``./``, ``../`` or ``~/`` or exists)
-    are resolved against the current directory, not against the folder of the file. Without ``output``, the run's folder
-    is ``runs/`` and the file's name without its ending; without ``quantizer.backend`` it is ``auto``.
+    Relative paths in it (``data.*.path``, ``model.weights``, and ``model.source`` if it starts with ``./``, ``../`` or
+    ``~/`` or exists) are resolved against the current directory, not against the folder of the file. Without
+    ``output``, the run's folder is ``runs/`` and the file's name without its ending; without ``quantizer.backend`` it
+    is ``auto``.
 
     Args:
         path: the file.
@@ -73,10 +75,17 @@ def run_draft(path: str | PathLike[str], document: Document) -> Draft:
 def finished_run(draft: Draft, path: str | PathLike[str]) -> RunConfig:
     """Return the configuration of a draft, with the defaults of the file of this path; see ``load_run``."""
     draft.value.setdefault("output", f"runs/{Path(path).stem}")
+    if _is_of_functions(draft.value.get("model")):
+        draft.value.setdefault("data", {})
     section = draft.value.get("quantizer", {})
     if isinstance(section, dict) and "backend" not in section:
         draft.set(("quantizer", "backend"), AUTO, "default")
     return _with_absolute_paths(finish(draft, RunConfig))
+
+
+def _is_of_functions(model: Any) -> bool:
+    """Return whether the section of a model, of whatever values, names a function, so that no data is needed."""
+    return isinstance(model, dict) and (is_function_name(model.get("source")) or "inputs" in model)
 
 
 def quantizer_config(
@@ -146,7 +155,10 @@ def _require_section(draft: Draft, schema: type[Section]) -> None:
 
 def _with_absolute_paths(run: RunConfig) -> RunConfig:
     model = run.model
-    if model.source.startswith(("./", "../", "~/")) or is_there(Path(model.source)):
+    if model.task is None:
+        weights = None if model.weights is None else abspath(expanduser(model.weights))
+        model = model.model_copy(update={"weights": weights})
+    elif model.source.startswith(("./", "../", "~/")) or is_there(Path(model.source)):
         model = model.model_copy(update={"source": abspath(expanduser(model.source))})
     found = {}
     for name in type(run.data).model_fields:

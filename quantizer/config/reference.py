@@ -48,6 +48,8 @@ data:
   calibration: {name: text-csv, path: train.csv, rows: 128}
   evaluation: {name: text-csv, path: dev.csv}
 ```
+
+A torch model of your own is named by a function, and so are its batches: [the guide](guide/plain-torch.md).
 """
 
 _TAIL = """\

@@ -128,7 +128,7 @@ class RunConfig(Section):
     """One run: one model, one data set, one engine, one report."""
 
     model: ModelConfig = Field(description="The float model and its task.")
-    data: DataConfig = Field(description="The rows of each stage.")
+    data: DataConfig = Field(description="The rows of each stage; none where model.source is a function.")
     quantizer: QuantizerConfig = Field(default=QuantizerConfig(), description="What is quantized, and how.")
     amp: AmpConfig | None = Field(default=None, description="Measure what each group costs; null: do not.")
     fallback: FallbackConfig | None = Field(
@@ -151,9 +151,9 @@ class RunConfig(Section):
     @field_validator("data")
     @classmethod
     def _rows_fit(cls, data: DataConfig, info: ValidationInfo) -> DataConfig:
-        problems = []
         model = info.data.get("model")
-        if isinstance(model, ModelConfig):
+        problems = data.problems_with(model)
+        if isinstance(model, ModelConfig) and model.task is not None:
             needs_head = model.task == "embedding-classification"
             if needs_head and data.head is None:
                 text = f"is missing; expected the rows to fit the classifier of model.task {model.task!r} on"
@@ -179,12 +179,22 @@ class RunConfig(Section):
     def _choices_have_what_they_need(cls, qat: QatConfig | None, info: ValidationInfo) -> QatConfig | None:
         """Return ``qat`` if amp, and rows to tune and train on, are configured if needed and only then."""
         problems = []
-        data, amp, fallback = (info.data.get(name) for name in ("data", "amp", "fallback"))
+        model, data, amp, fallback = (info.data.get(name) for name in ("model", "data", "amp", "fallback"))
         if isinstance(fallback, FallbackConfig) and fallback.names is None and "amp" in info.data and amp is None:
             text = "needs the ranking that amp measures; expected an amp section, such as amp: {}"
             problems.append(("/fallback", text))
         users = ["fallback.max_drop"] if isinstance(fallback, FallbackConfig) and fallback.max_drop is not None else []
         users += ["amp.measure 'metric'"] if isinstance(amp, AmpConfig) and amp.measure == "metric" else []
+        if isinstance(model, ModelConfig) and model.task is None:
+            if users and model.metric is None:
+                text = "is missing; expected the function that scores, such as 'my_pkg.data:score', for "
+                problems.append(("/model.metric", text + " and ".join(users)))
+            if qat is not None:
+                text = "trains checkpoints; remove it: a module of one's own is trained in Python, by Quantizer.qat"
+                problems.append(("", text))
+            if problems:
+                reject(*problems)
+            return qat
         users += ["qat"] if qat is not None else []
         if isinstance(data, DataConfig) and users and data.tuning is None:
             text = f"is missing; expected the rows to score on for {' and '.join(users)}, none of them of evaluation"
@@ -212,9 +222,10 @@ class RunConfig(Section):
                 text = f"got {export.opset}; expected {_HALF_SCALES_OPSET} or later, the first with {half} scales"
                 problems.append(("opset", text))
         rows, tokens = export.dynamic.batch[2], export.dynamic.sequence[2]
-        if isinstance(data, DataConfig) and data.batch_size > rows:
+        reads = isinstance(model, ModelConfig) and model.task is not None
+        if reads and isinstance(data, DataConfig) and data.batch_size > rows:
             problems.append(("dynamic.batch", f"max is {rows}; expected at least data.batch_size, {data.batch_size}"))
-        if isinstance(model, ModelConfig) and model.max_length > tokens:
+        if reads and isinstance(model, ModelConfig) and model.max_length > tokens:
             text = f"max is {tokens}; expected at least model.max_length, {model.max_length}"
             problems.append(("dynamic.sequence", text))
         if problems:
@@ -225,12 +236,16 @@ class RunConfig(Section):
     @classmethod
     def _latency_is_in_range(cls, report: ReportConfig, info: ValidationInfo) -> ReportConfig:
         problems = []
-        export = info.data.get("export")
+        model, export = info.data.get("model"), info.data.get("export")
+        batches = isinstance(model, ModelConfig) and model.task is None
         if isinstance(export, ExportConfig):
             for key, size, axis in (
                 ("latency_batch", report.latency_batch, "batch"),
                 ("latency_sequence", report.latency_sequence, "sequence"),
             ):
+                # What is not set comes from the batches of a function.
+                if batches and not (key in report.model_fields_set and axis in export.dynamic.model_fields_set):
+                    continue
                 low, _, high = export.dynamic.batch if axis == "batch" else export.dynamic.sequence
                 if not low <= size <= high:
                     problems.append((key, f"got {size}; expected {low} to {high}, the export.dynamic.{axis} range"))

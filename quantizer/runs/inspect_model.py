@@ -7,6 +7,7 @@ from rich.syntax import Syntax
 
 from quantizer.config import RunConfig
 from quantizer.quantizer import Quantizer
+from quantizer.runs.workload.function_source import returned_module
 from quantizer.tasks import load_model
 
 __all__ = ["inspect"]
@@ -14,7 +15,8 @@ __all__ = ["inspect"]
 
 def inspect(config: RunConfig, diff: bool, console: Console) -> None:
     """Print what would be quantized in the model, or with ``diff`` also the rewritten source."""
-    model = load_model(config.model.source, config.model.task, config.model.attention)
+    named = config.model
+    model = returned_module(named) if named.task is None else load_model(named.source, named.task, named.attention)
     quantizer = Quantizer(config.quantizer)
     console.print(quantizer.inspect(model).text(), markup=False, highlight=False, soft_wrap=True)
     if diff and console.is_terminal:

@@ -49,7 +49,6 @@ from quantizer.report.search.search_records import fallback_record
 from quantizer.report.tracking.trackers import print_tracked
 from quantizer.report.verdict import USABLE
 from quantizer.report.verdict import verdict_of
-from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.compare_outputs import output_distances
 from quantizer.runs.measure import build_options
 from quantizer.runs.measure import engine_file
@@ -76,7 +75,7 @@ from quantizer.runs.run_engines import nearest_form
 from quantizer.runs.search import causes_of
 from quantizer.runs.search import measure_sensitivity
 from quantizer.runs.search import search_fallback
-from quantizer.runs.task_metric import TaskMetric
+from quantizer.runs.task_metric import Metric
 from quantizer.runs.train import TrainingResult
 from quantizer.runs.train import train
 from quantizer.runs.workload.configured import configured_workload
@@ -152,16 +151,16 @@ class _Run:
     def __init__(
         self, config: RunConfig, name: str, target: Path, kept: ResumeFiles, timer: StageTimer, load: Load
     ) -> None:
-        self.config = config
         self.name = name
         self.target = target
-        (target / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
         with timer("load model and data"):
             self.work = load(timer, kept, target)
+        self.config = config = self.work.fit(config)
+        (target / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
         self.context, self.rows, self.scoring = self.work.context, self.work.rows, self.work.scorer
         max_drop = None if config.fallback is None else config.fallback.max_drop
         checked = config.qat is None and runs_here(config.quantizer.backend)
-        self.budget = EngineBudget(self.context, max_drop, self.rows.tuning, checked=checked)
+        self.budget = self.work.budget(max_drop, checked=checked)
         self.budget.warn("fallback.max_drop")
         self.model = self.context.model
         self.placement = RunPlacement(self.context, config, target)
@@ -224,11 +223,9 @@ class _Run:
         return batches
 
     @cached_property
-    def metric(self) -> TaskMetric:
-        """The score on tuning rows, for what is chosen by it."""
-        config = self.config
-        settings = (config.model, config.data.batch_size, config.export.dynamic.sequence[0])
-        return TaskMetric(settings, self.context.task, self.budget.searched, self.rows.head)
+    def metric(self) -> Metric:
+        """The score on tuning rows, or by a function, for what is chosen by it."""
+        return self.work.metric(self.budget.searched)
 
     def _choose(self, quantizer: Quantizer, batches: list[Batch]) -> nn.Module | None:
         """Measure sensitivity, and let the groups fall back to float that are asked for; return the proxy, if any."""

@@ -18,7 +18,7 @@ from quantizer.report.cause_record import Cause
 from quantizer.report.search.search_records import fallback_reason
 from quantizer.report.tables import text
 from quantizer.runs.run_context import RunContext
-from quantizer.runs.task_metric import TaskMetric
+from quantizer.runs.task_metric import Metric
 from quantizer.sensitivity import Evaluation
 from quantizer.sensitivity import ScoreCache
 from quantizer.sensitivity import fingerprint
@@ -54,7 +54,7 @@ def search_fallback(
     context: RunContext,
     quantizer: Quantizer,
     proxy: nn.Module,
-    metric: TaskMetric,
+    metric: Metric,
     max_drop: float,
     *,
     max_evaluations: int = 25,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch import nn
 
@@ -13,7 +14,16 @@ from quantizer.tasks import Row
 from quantizer.tasks import Task
 from quantizer.tasks.datasets.rows import content_of
 
-__all__ = ["TaskMetric"]
+__all__ = ["Metric", "TaskMetric"]
+
+
+class Metric(Protocol):
+    """A function of a model that returns its score."""
+
+    higher_is_better: bool
+
+    def __call__(self, model: nn.Module, /) -> float:
+        """Return the score of a model."""
 
 
 class TaskMetric:

@@ -37,7 +37,7 @@ from quantizer.quantizer import Quantizer
 from quantizer.report.record import TrainingRun
 from quantizer.report.record import TrainingScore
 from quantizer.runs.run_context import RunContext
-from quantizer.runs.task_metric import TaskMetric
+from quantizer.runs.task_metric import Metric
 from quantizer.sensitivity import fingerprint
 from quantizer.tasks import Row
 from quantizer.tasks import Task
@@ -247,7 +247,7 @@ class Training:
 
 
 def train(
-    context: RunContext, settings: QatConfig, quantizer: Quantizer, rows: Sequence[Row], score: TaskMetric
+    context: RunContext, settings: QatConfig, quantizer: Quantizer, rows: Sequence[Row], score: Metric
 ) -> TrainingResult:
     """Train a copy, since the float model must stay the reference."""
     known = fingerprint(quantizer.plan, score, Fingerprint.of(context.model))

@@ -10,7 +10,7 @@ from torch import Tensor
 from quantizer.numerics.qtype import qtype
 from quantizer.plan.site_plan import OperandPlan
 
-__all__ = ["outliers"]
+__all__ = ["outliers", "scaled"]
 
 _RATIO = 8.0
 """How many times as large as the median a channel or a token must be to count: three of the eight bits are lost."""
@@ -22,16 +22,23 @@ _TOKENS = 0.01
 """The largest share of the rows that count as single tokens."""
 
 
+def scaled(x: Tensor, planned: OperandPlan) -> Tensor:
+    """Return an activation as it is rounded: times its factors [K], which lie along an axis of the whole tensor."""
+    if planned.factor is None:
+        return x
+    assert planned.smooth_axis is not None
+    moved = x.movedim(planned.smooth_axis, -1) * planned.factor.to(x.device)
+    return moved.movedim(-1, planned.smooth_axis)
+
+
 def outliers(x: Tensor, planned: OperandPlan, *, rows: bool) -> list[str]:
     """Return what is wrong with the range of an activation, in words; empty if nothing stands out.
 
     Args:
-        x: its values [.., K], without padding.
+        x: its values [.., K] as ``scaled`` returns them, without padding.
         planned: its plan, with a scale.
         rows: whether the last axis is that of its channels.
     """
-    if planned.factor is not None:
-        x = x.movedim(planned.smooth_axis or -1, -1) * planned.factor.to(x.device)
     found = [] if not rows else _by_structure(x.detach().float().reshape(-1, x.shape[-1]).abs())
     return [*found, *_clipped(x.detach().double(), planned)]
 

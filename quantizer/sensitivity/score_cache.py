@@ -109,7 +109,9 @@ def _of_function(function: Callable[..., object]) -> list[str]:
     name = getattr(function, "__qualname__", type(function).__qualname__)
     code = getattr(function, "__code__", None)
     defaults = repr(getattr(function, "__defaults__", None))
-    return [name, str(getattr(function, "reads", "")), defaults, *([] if code is None else _of_code(code))]
+    wrapped = getattr(function, "__wrapped__", None)
+    inner = [] if wrapped is None else _of_function(wrapped)
+    return [name, str(getattr(function, "reads", "")), defaults, *([] if code is None else _of_code(code)), *inner]
 
 
 def _of_code(code: CodeType) -> list[str]:

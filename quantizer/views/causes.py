@@ -31,6 +31,7 @@ from quantizer.report.cause_record import Cure
 from quantizer.report.tables.cause_lines import cause_lines
 from quantizer.sensitivity import operands_of
 from quantizer.sensitivity.outliers import outliers
+from quantizer.sensitivity.outliers import scaled
 from quantizer.sensitivity.session import SensitivitySession
 from quantizer.views.table_view import View
 
@@ -142,7 +143,8 @@ class _Trial:
         for (path, name), parts in values.items():
             planned = next(operand for operand in self._plan[path].operands if operand.name == name)
             linear = self._plan[path].kind == "linear"
-            flat = torch.cat([part.reshape(-1, part.shape[-1]) if linear else part.flatten() for part in parts])
+            rounded = [scaled(part, planned) for part in parts]
+            flat = torch.cat([part.reshape(-1, part.shape[-1]) if linear else part.flatten() for part in rounded])
             found[planned.group or ""] += outliers(flat, planned, rows=linear)
         return {group: tuple(dict.fromkeys(texts)) for group, texts in found.items()}
 

@@ -143,3 +143,20 @@ def test_asking_changes_no_plan() -> None:
     first = quantizer.causes(model, rows)
     assert first.rows == quantizer.causes(model, rows).rows
     assert all(torch.equal(scale, before[name]) for name, scale in quantizer.scales().items())
+
+
+def test_causes_of_convolutions_whose_inputs_are_divided_by_factors() -> None:
+    # Channels that differ are made alike by factors, which lie along the third axis from the end.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)).eval()
+    with torch.no_grad():
+        model[0].weight.mul_(torch.logspace(-2, 1, 16)[:, None, None, None])
+    images = [torch.randn(4, 3, 12, 12) for _ in range(2)]
+    quantizer = Quantizer(backend="openvino")
+    quantizer.calibrate(model, images)
+    factors = [operand.factor for site in quantizer.plan.values() for operand in site.operands]
+    assert any(factor is not None for factor in factors)
+    assert {cause.group for cause in quantizer.causes(model, images).rows} == {
+        "0._conv_forward.conv2d_1",
+        "2._conv_forward.conv2d_1",
+    }

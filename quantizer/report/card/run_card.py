@@ -39,6 +39,7 @@ def write_run_card(record: RunRecord, folder: Path) -> None:
         return
     settings = record.config.get("quantizer") or {}
     evaluation = (record.config.get("data") or {}).get("evaluation") or {}
+    function = (record.config.get("model") or {}).get("metric")
     latency = record.latency
     facts = CardFacts(
         name=record.name,
@@ -47,7 +48,7 @@ def write_run_card(record: RunRecord, folder: Path) -> None:
         backend=record.engine.backend,
         dtype=settings.get("dtype") if any(site.quantized for site in record.coverage) else None,
         score=quantized_score(record.scores),
-        dataset=Path(evaluation.get("path") or evaluation.get("name") or "evaluation rows").name,
+        dataset=Path(evaluation.get("path") or evaluation.get("name") or function or "evaluation rows").name,
         figures=tuple(_figures(record)),
         machine=str(record.machine.get("cpu") or "a machine that did not say its name"),
         configuration=settings,

@@ -128,11 +128,18 @@ def _not_comparable(first: ComparedRun, second: ComparedRun) -> str:
         return f"not compared: {first.score.metric} and {second.score.metric}"
     if first.resamples is not None and second.resamples is not None:
         same = first.resamples.rows == second.resamples.rows
+    elif _function(first) is not None and _function(first) == _function(second):
+        same = True
     elif first.score.rows is None or second.score.rows is None:
         return "not compared: on which rows they were scored is not recorded"
     else:
         same = _evaluation(first) == _evaluation(second) and first.score.rows == second.score.rows
     return "" if same else "not compared: scored on other rows"
+
+
+def _function(run: ComparedRun) -> object:
+    """Return the name of the function that scored a run; None: a task did."""
+    return run.config.get("model", {}).get("metric")
 
 
 def _evaluation(run: ComparedRun) -> object:

@@ -11,7 +11,7 @@ __all__ = ["BudgetOutcome", "EngineCheck"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCheck(Record):
-    """The score of an engine on rows that the search for its fallback did not see."""
+    """The score of an engine that is held to a budget, on rows that the search for its fallback did not see."""
 
     allowed: float
     """How much worse than the float score the search let the score of the quantized model be."""
@@ -19,8 +19,8 @@ class EngineCheck(Record):
     """How many groups had fallen back to float."""
     drop: float
     """How much worse the engine's score is than the float model's; negative if it is better."""
-    rows: int
-    """The number of rows."""
+    rows: int | None
+    """The number of rows; null: a function of the user's own scored it, as it scored the search."""
 
 
 @dataclass(frozen=True, kw_only=True)

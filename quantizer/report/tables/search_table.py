@@ -63,8 +63,8 @@ def evaluation_caption(fallback: Fallback) -> str:
     else:
         words.append(f"put back: all, {text.counted(len(fallback.groups), 'group')}")
     words += [
-        f"on {text.counted(entry.rows, 'row')} that the search did not see, the engine with "
-        f"{text.counted(entry.groups, 'group')} put back drops by {text.error(entry.drop)}"
+        ("" if entry.rows is None else f"on {text.counted(entry.rows, 'row')} that the search did not see, ")
+        + f"the engine with {text.counted(entry.groups, 'group')} put back drops by {text.error(entry.drop)}"
         for entry in fallback.checks
     ]
     if fallback.outcome is not None:

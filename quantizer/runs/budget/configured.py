@@ -22,10 +22,10 @@ def configured_warnings(config: RunConfig, rows: int) -> Iterator[str]:
         config: the configuration.
         rows: the number of its tuning rows.
     """
-    asked = config.fallback
-    if asked is None or asked.max_drop is None:
+    asked, task = config.fallback, config.model.task
+    if asked is None or asked.max_drop is None or task is None:
         return
     here = chooses(config) or config.quantizer.backend == AUTO or runs_here(config.quantizer.backend)
     searched = rows_searched(rows, checked=config.qat is None and here)
-    metric = tasks[config.model.task].metric_name
+    metric = tasks[task].metric_name
     yield from budget_warnings(asked.max_drop, searched, metric, "fallback.max_drop")

@@ -10,9 +10,13 @@ from quantizer.runs.budget.fineness import budget_warnings
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import as_predictor
 from quantizer.runs.run_context import bar
+from quantizer.runs.workload.function_scorer import FunctionScorer
 from quantizer.tasks import Row
 
-__all__ = ["EngineBudget", "rows_searched"]
+__all__ = ["CHECK_BY_FUNCTION", "CHECK_ON_ROWS", "EngineBudget", "rows_searched"]
+
+CHECK_ON_ROWS, CHECK_BY_FUNCTION = "check the engine on rows that the search did not see", "check the engine"
+"""The stage in which an engine is held to its budget."""
 
 _CHECKS = 3
 """How often an engine is built for one budget."""
@@ -35,19 +39,29 @@ class EngineBudget:
         checks: the engines that were checked, in order.
     """
 
-    def __init__(self, context: RunContext, asked: float | None, tuning: list[Row], *, checked: bool) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        asked: float | None,
+        tuning: list[Row],
+        *,
+        checked: bool,
+        function: FunctionScorer | None = None,
+    ) -> None:
         """
         Args:
             context: the model and its task.
             asked: the budget; None: there is none.
             tuning: the tuning rows.
             checked: whether an engine of what the search finds runs here; with training, other engines are built.
+            function: scores engines where there are no rows but those that a function knows.
         """
         self.asked = asked
         self.checks: list[EngineCheck] = []
         checked = checked and asked is not None
         self.searched = [row for place, row in enumerate(tuning, start=1) if place % _SHARE] if checked else tuning
         self._rows = tuning[_SHARE - 1 :: _SHARE] if checked else []
+        self._function = function if checked else None
         self._context = context
         self._float_score: float | None = None
         self._allowed = self.asked or 0.0
@@ -58,7 +72,7 @@ class EngineBudget:
         Args:
             option: the name of the budget, for the message.
         """
-        if self.asked is not None:
+        if self.asked is not None and self.searched:
             metric = self._context.task.metric_name
             for line in budget_warnings(self.asked, len(self.searched), metric, option):
                 self._context.timer.tell(f"warning: {line}")
@@ -72,15 +86,14 @@ class EngineBudget:
             engine: the engine; None if it does not run here.
             groups: how many groups went back to float.
         """
-        if self.asked is None or not self._rows or engine is None:
+        if self.asked is None or engine is None or not (self._rows or self._function):
             return None
-        timer, sign = self._context.timer, 1 if self._context.task.higher_is_better else -1
-        with timer("check the engine on rows that the search did not see"):
-            if self._float_score is None:
-                self._float_score = self._score(self._context.model)
-            drop = sign * (self._float_score - self._score(engine))
-        self.checks.append(EngineCheck(allowed=self._allowed, groups=groups, drop=drop, rows=len(self._rows)))
-        said = f"the engine's drop on {len(self._rows)} rows is {drop:.5f}, and {self.asked:g} is allowed"
+        timer, rows = self._context.timer, None if self._function else len(self._rows)
+        with timer(CHECK_BY_FUNCTION if self._function else CHECK_ON_ROWS):
+            drop = self._drop(engine)
+        self.checks.append(EngineCheck(allowed=self._allowed, groups=groups, drop=drop, rows=rows))
+        told = "" if rows is None else f" on {rows} rows"
+        said = f"the engine's drop{told} is {drop:.5f}, and {self.asked:g} is allowed"
         if drop <= self.asked:
             timer.tell(said)
             return None
@@ -90,6 +103,17 @@ class EngineBudget:
         self._allowed = max(0.0, self._allowed - (drop - self.asked))
         timer.tell(f"{said}: the search goes on with {self._allowed:.5f}")
         return self._allowed
+
+    def _drop(self, engine: Engine) -> float:
+        """Return how much worse the engine is than the float model."""
+        if self._function is not None:
+            gain = self._function.difference("engine", engine)
+            assert gain is not None
+            return -gain if self._function.metric.higher_is_better else gain
+        if self._float_score is None:
+            self._float_score = self._score(self._context.model)
+        sign = 1 if self._context.task.higher_is_better else -1
+        return sign * (self._float_score - self._score(engine))
 
     def _score(self, model: nn.Module | Engine) -> float:
         task = self._context.task

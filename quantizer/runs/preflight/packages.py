@@ -8,13 +8,13 @@ from quantizer.runs.preflight.faults import Faults
 from quantizer.runs.preflight.faults import require_package
 from quantizer.tasks import tasks
 
-__all__ = ["check_packages"]
+__all__ = ["check_export_packages", "check_packages"]
 
 _EXPORT = ("onnx", "onnxscript", "onnx_ir")
 
 
 def check_packages(faults: Faults, task: str | None) -> None:
-    """Check the packages of the extras ``hf`` and ``onnx``, without importing them.
+    """Check the packages of the extras ``hf`` and ``onnx`` that a checkpoint needs, without importing them.
 
     Args:
         faults: where those that are missing are kept.
@@ -24,5 +24,10 @@ def check_packages(faults: Faults, task: str | None) -> None:
     scored = () if used is None else (*used.packages, *(("PIL",) if used.reads == "image" else ()))
     for package in ("transformers", *scored):
         faults.of(partial(require_package, package, "hf"))
+    check_export_packages(faults)
+
+
+def check_export_packages(faults: Faults) -> None:
+    """Check the packages of the extra ``onnx``, without importing them."""
     for package in _EXPORT:
         faults.of(partial(require_package, package, "onnx"))

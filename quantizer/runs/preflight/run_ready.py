@@ -5,6 +5,7 @@ The model itself is not loaded. What only the loaded model can tell is checked r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import fields
@@ -30,9 +31,11 @@ from quantizer.runs.pick_backend import chooses
 from quantizer.runs.preflight.estimate import run_estimate
 from quantizer.runs.preflight.faults import Faults
 from quantizer.runs.preflight.faults import require_package
+from quantizer.runs.preflight.packages import check_export_packages
 from quantizer.runs.preflight.packages import check_packages
 from quantizer.runs.run_context import RunRows
 from quantizer.runs.run_context import rows_of
+from quantizer.runs.workload.function_source import check_functions
 from quantizer.targets import AUTO
 from quantizer.targets import profile
 from quantizer.tasks import Row
@@ -74,10 +77,10 @@ def ready_to_run(config: RunConfig, folder: Path, kind: str, *, force: bool | No
     faults = Faults()
     _check_packages(faults, config)
     rows = _checked_data(faults, config.data)
-    checkpoint = faults.of(lambda: read_checkpoint(config.model.source, config.model.task))
-    if checkpoint is not None and tasks[config.model.task].labels == "row" and checkpoint.labels:
-        for name in ("evaluation", "tuning", "training"):
-            faults.of(partial(_check_labels, name, rows.get(name) or (), len(checkpoint.labels)))
+    if config.model.task is None:
+        check_functions(faults, config.model)
+    else:
+        _check_checkpoint(faults, config.model.source, config.model.task, rows)
     restore_folder(folder)
     faults.of(lambda: checked_folder(folder, kind, replace=force is not False))
     faults.of(lambda: require_writable(folder))
@@ -85,12 +88,16 @@ def ready_to_run(config: RunConfig, folder: Path, kind: str, *, force: bool | No
     notes = list(_notes(config))
     if force is None and folder.exists():
         notes.append(f"{folder} exists already: run replaces it only with --force")
-    return Ready(RunRows(**rows), tuple(notes), run_estimate(config, rows))
+    estimate = None if config.model.task is None else run_estimate(config, rows)
+    return Ready(RunRows(**{"calibration": [], "evaluation": []} | rows), tuple(notes), estimate)
 
 
 def _check_packages(faults: Faults, config: RunConfig) -> None:
     """Check the packages of model, score, export, report and engine, and what the engine needs of the machine."""
-    check_packages(faults, config.model.task)
+    if config.model.task is None:
+        check_export_packages(faults)
+    else:
+        check_packages(faults, config.model.task)
     if "html" in config.report.formats:
         faults.of(partial(require_package, "jinja2", "report"))
     if (tracker := config.report.track) is not None:
@@ -101,6 +108,14 @@ def _check_packages(faults: Faults, config: RunConfig) -> None:
         faults.of(lambda: cpu_candidates(config.quantizer.candidates))
     elif fits and config.quantizer.backend != AUTO:
         faults.of(lambda: backend(config.quantizer.backend).check(build_options(config)))
+
+
+def _check_checkpoint(faults: Faults, source: str, task: str, rows: Mapping[str, Sequence[Row]]) -> None:
+    """Check a checkpoint for a task, and the labels of the rows where it has classes."""
+    checkpoint = faults.of(lambda: read_checkpoint(source, task))
+    if checkpoint is not None and tasks[task].labels == "row" and checkpoint.labels:
+        for name in ("evaluation", "tuning", "training"):
+            faults.of(partial(_check_labels, name, rows.get(name) or (), len(checkpoint.labels)))
 
 
 def _checked_data(faults: Faults, data: DataConfig) -> dict[str, list[Row]]:

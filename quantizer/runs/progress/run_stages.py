@@ -9,6 +9,8 @@ from typing import Any
 
 from quantizer.config import RunConfig
 from quantizer.engines import runs_here
+from quantizer.runs.budget.engine_budget import CHECK_BY_FUNCTION
+from quantizer.runs.budget.engine_budget import CHECK_ON_ROWS
 from quantizer.runs.progress.earlier_times import earlier_stages
 from quantizer.runs.progress.outlook import Outlook
 
@@ -34,12 +36,15 @@ def run_outlook(config: RunConfig, folder: Path, *, chooses: bool) -> Outlook:
 def run_stages(config: RunConfig, *, chooses: bool) -> Iterator[str]:
     """Yield the names of the stages, in order; arguments as of ``run_outlook``."""
     here = chooses or runs_here(config.quantizer.backend)
-    fallback, scored = config.fallback, config.data.evaluation is not None
+    fallback, function = config.fallback, config.model.task is None
+    scored = config.model.metric is not None if function else config.data.evaluation is not None
     searches = fallback is not None and fallback.max_drop is not None
     placed = here or config.amp is not None or fallback is not None
     yield "load model and data"
     if config.data.head is not None:
         yield "fit the head on float embeddings"
+    if function and scored:
+        yield "score the float"
     yield "calibrate"
     if chooses:
         yield "choose the engine"
@@ -60,12 +65,12 @@ def run_stages(config: RunConfig, *, chooses: bool) -> Iterator[str]:
     if changed or not placed:
         yield from ("export", "build the engines")
     if searches and here and config.qat is None:
-        yield "check the engine on rows that the search did not see"
+        yield CHECK_BY_FUNCTION if function else CHECK_ON_ROWS
     if fallback is not None and fallback.min_speedup is not None and here:
         yield "time the engine against its goal"
     if scored:
         forms = ["proxy"] if config.qat is None else ["ptq", "qat"]
-        yield from (f"score the {form}" for form in (*(() if chooses else ("float",)), *forms))
+        yield from (f"score the {form}" for form in (*(() if chooses or function else ("float",)), *forms))
     yield "inspect the engine"
     if scored and here and (changed or not chooses):
         yield "score the engine"

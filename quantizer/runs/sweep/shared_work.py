@@ -12,7 +12,6 @@ from quantizer.files import temporary_beside
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import RunRows
-from quantizer.runs.scoring import Scoring
 from quantizer.runs.workload.calibrations import Calibrations
 from quantizer.runs.workload.configured import configured_workload
 from quantizer.runs.workload.configured import workload_of
@@ -65,7 +64,6 @@ class SharedWork:
         # One file of times for all runs: an engine of the same plan is not timed again.
         kept = replace(kept, times=self._folder / _TIMES)
         context = replace(work.context, timer=timer, resume=kept)
-        assert isinstance(work.scorer, Scoring)
         scorer = work.scorer.for_run(context, config.report.bootstrap, target)
         return replace(workload_of(config, context, work.rows, scorer), calibrations=work.calibrations)
 

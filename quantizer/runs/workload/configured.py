@@ -12,6 +12,11 @@ from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import RunRows
 from quantizer.runs.run_context import load_context
 from quantizer.runs.scoring import Scoring
+from quantizer.runs.task_metric import TaskMetric
+from quantizer.runs.workload.function_scorer import FunctionScorer
+from quantizer.runs.workload.function_source import function_workload
+from quantizer.runs.workload.module_workload import scored_workload
+from quantizer.runs.workload.workload import Scorer
 from quantizer.runs.workload.workload import Workload
 
 __all__ = ["configured_workload", "workload_of"]
@@ -25,6 +30,8 @@ def configured_workload(
     Raises:
         QuantizerError: the model cannot be loaded, does not fit the task, or the disk has no room.
     """
+    if config.model.task is None:
+        return function_workload(config, timer, kept, folder)
     context = load_context(
         timer,
         kept,
@@ -45,8 +52,12 @@ def configured_workload(
     return workload_of(config, context, rows, Scoring(context, rows.evaluation, config.report.bootstrap, folder))
 
 
-def workload_of(config: RunConfig, context: RunContext, rows: RunRows, scorer: Scoring) -> Workload:
+def workload_of(config: RunConfig, context: RunContext, rows: RunRows, scorer: Scorer) -> Workload:
     """Return the workload of a configuration whose model and rows are loaded."""
+    if isinstance(scorer, FunctionScorer):
+        return scored_workload(context, rows, config.model.source, scorer)
+    assert config.model.task is not None
+    read = (config.model, config.data.batch_size, config.export.dynamic.sequence[0])
 
     def check() -> None:
         check_rows(context.task, [*rows.evaluation, *rows.tuning, *rows.head], [*rows.calibration, *rows.training])
@@ -59,4 +70,5 @@ def workload_of(config: RunConfig, context: RunContext, rows: RunRows, scorer: S
         scorer=scorer,
         info=context.info(config.model.source, config.model.task),
         check=check,
+        metric=lambda searched: TaskMetric(read, context.task, searched, rows.head),
     )

@@ -12,46 +12,35 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from torch import nn
 
-from quantizer.common.data.batches_of import batches_of
 from quantizer.config import AmpConfig
 from quantizer.config import DataConfig
 from quantizer.config import DatasetConfig
 from quantizer.config import EngineConfig
-from quantizer.config import ExportConfig
 from quantizer.config import ModelConfig
 from quantizer.config import QuantizerConfig
-from quantizer.config import ReportConfig
 from quantizer.config import RunConfig
 from quantizer.config import quantizer_config
-from quantizer.config.schema import DynamicConfig
 from quantizer.errors import QuantizerError
 from quantizer.proxy.build import is_proxy
-from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run import carry_out
-from quantizer.runs.run_context import ResumeFiles
-from quantizer.runs.run_context import RunContext
-from quantizer.runs.run_context import RunRows
+from quantizer.runs.workload.batch_shapes import fitted
 from quantizer.runs.workload.function_scorer import FunctionScorer
-from quantizer.runs.workload.module_feed import ModuleFeed
-from quantizer.runs.workload.module_feed import named_batches
+from quantizer.runs.workload.module_workload import MODULE
+from quantizer.runs.workload.module_workload import module_batches
+from quantizer.runs.workload.module_workload import module_workload
+from quantizer.runs.workload.module_workload import output_of
 from quantizer.runs.workload.quantized_model import QuantizedModel
-from quantizer.runs.workload.workload import Workload
 from quantizer.targets import AUTO
 from quantizer.tasks import Batch
 from quantizer.tasks import batch_shape
-from quantizer.tasks import rows_at
 
-__all__ = ["quantize_model"]
+__all__ = ["SENSITIVITY_BATCHES", "quantize_model"]
 
-_TASK = "module"
-"""The word in a record for the task of a module that was given in Python."""
-
-_SENSITIVITY_BATCHES = 2
-_LARGEST_BATCH = 32
+SENSITIVITY_BATCHES = 2
+"""Sensitivity is measured on so many batches unless somebody says otherwise."""
 
 
 def quantize_model(
@@ -97,29 +86,22 @@ def quantize_model(
     asked = quantizer_config(config, **settings)
     if "backend" not in asked.model_fields_set:
         asked = quantizer_config(config, backend=AUTO, **settings)
-    batches = named_batches(model, map(_without_label, batches_of(model, data, rows)))
+    batches = module_batches(model, data, rows)
     # What is returned in train mode, dropout and all, is nothing to compare with; engines run on the CPU.
     is_ready = not any(module.training for module in model.modules()) and not _elsewhere(model)
     plain = model if is_ready else copy.deepcopy(model).cpu().eval()
     console = Console(stderr=True)
     console.quiet = not (console.is_terminal if progress is None else progress)
-    wanted, output = _run_config(model, batches, asked, threads), _output(plain, batches[0])
+    wanted, output = _run_config(model, batches, asked, threads), output_of(plain, batches[0])
     parent = Path(tempfile.mkdtemp(prefix="quantizer-"))
     try:
         folder = parent / type(model).__name__
         scorer = partial(FunctionScorer, function=score, output=output, higher_is_better=higher_is_better)
-        work = partial(_workload, plain, wanted.model.source, batches, scorer)
+        work = partial(module_workload, plain, wanted.model.source, batches, scorer)
         return QuantizedModel(plain, output, carry_out(wanted, folder, False, console, work), folder)
     except BaseException:
         shutil.rmtree(parent)
         raise
-
-
-def _without_label(batch: Any) -> Any:
-    """Return a batch without the labels that a transformers model would compute a loss of."""
-    if not hasattr(batch, "keys"):
-        return batch
-    return {name: batch[name] for name in batch if name not in ("label", "labels")}
 
 
 def _elsewhere(model: nn.Module) -> bool:
@@ -129,45 +111,19 @@ def _elsewhere(model: nn.Module) -> bool:
 def _run_config(model: nn.Module, batches: list[Batch], asked: QuantizerConfig, threads: int) -> RunConfig:
     """Return the configuration of a run whose model and rows are objects, with the shapes of the batches."""
     sizes, lengths = zip(*(batch_shape(batch) for batch in batches), strict=True)
-    tokens = [length for length in lengths if length is not None] or [1]
     # Neither is read from anywhere: they are what the record of the run says of them.
     rows = DatasetConfig.model_construct(name="given in Python", rows=sum(sizes))
     source = f"{type(model).__module__}:{type(model).__qualname__}"
-    return RunConfig(
-        model=ModelConfig.model_construct(source=source, task=_TASK, max_length=max(tokens)),
-        data=DataConfig.model_construct(calibration=rows, evaluation=rows, batch_size=sizes[0]),
+    longest = max(filter(None, lengths), default=1)
+    config = RunConfig(
+        model=ModelConfig.model_construct(source=source, task=MODULE),
+        data=DataConfig.model_construct(calibration=rows, evaluation=rows),
         quantizer=asked,
-        amp=AmpConfig(batches=_SENSITIVITY_BATCHES),
-        export=ExportConfig(
-            dynamic=DynamicConfig(
-                batch=(1, sizes[0], max(_LARGEST_BATCH, *sizes)), sequence=(min(tokens), tokens[0], max(tokens))
-            )
-        ),
+        amp=AmpConfig(batches=SENSITIVITY_BATCHES),
         engine=EngineConfig(threads=threads),
-        report=ReportConfig(latency_batch=sizes[0], latency_sequence=tokens[0]),
     )
-
-
-def _workload(
-    model: nn.Module,
-    source: str,
-    batches: list[Batch],
-    scorer: Callable[[RunContext], FunctionScorer],
-    timer: StageTimer,
-    kept: ResumeFiles,
-    folder: Path,
-) -> Workload:
-    context = RunContext(timer=timer, resume=kept, model=model, processor=None, feed=ModuleFeed(batches))
-    return Workload(
-        context=context,
-        rows=RunRows(calibration=batches, evaluation=batches),
-        scorer=scorer(context),
-        info=context.info(source, _TASK),
-        check=lambda: None,
-    )
-
-
-def _output(model: nn.Module, batch: Batch) -> Any:
-    """Return what a model returns for one row, to know its kind."""
-    with torch.no_grad():
-        return model(**rows_at(batch, (0,)))
+    said = {
+        "model": config.model.model_copy(update={"max_length": longest}),
+        "data": config.data.model_copy(update={"batch_size": sizes[0]}),
+    }
+    return fitted(config.model_copy(update=said), batches)

@@ -12,16 +12,21 @@ from typing import TypeAlias
 
 from torch import nn
 
+from quantizer.config import RunConfig
 from quantizer.engines import Engine
 from quantizer.quantizer import Quantizer
 from quantizer.report import ModelInfo
 from quantizer.report import Score
+from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import RunRows
+from quantizer.runs.task_metric import Metric
 from quantizer.runs.workload.calibrations import Calibrations
+from quantizer.runs.workload.function_scorer import FunctionScorer
 from quantizer.tasks import Batch
+from quantizer.tasks import Row
 
 __all__ = ["Load", "Scorer", "Workload"]
 
@@ -38,6 +43,13 @@ class Scorer(Protocol):
     def scores(self, forms: Mapping[str, nn.Module | Engine]) -> tuple[Score, ...]:
         """Return the scores of the float model, and of other models and engines by name; empty: there are none."""
 
+    def for_run(self, context: RunContext, resamples: int, folder: Path) -> Scorer:
+        """Return a scorer for another run on the same model and rows, which knows what the float model gives."""
+
+
+def _as_it_is(config: RunConfig) -> RunConfig:
+    return config
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -49,6 +61,8 @@ class Workload:
         scorer: scores what comes of it.
         info: the model in words.
         check: raises what would otherwise come after minutes of calibration.
+        metric: returns the metric of a search, by the tuning rows that it may see.
+        fit: returns the configuration of a run with what it takes from the rows.
         calibrations: those of other runs on it, with which it is compared; None: it is used once.
     """
 
@@ -57,7 +71,14 @@ class Workload:
     scorer: Scorer
     info: ModelInfo
     check: Callable[[], None]
+    metric: Callable[[Sequence[Row]], Metric]
+    fit: Callable[[RunConfig], RunConfig] = _as_it_is
     calibrations: Calibrations | None = None
+
+    def budget(self, asked: float | None, *, checked: bool) -> EngineBudget:
+        """Return the budget of the engine; see ``EngineBudget``."""
+        function = self.scorer if isinstance(self.scorer, FunctionScorer) else None
+        return EngineBudget(self.context, asked, self.rows.tuning, checked=checked, function=function)
 
     def calibrate(self, quantizer: Quantizer, batches: Sequence[Batch]) -> None:
         """Calibrate a quantizer on the model, or give it what a run before it has seen."""

@@ -1,0 +1,91 @@
+"""The workload of a module and its batches, given in Python or by functions that a configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantizer.common.data.batches_of import batches_of
+from quantizer.runs.progress.stage_timer import StageTimer
+from quantizer.runs.run_context import ResumeFiles
+from quantizer.runs.run_context import RunContext
+from quantizer.runs.run_context import RunRows
+from quantizer.runs.workload.batch_shapes import fitted
+from quantizer.runs.workload.function_scorer import FunctionScorer
+from quantizer.runs.workload.module_feed import ModuleFeed
+from quantizer.runs.workload.module_feed import named_batches
+from quantizer.runs.workload.workload import Workload
+from quantizer.tasks import Batch
+from quantizer.tasks import rows_at
+
+__all__ = ["MODULE", "module_batches", "module_workload", "output_of", "scored_workload"]
+
+MODULE = "module"
+"""The word in a record for the task of a module that is no checkpoint."""
+
+
+def module_batches(model: nn.Module, data: Any, rows: int | None = None) -> list[Batch]:
+    """Return the batches of data by the names of the arguments of ``forward``, without labels; see ``batches_of``.
+
+    Raises:
+        CalibrationError: there is no data, or a batch does not fit the model.
+    """
+    return named_batches(model, map(_without_label, batches_of(model, data, rows)))
+
+
+def module_workload(
+    model: nn.Module,
+    source: str,
+    batches: Sequence[Batch],
+    scorer: Callable[[RunContext], FunctionScorer],
+    timer: StageTimer,
+    kept: ResumeFiles,
+    folder: Path,
+) -> Workload:
+    """Return the workload of a module in eval mode on the CPU; with the first arguments given it is a ``Load``.
+
+    Args:
+        model: the module.
+        source: where it comes from, in words.
+        batches: what ``module_batches`` returned.
+        scorer: makes the scorer.
+        timer: prints the stages.
+        kept: the files from which a search resumes.
+        folder: the folder that is being filled; nothing is written there.
+    """
+    context = RunContext(timer=timer, resume=kept, model=model, processor=None, feed=ModuleFeed(batches))
+    rows = RunRows(calibration=list(batches), evaluation=list(batches))
+    return scored_workload(context, rows, source, scorer(context))
+
+
+def scored_workload(context: RunContext, rows: RunRows, source: str, scorer: FunctionScorer) -> Workload:
+    """Return the workload of a module whose context and rows are there."""
+    return Workload(
+        context=context,
+        rows=rows,
+        scorer=scorer,
+        info=context.info(source, MODULE),
+        # A function that is no score raises before the calibration.
+        check=partial(scorer.take, {"float": context.model}),
+        metric=lambda _: scorer.metric,
+        fit=lambda config: fitted(config, rows.calibration),
+    )
+
+
+def output_of(model: nn.Module, batch: Batch) -> Any:
+    """Return what a model returns for one row, to know its kind."""
+    with torch.no_grad():
+        return model(**rows_at(batch, (0,)))
+
+
+def _without_label(batch: Any) -> Any:
+    """Return a batch without the labels that a transformers model would compute a loss of."""
+    if not hasattr(batch, "keys"):
+        return batch
+    return {name: batch[name] for name in batch if name not in ("label", "labels")}
