@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +27,7 @@ from quantizer.cli.main import main
 from quantizer.config import load_run
 from quantizer.config.reference import reference
 from quantizer.config.sweep import read_sweep
+from quantizer.report import read_record
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -33,11 +37,12 @@ USER = user_pages()
 
 @dataclass(frozen=True)
 class Script:
-    """What a block of Python needs, what it leaves, and the words behind its name."""
+    """What a block of Python needs, what it leaves, the words behind its name, and the blocks that it imports."""
 
     needs: tuple[str, ...] = ()
     makes: frozenset[str] = frozenset()
     words: tuple[str, ...] = ()
+    imports: tuple[tuple[str, str], ...] = ()
 
 
 _EXPORT = ("onnx", "onnxscript", "openvino")
@@ -54,6 +59,8 @@ SCRIPTS = {
     "transformers": Script(("transformers",), frozenset({"my-int8-model"})),
     "formats": Script(),
     "lower": Script((), frozenset({"my-quantizer"})),
+    "plain-torch-nets": Script((), frozenset({"w.safetensors"}), imports=(("data.py", "plain-torch-data"),)),
+    "plain-torch-data": Script(),
     "migrate-pytorch-quantization": Script(),
     "migrate-modelopt": Script(),
     "migrate-nncf": Script(),
@@ -72,10 +79,21 @@ def _blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
+def _lines(text: str) -> list[str]:
+    """The commands of the blocks for a shell, those that go on in a next line as one."""
+    return "".join(_blocks(text, "bash")).replace("\\\n", "").splitlines()
+
+
 def _commands() -> list[list[str]]:
     """The ``quantizer`` commands of the pages for users, as words without the program's name."""
-    lines = [line for block in _blocks(USER, "bash") for line in block.splitlines()]
+    lines = _lines(USER)
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("quantizer ")]
+
+
+def _yaml(name: str) -> str:
+    """The block of YAML of the pages for users that is the file of this name, as its first line says."""
+    (text,) = (block for block in _blocks(USER, "yaml") if block.startswith(f"# quantizer run {name}\n"))
+    return text
 
 
 def _skip_without(*packages: str) -> None:
@@ -103,6 +121,8 @@ def test_python_blocks_run(name: str, tmp_path: Path) -> None:
     text = _scripts()[name]
     script = tmp_path / "script.py"
     script.write_text(text, encoding="utf-8")
+    for file, other in SCRIPTS[name].imports:
+        (tmp_path / file).write_text(_scripts()[other], encoding="utf-8")
     if '"my-model"' in text:
         tiny("bert-classification").save_pretrained(tmp_path / "my-model")
     printed = run_script(tmp_path, script.name, *SCRIPTS[name].words)
@@ -138,8 +158,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
             rows = csv.writer(stream)
             rows.writerow(["text", "label"])
             rows.writerows([f"the film was {WORDS[4 + row % 4]} .", int(row % 4 < 2)] for row in range(count))
-    (text,) = _blocks(USER, "yaml")
-    (folder / "my-run.yaml").write_text(text, encoding="utf-8")
+    (folder / "my-run.yaml").write_text(_yaml("my-run.yaml"), encoding="utf-8")
     return folder
 
 
@@ -167,9 +186,32 @@ def test_the_own_run_validates_inspects_and_runs(
     assert ahead_config.engine.compute_capability == "sm89"
 
 
+def test_the_guide_of_torch_models_as_it_is_written(tmp_path: Path) -> None:
+    _skip_without("onnx", "onnxscript", "openvino", "onnxruntime", "jinja2")
+    page = _text("docs/guide/plain-torch.md")
+    for file, block in (("nets.py", "plain-torch-nets"), ("data.py", "plain-torch-data")):
+        (tmp_path / file).write_text(_scripts()[block], encoding="utf-8")
+    (tmp_path / "my-net.yaml").write_text(_yaml("my-net.yaml"), encoding="utf-8")
+    run_script(tmp_path, "nets.py")
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    for line in _lines(page):
+        program, *words = shlex.split(line)
+        if program == "quantizer":
+            # As the installed command, which has not the current folder on its path.
+            command = [sys.executable, "-P", "-m", "quantizer", *words]
+            done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+            assert done.returncode == 0, done.stderr
+    for folder in ("runs/my-net", "my-net-int8"):
+        record = read_record(tmp_path / folder / "report.json")
+        assert [score.which for score in record.scores] == ["float", "proxy", "engine"]
+        assert record.scores[0].value > 0.5
+        assert (tmp_path / folder / "model.engine").is_file()
+
+
 def test_commands_name_configurations_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
-    shipped = [words for words in _commands() if "my-run.yaml" not in words]
+    own_files = {"my-run.yaml", "my-net.yaml", "runs/my-net"}
+    shipped = [words for words in _commands() if not own_files & set(words)]
     assert {words[0] for words in shipped} == {"convert", "validate", "run", "show", "compare"}
     for words in shipped:
         if words[0] == "convert":

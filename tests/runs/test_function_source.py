@@ -259,6 +259,7 @@ def test_validate_and_inspect(capsys: pytest.CaptureFixture[str]) -> None:
 # -- what is refused, before the calibration -----------------------------------------------------------------------
 
 
+@pytest.mark.promise("A function that fails ends the command before the calibration, with a message that names it")
 @pytest.mark.parametrize(
     ("model", "said"),
     [
