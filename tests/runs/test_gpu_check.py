@@ -325,7 +325,7 @@ def test_an_engine_ahead_of_time_runs_on_its_gpu(rtx: Gpu) -> None:
     assert not (rtx.results / "triton").exists()
 
 
-@pytest.mark.promise("or is for another compute capability")
+@pytest.mark.promise("Where the engine is for another compute capability")
 def test_an_engine_for_another_gpu_is_built(rtx: Gpu) -> None:
     rtx.is_of("12.0")
     done = rtx.run()

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -190,6 +194,58 @@ def test_a_conversion_replaces_one_with_links_in_it(place: Place) -> None:
     place.convert("again", "--backend", "onnxruntime", "--force")
     assert (folder / "onnxruntime" / "model.engine").stat().st_ino != before
     assert not list(place.folder.glob(".again*"))
+
+
+class _Input:
+    """An input as Triton's client has it."""
+
+    def __init__(self, name: str, shape: list[int], datatype: str) -> None:
+        self.name, self.shape, self.datatype = name, shape, datatype
+
+    def set_data_from_numpy(self, values: Any) -> None:
+        assert list(values.shape) == self.shape
+        self.values = values
+
+
+class _Client:
+    """A client whose server is ONNX Runtime, with the model repository of a folder."""
+
+    folder: Path
+
+    def __init__(self, address: str) -> None:
+        assert address == "localhost:8000"
+
+    def get_model_metadata(self, name: str) -> dict[str, Any]:
+        told = read(self.folder / name)["input"]
+        return {"inputs": [{"name": i["name"][0], "datatype": i["data_type"][0].removeprefix("TYPE_")} for i in told]}
+
+    def infer(self, name: str, inputs: list[_Input]) -> Any:
+        session = ort.InferenceSession(self.folder / name / "1" / "model.onnx")
+        assert {one.datatype for one in inputs} == {"INT64"}
+        outputs = session.run(None, {one.name: one.values for one in inputs})
+        found = dict(zip([one.name for one in session.get_outputs()], outputs, strict=True))
+        return SimpleNamespace(as_numpy=found.__getitem__)
+
+
+def test_the_client_of_the_guide_asks_for_what_is_served(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = Path(__file__).parents[2] / "docs" / "guide" / "serving.md"
+    (snippet,) = re.findall(r"^```py\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    folder = tmp_path / "converted" / "my-model" / "onnxruntime"
+    shutil.copytree(place.folder / "int8" / "onnxruntime", folder)
+    (folder / "triton" / "int8").rename(folder / "triton" / "my-model")
+    monkeypatch.setattr(_Client, "folder", folder / "triton", raising=False)
+    client = ModuleType("tritonclient.http")
+    client.InferenceServerClient, client.InferInput = _Client, _Input  # type: ignore[attr-defined]
+    package = ModuleType("tritonclient")
+    package.http = client  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tritonclient", package)
+    monkeypatch.setitem(sys.modules, "tritonclient.http", client)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(snippet, str(page), "exec"), {})
+    logits = load_converted(folder)(["a fine film", "a dull plot"])["logits"]
+    assert capsys.readouterr().out.strip() == str(logits)
 
 
 # -- for a GPU ---------------------------------------------------------------------------------------------------------

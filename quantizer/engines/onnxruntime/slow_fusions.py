@@ -22,7 +22,7 @@ def needs_basic_level(path: Path) -> bool:
 
     A server has no list of fusions to leave out, but may have the level. At the basic one those of ``SLOW_FUSIONS`` for
     transformers are left out, and so is the layout of convolutions, which is worth more where there are many of them:
-    a ResNet-18 in INT8 takes 5% longer without, MiniLM in INT8 23% longer with all optimizations.
+    a ResNet-18 in float takes a quarter longer without, MiniLM in INT8 a fifth longer with all optimizations.
     """
     import onnx
 
