@@ -17,7 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
+__all__ = [
+    "alike_where_not_finite",
+    "compare",
+    "decibels",
+    "kept",
+    "main",
+    "read_exported",
+    "read_npy",
+    "shown",
+]
 
 _NOTHING_DB = -1000.0
 _WRONG, _UNREADABLE = 1, 2
@@ -101,8 +110,8 @@ def kept(values: Sequence[float], sizes: Sequence[int], output: Mapping[str, Any
 
 def alike_where_not_finite(got: Sequence[float], right: Sequence[float]) -> bool:
     """Return whether there is no NaN, and infinite values are the same."""
-    pairs = ((one, other) for one, other in zip(got, right) if not (math.isfinite(one) and math.isfinite(other)))  # noqa: B905 - Python 3.8 has no strict
-    return all(one == other for one, other in pairs)
+    pairs = zip(got, right)  # noqa: B905 - Python 3.8 has no strict
+    return all(one == other for one, other in pairs if not (math.isfinite(one) and math.isfinite(other)))
 
 
 def decibels(right: Sequence[float], got: Sequence[float]) -> float:

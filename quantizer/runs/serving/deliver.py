@@ -14,10 +14,9 @@ from quantizer.runs.serving.gpu_check import write_gpu_check
 from quantizer.runs.serving.linked_files import link_onnx
 from quantizer.runs.serving.linked_files import own_bytes
 from quantizer.runs.serving.model_config import CONFIG_NAME
-from quantizer.runs.serving.model_config import GPU
-from quantizer.runs.serving.model_config import SERVERS
 from quantizer.runs.serving.model_config import ServedEngine
 from quantizer.runs.serving.model_config import config_text
+from quantizer.targets.triton_server import TritonServer
 
 __all__ = ["ServingFiles", "model_name", "write_serving_files"]
 
@@ -57,19 +56,19 @@ def write_serving_files(folder: Path, served: ServedEngine, expected: Expected |
         EngineError: an input or output has a type that Triton does not know.
         OSError: the system refused to write.
     """
-    server = SERVERS.get(served.backend)
+    server = served.server
     if server is None:
         return ServingFiles()
     model = None if server.takes is None else folder / _REPOSITORY / served.name
     if model is not None:
-        _write_model(model, served)
-    checked = server.kind == GPU and expected is not None
-    if checked:
-        assert expected is not None
-        write_gpu_check(folder, served, expected)
+        _write_model(model, served, server)
+    script = None
+    if server.gpu_tool is not None and expected is not None:
+        write_gpu_check(folder, served, expected, server.gpu_tool)
+        script = GPU_SCRIPT
     return ServingFiles(
         triton=None if model is None else str(model.relative_to(folder)),
-        gpu_check=GPU_SCRIPT if checked else None,
+        gpu_check=script,
         size_bytes=own_bytes(*(folder / name for name in (_REPOSITORY, CASES, GPU_SCRIPT))),
     )
 
@@ -79,9 +78,9 @@ def model_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
 
 
-def _write_model(model: Path, served: ServedEngine) -> None:
+def _write_model(model: Path, served: ServedEngine, server: TritonServer) -> None:
     """Write the configuration and the file of one model."""
-    server, version = SERVERS[served.backend], model / _VERSION
+    version = model / _VERSION
     version.mkdir(parents=True)
     (model / CONFIG_NAME).write_text(config_text(served), encoding="utf-8")
     if server.takes == "plan":

@@ -34,7 +34,6 @@ __all__ = ["CASES", "GPU_SCRIPT", "Expected", "write_gpu_check"]
 GPU_SCRIPT = "run_on_gpu.sh"
 CASES = "gpu"
 _HERE = Path(__file__).parent
-_OWN_TOOLS = {"tensorrt-rtx": "tensorrt_rtx"}
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 
 
@@ -53,22 +52,22 @@ class Expected:
     bound: Tolerance
 
 
-def write_gpu_check(folder: Path, served: ServedEngine, expected: Expected) -> None:
-    """Write the script and what it reads into the folder of an engine."""
+def write_gpu_check(folder: Path, served: ServedEngine, expected: Expected, tool: str) -> None:
+    """Write the script and what it reads into the folder of an engine, which the program ``tool`` runs."""
     place = folder / CASES
     place.mkdir()
     cases = dict(_cases(place, served, expected))
-    (place / "settings.sh").write_text(_settings(served, list(cases)), encoding="utf-8")
+    (place / "settings.sh").write_text(_settings(served, list(cases), tool), encoding="utf-8")
     (place / CONFIG_NAME).write_text(config_text(served), encoding="utf-8")
     for name, source in ((f"{CASES}/compare.py", "compare_alone.py"), (GPU_SCRIPT, GPU_SCRIPT)):
         (folder / name).write_text((_HERE / source).read_text(encoding="utf-8"), encoding="utf-8")
 
 
-def _settings(served: ServedEngine, cases: Sequence[str]) -> str:
+def _settings(served: ServedEngine, cases: Sequence[str], tool: str) -> str:
     """Return the shell's assignments that the script reads."""
     values = {
         "NAME": served.name,
-        "OWN_TOOL": _OWN_TOOLS.get(served.backend, "trtexec"),
+        "OWN_TOOL": tool,
         "ONNX": served.onnx.name,
         "ENGINE": served.engine.name,
         "ENGINE_BYTES": str(content_bytes(served.engine)),
