@@ -21,6 +21,8 @@ __all__ = [
     "checked_engine",
     "checked_onnx",
     "checked_output",
+    "content_bytes",
+    "copy_content",
     "read_engine",
     "read_varint",
     "sign_onnx",
@@ -178,9 +180,10 @@ def read_engine(path: Path, *, verify: bool = True) -> tuple[bytes, str]:
         whole = path.read_bytes()
     except OSError as error:
         raise EngineError(f"{path} cannot be read: {error.strerror or error}") from error
-    place, tag = max((whole.rfind(tag, max(0, len(whole) - _LONGEST_NOTE)), tag) for tag in (_NOTE, _NOTE_WITHOUT_SUM))
-    if place < 0 or not whole.endswith(b"\n"):
+    place, tag = _place_of_note(whole[-_LONGEST_NOTE:])
+    if place < 0:
         return whole, ""
+    place += max(0, len(whole) - _LONGEST_NOTE)
     content, line = whole[:place], whole[place + len(tag) : -1].decode(errors="replace")
     if tag == _NOTE_WITHOUT_SUM:
         return content, line
@@ -190,6 +193,30 @@ def read_engine(path: Path, *, verify: bool = True) -> tuple[bytes, str]:
         digest.update(note.encode())
         _compare(path, digest.hexdigest(), told)
     return content, _CPU.sub("", note.removesuffix(" "))
+
+
+def content_bytes(path: Path) -> int:
+    """Return how many bytes of an engine file are what a library built, without the line after them."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        stream.seek(max(0, size - _LONGEST_NOTE))
+        place, _ = _place_of_note(stream.read())
+    return size if place < 0 else max(0, size - _LONGEST_NOTE) + place
+
+
+def copy_content(path: Path, place: Path) -> None:
+    """Write what a library built to a file of its own: it refuses one with a line after it."""
+    left = content_bytes(path)
+    with path.open("rb") as stream, place.open("wb") as copy:
+        while left and (piece := stream.read(min(left, _PIECE))):
+            copy.write(piece)
+            left -= len(piece)
+
+
+def _place_of_note(tail: bytes) -> tuple[int, bytes]:
+    """Return where the note begins in the end of a file, and how; a negative place if no whole one is there."""
+    place, tag = max((tail.rfind(tag), tag) for tag in (_NOTE, _NOTE_WITHOUT_SUM))
+    return (place if tail.endswith(b"\n") else -1), tag
 
 
 def built_on(path: Path) -> tuple[str, ...]:

@@ -41,6 +41,7 @@ __all__ = [
     "check_engine",
     "output_distances",
     "reference_outputs",
+    "token_outputs",
     "tolerance",
 ]
 
@@ -160,7 +161,7 @@ def check_engine(
     Raises:
         EngineError: an output fails ``bound``, has NaN, or other infinite values than PyTorch's; or PyTorch's has NaN.
     """
-    of_tokens = _token_outputs(expected)
+    of_tokens = token_outputs(expected)
     checks = []
     for reference, plain in zip(expected, of_float, strict=True):
         given = _by_name(as_predictor(engine)(reference.inputs), engine.output_names)
@@ -220,7 +221,7 @@ def output_distances(
     if engine is not None:
         whole = _by_name(as_predictor(engine)(batch), names)
         given = {name: whole[name][list(expected.rows)] for name in expected.outputs}
-    of_tokens = _token_outputs([expected])
+    of_tokens = token_outputs([expected])
     checks = [_compared("the output", name, given[name], expected, plain, name in of_tokens) for name in given]
     return tuple(
         OutputDistance(
@@ -276,7 +277,7 @@ def _decibels(right: Floats, got: Floats) -> float | None:
     return None if found == math.inf else max(found, NOTHING_DB)
 
 
-def _token_outputs(references: Sequence[Reference]) -> set[str]:
+def token_outputs(references: Sequence[Reference]) -> set[str]:
     """Return the names of outputs with an axis of tokens, [B x S] or [B x S x ...], whose padding nobody reads.
 
     The axis has the length of the tokens at every shape. If all shapes have the same length, [B x S] may also be logits

@@ -12,6 +12,7 @@ from typing import Literal
 from quantizer.reasons import ReasonCode
 from quantizer.reasons import RuleKind
 from quantizer.targets.graph_rules import GraphRules
+from quantizer.targets.triton_server import TritonServer
 
 if TYPE_CHECKING:
     import torch
@@ -91,6 +92,7 @@ class TargetProfile:
         auto_rank: its place among the backends of its device where ``auto`` measures nothing; the lowest comes first.
         exact_variant: the backend to use on CPUs that add products of bytes in 16 bits, if this one's files saturate
             there.
+        triton: what Triton is told of its engines; None: Triton has no backend for them.
     """
 
     name: str
@@ -118,6 +120,7 @@ class TargetProfile:
     ahead_of_time: str | None = None
     auto_rank: int = 0
     exact_variant: str | None = None
+    triton: TritonServer | None = None
 
     @property
     def reads_dynamic(self) -> bool:

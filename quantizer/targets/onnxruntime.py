@@ -9,6 +9,7 @@ from quantizer.targets.base import TargetProfile
 from quantizer.targets.graph_rules import ALWAYS
 from quantizer.targets.graph_rules import GraphRules
 from quantizer.targets.profiles import profiles
+from quantizer.targets.triton_server import TritonServer
 
 __all__ = ["ONNXRUNTIME", "ONNXRUNTIME_AVX2"]
 
@@ -35,6 +36,18 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
         # Its optimizer writes operators of its own into a file, which no other runtime has.
         file_domains=frozenset({"com.microsoft", "com.microsoft.nchwc"}),
         exact_variant="onnxruntime-avx2",
+        triton=TritonServer(
+            chosen_by='backend: "onnxruntime"',
+            file="model.onnx",
+            takes="engine",
+            kind="KIND_CPU",
+            basic_level="-1",
+            parameters={
+                "intra_op_thread_count": "{threads}",
+                "inter_op_thread_count": "1",
+                "execution_mode": "0",
+            },
+        ),
     )
 )
 

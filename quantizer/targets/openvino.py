@@ -9,6 +9,7 @@ from quantizer.targets.base import TargetProfile
 from quantizer.targets.graph_rules import ALWAYS
 from quantizer.targets.graph_rules import GraphRules
 from quantizer.targets.profiles import profiles
+from quantizer.targets.triton_server import TritonServer
 
 __all__ = ["DYNAMIC_BLOCK", "OPENVINO", "OPENVINO_AVX2"]
 
@@ -45,6 +46,28 @@ OPENVINO = profiles.add("openvino")(
         packages=("openvino",),
         file_magic=rb"(?=.*;ov=).*meta=",
         exact_variant="openvino-avx2",
+        triton=TritonServer(
+            chosen_by='backend: "openvino"',
+            file="model.onnx",
+            # Our engine is a compiled model, and this backend reads models that are not.
+            takes="onnx",
+            kind="KIND_CPU",
+            batches=False,
+            parameters={
+                "PERFORMANCE_HINT": "LATENCY",
+                "NUM_STREAMS": "1",
+                "INFERENCE_NUM_THREADS": "{threads}",
+            },
+            hints={"bfloat16": {"HINT_BF16": "YES"}},
+            remarks=(
+                "max_batch_size is 0, and the batch is the first of dims: with another number this backend pads each",
+                "request to that many rows.",
+            ),
+            unhinted=(
+                "What is not quantized was measured in float32, for which this backend has no setting: on a CPU with",
+                "BF16 it takes bfloat16. Convert with --inference-precision bfloat16 to have that measured.",
+            ),
+        ),
     )
 )
 

@@ -8,6 +8,7 @@ from quantizer.targets.graph_rules import ALWAYS
 from quantizer.targets.graph_rules import OPERATOR_FORMAT
 from quantizer.targets.graph_rules import GraphRules
 from quantizer.targets.profiles import profiles
+from quantizer.targets.triton_server import TritonServer
 
 __all__ = ["TENSORRT"]
 
@@ -62,5 +63,12 @@ TENSORRT = profiles.add("tensorrt")(
         ),
         packages=("tensorrt",),
         ahead_of_time="tensorrt-rtx",
+        triton=TritonServer(
+            chosen_by='platform: "tensorrt_plan"',
+            file="model.plan",
+            takes="plan",
+            kind="KIND_GPU",
+            gpu_tool="trtexec",
+        ),
     )
 )

@@ -24,5 +24,7 @@ TENSORRT_RTX = profiles.add("tensorrt-rtx")(
         packages=("tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs"),
         file_magic=RTX_MAGIC,
         ahead_of_time=None,
+        # Triton runs engines of TensorRT alone, which are built of the same ONNX file.
+        triton=None if TENSORRT.triton is None else replace(TENSORRT.triton, takes=None, gpu_tool="tensorrt_rtx"),
     )
 )

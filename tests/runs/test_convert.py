@@ -154,6 +154,7 @@ def test_the_folder_holds_what_a_server_needs(place: Place, monkeypatch: pytest.
         folder = place.done / backend
         assert {path.name for path in folder.iterdir()} == {
             *("model.onnx", "model.engine", "tokenizer", "config.json", "README.md", "report.json", "report.html"),
+            "triton",
         }
         card = (folder / "README.md").read_text(encoding="utf-8")
         monkeypatch.chdir(folder)

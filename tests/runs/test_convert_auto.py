@@ -339,7 +339,16 @@ def test_a_rest_in_bf16_competes(convert: Callable[..., tuple[int, str]]) -> Non
     assert config["quantization"]["ranges"] == "static"
     folder = Path("out") / OPENVINO
     assert read_engine(folder / "model.engine")[1].startswith("inference_precision bfloat16")
-    files = {"model.onnx", "model.engine", "config.json", "tokenizer", "README.md", "report.json", "report.html"}
+    files = {
+        "model.onnx",
+        "model.engine",
+        "config.json",
+        "tokenizer",
+        "README.md",
+        "report.json",
+        "report.html",
+        "triton",
+    }
     assert {path.name for path in folder.iterdir()} == files
     choice = _read("out/conversion.json")["choice"]
     decibels = {one["format"]: one["sqnr_db"] for one in choice["candidates"]}

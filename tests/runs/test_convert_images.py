@@ -94,7 +94,16 @@ def _read(path: str | Path) -> dict[str, Any]:
 def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
     for name in MADE:
         folder = place.made(name)
-        names = {"model.onnx", "model.engine", "processor", "config.json", "README.md", "report.json", "report.html"}
+        names = {
+            "model.onnx",
+            "model.engine",
+            "processor",
+            "config.json",
+            "README.md",
+            "report.json",
+            "report.html",
+            "triton",
+        }
         assert {path.name for path in folder.iterdir()} == names
         assert _read(folder / "processor" / "preprocessor_config.json")["size"] == {"height": SIZE, "width": SIZE}
         config = _read(folder / "config.json")

@@ -41,6 +41,7 @@ from quantizer.engines.int8_saturation import saturation_warnings
 from quantizer.engines.measure.dummy_inputs import working_inputs
 from quantizer.engines.onnxruntime.biases import fuse_biases
 from quantizer.engines.onnxruntime.inspect import observed_layers
+from quantizer.engines.onnxruntime.slow_fusions import SLOW_FUSIONS
 from quantizer.engines.optional_import import import_library
 from quantizer.errors import EngineError
 
@@ -57,10 +58,6 @@ _DTYPES = {
     "tensor(uint8)": "uint8",
 }
 _ONLY_ERRORS = 3
-# Fusions that cost more than they save. Release 1.31, MiniLM at 8 x 128, one thread: a SkipLayerNormalization takes
-# 2.9 ms where two Adds and a LayerNormalization take 1.2; without BiasGelu the model takes 4% less time. A product of
-# matrices becomes a Gemm with its bias, which is computed with floats.
-_SLOW_FUSIONS = ["SkipLayerNormFusion", "BiasGeluFusion", "MatMulAddFusion"]
 # First bytes of a tensor's entry that names another file: its key and the tag of its value in protobuf's encoding.
 _EXTERNAL_WEIGHTS = b"\n\x08location\x12"
 
@@ -190,7 +187,7 @@ def _settings(ort: Any, threads: int) -> Any:
 def _session(ort: Any, path: Path, settings: Any) -> Any:
     try:
         return ort.InferenceSession(
-            str(path), settings, providers=["CPUExecutionProvider"], disabled_optimizers=_SLOW_FUSIONS
+            str(path), settings, providers=["CPUExecutionProvider"], disabled_optimizers=list(SLOW_FUSIONS)
         )
     except Exception as error:
         # The library's exceptions have no common base of their own.

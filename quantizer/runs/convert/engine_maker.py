@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace
 from functools import partial
@@ -299,15 +300,15 @@ class EngineMaker:
         if made.engine is None:
             return made
         with self.stage("check the outputs against PyTorch"):
-            plain = self._reference(self.context.model, made.engine)
-            expected = plain if made.quantized is None else self._reference(made.quantized, made.engine)
+            plain = self.references(self.context.model, made.engine.output_names)
+            expected = plain if made.quantized is None else self.references(made.quantized, made.engine.output_names)
             found = check_engine(made.engine, expected, plain, self.tolerance(made.variant))
         return replace(made, checks=tuple(found))
 
-    def _reference(self, model: nn.Module, engine: Engine) -> list[Reference]:
-        """Return PyTorch's outputs; engines of one model have the same ones."""
+    def references(self, model: nn.Module, names: Sequence[str]) -> list[Reference]:
+        """Return PyTorch's outputs, named as those of its engines, which all have the same ones."""
         if model not in self._outputs:
-            self._outputs[model] = reference_outputs(model, self.checked_on, engine.output_names)
+            self._outputs[model] = reference_outputs(model, self.checked_on, names)
         return self._outputs[model]
 
 

@@ -23,6 +23,7 @@ from quantizer.runs.convert.folder import ONNX
 from quantizer.runs.convert.folder import processor_folder
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
+from quantizer.runs.serving import ServingFiles
 
 __all__ = ["BackendResult", "QuantizationSummary", "backend_config", "quantization_facts"]
 
@@ -64,6 +65,7 @@ class BackendResult:
         chosen_on: the CPU's instruction sets on which this engine was the fastest; None: it was asked for.
         not_verified: the reason why the engine was not run here; None: it ran and was checked.
         tolerance: the condition on its outputs.
+        serving: the files for servers.
     """
 
     backend: str
@@ -72,6 +74,7 @@ class BackendResult:
     inference_precision: str | None
     quantization: QuantizationSummary | None
     signature: Signature
+    serving: ServingFiles
     onnx_bytes: int
     engine_bytes: int
     build_seconds: float
@@ -113,7 +116,12 @@ def backend_config(facts: ConversionInputs, result: BackendResult) -> dict[str, 
         "backend": result.backend,
         "compute_capability": result.compute_capability,
         "inference_precision": result.inference_precision,
-        "files": {"onnx": ONNX, "engine": ENGINE, (processor := processor_folder(facts.task)): processor},
+        "files": {
+            "onnx": ONNX,
+            "engine": ENGINE,
+            (processor := processor_folder(facts.task)): processor,
+            **result.serving.named,
+        },
         "inputs": [asdict(value) for value in result.signature.inputs],
         "outputs": [asdict(value) for value in result.signature.outputs],
         "dimensions": {name: list(sizes) for name, sizes in facts.dimensions.items()},

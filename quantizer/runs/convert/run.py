@@ -52,6 +52,7 @@ from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.convert.result import BackendResult
 from quantizer.runs.convert.result import backend_config
 from quantizer.runs.convert.result import quantization_facts
+from quantizer.runs.convert.served import serving_files
 from quantizer.runs.convert.stages import conversion_outlook
 from quantizer.runs.convert.summary import print_result
 from quantizer.runs.convert.summary import print_summary
@@ -260,13 +261,15 @@ class _Run:
             source, rows = str(self.asked.calibration), len(self.calibration)
             facts = quantization_facts(made.quantizer, made.budget, scores, source, rows)
         self.context.processor.save_pretrained(folder / processor_folder(self.facts.task))
+        signature = read_signature(folder / ONNX)
         result = BackendResult(
             backend=name,
             float_dtype=profile(name).float_dtype,
             compute_capability=maker.capability(name),
             inference_precision=made.variant.precision,
             quantization=facts,
-            signature=read_signature(folder / ONNX),
+            signature=signature,
+            serving=serving_files(maker, made, folder, signature),
             onnx_bytes=(folder / ONNX).stat().st_size,
             engine_bytes=made.built.size_bytes,
             build_seconds=made.built.seconds,

@@ -22,7 +22,7 @@ __all__ = ["print_result", "print_summary"]
 def print_result(result: BackendResult, console: Console) -> None:
     """Print the output check and the latency of one engine."""
     if result.not_verified:
-        console.print(Text(result.not_verified))
+        console.print(Text(_not_verified(result)))
         return
     judged = "frozen" if result.quantization else "float"
     print_lines([f"outputs against the {judged} model in PyTorch: {result.tolerance}"], console, first="")
@@ -62,9 +62,16 @@ def _decibels(value: float | None) -> str:
 
 def _outputs(result: BackendResult) -> str:
     if result.not_verified:
-        return result.not_verified
+        return _not_verified(result)
     worst = min((check.sqnr_db for check in result.checks if check.sqnr_db is not None), default=None)
     return "outputs checked against PyTorch's: " + ("equal" if worst is None else f"SQNR {worst:.1f} dB or more")
+
+
+def _not_verified(result: BackendResult) -> str:
+    """Return why an engine was not run, and what runs it elsewhere."""
+    script = result.serving.gpu_check
+    more = "" if script is None else f"; {script} in its folder checks and times it where there is one"
+    return f"{result.not_verified}{more}"
 
 
 def _costs(result: BackendResult) -> str:

@@ -1,0 +1,54 @@
+"""The files for servers in the folder of a converted engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantizer.engines import backend
+from quantizer.qdq.signature import Signature
+from quantizer.runs.convert.engine_maker import EngineMaker
+from quantizer.runs.convert.engine_maker import Made
+from quantizer.runs.convert.folder import ENGINE
+from quantizer.runs.convert.folder import ONNX
+from quantizer.runs.serving import Expected
+from quantizer.runs.serving import ServedEngine
+from quantizer.runs.serving import ServingFiles
+from quantizer.runs.serving import model_name
+from quantizer.runs.serving import write_serving_files
+
+__all__ = ["serving_files"]
+
+
+def serving_files(maker: EngineMaker, made: Made, folder: Path, signature: Signature) -> ServingFiles:
+    """Write the files for servers of one engine, and return what there is.
+
+    Args:
+        maker: what made the engine.
+        made: the engine.
+        folder: its folder, with its files in it.
+        signature: the inputs and outputs of its ONNX file.
+    """
+    facts, name = maker.facts, made.variant.backend
+    served = ServedEngine(
+        name=model_name(facts.name),
+        backend=name,
+        onnx=folder / ONNX,
+        engine=folder / ENGINE,
+        signature=signature,
+        dimensions=facts.dimensions,
+        threads=maker.asked.threads,
+        precision=made.variant.precision,
+        capability=maker.capability(name),
+    )
+    for_gpu = backend(name).device == "cuda"
+    return write_serving_files(folder, served, _expected(maker, made, signature) if for_gpu else None)
+
+
+def _expected(maker: EngineMaker, made: Made, signature: Signature) -> Expected:
+    """Return PyTorch's outputs, with which an engine is compared where it runs."""
+    names, model = [value.name for value in signature.outputs], maker.context.model
+    return Expected(
+        outputs=maker.references(model if made.quantized is None else made.quantized, names),
+        of_float=maker.references(model, names),
+        bound=maker.tolerance(made.variant),
+    )

@@ -1,0 +1,32 @@
+"""Further names of a file: links, which take no room, and copies where the file system has none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from quantizer.qdq.external_data import external_files
+
+__all__ = ["link_onnx", "own_bytes"]
+
+
+def link_onnx(path: Path, place: Path) -> None:
+    """Give an ONNX file and the files with its weights, which it names, a second place."""
+    _link(path, place)
+    for name in external_files(path):
+        _link(path.with_name(name), place.with_name(name))
+
+
+def own_bytes(*paths: Path) -> int:
+    """Return how much room files, and those below folders, take, without those that have a further name elsewhere."""
+    files = (file for path in paths for file in (path, *path.rglob("*")) if file.is_file())
+    return sum(status.st_size for status in map(os.stat, files) if status.st_nlink == 1)
+
+
+def _link(path: Path, place: Path) -> None:
+    try:
+        # A hard link: it holds when the folder is moved or one of the names is removed.
+        os.link(path, place)
+    except OSError:
+        shutil.copyfile(path, place)

@@ -1,0 +1,278 @@
+"""Files for servers: what config.pbtxt says, and that the files which it names are links that hold."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+for _package in ("onnx", "onnxruntime", "openvino"):
+    pytest.importorskip(_package, reason="the files of engines need enginequant[onnx,openvino,onnxruntime]")
+
+import onnx  # noqa: E402
+import onnxruntime  # noqa: E402
+from pbtxt import read_pbtxt  # noqa: E402
+
+import quantizer.runs.serving.linked_files as linked_files  # noqa: E402
+from quantizer.engines.engine_file import content_bytes  # noqa: E402
+from quantizer.engines.engine_file import read_engine  # noqa: E402
+from quantizer.engines.engine_file import write_engine  # noqa: E402
+from quantizer.engines.onnxruntime.slow_fusions import needs_basic_level  # noqa: E402
+from quantizer.errors import EngineError  # noqa: E402
+from quantizer.qdq.external_data import external_files  # noqa: E402
+from quantizer.qdq.signature import Signature  # noqa: E402
+from quantizer.qdq.signature import Value  # noqa: E402
+from quantizer.qdq.signature import read_signature  # noqa: E402
+from quantizer.runs.serving import ServedEngine  # noqa: E402
+from quantizer.runs.serving import ServingFiles  # noqa: E402
+from quantizer.runs.serving import model_name  # noqa: E402
+from quantizer.runs.serving import write_serving_files  # noqa: E402
+from quantizer.runs.serving.model_config import config_text  # noqa: E402
+
+TEXTS = Signature(
+    inputs=tuple(Value(name, "int64", ("batch", "sequence")) for name in ("input_ids", "attention_mask")),
+    outputs=(Value("logits", "float32", ("batch", 2)), Value("hidden", "float32", ("batch", "sequence", 32))),
+)
+
+
+def write_onnx(path: Path, operators: tuple[str, ...] = (), external: bool = False) -> Path:
+    """An ONNX file that adds a constant to its rows, and then applies operators of one input."""
+    tensor = onnx.TensorProto.FLOAT
+    bias = onnx.numpy_helper.from_array(np.arange(4, dtype=np.float32), "bias")
+    nodes = [onnx.helper.make_node("Add", ["x", "bias"], ["0"])]
+    nodes += [onnx.helper.make_node(kind, [str(n)], [str(n + 1)]) for n, kind in enumerate(operators)]
+    nodes.append(onnx.helper.make_node("Identity", [str(len(operators))], ["y"]))
+    graph = onnx.helper.make_graph(
+        nodes,
+        "g",
+        [onnx.helper.make_tensor_value_info("x", tensor, ["batch", 4])],
+        [onnx.helper.make_tensor_value_info("y", tensor, ["batch", 4])],
+        [bias],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    where = {"save_as_external_data": True, "location": f"{path.name}.data", "size_threshold": 0} if external else {}
+    onnx.save(model, str(path), **where)
+    return path
+
+
+def served(folder: Path, backend: str, **changes: object) -> ServedEngine:
+    """An engine whose files are an ONNX file of one operator, or made-up bytes with a checksum behind them."""
+    path, engine = write_onnx(folder / "model.onnx"), folder / "model.engine"
+    if backend.startswith("tensorrt"):
+        write_engine(engine, memoryview(b"ftrt" + bytes(4000)))
+    else:
+        shutil.copy(path, engine)
+    made = ServedEngine(
+        name="m",
+        backend=backend,
+        onnx=path,
+        engine=engine,
+        signature=read_signature(path),
+        dimensions={"batch": (1, 8, 32), "sequence": (16, 128, 512)},
+        threads=2,
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+# -- config.pbtxt ------------------------------------------------------------------------------------------------------
+
+
+def test_a_configuration_for_onnx_runtime(tmp_path: Path) -> None:
+    assert config_text(served(tmp_path, "onnxruntime", signature=TEXTS)) == (
+        'name: "m"\n'
+        'backend: "onnxruntime"\n'
+        'default_model_filename: "model.onnx"\n'
+        "max_batch_size: 32\n"
+        "input [\n"
+        "  {\n"
+        '    name: "input_ids"\n'
+        "    data_type: TYPE_INT64\n"
+        "    dims: [ -1 ]\n"
+        "  },\n"
+        "  {\n"
+        '    name: "attention_mask"\n'
+        "    data_type: TYPE_INT64\n"
+        "    dims: [ -1 ]\n"
+        "  }\n"
+        "]\n"
+        "output [\n"
+        "  {\n"
+        '    name: "logits"\n'
+        "    data_type: TYPE_FP32\n"
+        "    dims: [ 2 ]\n"
+        "  },\n"
+        "  {\n"
+        '    name: "hidden"\n'
+        "    data_type: TYPE_FP32\n"
+        "    dims: [ -1, 32 ]\n"
+        "  }\n"
+        "]\n"
+        "dynamic_batching {\n"
+        "  preferred_batch_size: [ 8, 32 ]\n"
+        "}\n"
+        "instance_group [\n"
+        "  {\n"
+        "    count: 1\n"
+        "    kind: KIND_CPU\n"
+        "  }\n"
+        "]\n"
+        "optimization { graph { level: -1 } }\n"
+        "parameters {\n"
+        '  key: "intra_op_thread_count"\n'
+        '  value { string_value: "2" }\n'
+        "}\n"
+        "parameters {\n"
+        '  key: "inter_op_thread_count"\n'
+        '  value { string_value: "1" }\n'
+        "}\n"
+        "parameters {\n"
+        '  key: "execution_mode"\n'
+        '  value { string_value: "0" }\n'
+        "}\n"
+    )
+
+
+def parameters(text: str) -> dict[str, str]:
+    """The parameters of a configuration by name."""
+    return {one["key"][0]: one["value"][0]["string_value"][0] for one in read_pbtxt(text).get("parameters", [])}
+
+
+@pytest.mark.promise("`max_batch_size` is 0 and the batch is the first of `dims`")
+@pytest.mark.parametrize("precision", [None, "float32", "bfloat16"])
+def test_a_configuration_for_openvino(tmp_path: Path, precision: str | None) -> None:
+    text = config_text(served(tmp_path, "openvino", signature=TEXTS, precision=precision))
+    config = read_pbtxt(text)
+    assert config["backend"] == ["openvino"]
+    assert config["default_model_filename"] == ["model.onnx"]
+    # Its backend pads every request to max_batch_size.
+    assert config["max_batch_size"] == [0]
+    assert "dynamic_batching" not in config
+    assert [one["dims"] for one in config["input"]] == [[-1, -1], [-1, -1]]
+    assert [one["dims"] for one in config["output"]] == [[-1, 2], [-1, -1, 32]]
+    assert config["instance_group"] == [{"count": [1], "kind": ["KIND_CPU"]}]
+    latency = {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": "1", "INFERENCE_NUM_THREADS": "2"}
+    assert parameters(text) == latency | ({"HINT_BF16": "YES"} if precision == "bfloat16" else {})
+    assert ("# BF16 it takes bfloat16." in text) is (precision != "bfloat16")
+
+
+def test_a_configuration_for_tensorrt(tmp_path: Path) -> None:
+    config = read_pbtxt(config_text(served(tmp_path, "tensorrt", signature=TEXTS)))
+    assert config["platform"] == ["tensorrt_plan"]
+    assert config["default_model_filename"] == ["model.plan"]
+    assert config["max_batch_size"] == [32]
+    assert config["instance_group"] == [{"count": [1], "kind": ["KIND_GPU"]}]
+    assert "parameters" not in config
+    assert "optimization" not in config
+
+
+def test_batches_are_put_together_only_where_all_tensors_have_one(tmp_path: Path) -> None:
+    mask = Value("mask", "bool", (16, 16))
+    config = read_pbtxt(
+        config_text(served(tmp_path, "onnxruntime", signature=Signature((*TEXTS.inputs, mask), TEXTS.outputs)))
+    )
+    assert config["max_batch_size"] == [0]
+    assert "dynamic_batching" not in config
+    assert config["input"][-1] == {"name": ["mask"], "data_type": ["TYPE_BOOL"], "dims": [16, 16]}
+    single = served(tmp_path, "onnxruntime", signature=TEXTS, dimensions={"batch": (1, 1, 1)})
+    assert read_pbtxt(config_text(single))["max_batch_size"] == [1]
+    assert "dynamic_batching" not in read_pbtxt(config_text(single))
+
+
+def test_an_output_of_a_batch_alone_has_dims_that_triton_takes(tmp_path: Path) -> None:
+    score = Signature(TEXTS.inputs, (Value("score", "float16", ("batch",)),))
+    (output,) = read_pbtxt(config_text(served(tmp_path, "onnxruntime", signature=score)))["output"]
+    assert output == {"name": ["score"], "data_type": ["TYPE_FP16"], "dims": [1], "reshape": [{"shape": []}]}
+
+
+def test_a_type_that_triton_lacks_is_told(tmp_path: Path) -> None:
+    odd = Signature(TEXTS.inputs, (Value("codes", "float8_e4m3fn", ("batch",)),))
+    with pytest.raises(EngineError, match=r"output 'codes' is of type float8_e4m3fn, which Triton does not know"):
+        config_text(served(tmp_path, "onnxruntime", signature=odd))
+
+
+def test_names_are_those_of_folders_and_addresses() -> None:
+    assert [model_name(name) for name in ("my-model", "my model/é", "..")] == ["my-model", "my-model", "model"]
+
+
+def test_convolutions_keep_their_layout_and_transformers_their_fusions(tmp_path: Path) -> None:
+    assert needs_basic_level(write_onnx(tmp_path / "none.onnx", ("Relu",)))
+    normalized = onnx.load(write_onnx(tmp_path / "norm.onnx", ("Relu",)))
+    for kind, count in (("LayerNormalization", 2), ("Conv", 1)):
+        normalized.graph.node.extend([onnx.helper.make_node(kind, ["0", "bias"], [f"{kind}{n}"]) for n in range(count)])
+    onnx.save(normalized, tmp_path / "norm.onnx")
+    assert needs_basic_level(tmp_path / "norm.onnx")
+    normalized.graph.node.extend([onnx.helper.make_node("QLinearConv", ["0"], [f"c{n}"]) for n in range(2)])
+    onnx.save(normalized, tmp_path / "norm.onnx")
+    assert not needs_basic_level(tmp_path / "norm.onnx")
+    level = config_text(served(tmp_path, "onnxruntime", engine=tmp_path / "norm.onnx"))
+    assert "optimization" not in level
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise("The files in it are further names of files that are there")
+@pytest.mark.parametrize(("backend", "source"), [("onnxruntime", "model.engine"), ("openvino-avx2", "model.onnx")])
+def test_the_file_of_a_model_is_a_link(tmp_path: Path, backend: str, source: str) -> None:
+    files = write_serving_files(tmp_path, served(tmp_path, backend), None)
+    place = tmp_path / "triton" / "m" / "1" / "model.onnx"
+    assert place.samefile(tmp_path / source)
+    assert files == ServingFiles(triton="triton/m", size_bytes=(tmp_path / "triton/m/config.pbtxt").stat().st_size)
+    assert files.named == {"triton": "triton/m"}
+    moved = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
+    (moved / source).unlink()
+    assert onnxruntime.InferenceSession(moved / "triton" / "m" / "1" / "model.onnx").get_outputs()[0].name == "y"
+
+
+def test_without_links_files_are_copied_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(linked_files.os, "link", refused)
+    files = write_serving_files(tmp_path, served(tmp_path, "onnxruntime"), None)
+    copy = tmp_path / "triton" / "m" / "1" / "model.onnx"
+    assert copy.read_bytes() == (tmp_path / "model.engine").read_bytes()
+    assert not copy.samefile(tmp_path / "model.engine")
+    assert files.size_bytes == copy.stat().st_size + (tmp_path / "triton/m/config.pbtxt").stat().st_size
+
+
+def test_weights_in_another_file_come_along(tmp_path: Path) -> None:
+    made = served(tmp_path, "openvino")
+    write_onnx(made.onnx, external=True)
+    assert external_files(made.onnx) == ("model.onnx.data",)
+    write_serving_files(tmp_path, made, None)
+    version = tmp_path / "triton" / "m" / "1"
+    assert sorted(os.listdir(version)) == ["model.onnx", "model.onnx.data"]
+    assert (version / "model.onnx.data").samefile(tmp_path / "model.onnx.data")
+    session = onnxruntime.InferenceSession(version / "model.onnx")
+    np.testing.assert_array_equal(session.run(None, {"x": np.ones((1, 4), np.float32)})[0], [[1, 2, 3, 4]])
+
+
+@pytest.mark.promise("a plan of TensorRT is a copy, without the line with its checksum")
+def test_a_plan_is_what_the_library_built(tmp_path: Path) -> None:
+    made = served(tmp_path, "tensorrt")
+    files = write_serving_files(tmp_path, made, None)
+    plan = tmp_path / "triton" / "m" / "1" / "model.plan"
+    assert plan.read_bytes() == read_engine(made.engine)[0]
+    assert content_bytes(made.engine) == plan.stat().st_size < made.engine.stat().st_size
+    assert files.size_bytes > plan.stat().st_size
+
+
+def test_an_engine_file_without_a_line_is_all_content(tmp_path: Path) -> None:
+    (tmp_path / "old").write_bytes(b"plan")
+    assert content_bytes(tmp_path / "old") == 4
+    (tmp_path / "cut").write_bytes(b"plan\nquantizer engine: sha256 12")
+    assert content_bytes(tmp_path / "cut") == len(read_engine(tmp_path / "cut")[0])
+
+
+def test_an_engine_that_triton_has_no_backend_for_gets_no_files(tmp_path: Path) -> None:
+    made = replace(served(tmp_path, "onnxruntime"), backend="torch")
+    ahead_of_time = served(tmp_path, "tensorrt-rtx")
+    before = set(tmp_path.iterdir())
+    assert write_serving_files(tmp_path, made, None) == ServingFiles()
+    assert write_serving_files(tmp_path, ahead_of_time, None) == ServingFiles()
+    assert set(tmp_path.iterdir()) == before
