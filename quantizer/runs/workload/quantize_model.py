@@ -55,7 +55,7 @@ _LARGEST_BATCH = 32
 
 
 def quantize_model(
-    model: nn.Module,
+    model: nn.Module | str | os.PathLike[str],
     data: Any,
     *,
     score: Callable[[nn.Module], float] | None = None,
@@ -73,7 +73,8 @@ def quantize_model(
     the fastest in float of its backend. The model itself never changes.
 
     Args:
-        model: the float model, in eval mode. Its ``forward`` names its arguments.
+        model: the float model, in eval mode, whose ``forward`` names its arguments; or the path of a float ONNX file,
+            see ``from_onnx``.
         data: what to calibrate on, 128 rows or more of what the model will see: a loader or another iterable of
             batches, with labels or without, a ``Dataset``, a tensor or an array, as ``Quantizer.calibrate`` takes it.
             The rows of a batch lie along axis 0.
@@ -89,8 +90,13 @@ def quantize_model(
     Raises:
         ConfigError: the configuration has problems; all of them are listed.
         CalibrationError: there is no data, or a batch does not fit the model.
-        QuantizerError: the model cannot be exported, or no engine is right and runs here.
+        QuantizerError: an ONNX file cannot be read, the model cannot be exported, or no engine is right and runs here.
     """
+    if isinstance(model, str | os.PathLike):
+        # Imported here: a module needs none of it.
+        from quantizer.interop.onnx.from_onnx import from_onnx
+
+        model = from_onnx(model)
     if not isinstance(model, nn.Module) or is_proxy(model):
         what = "a proxy; pass the float model that it was made from" if isinstance(model, nn.Module) else repr(model)
         raise QuantizerError(f"quantize_model() takes a float model, a torch.nn.Module, and this is {what}")
