@@ -176,6 +176,13 @@ def test_sizes_that_the_graph_computes_follow_the_input(tmp_path: Path) -> None:
         pytest.param(20, "{ s = Squeeze (x, a) y = Pad (s, p) }", {"a": [1], "p": [0, 1, 0, 2]}, id="pad"),
         pytest.param(
             20,
+            "{ s = Squeeze (x, a) y = Slice (s, a1, e, a, a1) }",
+            {"a": [1], "a1": [-1], "e": [-(2**63)]},
+            id="a whole axis backwards",
+        ),
+        pytest.param(13, "{ s = Squeeze (x, a) m = Mod <fmod = 1> (s, s) y = Sum (s, m, s) }", {"a": [1]}, id="sum"),
+        pytest.param(
+            20,
             "{ n = Neg (p) q = Neg (n) s = Squeeze (x, a) y = Pad (s, q) }",
             {"a": [1], "p": [0, 1, 0, 2]},
             id="pads that are computed from constants",
@@ -240,6 +247,23 @@ def test_a_branch_is_decided_by_what_is_fixed(tmp_path: Path) -> None:
         quantizer.from_onnx(path, fixed={"rate": [16]})
 
 
+def test_a_form_that_torch_lacks_names_its_node(tmp_path: Path) -> None:
+    text = "g (float[N, 6] x) => (float[N, 2] y) { [back] y = Slice (x, from, to, axis, step) }"
+    places = {"from": np.array([4]), "to": np.array([2]), "axis": np.array([1]), "step": np.array([-1])}
+    path = _file(tmp_path, text, places)
+    with pytest.raises(TaskError, match=r"m.onnx: node 'back' \(Slice\): a step of -1 is not supported"):
+        quantizer.from_onnx(path)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("padding", ["SAME_UPPER", "SAME_LOWER"])
+def test_padding_to_the_same_size(tmp_path: Path, padding: str, stride: int) -> None:
+    node = f'y = Conv <auto_pad = "{padding}", strides = [{stride}, {stride}]> (x, w)'
+    text = f"g (float[N, 3, 9, 8] x) => (float[N, 4, H, W] y) {{ {node} }}"
+    path = _file(tmp_path, text, {"w": _random(4, 3, 4, 3)})
+    assert _distance(quantizer.from_onnx(path), path, {"x": _random(2, 3, 9, 8)}) < 1e-5
+
+
 def test_names_that_python_cannot_have(tmp_path: Path) -> None:
     path = _file(tmp_path, MLP, MLP_WEIGHTS)
     model = onnx.load(path)
@@ -267,7 +291,7 @@ def test_weights_beside_the_file(tmp_path: Path) -> None:
     onnx.save(onnx.load(path), path, save_as_external_data=True, location="m.bin", size_threshold=0)
     assert torch.equal(quantizer.from_onnx(path)(torch.ones(1, 8)), expected)
     (tmp_path / "m.bin").unlink()
-    with pytest.raises(TaskError, match="keeps its weights in a file beside it, 'm.bin', which is missing"):
+    with pytest.raises(TaskError, match=r"keeps its weights in a file beside it, 'm\.bin', which is missing"):
         quantizer.from_onnx(path)
 
 

@@ -43,6 +43,7 @@ _UNARY = {
     "HardSwish": aten.hardswish.default,
     "IsNaN": aten.isnan.default,
     "Log": aten.log.default,
+    "Mish": aten.mish.default,
     "Neg": aten.neg.default,
     "Not": aten.logical_not.default,
     "Reciprocal": aten.reciprocal.default,
@@ -65,11 +66,11 @@ _BINARY = {
     "LessOrEqual": aten.le.Tensor,
     "Max": aten.maximum.default,
     "Min": aten.minimum.default,
-    "Mod": aten.remainder.Tensor,
     "Mul": aten.mul.Tensor,
     "Or": aten.logical_or.default,
     "Pow": aten.pow.Tensor_Tensor,
     "Sub": aten.sub.Tensor,
+    "Sum": aten.add.Tensor,
     "Xor": aten.logical_xor.default,
 }
 _OF_SIZES = {
@@ -144,6 +145,13 @@ def _div(build: GraphBuilder, node: OnnxNode) -> Value:
         if whole
         else build.call(aten.div.Tensor, left, right)
     )
+
+
+@operators.add("Mod")
+def _mod(build: GraphBuilder, node: OnnxNode) -> Value:
+    # The sign is that of the divisor; with fmod, and for floats it must be so, that of the dividend.
+    target = aten.fmod.Tensor if node.attributes.get("fmod", 0) else aten.remainder.Tensor
+    return build.call(target, *(build.tensor(value) for value in node.inputs))
 
 
 @operators.add("Gelu")

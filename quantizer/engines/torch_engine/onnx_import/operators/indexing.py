@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 
@@ -79,12 +80,21 @@ def _slice(build: GraphBuilder, node: OnnxNode) -> Value:
     made = build.tensor(given)
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
         if isinstance(step, int) and step < 0:
-            if step != -1:
-                raise node.fault(f"a step of {step} is not supported; steps of -1 and above are")
+            if step != -1 or not _is_whole(start, end):
+                raise node.fault(f"a step of {step} is not supported; a step of -1 through a whole axis is")
             made = build.call(aten.flip.default, made, [axis])
             continue
         made = build.call(aten.slice.Tensor, made, axis, start, end, step)
     return made
+
+
+def _is_whole(start: Any, end: Any) -> bool:
+    """Return whether a slice backwards takes a whole axis, however long: it starts at the last place."""
+    return isinstance(start, int) and isinstance(end, int) and (start == -1 or start >= _FAR) and end <= -_FAR
+
+
+_FAR = 2**31 - 1
+"""What exporters write for an end that no axis reaches."""
 
 
 @operators.add("Range")

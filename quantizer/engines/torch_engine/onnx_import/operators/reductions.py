@@ -85,9 +85,15 @@ def _cumsum(build: GraphBuilder, node: OnnxNode) -> Value:
     return build.call(aten.cumsum.default, build.tensor(node.inputs[0]), build.needed_sizes(node, 1)[0])
 
 
-@operators.add("GlobalAveragePool")
-def _global_average_pool(build: GraphBuilder, node: OnnxNode) -> Value:
-    rank = node.ranks[0]
-    if rank is None:
-        raise node.fault("the rank of its input is not known; export the model again")
-    return build.call(aten.mean.dim, build.tensor(node.inputs[0]), list(range(2, rank)), True)
+def _global_pool(target: Any) -> Callable[[GraphBuilder, OnnxNode], Value]:
+    def translate(build: GraphBuilder, node: OnnxNode) -> Value:
+        rank = node.ranks[0]
+        if rank is None:
+            raise node.fault("the rank of its input is not known; export the model again")
+        return build.call(target, build.tensor(node.inputs[0]), list(range(2, rank)), True)
+
+    return translate
+
+
+operators.add("GlobalAveragePool")(_global_pool(aten.mean.dim))
+operators.add("GlobalMaxPool")(_global_pool(aten.amax.default))
