@@ -92,14 +92,7 @@ def quantize_model(
         CalibrationError: there is no data, or a batch does not fit the model.
         QuantizerError: an ONNX file cannot be read, the model cannot be exported, or no engine is right and runs here.
     """
-    if isinstance(model, str | os.PathLike):
-        # Imported here: a module needs none of it.
-        from quantizer.interop.onnx.from_onnx import from_onnx
-
-        model = from_onnx(model)
-    if not isinstance(model, nn.Module) or is_proxy(model):
-        what = "a proxy; pass the float model that it was made from" if isinstance(model, nn.Module) else repr(model)
-        raise QuantizerError(f"quantize_model() takes a float model, a torch.nn.Module, and this is {what}")
+    model = _float_model(model)
     asked = quantizer_config(config, **settings)
     if "backend" not in asked.model_fields_set:
         asked = quantizer_config(config, backend=AUTO, **settings)
@@ -119,6 +112,20 @@ def quantize_model(
     except BaseException:
         shutil.rmtree(parent)
         raise
+
+
+def _float_model(model: Any) -> nn.Module:
+    """Return a float module: the one that was given, or that of an ONNX file."""
+    if isinstance(model, str | os.PathLike) and os.fspath(model).endswith(".onnx"):
+        # Imported here: a module needs none of it.
+        from quantizer.interop.onnx.from_onnx import from_onnx
+
+        return from_onnx(model)
+    if not isinstance(model, nn.Module) or is_proxy(model):
+        what = "a proxy; pass the float model that it was made from" if isinstance(model, nn.Module) else repr(model)
+        hint = ", where a file would end in .onnx" if isinstance(model, str | os.PathLike) else ""
+        raise QuantizerError(f"quantize_model() takes a float model, a torch.nn.Module, and this is {what}{hint}")
+    return model
 
 
 def _without_label(batch: Any) -> Any:
