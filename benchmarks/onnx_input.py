@@ -2,8 +2,8 @@
 
     python benchmarks/onnx_input.py FILE.onnx NAME=ROWSxSIZExSIZE... [FIXED=NUMBER...]
 
-``x=4x3x48x320`` is the shape of a batch of an input; floats are drawn from a normal distribution, whole numbers from
-0 to 999, 1 for a mask and 0 for a type. Four batches calibrate both roads: ``Quantizer(backend=...)`` as it is by
+``x=4x3x48x320`` is the shape of a batch of an input: images are lines of random words, other floats are drawn from a
+normal distribution, whole numbers from 0 to 999, 1 for a mask and 0 for a type. Four batches calibrate both roads: ``Quantizer(backend=...)`` as it is by
 default, and ``onnxruntime.quantization.quantize_static`` (MinMax, Q/DQ, its other defaults, and the same with a scale
 for each channel of a weight). A fifth batch tells the SQNR to the float file in ONNX Runtime. Latencies are medians of
 one interleaved run at the shape of a batch.
@@ -30,6 +30,9 @@ from onnxruntime.quantization import CalibrationMethod
 from onnxruntime.quantization import QuantFormat
 from onnxruntime.quantization import quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
+from PIL import Image
+from PIL import ImageDraw
+from PIL import ImageFont
 
 import quantizer
 from quantizer import Quantizer
@@ -65,11 +68,25 @@ def session(path: Path) -> onnxruntime.InferenceSession:
 def drawn(name: str, kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray[Any, Any]:
     """Return random values of an input."""
     random = np.random.default_rng(seed)
+    if kind == "tensor(float)" and len(shape) == 4 and shape[1] == 3:
+        return np.stack([words(random, *shape[2:]) for _ in range(shape[0])])
     if kind == "tensor(float)":
         return random.normal(size=shape).astype(np.float32)
     if "mask" in name or "type" in name:
         return np.full(shape, "mask" in name, np.int64)
     return random.integers(0, 1000, shape)
+
+
+def words(random: np.random.Generator, height: int, width: int) -> np.ndarray[Any, Any]:
+    """Return an image [3, H, W] from -1 to 1 of lines of random letters, on a background of another colour."""
+    dark, light = (tuple(random.integers(low, low + 100, 3).tolist()) for low in (0, 150))
+    image = Image.new("RGB", (width, height), light)
+    size = min(height - 8, 40)
+    for top in range(4, height - size, size + 8):
+        text = "".join(random.choice(list("abcdefghijklmnopqrstuvwxyz     "), 2 * width // size))
+        ImageDraw.Draw(image).text((4, top), text, fill=dark, font=ImageFont.load_default(size))
+    noisy = np.asarray(image, np.float32) + random.normal(scale=8, size=(height, width, 3))
+    return (noisy.transpose(2, 0, 1) / 127.5 - 1).astype(np.float32)
 
 
 def sqnr_db(found: list[Any], expected: list[Any]) -> float:
