@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from quantizer.config import QuantizerConfig
     from quantizer.errors import QuantizerError
     from quantizer.in_place import QATCalibrate
+    from quantizer.interop.onnx.from_onnx import from_onnx
     from quantizer.quantizer import Quantizer
     from quantizer.runs.placement.estimated_prices import estimated_prices
     from quantizer.runs.placement.measured_prices import measured_prices
@@ -27,6 +28,7 @@ __all__ = [
     "QuantizerConfig",
     "QuantizerError",
     "estimated_prices",
+    "from_onnx",
     "functional",
     "measured_prices",
     "quantize_model",
@@ -41,6 +43,7 @@ _HOMES = {
     "QuantizerConfig": "quantizer.config",
     "QuantizerError": "quantizer.errors",
     "estimated_prices": "quantizer.runs.placement.estimated_prices",
+    "from_onnx": "quantizer.interop.onnx.from_onnx",
     "measured_prices": "quantizer.runs.placement.measured_prices",
     "quantize_model": "quantizer.runs.workload.quantize_model",
 }

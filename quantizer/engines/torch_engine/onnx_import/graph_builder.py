@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from quantizer.common.registry import Registry
+from quantizer.engines.torch_engine.onnx_import.shapes import Shape
 from quantizer.errors import EngineError
 
 __all__ = ["Constant", "GraphBuilder", "OnnxNode", "Sizes", "Value", "as_tensor", "operators"]
@@ -58,7 +59,7 @@ class OnnxNode:
         inputs: None for an optional input that is left out.
         attributes: by name, as Python values; tensors as arrays.
         outputs: the names of its outputs, empty for one that nothing reads.
-        ranks: of its inputs, in order; None where a rank is not known.
+        shapes: of its inputs, in order; None where not even the rank is known.
     """
 
     name: str
@@ -66,7 +67,12 @@ class OnnxNode:
     inputs: tuple[Value | None, ...]
     attributes: Mapping[str, Any]
     outputs: tuple[str, ...]
-    ranks: tuple[int | None, ...]
+    shapes: tuple[Shape | None, ...]
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        """The ranks of its inputs, in order; None where one is not known."""
+        return tuple(None if shape is None else len(shape) for shape in self.shapes)
 
     def input(self, place: int) -> Value | None:
         """Return an input; None where it is left out."""
@@ -134,6 +140,14 @@ class GraphBuilder:
             return tuple(value.array.reshape(-1).tolist()) if value.array.size <= _MOST_SIZES else None
         return None
 
+    def known_truth(self, value: Value | None) -> bool | None:
+        """Return a condition that is known without running; None for any other."""
+        if isinstance(value, Constant) and value.array.size == 1:
+            return bool(value.array.item())
+        if isinstance(value, Sizes) and len(value.items) == 1 and isinstance(value.items[0], int):
+            return bool(value.items[0])
+        return None
+
     def needed_sizes(self, node: OnnxNode, place: int) -> list[Any]:
         """Return the whole numbers of an input.
 
@@ -142,7 +156,7 @@ class GraphBuilder:
         """
         found = self.sizes(node.input(place))
         if found is None:
-            raise node.fault(f"input {place} is computed from data; the torch engine needs it as constants or sizes")
+            raise node.fault(f"input {place} is computed from data; it is needed as constants or sizes")
         return list(found)
 
     def constant_number(self, node: OnnxNode, place: int, missing: float) -> float:
@@ -155,7 +169,7 @@ class GraphBuilder:
         if value is None:
             return missing
         if not isinstance(value, Constant) or value.array.size != 1:
-            raise node.fault(f"input {place} is computed; the torch engine needs it as a constant")
+            raise node.fault(f"input {place} is computed; it is needed as a constant")
         return float(value.array.item())
 
 

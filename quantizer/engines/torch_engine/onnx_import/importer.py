@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,19 @@ from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.inspection.onnx_graph import read_graph
 from quantizer.engines.optional_import import import_library
 from quantizer.engines.torch_engine.onnx_import import operators as _operators
+from quantizer.engines.torch_engine.onnx_import.constants import as_constant
+from quantizer.engines.torch_engine.onnx_import.constants import folded
 from quantizer.engines.torch_engine.onnx_import.graph_builder import Constant
 from quantizer.engines.torch_engine.onnx_import.graph_builder import GraphBuilder
 from quantizer.engines.torch_engine.onnx_import.graph_builder import OnnxNode
 from quantizer.engines.torch_engine.onnx_import.graph_builder import Value
 from quantizer.engines.torch_engine.onnx_import.graph_builder import operators
+from quantizer.engines.torch_engine.onnx_import.opset import in_known_opset
+from quantizer.engines.torch_engine.onnx_import.shapes import inferred_shapes
+from quantizer.engines.torch_engine.onnx_import.simplify import simplified
 from quantizer.errors import EngineError
 
-__all__ = ["Imported", "import_onnx"]
+__all__ = ["Imported", "import_graph", "import_onnx"]
 
 del _operators
 
@@ -46,7 +50,7 @@ class Imported:
 def import_onnx(path: Path) -> Imported:
     """Return the graph of an ONNX file in aten operators; QuantizeLinear and DequantizeLinear stay what they are.
 
-    Dynamic axes stay dynamic. The operators are those that the exporter of this package writes.
+    Dynamic axes stay dynamic. The operators are those that the exporter of this package writes, and others.
 
     Raises:
         EngineError: the file is missing, damaged or no ONNX file, or has an operator, or a form of one, that is not
@@ -54,44 +58,120 @@ def import_onnx(path: Path) -> Imported:
         MissingDependencyError: onnx is not installed.
     """
     checked_onnx(path)
-    model = read_graph(path)
+    return import_graph(read_graph(path), path.parent)
+
+
+def import_graph(model: Any, folder: Path) -> Imported:
+    """Return the graph of an ONNX model, as ``import_onnx``.
+
+    Args:
+        model: an ``onnx.ModelProto``, which stays as it is.
+        folder: where its external data lies.
+
+    Raises:
+        EngineError: as ``import_onnx``.
+    """
     onnx = import_library("onnx", "onnx")
-    graph = model.graph
-    build = GraphBuilder()
-    values: dict[str, Value | None] = {"": None}
-    for held in graph.initializer:
-        values[held.name] = Constant(held.name, _array(onnx, held, path))
-    specs = tuple(_spec(onnx, given) for given in graph.input if given.name not in values)
-    for spec in specs:
-        values[spec.name] = build.graph.placeholder(f"input_{len(values)}")
-    ranks = _ranks(onnx, model)
-    for node in graph.node:
-        _add(onnx, build, node, values, ranks)
-    build.graph.output(tuple(build.tensor(values[made.name]) for made in graph.output))
-    build.graph.eliminate_dead_code()
-    module = fx.GraphModule(build.root, build.graph)
-    module.delete_all_unused_submodules()
-    return Imported(module, specs, tuple(made.name for made in graph.output))
+    model = in_known_opset(onnx, model)
+    while True:
+        reader = _Reader(onnx, model, folder)
+        try:
+            return reader.read()
+        except EngineError:
+            # More shapes may be known with what was found out before.
+            model = simplified(onnx, model, reader.known, reader.chosen)
+            if model is None:
+                raise
 
 
-def _add(
-    onnx: Any, build: GraphBuilder, node: Any, values: dict[str, Value | None], ranks: dict[str, int | None]
-) -> None:
-    name = node.name or f"{node.op_type} that makes {node.output[0]}"
-    if node.domain not in ("", "ai.onnx") or node.op_type not in operators.names():
-        known = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
-        raise EngineError(
-            f"node {name!r}: the torch engine has no operator {known}; leave this part of the model out of the export, "
-            "or take another backend"
+class _Reader:
+    """Reader of one model.
+
+    Attributes:
+        values: what each name of the ONNX graph is, so far.
+        known: what nodes compute from constants alone, by name.
+        chosen: the branch of each If that is decided, by the name of its first output.
+    """
+
+    def __init__(self, onnx: Any, model: Any, folder: Path) -> None:
+        self.onnx = onnx
+        self.build = GraphBuilder()
+        self.values: dict[str, Value | None] = {"": None}
+        self.known: dict[str, np.ndarray[Any, Any]] = {}
+        self.chosen: dict[str, Any] = {}
+        self._graph = model.graph
+        self._folder = folder
+        self._shapes = inferred_shapes(onnx, model)
+
+    def read(self) -> Imported:
+        """Return the graph of the whole model.
+
+        Raises:
+            EngineError: as ``import_onnx``.
+        """
+        graph, build = self._graph, self.build
+        for held in graph.initializer:
+            self.values[held.name] = Constant(held.name, self.array(held))
+        specs = tuple(_spec(self.onnx, given) for given in graph.input if given.name not in self.values)
+        for spec in specs:
+            self.values[spec.name] = build.graph.placeholder(f"input_{len(self.values)}")
+        for node in graph.node:
+            self.add(node)
+        build.graph.output(tuple(build.tensor(self.values[made.name]) for made in graph.output))
+        build.graph.eliminate_dead_code()
+        module = fx.GraphModule(build.root, build.graph)
+        module.delete_all_unused_submodules()
+        return Imported(module, specs, tuple(made.name for made in graph.output))
+
+    def array(self, held: Any) -> np.ndarray[Any, Any]:
+        """Return the array of an initializer."""
+        found: np.ndarray[Any, Any] = self.onnx.numpy_helper.to_array(held, str(self._folder))
+        return found
+
+    def add(self, node: Any) -> None:
+        """Add what a node computes."""
+        name = node.name or node.output[0]
+        self.build.origin = name
+        if node.op_type == "If" and not node.domain:
+            self._add_branch(name, node)
+            return
+        if node.domain not in ("", "ai.onnx") or node.op_type not in operators.names():
+            known = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+            raise EngineError(f"node {name!r}: the operator {known} has no counterpart in torch here")
+        found = OnnxNode(
+            name,
+            node.op_type,
+            tuple(self.values[read] for read in node.input),
+            {held.name: _attribute(self.onnx, held) for held in node.attribute},
+            tuple(node.output),
+            tuple(self._shapes.get(read) for read in node.input),
         )
-    attributes = {held.name: _attribute(onnx, held) for held in node.attribute}
-    inputs = tuple(values[read] for read in node.input)
-    build.origin = name
-    found = OnnxNode(
-        name, node.op_type, inputs, attributes, tuple(node.output), tuple(ranks.get(read) for read in node.input)
-    )
-    made = operators[node.op_type](build, found)
-    values.update(zip(node.output, made if isinstance(made, tuple) else (made,), strict=False))
+        made = folded(found)
+        if made is None:
+            of_node = operators[node.op_type](self.build, found)
+            made = of_node if isinstance(of_node, tuple) else (of_node,)
+        values = dict(zip(node.output, map(as_constant, node.output, made), strict=False))
+        self.values.update(values)
+        if node.op_type != "Constant":
+            self.known |= {key: value.array for key, value in values.items() if isinstance(value, Constant)}
+
+    def _add_branch(self, name: str, node: Any) -> None:
+        """Add the nodes of that branch of an If that its condition, known without running, chooses."""
+        chosen = self.build.known_truth(self.values[node.input[0]])
+        if chosen is None:
+            raise EngineError(
+                f"node {name!r} (If): its condition is computed from the inputs, and a graph has one branch only; give "
+                "what decides it, an input or the length of an axis, as a constant"
+            )
+        branches = {held.name: held.g for held in node.attribute}
+        branch = branches["then_branch" if chosen else "else_branch"]
+        self.chosen[node.output[0]] = branch
+        for held in branch.initializer:
+            self.values[held.name] = Constant(held.name, self.array(held))
+        for inner in branch.node:
+            self.add(inner)
+        outer = [self.values[made.name] for made in branch.output]
+        self.values.update(zip(node.output, outer, strict=False))
 
 
 def _attribute(onnx: Any, held: Any) -> Any:
@@ -99,11 +179,6 @@ def _attribute(onnx: Any, held: Any) -> Any:
     if isinstance(value, onnx.TensorProto):
         return onnx.numpy_helper.to_array(value)
     return value.decode() if isinstance(value, bytes) else value
-
-
-def _array(onnx: Any, held: Any, path: Path) -> np.ndarray[Any, Any]:
-    found: np.ndarray[Any, Any] = onnx.numpy_helper.to_array(held, str(path.parent))
-    return found
 
 
 def _spec(onnx: Any, given: Any) -> TensorSpec:
@@ -114,18 +189,5 @@ def _spec(onnx: Any, given: Any) -> TensorSpec:
     try:
         torch.from_numpy(np.empty(0, dtype))
     except TypeError as error:
-        raise EngineError(f"input {given.name!r} has type {dtype}, which the torch engine cannot take") from error
+        raise EngineError(f"input {given.name!r} has type {dtype}, which torch does not have") from error
     return TensorSpec(given.name, dtype, shape, tuple(size.dim_param for size in sizes))
-
-
-def _ranks(onnx: Any, model: Any) -> dict[str, int | None]:
-    """Return the rank of each value, as far as ONNX can tell."""
-    known = onnx.shape_inference.infer_shapes(model).graph
-    stored: dict[str, int | None] = {held.name: len(held.dims) for held in model.graph.initializer}
-    return stored | dict(_told(known.input)) | dict(_told(known.value_info)) | dict(_told(known.output))
-
-
-def _told(values: Iterable[Any]) -> Iterable[tuple[str, int | None]]:
-    for value in values:
-        tensor = value.type.tensor_type
-        yield value.name, len(tensor.shape.dim) if tensor.HasField("shape") else None

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from quantizer.engines.torch_engine.onnx_import.graph_builder import Constant
@@ -42,6 +43,7 @@ _UNARY = {
     "HardSwish": aten.hardswish.default,
     "IsNaN": aten.isnan.default,
     "Log": aten.log.default,
+    "Mish": aten.mish.default,
     "Neg": aten.neg.default,
     "Not": aten.logical_not.default,
     "Reciprocal": aten.reciprocal.default,
@@ -64,14 +66,20 @@ _BINARY = {
     "LessOrEqual": aten.le.Tensor,
     "Max": aten.maximum.default,
     "Min": aten.minimum.default,
-    "Mod": aten.remainder.Tensor,
     "Mul": aten.mul.Tensor,
     "Or": aten.logical_or.default,
     "Pow": aten.pow.Tensor_Tensor,
     "Sub": aten.sub.Tensor,
+    "Sum": aten.add.Tensor,
     "Xor": aten.logical_xor.default,
 }
-_OF_SIZES = {"Add": operator.add, "Sub": operator.sub, "Mul": operator.mul, "Div": operator.floordiv}
+_OF_SIZES = {
+    "Add": operator.add,
+    "Sub": operator.sub,
+    "Mul": operator.mul,
+    "Div": operator.floordiv,
+    "Equal": operator.eq,
+}
 
 
 def _unary(target: Any) -> Callable[[GraphBuilder, OnnxNode], Value]:
@@ -101,10 +109,17 @@ def _sizes(build: GraphBuilder, node: OnnxNode) -> Sizes | None:
         return None
     count = max(len(left), len(right))
     pairs = zip(left * (count // len(left)), right * (count // len(right)), strict=True)
-    items = tuple(
-        compute(a, b) if isinstance(a, int) and isinstance(b, int) else build.call(compute, a, b) for a, b in pairs
-    )
+    items = tuple(_item(build, compute, a, b) for a, b in pairs)
     return Sizes(items, all(_alone(value) for value in node.inputs))
+
+
+def _item(build: GraphBuilder, compute: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
+    """Return a size that is computed from two; an axis never has the -1 that stands for a size to be found."""
+    if isinstance(left, int) and isinstance(right, int):
+        return compute(left, right)
+    if compute is operator.eq and any(isinstance(side, int) and side < 0 for side in (left, right)):
+        return False
+    return build.call(compute, left, right)
 
 
 def _alone(value: Value | None) -> bool:
@@ -130,6 +145,13 @@ def _div(build: GraphBuilder, node: OnnxNode) -> Value:
         if whole
         else build.call(aten.div.Tensor, left, right)
     )
+
+
+@operators.add("Mod")
+def _mod(build: GraphBuilder, node: OnnxNode) -> Value:
+    # The sign is that of the divisor; with fmod, and for floats it must be so, that of the dividend.
+    target = aten.fmod.Tensor if node.attributes.get("fmod", 0) else aten.remainder.Tensor
+    return build.call(target, *(build.tensor(value) for value in node.inputs))
 
 
 @operators.add("Gelu")
@@ -177,6 +199,12 @@ def _cast(build: GraphBuilder, node: OnnxNode) -> Value:
 
 @operators.add("Where")
 def _where(build: GraphBuilder, node: OnnxNode) -> Value:
+    chosen, left, right = node.inputs[0], build.sizes(node.inputs[1]), build.sizes(node.inputs[2])
+    if isinstance(chosen, Constant) and any(isinstance(value, Sizes) for value in node.inputs) and left and right:
+        count = max(chosen.array.size, len(left), len(right))
+        flags = np.broadcast_to(chosen.array.reshape(-1), count).tolist()
+        pairs = zip(left * (count // len(left)), right * (count // len(right)), strict=True)
+        return Sizes(tuple(a if flag else b for flag, (a, b) in zip(flags, pairs, strict=True)))
     return build.call(aten.where.self, *(build.tensor(value) for value in node.inputs))
 
 

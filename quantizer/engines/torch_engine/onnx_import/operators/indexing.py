@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ def _gather_elements(build: GraphBuilder, node: OnnxNode) -> Value:
 @operators.add("GatherND")
 def _gather_nd(build: GraphBuilder, node: OnnxNode) -> Value:
     if node.attributes.get("batch_dims", 0):
-        raise node.fault("batch_dims other than 0 are not supported by the torch engine")
+        raise node.fault("batch_dims other than 0 are not supported")
     data, indices, rank = build.tensor(node.inputs[0]), build.tensor(node.inputs[1]), node.ranks[0]
     # The last axis of the indices is as long as the index of one element; nothing else tells its length.
     count = _last_size(node.inputs[1], rank)
@@ -79,19 +80,28 @@ def _slice(build: GraphBuilder, node: OnnxNode) -> Value:
     made = build.tensor(given)
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
         if isinstance(step, int) and step < 0:
-            if step != -1:
-                raise node.fault(f"a step of {step} is not supported by the torch engine; steps of -1 and above are")
+            if step != -1 or not _is_whole(start, end):
+                raise node.fault(f"a step of {step} is not supported; a step of -1 through a whole axis is")
             made = build.call(aten.flip.default, made, [axis])
             continue
         made = build.call(aten.slice.Tensor, made, axis, start, end, step)
     return made
 
 
+def _is_whole(start: Any, end: Any) -> bool:
+    """Return whether a slice backwards takes a whole axis, however long: it starts at the last place."""
+    return isinstance(start, int) and isinstance(end, int) and (start == -1 or start >= _FAR) and end <= -_FAR
+
+
+_FAR = 2**31 - 1
+"""What exporters write for an end that no axis reaches."""
+
+
 @operators.add("Range")
 def _range(build: GraphBuilder, node: OnnxNode) -> Value:
     bounds = [build.sizes(value) for value in node.inputs]
     if any(bound is None for bound in bounds):
-        raise node.fault("its bounds are computed from data; the torch engine needs constants or sizes")
+        raise node.fault("its bounds are computed from data; they are needed as constants or sizes")
     start, end, step = (bound[0] for bound in bounds if bound is not None)
     return build.call(aten.arange.start_step, start, end, step)
 
@@ -106,7 +116,7 @@ def _one_hot(build: GraphBuilder, node: OnnxNode) -> Value:
         build.call(aten.arange.default, depth),
     )
     if node.attributes.get("axis", -1) != -1:
-        raise node.fault("an axis other than the last is not supported by the torch engine")
+        raise node.fault("an axis other than the last is not supported")
     return build.call(
         aten.where.self,
         hits,

@@ -122,7 +122,7 @@ def _pad(build: GraphBuilder, node: OnnxNode) -> Value:
     if mode != "constant":
         names = {"reflect": aten.pad.default, "edge": aten.pad.default}
         if mode not in names:
-            raise node.fault(f"the mode {mode!r} is not supported by the torch engine")
+            raise node.fault(f"the mode {mode!r} is not supported")
         return build.call(names[mode], given, order, "replicate" if mode == "edge" else mode)
     value = build.constant_number(node, 2, 0.0)
     return build.call(aten.constant_pad_nd.default, given, order, value)
@@ -131,5 +131,5 @@ def _pad(build: GraphBuilder, node: OnnxNode) -> Value:
 @operators.add("DepthToSpace")
 def _depth_to_space(build: GraphBuilder, node: OnnxNode) -> Value:
     if node.attributes.get("mode", "DCR") != "CRD":
-        raise node.fault("only the mode CRD is supported by the torch engine")
+        raise node.fault("only the mode CRD is supported")
     return build.call(aten.pixel_shuffle.default, build.tensor(node.inputs[0]), node.attributes["blocksize"])

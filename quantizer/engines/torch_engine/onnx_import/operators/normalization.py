@@ -19,7 +19,7 @@ aten = torch.ops.aten
 def _layer_norm(build: GraphBuilder, node: OnnxNode) -> Value:
     weight = node.inputs[1]
     if not isinstance(weight, Constant):
-        raise node.fault("a weight that is computed is not supported by the torch engine")
+        raise node.fault("a weight that is computed is not supported")
     given, bias = build.tensor(node.inputs[0]), node.input(2)
     return build.call(
         aten.layer_norm.default,
@@ -35,7 +35,7 @@ def _layer_norm(build: GraphBuilder, node: OnnxNode) -> Value:
 def _rms_norm(build: GraphBuilder, node: OnnxNode) -> Value:
     weight = node.inputs[1]
     if not isinstance(weight, Constant):
-        raise node.fault("a weight that is computed is not supported by the torch engine")
+        raise node.fault("a weight that is computed is not supported")
     shape, epsilon = list(weight.array.shape), node.attributes.get("epsilon", 1e-5)
     return build.call(aten.rms_norm.default, build.tensor(node.inputs[0]), shape, build.tensor(weight), epsilon)
 

@@ -47,10 +47,7 @@ def _einsum(build: GraphBuilder, node: OnnxNode) -> Value:
 
 def _window(build: GraphBuilder, node: OnnxNode, kernel: int) -> tuple[Any, dict[str, Any]]:
     """Return the input, padded where torch cannot pad as ONNX asks, and stride, padding and dilation."""
-    if node.attributes.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
-        raise node.fault("auto_pad is not supported by the torch engine; export the model again")
-    pads = node.attributes.get("pads", [0] * 2 * kernel)
-    before, after = list(pads[:kernel]), list(pads[kernel:])
+    before, after = _pads(node, kernel)
     given = build.tensor(node.inputs[0])
     if before != after:
         order = [size for axis in reversed(range(kernel)) for size in (before[axis], after[axis])]
@@ -61,6 +58,25 @@ def _window(build: GraphBuilder, node: OnnxNode, kernel: int) -> tuple[Any, dict
         "padding": before,
         "dilation": list(node.attributes.get("dilations", [1] * kernel)),
     }
+
+
+def _pads(node: OnnxNode, kernel: int) -> tuple[list[int], list[int]]:
+    """Return how much an input is padded before and behind, along each axis of the kernel."""
+    asked = node.attributes.get("auto_pad", "NOTSET")
+    pads = node.attributes.get("pads", [0] * 2 * kernel) if asked == "NOTSET" else [0] * 2 * kernel
+    if asked in ("NOTSET", "VALID"):
+        return list(pads[:kernel]), list(pads[kernel:])
+    weight = node.attributes.get("kernel_shape") or (node.shapes[1] or ())[2:]
+    strides = node.attributes.get("strides", [1] * kernel)
+    dilations = node.attributes.get("dilations", [1] * kernel)
+    whole = []
+    for axis, (length, step, dilation) in enumerate(zip(weight, strides, dilations, strict=True)):
+        reach, size = (length - 1) * dilation, (node.shapes[0] or (None,) * (kernel + 2))[axis + 2]
+        if node.operator == "ConvTranspose" or (step > 1 and size is None):
+            raise node.fault(f"auto_pad {asked} of an input of unknown sizes is not supported; export the model again")
+        whole.append(reach if step == 1 or size is None else max((-(-size // step) - 1) * step + reach + 1 - size, 0))
+    small, large = [total // 2 for total in whole], [total - total // 2 for total in whole]
+    return (small, large) if asked == "SAME_UPPER" else (large, small)
 
 
 @operators.add("Conv")
@@ -79,7 +95,7 @@ def _convolution(build: GraphBuilder, node: OnnxNode, *, transposed: bool) -> Va
         raise node.fault("the rank of its input is not known; export the model again")
     given, window = _window(build, node, rank - 2)
     if transposed and given is not build.tensor(node.inputs[0]):
-        raise node.fault("uneven padding is not supported by the torch engine")
+        raise node.fault("uneven padding is not supported")
     bias = None if node.input(2) is None else build.tensor(node.inputs[2])
     return build.call(
         aten.convolution.default,
@@ -109,7 +125,7 @@ def _average_pool(build: GraphBuilder, node: OnnxNode) -> Value:
     kernel = list(node.attributes["kernel_shape"])
     pads = node.attributes.get("pads", [0] * 2 * len(kernel))
     if pads[: len(kernel)] != pads[len(kernel) :]:
-        raise node.fault("uneven padding is not supported by the torch engine")
+        raise node.fault("uneven padding is not supported")
     given, window = _window(build, node, len(kernel))
     ceil, counted = bool(node.attributes.get("ceil_mode", 0)), bool(node.attributes.get("count_include_pad", 0))
     target = {1: aten.avg_pool1d.default, 2: aten.avg_pool2d.default, 3: aten.avg_pool3d.default}[len(kernel)]

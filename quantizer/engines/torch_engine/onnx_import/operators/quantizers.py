@@ -32,9 +32,9 @@ def _parameters(node: OnnxNode) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, A
     """
     scale, zero = node.inputs[1], node.input(2)
     if not isinstance(scale, Constant) or not (zero is None or isinstance(zero, Constant)):
-        raise node.fault("a scale or zero point that is computed is not supported by the torch engine")
+        raise node.fault("a scale or zero point that is computed is not supported")
     if node.attributes.get("block_size", 0):
-        raise node.fault("scales of blocks are not supported by the torch engine; give an axis one scale each")
+        raise node.fault("scales of blocks are not supported; give an axis one scale each")
     if isinstance(zero, Constant):
         points = zero.array
     else:
@@ -46,7 +46,7 @@ def _parameters(node: OnnxNode) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, A
 
 def _bounds(node: OnnxNode, points: np.ndarray[Any, Any]) -> tuple[torch.dtype, int, int]:
     if points.dtype.name not in _CODES:
-        raise node.fault(f"codes of type {points.dtype.name} are not supported by the torch engine; INT8 is")
+        raise node.fault(f"codes of type {points.dtype.name} are not supported; INT8 is")
     return _CODES[points.dtype.name]
 
 

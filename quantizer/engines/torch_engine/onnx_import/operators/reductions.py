@@ -58,7 +58,7 @@ def _reduce_prod(build: GraphBuilder, node: OnnxNode) -> Value:
     if isinstance(given, Sizes):
         return _product_of_sizes(build, given, bool(node.attributes.get("keepdims", 1)))
     if axes is None or len(axes) != 1:
-        raise node.fault("a product over several axes is not supported by the torch engine")
+        raise node.fault("a product over several axes is not supported")
     return build.call(aten.prod.dim_int, build.tensor(given), axes[0], bool(node.attributes.get("keepdims", 1)))
 
 
@@ -81,13 +81,19 @@ def _argmax(build: GraphBuilder, node: OnnxNode) -> Value:
 @operators.add("CumSum")
 def _cumsum(build: GraphBuilder, node: OnnxNode) -> Value:
     if node.attributes.get("exclusive", 0) or node.attributes.get("reverse", 0):
-        raise node.fault("an exclusive or reversed sum is not supported by the torch engine")
+        raise node.fault("an exclusive or reversed sum is not supported")
     return build.call(aten.cumsum.default, build.tensor(node.inputs[0]), build.needed_sizes(node, 1)[0])
 
 
-@operators.add("GlobalAveragePool")
-def _global_average_pool(build: GraphBuilder, node: OnnxNode) -> Value:
-    rank = node.ranks[0]
-    if rank is None:
-        raise node.fault("the rank of its input is not known; export the model again")
-    return build.call(aten.mean.dim, build.tensor(node.inputs[0]), list(range(2, rank)), True)
+def _global_pool(target: Any) -> Callable[[GraphBuilder, OnnxNode], Value]:
+    def translate(build: GraphBuilder, node: OnnxNode) -> Value:
+        rank = node.ranks[0]
+        if rank is None:
+            raise node.fault("the rank of its input is not known; export the model again")
+        return build.call(target, build.tensor(node.inputs[0]), list(range(2, rank)), True)
+
+    return translate
+
+
+operators.add("GlobalAveragePool")(_global_pool(aten.mean.dim))
+operators.add("GlobalMaxPool")(_global_pool(aten.amax.default))

@@ -33,7 +33,7 @@ def _resize(build: GraphBuilder, node: OnnxNode) -> Value:
     mode, rank = node.attributes.get("mode", "nearest"), node.ranks[0]
     kernel = None if rank is None else _KERNELS.get(mode, {}).get(rank)
     if kernel is None or node.attributes.get("axes") or node.attributes.get("antialias", 0):
-        raise node.fault(f"the torch engine cannot resize by mode {mode!r} a tensor of {rank} axes in this form")
+        raise node.fault(f"torch cannot resize by mode {mode!r} a tensor of {rank} axes in this form")
     size, scales = _extent(build, node)
     given = build.tensor(node.inputs[0])
     places = node.attributes.get("coordinate_transformation_mode", "half_pixel")
@@ -42,7 +42,7 @@ def _resize(build: GraphBuilder, node: OnnxNode) -> Value:
             raise node.fault("the nearest neighbour of torch is 'asymmetric' and 'floor'; this node asks for another")
         return build.call(kernel, given, size, scales)
     if places not in (*_HALVES, "align_corners"):
-        raise node.fault(f"coordinates {places!r} are not supported by the torch engine")
+        raise node.fault(f"coordinates {places!r} are not supported")
     if mode == "cubic" and node.attributes.get("cubic_coeff_a", -0.75) != -0.75:
         raise node.fault("torch's cubic kernel has the coefficient -0.75; this node asks for another")
     return build.call(kernel, given, size, places == "align_corners", scales)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from quantizer.engines.torch_engine.onnx_import.graph_builder import Constant
@@ -19,25 +20,25 @@ aten = torch.ops.aten
 
 @operators.add("Shape")
 def _shape(build: GraphBuilder, node: OnnxNode) -> Value:
-    rank = node.ranks[0]
-    if rank is None:
+    if isinstance(node.inputs[0], Sizes):
+        return Constant(node.outputs[0], np.array([] if node.inputs[0].alone else [len(node.inputs[0].items)], "int64"))
+    shape = node.inputs[0].array.shape if isinstance(node.inputs[0], Constant) else node.shapes[0]
+    if shape is None:
         raise node.fault("the rank of its input is not known; export the model again")
-    axes = range(rank)[node.attributes.get("start", 0) : node.attributes.get("end", rank)]
-    if isinstance(node.inputs[0], Constant):
-        return Sizes(tuple(node.inputs[0].array.shape[axis] for axis in axes))
-    given = build.tensor(node.inputs[0])
-    return Sizes(tuple(build.call(aten.sym_size.int, given, axis) for axis in axes))
+    given = None if isinstance(node.inputs[0], Constant) else build.tensor(node.inputs[0])
+    axes = range(len(shape))[node.attributes.get("start", 0) : node.attributes.get("end", len(shape))]
+    return Sizes(
+        tuple(shape[axis] if shape[axis] is not None else build.call(aten.sym_size.int, given, axis) for axis in axes)
+    )
 
 
 @operators.add("Constant")
 def _constant(build: GraphBuilder, node: OnnxNode) -> Value:
-    import numpy as np
-
     for name, dtype in (("value_int", "int64"), ("value_ints", "int64"), ("value_float", "float32")):
         if name in node.attributes:
             return Constant(node.outputs[0], np.asarray(node.attributes[name], dtype))
     if "value" not in node.attributes:
-        raise node.fault(f"a constant given as {', '.join(node.attributes)} is not supported by the torch engine")
+        raise node.fault(f"a constant given as {', '.join(node.attributes)} is not supported")
     return Constant(node.outputs[0], np.asarray(node.attributes["value"]))
 
 
@@ -63,4 +64,6 @@ def _expand(build: GraphBuilder, node: OnnxNode) -> Value:
 
 @operators.add("Size")
 def _size(build: GraphBuilder, node: OnnxNode) -> Value:
+    if isinstance(node.inputs[0], Sizes):
+        return Constant(node.outputs[0], np.array(len(node.inputs[0].items)))
     return Sizes((build.call(aten.sym_numel.default, build.tensor(node.inputs[0])),), alone=True)

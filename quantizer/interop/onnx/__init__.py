@@ -1,0 +1,3 @@
+"""Float ONNX files as torch modules: see ``from_onnx``."""
+
+from __future__ import annotations

@@ -1,0 +1,95 @@
+"""``quantizer convert -m model.onnx``: a float ONNX file and a file of arrays, to checked engines in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from quantizer.common.data.array_files import ARRAY_FILES
+from quantizer.common.data.array_files import array_batches
+from quantizer.errors import CalibrationError
+from quantizer.errors import ConfigError
+from quantizer.files import checked_folder
+from quantizer.interop.onnx.from_onnx import from_onnx
+from quantizer.interop.onnx.graph_module import OnnxModule
+from quantizer.runs.run import RUN
+from quantizer.runs.workload.quantize_model import quantize_model
+
+__all__ = ["SUFFIX", "convert_onnx"]
+
+SUFFIX = ".onnx"
+
+_BATCH_ROWS = 8
+"""The rows of a batch that is cut from a file, which is also what engines are timed at."""
+
+_TAKEN = frozenset({"model", "output", "quantization", "calibration", "rows", "backend", "dtype", "threads", "force"})
+_DEFAULTS = {"column": "text"}
+_EXPECTED = f"a file of arrays ({' or '.join(ARRAY_FILES)}), one for each input by its name, or a folder of such files"
+
+
+def convert_onnx(options: Mapping[str, Any], console: Console) -> Path:
+    """Quantize a float ONNX file for the fastest engine that is right, and return the folder that was written.
+
+    Args:
+        options: those of the command line that were given, by name.
+        console: where stages and results are printed.
+
+    Raises:
+        ConfigError: options do not fit an ONNX file; all problems are listed.
+        QuantizerError: the file cannot be imported, its arrays do not fit it, or no engine is right.
+    """
+    problems = _problems(options)
+    if problems:
+        raise ConfigError(problems)
+    folder: Path = options["output"]
+    checked_folder(folder, RUN, replace=options.get("force", False))
+    model = from_onnx(options["model"])
+    batches = array_batches(Path(options["calibration"]), _BATCH_ROWS, options.get("rows"))
+    (backend,) = options["backend"]
+    result = quantize_model(
+        model,
+        [_by_argument(model, batch) for batch in batches],
+        threads=options.get("threads", 1),
+        progress=True,
+        backend=backend,
+        **({"dtype": options["dtype"]} if "dtype" in options else {}),
+    )
+    result.save(folder, replace=options.get("force", False))
+    console.print(result.summary(), highlight=False, markup=False)
+    console.print(f"written to {folder}", highlight=False, markup=False)
+    return folder
+
+
+def _problems(options: Mapping[str, Any]) -> list[str]:
+    found = [
+        f"--{name.replace('_', '-')} is for checkpoints, and {options['model']} is an ONNX file; leave it out"
+        for name, value in options.items()
+        if name not in _TAKEN and value != _DEFAULTS.get(name)
+    ]
+    if not options.get("quantization"):
+        found.append(f"{options['model']} is an ONNX file already: give --quantization, to make INT8 of it")
+    if "calibration" not in options:
+        found.append(f"--calibration is missing: give {_EXPECTED}")
+    if len(options["backend"]) != 1:
+        found.append(f"--backend {' '.join(options['backend'])}: an ONNX file is quantized for one, or for auto")
+    rows = options.get("rows", 1)
+    if rows < 1:
+        found.append(f"--rows {rows}: expected 1 or more")
+    return found
+
+
+def _by_argument(model: OnnxModule, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch by the names of the arguments of ``forward``.
+
+    Raises:
+        CalibrationError: an input has no array, or an array no input.
+    """
+    if set(batch) != set(model.arguments):
+        raise CalibrationError(
+            f"the calibration data has the arrays {', '.join(sorted(batch))}, and {model.source} the inputs "
+            f"{', '.join(model.arguments)}: name an array for each input, and none besides"
+        )
+    return {argument: batch[name] for name, argument in model.arguments.items()}
