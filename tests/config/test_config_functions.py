@@ -21,7 +21,7 @@ ROWS = {"name": "text-csv", "path": "rows.csv"}
 def _problems(tmp_path: Path, run: dict[str, Any]) -> list[str]:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(run), encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="in the configuration:") as caught:
         load_run(path)
     return [problem.partition(": ")[2] for problem in caught.value.problems]
 

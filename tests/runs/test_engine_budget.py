@@ -21,6 +21,7 @@ from quantizer.report.tables.search_table import evaluation_caption
 from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import RunRows
+from quantizer.runs.task_metric import TaskMetric
 from quantizer.tasks import Row
 from quantizer.tasks.datasets.rows import Text
 
@@ -70,9 +71,9 @@ def test_an_engine_within_the_budget_is_checked_once(
     rows: list[Row], drops: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched: list[list[Row]] = []
-    metric = pipeline.TaskMetric.__init__
+    metric = TaskMetric.__init__
     monkeypatch.setattr(
-        pipeline.TaskMetric,
+        TaskMetric,
         "__init__",
         lambda self, *given, **more: (searched.append(given[2]), metric(self, *given, **more))[1],
     )
