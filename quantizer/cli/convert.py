@@ -105,7 +105,7 @@ processor/, config.json and a report; it is complete when the command ends well,
         from quantizer.runs.convert import ConversionRequest
         from quantizer.runs.convert import convert
         from quantizer.runs.convert import data_source
-        from quantizer.runs.convert.function_request import convert_function
+        from quantizer.runs.convert.functions.function_request import convert_function
         from quantizer.runs.workload.convert_onnx import SUFFIX
         from quantizer.runs.workload.convert_onnx import convert_onnx
 

@@ -1,0 +1,1 @@
+"""The conversion of modules that functions return."""
