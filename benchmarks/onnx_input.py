@@ -4,10 +4,9 @@
 
 ``x=4x3x48x320`` is the shape of a batch of an input: images are lines of random words, other floats are drawn from a
 normal distribution, whole numbers from 0 to 999, 1 for a mask and 0 for a type. Four batches calibrate both roads:
-``Quantizer(backend=...)`` as it is by default, and ``onnxruntime.quantization.quantize_static`` (MinMax, Q/DQ, its
-other defaults, and the same with a scale for each channel of a weight). A fifth batch tells the SQNR to the float file
-in ONNX Runtime. Latencies are medians of
-one interleaved run at the shape of a batch.
+``Quantizer(backend=...)`` as it is by default, and ONNX Runtime's own ``quantize_static`` (MinMax, Q/DQ, its other
+defaults, and the same with a scale for each channel of a weight). A fifth batch tells the SQNR to the float file in
+ONNX Runtime. Latencies are medians of one interleaved run at the shape of a batch.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def drawn(name: str, kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray
     """Return random values of an input."""
     random = np.random.default_rng(seed)
     if kind == "tensor(float)" and len(shape) == 4 and shape[1] == 3:
-        return np.stack([words(random, *shape[2:]) for _ in range(shape[0])])
+        return np.ascontiguousarray(np.stack([words(random, *shape[2:]) for _ in range(shape[0])]))
     if kind == "tensor(float)":
         return random.normal(size=shape).astype(np.float32)
     if "mask" in name or "type" in name:
