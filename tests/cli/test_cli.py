@@ -270,9 +270,12 @@ def test_the_examples_work(
 
 def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import quantizer.runs.convert
+    import quantizer.runs.workload.convert_onnx
 
     asked: list[Any] = []
+    of_onnx: list[Any] = []
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(quantizer.runs.workload.convert_onnx, "convert_onnx", lambda given, _: of_onnx.append(given))
     (tmp_path / "photos").mkdir()
     monkeypatch.setattr(quantizer.runs.convert, "convert", lambda conversion, _: asked.append(conversion))
     (verb,) = [verb for verb in VERBS if verb.name == "convert"]
@@ -288,6 +291,9 @@ def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.Mo
     assert str(asked[2].tuning) == "text-csv:dev.csv"
     assert str(asked[3].evaluation) == "image-folder:labelled"
     assert str(asked[0].output) == str(Path("converted") / "my-model")
+    assert [(given["calibration"], given["output"]) for given in of_onnx] == [
+        ("arrays.npz", Path("converted") / "my-model")
+    ]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
