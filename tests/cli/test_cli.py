@@ -270,11 +270,14 @@ def test_the_examples_work(
 
 def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import quantizer.runs.convert
+    import quantizer.runs.convert.function_request
 
     asked: list[Any] = []
+    of_functions: list[Any] = []
     monkeypatch.chdir(tmp_path)
     (tmp_path / "photos").mkdir()
     monkeypatch.setattr(quantizer.runs.convert, "convert", lambda conversion, _: asked.append(conversion))
+    monkeypatch.setattr(quantizer.runs.convert.function_request, "run", lambda config, *_: of_functions.append(config))
     (verb,) = [verb for verb in VERBS if verb.name == "convert"]
     commands = [line.split() for line in verb.epilog.replace("\\\n", " ").splitlines() if "quantizer convert " in line]
     for words in commands:
@@ -288,6 +291,10 @@ def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.Mo
     assert str(asked[2].tuning) == "text-csv:dev.csv"
     assert str(asked[3].evaluation) == "image-folder:labelled"
     assert str(asked[0].output) == str(Path("converted") / "my-model")
+    (config,) = of_functions
+    assert (config.model.source, config.model.metric) == ("my_pkg.nets:build", "my_pkg.data:score")
+    assert config.quantizer.backend == "auto"
+    assert config.output == str(Path("converted") / "my_pkg.nets.build")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
