@@ -272,12 +272,18 @@ def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.Mo
     import quantizer.runs.convert
     import quantizer.runs.workload.convert_onnx
 
-    asked: list[Any] = []
     of_onnx: list[Any] = []
+    import quantizer.runs.convert.functions.function_request
+
+    asked: list[Any] = []
+    of_functions: list[Any] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(quantizer.runs.workload.convert_onnx, "convert_onnx", lambda given, _: of_onnx.append(given))
     (tmp_path / "photos").mkdir()
     monkeypatch.setattr(quantizer.runs.convert, "convert", lambda conversion, _: asked.append(conversion))
+    monkeypatch.setattr(
+        quantizer.runs.convert.functions.function_request, "run", lambda config, *_: of_functions.append(config)
+    )
     (verb,) = [verb for verb in VERBS if verb.name == "convert"]
     commands = [line.split() for line in verb.epilog.replace("\\\n", " ").splitlines() if "quantizer convert " in line]
     for words in commands:
@@ -294,6 +300,10 @@ def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.Mo
     assert [(given["calibration"], given["output"]) for given in of_onnx] == [
         ("arrays.npz", Path("converted") / "my-model")
     ]
+    (config,) = of_functions
+    assert (config.model.source, config.model.metric) == ("my_pkg.nets:build", "my_pkg.data:score")
+    assert config.quantizer.backend == "auto"
+    assert config.output == str(Path("converted") / "my_pkg.nets.build")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
