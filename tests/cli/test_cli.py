@@ -273,7 +273,6 @@ def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.Mo
     import quantizer.runs.workload.convert_onnx
 
     of_onnx: list[Any] = []
-    import quantizer.runs.convert.functions.function_request
 
     asked: list[Any] = []
     of_functions: list[Any] = []
