@@ -271,18 +271,16 @@ def test_the_examples_work(
 def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import quantizer.runs.convert
     import quantizer.runs.workload.convert_onnx
+    from quantizer.runs.convert.functions import function_request
 
     of_onnx: list[Any] = []
-
     asked: list[Any] = []
     of_functions: list[Any] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(quantizer.runs.workload.convert_onnx, "convert_onnx", lambda given, _: of_onnx.append(given))
     (tmp_path / "photos").mkdir()
     monkeypatch.setattr(quantizer.runs.convert, "convert", lambda conversion, _: asked.append(conversion))
-    monkeypatch.setattr(
-        quantizer.runs.convert.functions.function_request, "run", lambda config, *_: of_functions.append(config)
-    )
+    monkeypatch.setattr(function_request, "run", lambda config, *_: of_functions.append(config))
     (verb,) = [verb for verb in VERBS if verb.name == "convert"]
     commands = [line.split() for line in verb.epilog.replace("\\\n", " ").splitlines() if "quantizer convert " in line]
     for words in commands:
