@@ -8,14 +8,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.task import Predictions
 from quantizer.tasks.task import Task
+from quantizer.tasks.task import require_rows
 
 __all__ = ["CountedTask"]
 
@@ -23,8 +24,13 @@ __all__ = ["CountedTask"]
 class CountedTask(Task):
     """A task that counts in each row, and scores the sums of its counts.
 
-    A resample of rows is scored by the counts of its rows: what is slow, such as finding entities, is done once a row.
+    A resample of rows is scored by the counts of its rows: what is slow, such as finding entities, is done once a row,
+    and once for a score, its differences and its intervals.
     """
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._known: WeakKeyDictionary[Predictions, tuple[list[Row], npt.NDArray[np.float64]]] = WeakKeyDictionary()
 
     @abstractmethod
     def counts(self, predictions: Predictions, rows: Sequence[Row]) -> npt.NDArray[np.float64]:
@@ -40,12 +46,12 @@ class CountedTask(Task):
         Raises:
             TaskError: the predictions are of other rows.
         """
-        if len(rows) != len(predictions.decisions):
-            raise TaskError(
-                f"{len(predictions.decisions)} predictions but {len(rows)} rows: pass the rows predicted on"
-            )
-        found = self.counts(predictions, rows)
-        return found, found
+        require_rows(predictions, rows)
+        known = self._known.get(predictions)
+        if known is None or known[0] != list(rows):
+            known = (list(rows), self.counts(predictions, rows))
+            self._known[predictions] = known
+        return known[1], known[1]
 
     def metric(self, decisions: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the score of counts [N x K], or those of resamples [R x N x K]."""

@@ -168,8 +168,16 @@ class TextInputs:
         return self.tokenizer(list(texts), truncation=True, **options)
 
     def whole(self, sample: Any) -> str:
-        """Return a sample as one text."""
-        return str(sample)
+        """Return a sample as one text: words and parts are joined by spaces."""
+        return " ".join(sample) if isinstance(sample, tuple) else str(sample)
+
+    def require_fast(self) -> None:
+        """Raise ``TaskError`` if the tokenizer does not say from which part of a text its tokens are."""
+        if not self.tokenizer.is_fast:
+            raise TaskError(
+                f"{type(self.tokenizer).__name__} does not say from which part of a text its tokens are: save the "
+                "model with its fast tokenizer (tokenizer.json)"
+            )
 
     def check(self, texts: Sequence[Any]) -> None:
         """Do nothing: every text can be tokenized."""

@@ -34,7 +34,7 @@ from quantizer.tasks.metrics import bootstrap_interval
 from quantizer.tasks.metrics import resampled_scores
 from quantizer.tasks.outputs import first_output
 
-__all__ = ["Batch", "Predictions", "Progress", "Run", "Task", "build_task", "tasks"]
+__all__ = ["Batch", "Predictions", "Progress", "Run", "Task", "build_task", "require_rows", "tasks"]
 
 Run: TypeAlias = Callable[[Batch], object]
 """One call of a model, proxy or engine: takes a batch, returns a ``ModelOutput``, mapping, tuple or tensor."""
@@ -42,7 +42,8 @@ Progress: TypeAlias = Callable[[int, int], None]
 """Called after each batch with (batches done, batches in all)."""
 
 
-@dataclass(frozen=True)
+# By identity, so that what is computed of predictions can be kept beside them: arrays have no hash.
+@dataclass(frozen=True, eq=False)
 class Predictions:
     """The outputs of one model for some rows.
 
@@ -237,7 +238,8 @@ class Task(ABC):
         Raises:
             TaskError: the predictions are of other rows.
         """
-        return predictions.decisions, self._checked_targets(predictions, rows)
+        require_rows(predictions, rows)
+        return predictions.decisions, self.targets(rows)
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -265,12 +267,11 @@ class Task(ABC):
             raise TaskError(f"task {self.name!r} was given no rows, expected at least one")
         return self.samples(rows)
 
-    def _checked_targets(self, predictions: Predictions, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        if len(rows) != len(predictions.decisions):
-            raise TaskError(
-                f"{len(predictions.decisions)} predictions but {len(rows)} rows: pass the rows predicted on"
-            )
-        return self.targets(rows)
+
+def require_rows(predictions: Predictions, rows: Sequence[Row]) -> None:
+    """Raise ``TaskError`` if there are more or fewer predictions than rows."""
+    if len(rows) != len(predictions.decisions):
+        raise TaskError(f"{len(predictions.decisions)} predictions but {len(rows)} rows: pass the rows predicted on")
 
 
 def _stacked(rows: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:

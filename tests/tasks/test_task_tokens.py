@@ -88,6 +88,20 @@ def test_f1_counts_whole_entities(tagger):
     assert low <= -1 / 3 <= high <= 0
 
 
+def test_rows_are_counted_once(tagger, monkeypatch):
+    found = tagger.predict(_tags(tagger, WORDS), WORDS)
+    counted = []
+    counts = tagger.counts
+    monkeypatch.setattr(tagger, "counts", lambda *given: (counted.append(given), counts(*given))[1])
+    assert tagger.score(found, WORDS) == 1.0
+    tagger.difference_interval(found, found, list(WORDS), 20)
+    assert len(counted) == 1
+    with pytest.raises(TaskError, match="3 predictions but 2 rows: pass the rows predicted on"):
+        tagger.score(found, WORDS[:2])
+    assert tagger.score(found, [WORDS[1], WORDS[0], WORDS[2]]) < 1.0
+    assert len(counted) == 2
+
+
 def test_words_that_are_cut_off_are_missed(tokenizer):
     model = BertForTokenClassification(tiny_config(id2label=dict(enumerate(TAGS)))).eval()
     task = build_task("token-classification", model, tokenizer, max_length=4)

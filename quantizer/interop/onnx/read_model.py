@@ -13,6 +13,7 @@ from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.optional_import import import_library
 from quantizer.errors import EngineError
 from quantizer.errors import TaskError
+from quantizer.qdq.external_data import files_of
 from quantizer.qdq.structure import structural_fault
 
 __all__ = ["read_model", "fix_inputs"]
@@ -103,7 +104,7 @@ def _nodes(graph: Any) -> Iterator[Any]:
 
 
 def _require_data(path: Path, held: Any) -> None:
-    location = next((entry.value for entry in held.external_data if entry.key == "location"), "")
+    location = next(iter(files_of([held])), "")
     if not (path.parent / location).is_file():
         raise TaskError(
             f"{path} keeps its weights in a file beside it, {location!r}, which is missing ({held.name!r} is there): "

@@ -26,7 +26,6 @@ _BATCH_ROWS = 8
 """The rows of a batch that is cut from a file, which is also what engines are timed at."""
 
 _TAKEN = frozenset({"model", "output", "quantization", "calibration", "rows", "backend", "dtype", "threads", "force"})
-_DEFAULTS = {"column": "text"}
 _EXPECTED = f"a file of arrays ({' or '.join(ARRAY_FILES)}), one for each input by its name, or a folder of such files"
 
 
@@ -66,8 +65,8 @@ def convert_onnx(options: Mapping[str, Any], console: Console) -> Path:
 def _problems(options: Mapping[str, Any]) -> list[str]:
     found = [
         f"--{name.replace('_', '-')} is for checkpoints, and {options['model']} is an ONNX file; leave it out"
-        for name, value in options.items()
-        if name not in _TAKEN and value != _DEFAULTS.get(name)
+        for name in options
+        if name not in _TAKEN
     ]
     if not options.get("quantization"):
         found.append(f"{options['model']} is an ONNX file already: give --quantization, to make INT8 of it")

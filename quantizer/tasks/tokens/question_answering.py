@@ -149,9 +149,6 @@ class _PairInputs(TextInputs):
                     "a data set of them, like 'squad-json'"
                 )
 
-    def whole(self, sample: Any) -> str:
-        return " ".join(sample) if isinstance(sample, tuple) else str(sample)
-
     def places(self, rows: Sequence[Any]) -> list[_Place]:
         """Return the tokens of each row in its context.
 
@@ -159,11 +156,7 @@ class _PairInputs(TextInputs):
             TaskError: the tokenizer does not say where its tokens are.
         """
         pairs = [(row.question, row.context) for row in rows]
-        if not self.tokenizer.is_fast:
-            raise TaskError(
-                f"{type(self.tokenizer).__name__} does not say where its tokens are in the text: save the model with "
-                "its fast tokenizer (tokenizer.json)"
-            )
+        self.require_fast()
         encoded = self.encoded(pairs, max_length=self.max_length, return_offsets_mapping=True)
         return [
             _Place(

@@ -114,21 +114,14 @@ class _WordInputs(TextInputs):
         words = [list(text) if isinstance(text, tuple) else text.split() for text in texts]
         return self.tokenizer(words, is_split_into_words=True, truncation=True, **options)
 
-    def whole(self, sample: Any) -> str:
-        return " ".join(sample) if isinstance(sample, tuple) else str(sample)
-
     def first_tokens(self, rows: Sequence[Any]) -> list[list[int | None]]:
         """Return the place of the first token of each word; None: it was cut off.
 
         Raises:
             TaskError: the tokenizer does not say which token belongs to which word.
         """
+        self.require_fast()
         encoded = self.encoded([row.words for row in rows], max_length=self.max_length)
-        if not encoded.is_fast:
-            raise TaskError(
-                f"{type(self.tokenizer).__name__} does not say which token belongs to which word: save the model with "
-                "its fast tokenizer (tokenizer.json)"
-            )
         found: list[list[int | None]] = []
         for at, row in enumerate(rows):
             places: dict[int, int] = {}
