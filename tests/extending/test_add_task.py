@@ -80,7 +80,7 @@ import pytest
 from quantizer.config import load_run
 from quantizer.errors import ConfigError
 
-with pytest.raises(ConfigError, match="'sequence-classification' or 'image-classification'"):
+with pytest.raises(ConfigError, match="'depth-estimation' or 'object-detection'"):
     load_run("run.yaml")
 import macro_f1
 
