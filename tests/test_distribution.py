@@ -20,7 +20,8 @@ from quantizer.report import collect_versions
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").iterdir())]
+EXAMPLES = [path for path in sorted((ROOT / "examples").iterdir()) if path.is_file()]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *EXAMPLES]
 
 
 def test_the_name_is_that_of_the_project_file() -> None:

@@ -187,6 +187,8 @@ def test_the_own_run_validates_inspects_and_runs(
     assert ahead_config.engine.compute_capability == "sm89"
 
 
+# Nearly a minute of engines: its parts are tested on smaller nets in runs/test_function_source.py.
+@pytest.mark.nightly
 def test_the_guide_of_torch_models_as_it_is_written(tmp_path: Path) -> None:
     _skip_without("onnx", "onnxscript", "openvino", "onnxruntime", "jinja2")
     page = _text("docs/guide/plain-torch.md")
