@@ -18,6 +18,8 @@ from torch import Tensor
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from quantizer.engines.openvino.signal_stack import kept_signal_stack
+
 ARCHITECTURES = ("bert", "bert-classification", "roberta", "distilbert", "mpnet", "vit", "dinov2")
 EAGER_ONLY = ("mpnet",)  # its attention stands inside the class, with no other implementation
 VISION = ("vit", "dinov2")
@@ -236,3 +238,16 @@ def forget_checksums(folder: Path) -> None:
     document = yaml.safe_load(file.read_text(encoding="utf-8"))
     del document["sha256"]
     file.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+
+
+def openvino_core() -> Any:
+    """Return a core of OpenVINO with the CPU's plugin loaded, and this thread's signal stack as it was.
+
+    Without that, two cores let go in the order in which they were made leave an unmapped stack, and the next test that
+    gets a signal ends its process.
+    """
+    openvino = pytest.importorskip("openvino", reason="needs enginequant[openvino]")
+    with kept_signal_stack():
+        core = openvino.Core()
+        core.get_property("CPU", "FULL_DEVICE_NAME")
+    return core

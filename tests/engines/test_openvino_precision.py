@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import openvino_core
 
 from quantizer.engines import BuildOptions
 from quantizer.engines import build_engine
@@ -76,9 +77,7 @@ def test_bf16_is_what_runs_and_what_is_seen(bf16: Path, product: Path, tmp_path:
 
 @pytest.mark.usefixtures("bf16")
 def test_the_build_warns_where_bf16_is_emulated(product: Path, tmp_path: Path) -> None:
-    import openvino
-
-    native = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    native = "BF16" in openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     warnings = build_engine("openvino", product, tmp_path / "model.engine", BF16).warnings
     assert [warning.partition(":")[0] for warning in warnings] == (
         [] if native else ["this CPU has no BF16 instructions"]

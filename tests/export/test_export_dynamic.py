@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import needs_exact_byte_products
+from helpers import openvino_core
 from torch import Tensor
 from torch import nn
 
@@ -118,14 +119,14 @@ def test_openvino_rounds_in_blocks_by_itself(tmp_path: Path) -> None:
 
 @needs_exact_byte_products
 def test_small_blocks_of_weights_keep_the_kernels_of_openvino(tmp_path: Path) -> None:
-    ov = pytest.importorskip("openvino", reason="needs enginequant[openvino]")
+    core = openvino_core()
     model, x = wide()
     rule = {"activations": "float", "weights": "int4", "block_size": 32}
     quantizer = Quantizer(backend="openvino", preset="fast", formats=[rule])
     quantizer.calibrate(model, [x], progress=False)
     path = quantizer.export(quantizer.quantize(model), tmp_path / "m.onnx", x)
     settings = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "f32"}
-    usual = ov.Core().compile_model(path, "CPU", settings)(x.numpy())[0]
+    usual = core.compile_model(path, "CPU", settings)(x.numpy())[0]
     engine = load_engine("openvino", path)
     (got,) = engine({engine.input_names[0]: x.numpy()}).values()
     np.testing.assert_array_equal(got, usual)

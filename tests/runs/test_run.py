@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from helpers import openvino_core
 
 import quantizer.runs.measure as run_measure
 import quantizer.runs.placement.place_groups as place_groups
@@ -400,9 +401,7 @@ def test_a_bf16_rest_is_built_scored_and_seen(at: Path, capsys: pytest.CaptureFi
         error = capsys.readouterr().err
         assert "in f32 on this CPU, where bf16 was asked for" in error
         pytest.skip(error)
-    import openvino
-
-    native = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    native = "BF16" in openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     told = "warning: model.engine: this CPU has no BF16 instructions" in " ".join(capsys.readouterr().out.split())
     assert told == (not native)
     record = read_record(at / "out" / "report.json")

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import openvino_core
 from pbtxt import read_pbtxt
 
 for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onnxruntime"):
@@ -135,7 +136,7 @@ def compiled(model: Path, precision: str | None = None) -> Any:
         settings["INFERENCE_PRECISION_HINT"] = "bf16"
     elif precision is not None:
         settings["INFERENCE_PRECISION_HINT"] = precision
-    core = ov.Core()
+    core = openvino_core()
     network = core.read_model(model / "1" / config["default_model_filename"][0])
     for field, ports in (("input", network.inputs), ("output", network.outputs)):
         told = {one["name"][0]: one["dims"] for one in config[field]}
@@ -161,7 +162,7 @@ def test_openvino_gives_what_our_engine_gives(place: Place, kind: str) -> None:
 
 @pytest.mark.promise("`HINT_BF16` where the engine was built for bfloat16")
 def test_openvino_computes_in_bfloat16_where_our_engine_does(place: Place) -> None:
-    if "BF16" not in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+    if "BF16" not in openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         pytest.skip("this CPU has no BF16")
     place.convert("bf16", "--backend", "openvino", "--inference-precision", "bfloat16")
     model, ours = place.model("bf16", "openvino"), load_converted(place.folder / "bf16" / "openvino").engine
