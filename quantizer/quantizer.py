@@ -178,7 +178,8 @@ class Quantizer(QuantizerViews):
             metric: for ``max_drop``: a function of a model that gives its score.
             higher_is_better: whether a higher score is better.
             max_evaluations: the largest number of calls of the metric.
-            costs: of groups in float, by name, or ``multiply_adds``; None: the times in ``prices``, or 1 for each.
+            costs: of groups in float, by name, or ``multiply_adds``: those with the highest error for their cost fall
+                back first; None: for ``max_drop`` the times in ``prices``, else 1 for each.
             prices: what ``measured_prices`` returned for this quantizer.
             cache: for ``max_drop``: a JSON file of scores, with which an interrupted search continues.
             tell: for ``max_drop``: called after each score, with the groups that were float and the drop.

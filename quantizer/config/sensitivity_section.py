@@ -70,8 +70,8 @@ class FallbackConfig(Section):
     )
     costs: Literal["multiply_adds"] | None = Field(
         default=None,
-        description="What a group costs in float: those that win most for their cost are put back first; null: the "
-        "time that it takes longer, where the engine runs here, else all cost the same.",
+        description="What a group costs in float: those that win most for their cost are put back first; null: with "
+        "max_drop the time that it takes longer, where the engine runs here, else all cost the same.",
     )
 
     @property

@@ -110,19 +110,20 @@ class SensitivitySession:
         ranking = [entry for entry in self.ranking() if not slower.keys() >= set(entry.parts)]
         if prices is not None and isinstance(costs, Mapping):
             raise SensitivityError("fallback() takes costs= or prices=, which hold the costs of the same groups")
-        if prices is not None and costs is None:
-            costs = prices.gains({entry.group: entry.parts for entry in ranking})
         if min_speedup is not None:
             if prices is None:
                 raise SensitivityError("fallback(min_speedup=...) needs prices=: the measured times of the groups")
             return replace(by_speed(ranking, prices, min_speedup), slower=slower)
         if max_drop is None:
+            # The ranking that was shown; times order it only for what is asked for in score or time.
             chosen = by_rank([entry for entry, _ in per_cost(ranking, costs)], num=num, ratio=ratio)
             return replace(chosen, slower=slower)
         if metric is None:
             raise SensitivityError(
                 "fallback(max_drop=...) needs metric=: a function that takes a model and gives a score"
             )
+        if prices is not None and costs is None:
+            costs = prices.gains({entry.group: entry.parts for entry in ranking})
         candidates = per_cost(ranking, costs)
         found = self._searched(candidates, slower, max_drop, metric, max_evaluations, cache, tell)
         return replace(found, slower=slower)

@@ -131,6 +131,14 @@ def test_predictions_add_gains_up() -> None:
         prices.time_us(["c"])
 
 
+def test_a_gain_near_0_counts_as_a_tenth_of_the_mean() -> None:
+    prices = _prices(a=(100, 400), b=(50, 51), c=(60, 50), d=(10, 119))
+    assert prices.gains({name: [name] for name in "abcd"}) == {"a": 300, "b": 10.25, "c": 10.25, "d": 109}
+    assert prices.gains({"ab": ["a", "b"], "c": ["c"]}) == {"ab": 301, "c": 15.05}
+    assert _prices(a=(60, 50)).gains({"a": ["a"]}) == {"a": 0}
+    assert prices.gains({}) == {}
+
+
 def test_slower_groups_are_those_that_lose_more_than_noise() -> None:
     prices = _prices(a=(100, 60), b=(100, 80), c=(60, 100), unseen=(90, 0))
     assert list(prices.slower()) == ["a"]
@@ -250,6 +258,18 @@ def test_a_fallback_for_accuracy_has_the_slower_groups_too(
     ):
         with pytest.raises(SensitivityError, match=message):
             q.fallback(amp, **wrong)
+
+
+def test_a_number_of_groups_goes_back_as_the_ranking_shows_them(calibrated: tuple[Quantizer, nn.Module]) -> None:
+    """However little the first of them wins in time."""
+    q, model = calibrated
+    amp = q.amp(model)
+    amp(torch.randn(8, 32))
+    first, second = (row.group for row in q.sensitivity.rows)
+    gains = {first: (90, 300), second: (90, 90)}
+    prices = _priced(q, first=gains[_FIRST], second=gains[_SECOND])
+    assert q.fallback(amp, num=1, prices=prices).groups == (first,)
+    assert q.fallback(amp, ratio=0.5, prices=prices).groups == (first,)
 
 
 def _db(found: torch.Tensor, expected: torch.Tensor) -> float:
