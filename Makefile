@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 # environment forbids it: then every process would compile torch and transformers afresh.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test pictures nightly structure goldens property torture torture-files torture-faults lint docs bench mutation clean
+.PHONY: demo test tasks pictures nightly structure goldens property torture torture-files torture-faults lint docs bench mutation clean
 
 demo: $(INSTALLED)
 	$(BIN)/quantizer run configs/minilm-sentiment-int8.yaml --output runs/demo --force
@@ -66,6 +66,12 @@ docs: $(INSTALLED)
 # Report and terminal of a run as pictures; needs Chromium.
 pictures: $(INSTALLED)
 	$(BIN)/python tests/pictures.py $(or $(RUN),runs/demo) runs/pictures
+
+# Each task of models end to end, and docs/tasks.md with their scores, in about an hour. Run again it goes on.
+tasks: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m pip install --quiet --no-deps -r benchmarks/requirements-no-deps.txt
+	OMP_NUM_THREADS=1 PYTHONPATH=benchmarks $(BIN)/python benchmarks/tasks
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'

@@ -1,0 +1,155 @@
+"""The tasks that are measured, each with a checkpoint and its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+from common import MINILM
+from common import SHARED
+from task_data import animals_csv
+from task_data import made_masks
+from task_data import made_texts
+from task_data import squad
+from task_data import wikitext
+
+__all__ = ["CASES", "Case"]
+
+Maker = Callable[[Path], None]
+Rows = dict[str, Any]
+
+
+def _of(name: str, path: str, rows: int | None = None) -> Callable[[Path], Rows]:
+    """Rows of a file of real data."""
+    return lambda _: {"name": name, "path": str(SHARED / path)} | ({} if rows is None else {"rows": rows})
+
+
+def _made(name: str, write: Callable[..., Path], *part: str, rows: int | None = None) -> Callable[[Path], Rows]:
+    """Rows of a file that is written first."""
+    return lambda folder: {"name": name, "path": str(write(folder, *part))} | ({} if rows is None else {"rows": rows})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One task with a checkpoint.
+
+    Attributes:
+        task: its name.
+        model: what the checkpoint is, in words.
+        source: the checkpoint, or a function that writes it into a folder.
+        calibration: its rows, from a folder in which they may be written.
+        evaluation: the rows of the score; None: the task has none.
+        real: whether weights and rows are real ones, so that the score means something.
+        data: more of the section ``data``.
+        max_length: tokens of a row.
+        shape: of the latency: rows in a batch, and tokens.
+        convertible: whether ``convert`` takes the task.
+    """
+
+    task: str
+    model: str
+    source: str | Maker
+    calibration: Callable[[Path], Rows]
+    evaluation: Callable[[Path], Rows] | None = None
+    real: bool = True
+    data: Callable[[Path], dict[str, Rows]] = lambda _: {}
+    max_length: int = 128
+    shape: tuple[int, int] = (8, 128)
+    convertible: bool = True
+
+
+_MASKS = _made("image-masks", made_masks)
+
+CASES = (
+    Case(
+        task="sequence-classification",
+        model="MiniLM fine-tuned on SST-2",
+        source=str(SHARED / "models/minilm-sst2"),
+        calibration=_of("sst2-text", "data/sst2/stsa.binary.train", 128),
+        evaluation=_of("sst2-text", "data/sst2/stsa.binary.dev"),
+    ),
+    Case(
+        task="sentence-similarity",
+        model="all-MiniLM-L6-v2, STS-B",
+        source=MINILM,
+        calibration=_of("stsb-csv", "data/stsb/stsb-en-train.csv", 128),
+        evaluation=_of("stsb-csv", "data/stsb/stsb-en-dev.csv"),
+    ),
+    Case(
+        task="embedding-classification",
+        model="all-MiniLM-L6-v2 and a linear head, SST-2",
+        source=MINILM,
+        calibration=_of("sst2-text", "data/sst2/stsa.binary.train", 128),
+        evaluation=_of("sst2-text", "data/sst2/stsa.binary.dev"),
+        data=lambda folder: {"head": _of("sst2-text", "data/sst2/stsa.binary.train", 2000)(folder)},
+        convertible=False,
+    ),
+    Case(
+        task="token-classification",
+        model="MiniLM fine-tuned on WNUT-17",
+        source=checkpoints.named_entities,
+        calibration=_of("conll", "data/wnut17/wnut17train.conll", 128),
+        evaluation=_of("conll", "data/wnut17/emerging.dev.conll"),
+    ),
+    Case(
+        task="question-answering",
+        model="MiniLM, 4 epochs on 481 questions of SQuAD",
+        source=checkpoints.questions,
+        calibration=_made("squad-json", squad, "training", rows=128),
+        evaluation=_made("squad-json", squad, "evaluation"),
+        max_length=192,
+    ),
+    Case(
+        task="text-generation",
+        model="SmolLM2-135M, WikiText-2",
+        source=checkpoints.smollm2,
+        calibration=_made("text-lines", wikitext, "calibration", rows=32),
+        evaluation=_made("text-lines", wikitext, "evaluation"),
+        shape=(1, 128),
+    ),
+    Case(
+        task="image-classification",
+        model="DINOv2-small and a linear head, animal or object in the ImageNet sample",
+        source=checkpoints.animal_or_object,
+        calibration=_made("image-csv", animals_csv, "training", rows=64),
+        evaluation=_made("image-csv", animals_csv, "evaluation"),
+        shape=(4, 0),
+    ),
+    Case(
+        task="fill-mask",
+        model="BERT of 2 layers",
+        source=checkpoints.fill_mask,
+        calibration=_made("text-lines", made_texts, rows=32),
+        evaluation=_made("text-lines", made_texts),
+        real=False,
+        shape=(8, 32),
+    ),
+    Case(
+        task="semantic-segmentation",
+        model="Segformer of 4 blocks",
+        source=checkpoints.segmentation,
+        calibration=_MASKS,
+        evaluation=_MASKS,
+        real=False,
+        shape=(4, 0),
+    ),
+    Case(
+        task="object-detection",
+        model="YOLOS of 2 layers",
+        source=checkpoints.detection,
+        calibration=_MASKS,
+        real=False,
+        shape=(4, 0),
+    ),
+    Case(
+        task="depth-estimation",
+        model="GLPN of 4 blocks",
+        source=checkpoints.depth,
+        calibration=_MASKS,
+        real=False,
+        shape=(4, 0),
+    ),
+)

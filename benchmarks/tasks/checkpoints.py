@@ -1,0 +1,224 @@
+"""Checkpoints for the tasks: heads of MiniLM fine-tuned in minutes, models from packages, and small random ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from common import SHARED
+from data import smollm2_and_tokens
+from task_data import SIDE
+from task_data import animals
+from task_data import squad
+from transformers import AutoImageProcessor
+from transformers import AutoModelForQuestionAnswering
+from transformers import AutoModelForTokenClassification
+from transformers import AutoTokenizer
+from transformers import BertConfig
+from transformers import BertForMaskedLM
+from transformers import Dinov2ForImageClassification
+from transformers import GLPNConfig
+from transformers import GLPNForDepthEstimation
+from transformers import SegformerConfig
+from transformers import SegformerForSemanticSegmentation
+from transformers import SegformerImageProcessorPil
+from transformers import ViTImageProcessorPil
+from transformers import YolosConfig
+from transformers import YolosForObjectDetection
+from transformers import YolosImageProcessorPil
+
+from quantizer.tasks import Question
+from quantizer.tasks import Words
+from quantizer.tasks import load_rows
+from quantizer.tasks import read_image
+
+__all__ = [
+    "animal_or_object",
+    "depth",
+    "detection",
+    "fill_mask",
+    "named_entities",
+    "questions",
+    "segmentation",
+    "smollm2",
+]
+
+Item = TypeVar("Item")
+
+_SST2 = SHARED / "models/minilm-sst2"
+_DINOV2 = SHARED / "models/dinov2-small"
+
+
+def _batches(items: Sequence[Item], size: int, epochs: int) -> Iterator[list[Item]]:
+    for epoch in range(epochs):
+        mixed = list(items)
+        random.Random(epoch).shuffle(mixed)
+        for start in range(0, len(mixed) - size + 1, size):
+            yield mixed[start : start + size]
+
+
+def _trained(model: Any, rate: float, batches: Iterator[dict[str, torch.Tensor]]) -> Any:
+    """The model after one step of AdamW for each batch, which holds the labels."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    model.train()
+    for batch in batches:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def named_entities(folder: Path) -> None:
+    """MiniLM on WNUT-17: 3 epochs, the tag of a word at its first token."""
+    rows = [
+        row for row in load_rows("conll", path=str(SHARED / "data/wnut17/wnut17train.conll")) if isinstance(row, Words)
+    ]
+    tags = sorted({tag for row in rows for tag in row.tags} - {"O"})
+    tags = ["O", *tags]
+    tokenizer = AutoTokenizer.from_pretrained(_SST2)
+    model = AutoModelForTokenClassification.from_pretrained(
+        _SST2,
+        num_labels=len(tags),
+        id2label=dict(enumerate(tags)),
+        label2id={tag: at for at, tag in enumerate(tags)},
+        dtype=torch.float32,
+        ignore_mismatched_sizes=True,
+    )
+
+    def batch(chunk: list[Words]) -> dict[str, torch.Tensor]:
+        words = [list(row.words) for row in chunk]
+        made = tokenizer(
+            words, is_split_into_words=True, truncation=True, max_length=96, padding=True, return_tensors="pt"
+        )
+        labels = torch.full(made["input_ids"].shape, -100)
+        for at, row in enumerate(chunk):
+            before = None
+            for token, word in enumerate(made.word_ids(at)):
+                if word is not None and word != before:
+                    labels[at, token] = tags.index(row.tags[word])
+                before = word
+        return {**made, "labels": labels}
+
+    _trained(model, 1e-4, (batch(chunk) for chunk in _batches(rows, 32, 3))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def questions(folder: Path) -> None:
+    """MiniLM on 481 questions of SQuAD: 4 epochs, which teach it little."""
+    rows = [
+        row for row in load_rows("squad-json", path=str(squad(folder.parent, "training"))) if isinstance(row, Question)
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(_SST2)
+    model = AutoModelForQuestionAnswering.from_pretrained(_SST2, dtype=torch.float32)
+
+    def batch(chunk: list[Question]) -> dict[str, torch.Tensor]:
+        made = tokenizer(
+            [row.question for row in chunk],
+            [row.context for row in chunk],
+            truncation="longest_first",
+            max_length=192,
+            padding=True,
+            return_tensors="pt",
+            return_offsets_mapping=True,
+        )
+        offsets = made.pop("offset_mapping")
+        first, last = torch.zeros(len(chunk), dtype=torch.long), torch.zeros(len(chunk), dtype=torch.long)
+        for at, row in enumerate(chunk):
+            answer, start = row.answers[0]
+            for token, part in enumerate(made.sequence_ids(at)):
+                low, high = offsets[at, token].tolist()
+                if part == 1 and low <= start < high:
+                    first[at] = token
+                if part == 1 and low < start + len(answer) <= high:
+                    last[at] = token
+        return {**made, "start_positions": first, "end_positions": last}
+
+    _trained(model, 2e-4, (batch(chunk) for chunk in _batches(rows, 16, 4))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def animal_or_object(folder: Path) -> None:
+    """DINOv2-small with a linear head, fitted on half of the ImageNet sample: animal or not."""
+    processor = AutoImageProcessor.from_pretrained(_DINOV2)
+    names = {0: "object", 1: "animal"}
+    model = Dinov2ForImageClassification.from_pretrained(
+        _DINOV2, dtype=torch.float32, id2label=names, label2id={name: at for at, name in names.items()}
+    ).eval()
+    found: list[torch.Tensor] = []
+    hook = model.classifier.register_forward_pre_hook(lambda _, given: found.append(given[0]))
+    rows = list(animals("training"))
+    with torch.no_grad():
+        for start in range(0, len(rows), 10):
+            images = [read_image(path) for path, _ in rows[start : start + 10]]
+            model(**processor(images, return_tensors="pt"))
+    hook.remove()
+    features, labels = torch.cat(found), torch.tensor([label for _, label in rows])
+    head = model.classifier
+    optimizer = torch.optim.LBFGS(head.parameters(), max_iter=200)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        error = F.cross_entropy(head(features), labels) + 1e-3 * head.weight.square().sum()
+        error.backward()
+        return error
+
+    optimizer.step(loss)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def smollm2(folder: Path) -> None:
+    """SmolLM2-135M of its package, as a checkpoint of floats: transformers saves no model that it read from GGUF."""
+    read, tokenizer, _ = smollm2_and_tokens()
+    of_file = ("quantization_config", "dtype", "_name_or_path")
+    config = type(read.config)(**{name: value for name, value in read.config.to_dict().items() if name not in of_file})
+    model = type(read)(config)
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def fill_mask(folder: Path) -> None:
+    """A random BERT with the tokenizer of MiniLM."""
+    tokenizer = AutoTokenizer.from_pretrained(_SST2)
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128
+    )
+    BertForMaskedLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def segmentation(folder: Path) -> None:
+    """A random Segformer of 5 classes."""
+    names = {at: f"class {at}" for at in range(5)}
+    widths = [16, 32, 40, 64]
+    config = SegformerConfig(num_encoder_blocks=4, hidden_sizes=widths, decoder_hidden_size=64, id2label=names)
+    SegformerForSemanticSegmentation(config).save_pretrained(folder)
+    SegformerImageProcessorPil(size={"height": SIDE, "width": SIDE}).save_pretrained(folder)
+
+
+def detection(folder: Path) -> None:
+    """A random YOLOS."""
+    config = YolosConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        image_size=[SIDE, SIDE],
+        num_detection_tokens=10,
+    )
+    YolosForObjectDetection(config).save_pretrained(folder)
+    YolosImageProcessorPil(size={"height": SIDE, "width": SIDE}, do_pad=False).save_pretrained(folder)
+
+
+def depth(folder: Path) -> None:
+    """A random GLPN."""
+    config = GLPNConfig(hidden_sizes=[16, 32, 40, 64], decoder_hidden_size=32)
+    GLPNForDepthEstimation(config).save_pretrained(folder)
+    ViTImageProcessorPil(size={"height": SIDE, "width": SIDE}).save_pretrained(folder)

@@ -1,0 +1,94 @@
+"""Files of rows for the tasks: parts of real data sets, and made-up ones where there are none."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from common import SHARED
+
+__all__ = ["SIDE", "animals", "animals_csv", "made_masks", "made_texts", "squad", "wikitext"]
+
+SIDE = 64
+"""Of made-up images, in pixels."""
+_FIRST_OBJECT = 398
+"""The classes of ImageNet before this one are animals."""
+_SAMPLE = SHARED / "data/imagenet1k-sample"
+_TRAINED_QUESTIONS = 481
+_IMAGES, _CLASSES = 48, 5
+
+
+def animals(part: str) -> Iterator[tuple[Path, int]]:
+    """The images of one half of the sample, ``training`` or ``evaluation``, with 1 for an animal."""
+    with (_SAMPLE / "labels.csv").open(newline="") as file:
+        for at, row in enumerate(csv.DictReader(file)):
+            if at % 2 == (part == "evaluation"):
+                yield _SAMPLE / row["file"], int(int(row["class_index"]) < _FIRST_OBJECT)
+
+
+def animals_csv(folder: Path, part: str) -> Path:
+    """The same as a file of ``image-csv``; its images are linked beside it."""
+    path = folder / f"animals-{part}.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["path", "label"])
+        for image, label in animals(part):
+            link = folder / "animals" / image.name
+            link.parent.mkdir(exist_ok=True)
+            link.unlink(missing_ok=True)
+            link.symlink_to(image)
+            writer.writerow([f"animals/{image.name}", label])
+    return path
+
+
+def squad(folder: Path, part: str) -> Path:
+    """The first 481 questions of the sample of SQuAD, ``training``, or the other 100, ``evaluation``."""
+    document = json.loads((SHARED / "data/squad/squad-small.json").read_text(encoding="utf-8"))
+    seen = 0
+    for article in document["data"]:
+        for paragraph in article["paragraphs"]:
+            numbered = list(enumerate(paragraph["qas"], start=seen))
+            seen += len(numbered)
+            training = part == "training"
+            paragraph["qas"] = [one for at, one in numbered if (at < _TRAINED_QUESTIONS) == training]
+    path = folder / f"squad-{part}.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return path
+
+
+def wikitext(folder: Path, part: str) -> Path:
+    """Long paragraphs of WikiText-2: the first 60, ``evaluation``, or later ones, ``calibration``."""
+    text = (SHARED / "data/wikitext2/test.txt").read_text(encoding="utf-8")
+    lines = [line.strip() for line in text.splitlines() if len(line) > 400]
+    path = folder / f"wikitext-{part}.txt"
+    path.write_text("\n".join(lines[:60] if part == "evaluation" else lines[200:264]), encoding="utf-8")
+    return path
+
+
+def made_texts(folder: Path) -> Path:
+    """Sentences of 12 to 40 words that mean nothing."""
+    draw = np.random.default_rng(0)
+    words = ("the", "model", "of", "a", "layer", "weight", "is", "range", "rounds", "to", "and", "in", "scale", "float")
+    lines = [" ".join(draw.choice(words, draw.integers(12, 40))) for _ in range(96)]
+    path = folder / "made.txt"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def made_masks(folder: Path) -> Path:
+    """Images of coloured squares, and the class of each pixel."""
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    at = folder / "masks"
+    colours = draw.integers(0, 255, (_CLASSES, 3))
+    for number in range(_IMAGES):
+        mask = np.kron(draw.integers(0, _CLASSES, (4, 4)), np.ones((SIDE // 4, SIDE // 4), dtype=int))
+        pixels = np.clip(colours[mask] + draw.normal(0, 20, (SIDE, SIDE, 3)), 0, 255)
+        for part, values in (("images", pixels), ("masks", mask)):
+            (at / part).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(values.astype(np.uint8)).save(at / part / f"{number}.png")
+    return at
