@@ -82,7 +82,11 @@ processor/, config.json and a report; it is complete when the command ends well,
         )
         target.add_argument("--dtype", help="int8 or fp8 (default: int8)")
         for option, kind in (("--batch-size", "rows in a batch"), ("--seq-len", "tokens in a row of text")):
-            sizes = "1 8 32" if option == "--batch-size" else "16 128 512, or less where the model takes less"
+            sizes = (
+                "1 8 32, or less where the output holds the vocabulary"
+                if option == "--batch-size"
+                else "16 128 512, or less where the model takes less"
+            )
             target.add_argument(option, nargs=3, type=int, metavar=_THREE, help=f"{kind} (default: {sizes})")
         target.add_argument(
             "--compute-capability", metavar="SM", help="GPU for tensorrt-rtx to build for, such as sm89"

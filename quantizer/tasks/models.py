@@ -86,12 +86,14 @@ class Checkpoint:
         task: the registered task of this class; None: there is none, or it cannot be derived.
         positions: the longest sequence that the model accepts, in tokens; None: it has no limit of its own.
         labels: the class names in the config.
+        vocabulary: the number of its tokens; None: it has none.
     """
 
     architecture: str | None
     task: str | None
     positions: int | None
     labels: tuple[str, ...]
+    vocabulary: int | None
 
 
 def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
@@ -132,7 +134,8 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
     known = task_of(architecture, config.model_type, reads)
     if task is not None and tasks[task].labels == "row":
         require_one_label(config, task)
-    return Checkpoint(architecture, known, _positions(config, source), labels)
+    vocabulary = getattr(config, "vocab_size", None)
+    return Checkpoint(architecture, known, _positions(config, source), labels, vocabulary)
 
 
 def load_processor(source: str, task: str) -> Any:

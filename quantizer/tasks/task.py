@@ -88,6 +88,8 @@ class Task(ABC):
     """The modules that the score needs besides NumPy, all in the extra ``hf``."""
     labels: ClassVar[Literal["row", "part"] | None] = None
     """What the class names in the model's config are for: a whole row, its tokens or pixels, or nothing."""
+    gives_vocabulary: ClassVar[bool] = False
+    """Whether the output has a value for each token of the vocabulary at each place, which makes it large."""
     needs_head: ClassVar[bool] = False
     """Whether ``fit_head`` must be called before ``predict``."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from quantizer.errors import TaskError
+from quantizer.runs.convert.request import BATCH_SIZES
 from quantizer.runs.convert.request import SEQUENCE_LENGTHS
 from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.convert.request import Sizes
@@ -15,6 +16,9 @@ from quantizer.tasks import tasks
 from quantizer.tasks import text_files
 
 __all__ = ["ConversionInputs", "conversion_inputs"]
+
+_LARGEST_OUTPUT = 1 << 27
+"""The most values of an output in the default sizes: half a gigabyte in float32, of which a check holds several."""
 
 _CALIBRATION = {"text": f"a file of texts ({', '.join(text_files)})", "image": "a folder of images"}
 
@@ -69,21 +73,28 @@ def conversion_inputs(asked: ConversionRequest, name: str) -> ConversionInputs:
             f"give {_CALIBRATION[reads]}"
         )
     labels = checkpoint.labels if tasks[task].labels is not None else ()
-    facts = partial(ConversionInputs, name=name, source=asked.model, task=task, labels=labels, batch=asked.batch_size)
+    facts = partial(ConversionInputs, name=name, source=asked.model, task=task, labels=labels)
     if reads == "image":
         if asked.seq_len is not None:
             raise TaskError(
                 f"--seq-len {' '.join(map(str, asked.seq_len))}: task {task} is for images, which have no tokens; "
                 "leave it out (their size is the one that the model's image processor makes)"
             )
-        return facts(sequence=None)
+        return facts(batch=asked.batch_size or BATCH_SIZES, sequence=None)
     most = checkpoint.positions
     if asked.seq_len is not None and most is not None and asked.seq_len[2] > most:
         raise TaskError(
             f"--seq-len {' '.join(map(str, asked.seq_len))}: the model has {most} positions; lower the last number to "
             f"{most} or less"
         )
-    return facts(sequence=asked.seq_len or _lowered(SEQUENCE_LENGTHS, most))
+    sequence = asked.seq_len or _lowered(SEQUENCE_LENGTHS, most)
+    values = sequence[2] * (checkpoint.vocabulary or 0) if tasks[task].gives_vocabulary else 0
+    return facts(batch=asked.batch_size or _lowered(BATCH_SIZES, _most_rows(values)), sequence=sequence)
+
+
+def _most_rows(values: int) -> int | None:
+    """Return the largest power of two of rows whose output is small enough, at least 1; None: any number is."""
+    return None if values == 0 else 1 << max(_LARGEST_OUTPUT // values, 1).bit_length() - 1
 
 
 def _lowered(sizes: Sizes, most: int | None) -> Sizes:

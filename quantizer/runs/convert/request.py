@@ -61,7 +61,8 @@ class ConversionRequest:
         max_drop: let groups of sites fall back to float until the task's score on ``tuning`` is at most so much worse.
         tuning: labelled rows for ``max_drop``.
         evaluation: labelled rows, on which all models and engines are scored at the end.
-        batch_size: least, usual and most rows in a batch.
+        batch_size: least, usual and most rows in a batch; None: 1, 8, 32, or less where the output has a value for
+            each token of the vocabulary
         seq_len: least, usual and most tokens in a row of text; None: 16, 128, 512, or less if the model has fewer
             positions.
         compute_capability: the GPU to build for ahead of time, with TensorRT-RTX.
@@ -89,7 +90,7 @@ class ConversionRequest:
     max_drop: float | None = None
     tuning: DataSource | None = None
     evaluation: DataSource | None = None
-    batch_size: Sizes = BATCH_SIZES
+    batch_size: Sizes | None = None
     seq_len: Sizes | None = None
     compute_capability: str | None = None
     inference_precision: str | None = None

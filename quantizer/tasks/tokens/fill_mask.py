@@ -42,6 +42,7 @@ class FillMask(CountedTask):
     auto_class = "AutoModelForMaskedLM"
     output_name = "logits"
     metric_name = "masked_accuracy"
+    gives_vocabulary = True
 
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
         self._masked = _MaskedInputs(model, processor, max_length=max_length, min_length=min_length)

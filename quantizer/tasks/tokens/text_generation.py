@@ -41,6 +41,7 @@ class TextGeneration(CountedTask):
     output_name = "logits"
     metric_name = "perplexity"
     higher_is_better = False
+    gives_vocabulary = True
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
         return [row.text for row in rows_of_kind(rows, Plain, self.name)]
