@@ -26,6 +26,7 @@ TASKS: Registry[Any] = Registry(
         "question-answering",
         "fill-mask",
         "text-generation",
+        "text-generation-with-past",
         "image-classification",
         "semantic-segmentation",
         "depth-estimation",

@@ -70,7 +70,7 @@ _TAIL = """\
 
 `text-csv`, `sst2-text` and `vader` fit the tasks `sequence-classification` and `embedding-classification`; `stsb-csv`
 fits `sentence-similarity`, `conll` `token-classification`, `squad-json` `question-answering`, `image-masks`
-`semantic-segmentation`, and `text-lines` `fill-mask` and `text-generation`; `image-folder` and `image-csv` fit
+`semantic-segmentation`, and `text-lines` `fill-mask` and both tasks of generation; `image-folder` and `image-csv` fit
 `image-classification`, with the names that the model has for its classes, or their numbers, as labels. Subsets of
 `vader`: `tweets`, `movieReviewSnippets`, `amazonReviewSnippets`, `nytEditorialSnippets`; its splits `head`,
 `calibration` and `evaluation` share no document.

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 from typing import TypeAlias
 
+from quantizer.common.decoder_cache import PAST
+from quantizer.common.decoder_cache import TOTAL
 from quantizer.engines.engine_file import read_varint
 
-__all__ = ["dimension_sizes", "input_dimensions"]
+__all__ = ["dimension_sizes", "input_dimensions", "ranges_with_cache"]
 
 # Field numbers in ONNX's protobuf messages: graph of a model; inputs of a graph; name and type of an input; tensor
 # of a type; its shape; dimensions of a shape; the name of a dimension.
@@ -52,14 +55,31 @@ def dimension_sizes(shapes: Iterable[Sequence[str]], batch: int, sequence: int) 
     """Return a size for each name of a dimension, for made-up inputs.
 
     A name other than ``batch`` or ``sequence`` gets the batch's size if it is the first axis of every input that has
-    it, else the sequence's: [b, s] gives b the batch's size and s the sequence's.
+    it, else the sequence's: [b, s] gives b the batch's size and s the sequence's. With a cache, ``sequence`` tokens are
+    one that is read and those before it, which are in the cache.
     """
     sizes: dict[str, int] = {}
     for names in shapes:
         for axis, name in enumerate(names):
             if name and (axis > 0 or name not in sizes):
                 sizes[name] = sequence if axis > 0 else batch
-    return {**sizes, "batch": batch, "sequence": sequence}
+    sizes |= {"batch": batch, "sequence": sequence}
+    return sizes | {PAST: sequence - 1, TOTAL: sequence, "sequence": 1} if PAST in sizes else sizes
+
+
+def ranges_with_cache(ranges: Mapping[str, Sequence[int]], shapes: Iterable[Sequence[str]]) -> dict[str, Sequence[int]]:
+    """Return the ranges of the dimensions of a file; with a cache, those of ``sequence`` hold for all its tokens.
+
+    The usual call of such a decoder reads one token.
+
+    Args:
+        ranges: smallest, usual and largest size of each name.
+        shapes: the names of the axes of each input.
+    """
+    if "sequence" not in ranges or not any(PAST in names for names in shapes):
+        return dict(ranges)
+    _, usual, most = ranges["sequence"]
+    return {**ranges, "sequence": (1, 1, most), PAST: (0, usual - 1, most - 1), TOTAL: (1, usual, most)}
 
 
 def _axes(stream: BinaryIO, place: Place) -> tuple[str, ...]:

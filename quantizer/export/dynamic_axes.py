@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizer.common.decoder_cache import CACHE
+from quantizer.common.decoder_cache import PAST
+from quantizer.common.decoder_cache import TOTAL
 from quantizer.errors import ExportError
 
 __all__ = ["Axes", "asked_axes", "check_dynamic", "dynamic_shapes", "hint", "usual_axes"]
@@ -18,6 +21,7 @@ logger = logging.getLogger(__name__)
 Axes = Mapping[str, Mapping[int, str]]
 """Input name to {axis: dimension name}."""
 
+_CACHE_AXIS = 2
 _SHORTEST = 2
 """The least sequence: what torch.export sees of an axis of length 1 holds for that length alone."""
 
@@ -30,13 +34,15 @@ def usual_axes(inputs: Mapping[str, Any]) -> Axes:
 
     The batch is the length of the first input's axis 0. An axis 0 of another length is fixed, and so is every axis of
     length 1, which may be there to be broadcast, except a batch of one row. An encoder and its decoder have separate
-    sequences: inputs of one length in the example share a dimension.
+    sequences: inputs of one length in the example share a dimension. Axis 2 of ``past_key_values...``, a decoder's
+    cache, is ``past_sequence``, and the length of that and of what is read is ``total_sequence``.
     """
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.dim() > 0}
     rows = {name: value.shape[0] for name, value in tensors.items()}
     batch = next(iter(rows.values()), 1)
     lengths: dict[int, str] = {}
     found: dict[str, dict[int, str]] = {}
+    cached = {name: value.shape[_CACHE_AXIS] for name, value in tensors.items() if name.startswith(CACHE)}
     for name, value in tensors.items():
         found[name] = {0: "batch"} if rows[name] == batch else {}
         if rows[name] not in (1, batch):
@@ -47,6 +53,8 @@ def usual_axes(inputs: Mapping[str, Any]) -> Axes:
                 batch,
                 _OTHERWISE,
             )
+        if name in cached:
+            found[name][_CACHE_AXIS] = PAST
         if value.is_floating_point() or value.dim() == 1:
             continue
         if value.shape[1] < _SHORTEST:
@@ -54,7 +62,8 @@ def usual_axes(inputs: Mapping[str, Any]) -> Axes:
                 "export: axis 1 of %r is fixed at %d, as in the example; %s", name, value.shape[1], _OTHERWISE
             )
         else:
-            found[name][1] = lengths.setdefault(value.shape[1], f"{name}_sequence" if lengths else "sequence")
+            other = TOTAL if cached else f"{name}_sequence"
+            found[name][1] = lengths.setdefault(value.shape[1], other if lengths else "sequence")
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
+import re
 import warnings
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -87,11 +88,15 @@ def export_onnx(
     _name_positional(exported, args)
     names = _output_names(model, example)
     _check_output_names(names, [*inspect.signature(exported.forward).parameters, *keywords])
-    _name_inputs(exported, keywords)
+    parameters = _name_inputs(exported, keywords)
     inputs = _named(exported, args, keywords)
     wanted = usual_axes(inputs) if axes is None else asked_axes(axes, inputs)
-    program = _export(exported, args, keywords, opset, dynamic_shapes(inputs, wanted), names)
+    dynamic = _renamed(dynamic_shapes(inputs, wanted), parameters)
+    program = _export(exported, args, _renamed(keywords, parameters), opset, dynamic, names)
     ir_model = program.model
+    of_parameter = {parameter: name for name, parameter in parameters.items()}
+    for value in ir_model.graph.inputs:
+        value.name = of_parameter.get(value.name, value.name)
     check_dynamic(ir_model, inputs, wanted, asked=axes is not None)
     if ir_model.opset_imports[""] != opset:
         raise ExportError(f"opset={opset}: the exporter cannot write it; expected 18 or later, such as 20")
@@ -198,21 +203,32 @@ def _check_output_names(outputs: list[str] | None, inputs: Sequence[str]) -> Non
             )
 
 
-def _name_inputs(model: nn.Module, keywords: Mapping[str, Any]) -> None:
-    """Give forward a named parameter for each input that only ``**kwargs`` takes: dynamic axes need named inputs."""
+def _name_inputs(model: nn.Module, keywords: Mapping[str, Any]) -> dict[str, str]:
+    """Give forward a named parameter for each input that only ``**kwargs`` takes: dynamic axes need named inputs.
+
+    Returns:
+        The parameters of inputs whose own names are none in Python, such as ``past_key_values.0.key``.
+    """
     forward = model.forward
     named = inspect.signature(forward).parameters
     unnamed = [name for name in keywords if name not in named]
     kept = [parameter for parameter in named.values() if parameter.kind is not parameter.VAR_KEYWORD]
     if not unnamed or len(kept) == len(named):
-        return
+        return {}
+    parameters = {name: re.sub(r"\W", "_", name) for name in unnamed}
+    of_parameter = {parameter: name for name, parameter in parameters.items()}
 
     def with_names(*args: Any, **inputs: Any) -> Any:
-        return forward(*args, **inputs)
+        return forward(*args, **_renamed(inputs, of_parameter))
 
-    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in unnamed]
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in parameters.values()]
     vars(with_names)["__signature__"] = inspect.Signature([*kept, *more])
     vars(model)["forward"] = with_names
+    return parameters
+
+
+def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(name, name): value for name, value in values.items()}
 
 
 def _named(model: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:

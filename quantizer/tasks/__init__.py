@@ -41,6 +41,7 @@ from quantizer.tasks.task import Task
 from quantizer.tasks.task import build_task
 from quantizer.tasks.task import tasks
 from quantizer.tasks.tokens import fill_mask
+from quantizer.tasks.tokens import generation_with_past
 from quantizer.tasks.tokens import question_answering
 from quantizer.tasks.tokens import text_generation
 from quantizer.tasks.tokens import token_classification
@@ -84,6 +85,7 @@ __all__ = [
     # modules, one task each
     "embedding_classification",
     "fill_mask",
+    "generation_with_past",
     "image_classification",
     "question_answering",
     "segmentation",

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import torch
 
+from quantizer.common.decoder_cache import CACHE
 from quantizer.errors import TaskError
 
 __all__ = [
@@ -39,8 +40,13 @@ _CHARACTERS_PER_TOKEN = 8
 
 
 def batch_shape(batch: Batch) -> tuple[int, int | None]:
-    """Return the number of rows of a batch, and that of its tokens; None for images and other values."""
+    """Return the number of rows of a batch, and that of its tokens; None for images and other values.
+
+    Tokens in a decoder's cache count, too: those that its mask tells from padding.
+    """
     first = next(iter(batch.values()))
+    if any(name.startswith(CACHE) for name in batch):
+        return first.shape[0], batch["attention_mask"].shape[1]
     return first.shape[0], first.shape[1] if first.dim() == 2 and not first.is_floating_point() else None
 
 

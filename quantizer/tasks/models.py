@@ -73,7 +73,7 @@ def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Mod
     if entry.auto_class == _CAUSAL:
         # A text is read at once: keys and values of former tokens are neither given nor wanted.
         model.config.use_cache = False
-    loaded_model: torch.nn.Module = model
+    loaded_model: torch.nn.Module = entry.prepared(model.eval())
     return loaded_model.eval()
 
 

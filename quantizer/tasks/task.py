@@ -151,6 +151,19 @@ class Task(ABC):
         """
         return list(self.represent(first_output(result, self.output_name), batch))
 
+    def answer(self, run: Run, batch: Batch) -> Sequence[torch.Tensor]:
+        """Return a batch's rows of ``Predictions.outputs``; a task whose model is called more than once defines it."""
+        return self.collect(run(batch), batch)
+
+    @classmethod
+    def prepared(cls, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the module that is quantized and called, from the checkpoint's model: that model itself.
+
+        Raises:
+            TaskError: the model does not fit.
+        """
+        return model
+
     # What all tasks share
 
     def batches(self, rows: Sequence[Row], limit: int | None = None) -> list[Batch]:
@@ -200,7 +213,7 @@ class Task(ABC):
         for done, chunk in enumerate(chunks, start=1):
             batch = self.inputs.batch([samples[at] for at in chunk])
             with torch.no_grad():
-                result = self.collect(run(batch), batch)
+                result = self.answer(run, batch)
             if len(result) != len(chunk):
                 raise TaskError(f"the model gave {len(result)} outputs for a batch of {len(chunk)} {self.reads}s")
             if not all(bool(torch.isfinite(row).all()) for row in result):

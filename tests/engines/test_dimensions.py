@@ -14,6 +14,7 @@ from quantizer.engines import inspect_engine
 from quantizer.engines import load_engine
 from quantizer.engines.dimensions import dimension_sizes
 from quantizer.engines.dimensions import input_dimensions
+from quantizer.engines.dimensions import ranges_with_cache
 from quantizer.engines.engine_file import read_engine
 from quantizer.engines.engine_file import write_engine
 from quantizer.engines.inspection.onnx_graph import graph_inspection
@@ -154,11 +155,29 @@ def test_dimensions_are_read_without_weights(tmp_path: Path) -> None:
         ([["sequence", "batch", ""]], {"batch": 8, "sequence": 128}),
         ([["b", "l", ""], ["l", ""]], {"b": 8, "l": 128}),
         ([["l", ""], ["b", "l"]], {"b": 8, "l": 128}),
+        # One token is read, the others are in the cache.
+        (
+            [["batch", "sequence"], ["batch", "total_sequence"], ["batch", "", "past_sequence", ""]],
+            {"batch": 8, "sequence": 1, "past_sequence": 127, "total_sequence": 128},
+        ),
     ],
 )
 def test_sizes_of_names(shapes: list[list[str]], expected: dict[str, int]) -> None:
     sizes = dimension_sizes(shapes, 8, 128)
     assert {name: sizes[name] for name in expected} == expected
+
+
+def test_ranges_with_a_cache_hold_for_all_its_tokens() -> None:
+    ranges = {"batch": (1, 8, 32), "sequence": (16, 128, 512)}
+    assert ranges_with_cache(ranges, [["batch", "sequence"]]) == ranges
+    shapes = [["batch", "sequence"], ["batch", "total_sequence"], ["batch", "", "past_sequence", ""]]
+    assert ranges_with_cache(ranges, shapes) == {
+        "batch": (1, 8, 32),
+        "sequence": (1, 1, 512),
+        "past_sequence": (0, 127, 511),
+        "total_sequence": (1, 128, 512),
+    }
+    assert ranges_with_cache({}, shapes) == {}
 
 
 # Positions have no batch, and their only axis is that of the tokens.

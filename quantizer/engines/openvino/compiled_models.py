@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from quantizer.engines.base import Array
 from quantizer.engines.dimensions import input_dimensions
+from quantizer.engines.dimensions import ranges_with_cache
 from quantizer.engines.error_hints import explain_error
 from quantizer.engines.openvino.signal_stack import kept_signal_stack
 from quantizer.engines.openvino.usual_shape import LARGEST_BYTES
@@ -70,6 +71,7 @@ def compile_models(
     except RuntimeError as error:
         raise EngineError(f"OpenVINO refused {onnx_path}: {explain_error(onnx_path, reason(error))}") from error
     dimensions = _dimensions(onnx_path)
+    ranges = ranges_with_cache(ranges, dimensions.values())
     usual = usual_shapes(ports, dimensions, ranges) if _weight_bytes(model) <= LARGEST_BYTES else None
     if usual is None:
         return Models(compiled, dimensions)

@@ -15,6 +15,7 @@ from typing import Any
 from quantizer.engines.backends import backends
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
+from quantizer.engines.dimensions import ranges_with_cache
 from quantizer.engines.engine_file import checked_engine
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.engine_file import checked_output
@@ -226,7 +227,11 @@ def _add_ranges(builder: Any, config: Any, network: Any, dynamic: Mapping[str, S
     profile = builder.create_optimization_profile()
     missing = []
     found = False
-    for tensor in (network.get_input(index) for index in range(network.num_inputs)):
+    tensors = [network.get_input(index) for index in range(network.num_inputs)]
+    dynamic = ranges_with_cache(
+        dynamic, [[tensor.get_dimension_name(axis) for axis in range(len(tensor.shape))] for tensor in tensors]
+    )
+    for tensor in tensors:
         ranges: list[tuple[int, ...]] = []
         for axis, size in enumerate(tuple(tensor.shape)):
             name = tensor.get_dimension_name(axis)

@@ -28,6 +28,9 @@ from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
 from quantizer.report import collect_machine
+from quantizer.runs.serving.generate import CACHED
+from quantizer.runs.serving.generate import empty_cache
+from quantizer.runs.serving.generate import greedy
 from quantizer.tasks import Sample
 from quantizer.tasks import load_processor
 from quantizer.tasks import read_image
@@ -75,7 +78,8 @@ class Converted:
             )
         else:
             encoded = self._tokens(samples)
-        return {spec.name: encoded[spec.name].astype(spec.dtype) for spec in self.engine.inputs}
+        given = {**encoded, **empty_cache(self.engine.inputs, len(samples))}
+        return {spec.name: given[spec.name].astype(spec.dtype) for spec in self.engine.inputs}
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Array]:
         """Return the engine's outputs for texts or image files.
@@ -110,6 +114,29 @@ class Converted:
                 "is damaged, convert the model again"
             )
         return [names[int(index)] for index in logits.argmax(axis=-1)]
+
+    def generate(self, text: str, tokens: int = 32) -> str:
+        """Return a text with what the model writes after it, the likeliest token each time.
+
+        Args:
+            text: the beginning.
+            tokens: the most tokens to add; the model may end earlier.
+
+        Raises:
+            QuantizerError: the engine takes no cache of former tokens, or was built for fewer tokens.
+        """
+        if self.config["task"] != CACHED:
+            raise QuantizerError(
+                f"{self.config['name']} is for {self.config['task']}: convert it with --task {CACHED} to generate"
+            )
+        longest = self.config["dimensions"]["sequence"][-1]
+        ids = self.processor(text)["input_ids"]
+        if len(ids) + tokens > longest:
+            raise QuantizerError(
+                f"{len(ids)} tokens and {tokens} new ones are more than the {longest} that this engine was built for: "
+                "ask for fewer, or convert the model with a larger --seq-len"
+            )
+        return str(self.processor.decode(greedy(self.engine, ids, tokens, self.processor.eos_token_id)))
 
     def _tokens(self, texts: Sequence[Sample]) -> Any:
         shortest, _, longest = self.config["dimensions"]["sequence"]
