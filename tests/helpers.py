@@ -18,8 +18,6 @@ from torch import Tensor
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from quantizer.engines.openvino.signal_stack import kept_signal_stack
-
 ARCHITECTURES = ("bert", "bert-classification", "roberta", "distilbert", "mpnet", "vit", "dinov2")
 EAGER_ONLY = ("mpnet",)  # its attention stands inside the class, with no other implementation
 VISION = ("vit", "dinov2")
@@ -246,6 +244,9 @@ def openvino_core() -> Any:
     Without that, two cores let go in the order in which they were made leave an unmapped stack, and the next test that
     gets a signal ends its process.
     """
+    # Here: goldens name the lines of the nets above.
+    from quantizer.engines.openvino.signal_stack import kept_signal_stack
+
     openvino = pytest.importorskip("openvino", reason="needs enginequant[openvino]")
     with kept_signal_stack():
         core = openvino.Core()
