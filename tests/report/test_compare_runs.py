@@ -45,18 +45,18 @@ def write_run(folder: Path, share: float, ms: float, rows: str = "rows", kept: b
     scores = {"float": right(0.9), "engine": right(share)}
     record = bare_record(
         name=folder.name,
-        scores=tuple(
-            Score(
-                which=name,
-                value=float((labels == TARGETS).mean()),
-                metric="accuracy",
-                difference=None if name == "float" else share - 0.9,
-                rows=200,
-            )
-            for name, labels in scores.items()
-        ),
         latency=Latency(batch=8, sequence=16, threads=1, engines=latency_entries({"float": [4.0], "engine": [ms]})),
         **{
+            "scores": tuple(
+                Score(
+                    which=name,
+                    value=float((labels == TARGETS).mean()),
+                    metric="accuracy",
+                    difference=None if name == "float" else share - 0.9,
+                    rows=200,
+                )
+                for name, labels in scores.items()
+            ),
             "config": {"quantizer": {"backend": "openvino"}, "output": str(folder)},
             "machine": {"cpu": "a CPU", "cores": 2},
             **changes,
@@ -97,9 +97,9 @@ def test_other_rows_have_no_interval(tmp_path: Path) -> None:
     assert other.interval is None
     assert other.verdict == "not compared: scored on other rows"
     assert found.timed == {"a"}
-    assert any("b: scored on other rows than a" in note for note in found.notes)
+    assert "not compared with a, and not in the picture: b; scored on other rows" in found.notes
     page = html_from_comparison(found, "two")
-    assert "B: scored on other rows than a" in page
+    assert "Not compared with a, and not in the picture: b; scored on other rows." in page
     assert "a real difference" not in page
     assert next(csv.DictReader(csv_text(found).splitlines()))["low_to_best"] == ""
 
@@ -120,13 +120,54 @@ def test_without_resamples_the_data_sets_decide(tmp_path: Path) -> None:
     assert any(note.startswith("without intervals: a, b, c") for note in compare([first, second, third]).notes)
 
 
+def write_function_run(folder: Path, base: float, value: float, **changes: Any) -> Path:
+    """Write the folder of a run that a function scored: no rows, no resamples."""
+    told = {"float": base, "engine": value}
+    scores = tuple(
+        Score(which=name, value=one, metric="top1", difference=None if name == "float" else value - base)
+        for name, one in told.items()
+    )
+    return write_run(folder, 0.9, 2.0, kept=False, scores=scores, **changes)
+
+
+def test_a_function_in_python_is_the_same_where_the_float_model_scores_the_same(tmp_path: Path) -> None:
+    a, b = write_function_run(tmp_path / "a", 0.85, 0.84), write_function_run(tmp_path / "b", 0.85, 0.8)
+    found = compare(read_runs([a, b]))
+    assert found.best is not None
+    assert found.best.name == "a"
+    assert found.to_best["b"].difference == pytest.approx(-0.04)
+    assert found.to_best["b"].why == "no interval: scored by a function"
+    assert found.timed == {"a", "b"}
+    notes = " ".join(found.notes)
+    assert "2 runs taken as scored on the same rows, which a function does not record" in notes
+    assert "other rows" not in notes
+    assert "resamples.json" not in notes
+    assert "The best score is 0.8400, of a." in html_from_comparison(found, "two")
+
+
+def test_a_function_in_python_that_may_be_another_is_not_compared(tmp_path: Path) -> None:
+    a, b = write_function_run(tmp_path / "a", 0.85, 0.84), write_function_run(tmp_path / "b", 0.8, 0.8)
+    info = ModelInfo(source="other", task="module", parameters=0)
+    c = write_function_run(tmp_path / "c", 0.85, 0.84, model=info)
+    found = compare(read_runs([a, b, c]))
+    # A run is never on other rows than itself.
+    assert found.best is not None
+    assert found.best.name == "a"
+    assert {name: pair.difference for name, pair in found.to_best.items()} == {"b": None, "c": None}
+    assert found.to_best["b"].why.endswith("score 0.8500 and 0.8000, on other rows or with other weights")
+    assert found.to_best["c"].why.endswith("a function scored different models, on rows that are not recorded")
+    other = write_run(tmp_path / "d", 0.9, 2.0, kept=False)
+    (task,) = compare(read_runs([a, other])).to_best.values()
+    assert task.difference is None
+
+
 def test_other_models_and_other_shapes_are_said(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", 0.9, 2.0)
     info = ModelInfo(source="other", task="embedding-classification", parameters=0)
     b = write_run(tmp_path / "b", 0.8, 1.0, model=info, machine={"cpu": "another"})
     notes = compare(read_runs([a, b])).notes
     assert any(note.startswith("the runs are of 2 models") for note in notes)
-    assert any(note.startswith("b: timed on another machine") for note in notes)
+    assert any(note.endswith("b; timed on another machine or at another shape") for note in notes)
 
 
 def test_the_frontier(tmp_path: Path) -> None:

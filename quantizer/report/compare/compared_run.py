@@ -62,6 +62,17 @@ class ComparedRun:
         return None if self.record is None else quantized_score(self.record.scores)
 
     @property
+    def float_score(self) -> Score | None:
+        """The score of the float model; None if there is none."""
+        scores = () if self.record is None else self.record.scores
+        return next((score for score in scores if score.which == "float"), None)
+
+    @property
+    def by_function(self) -> bool:
+        """True if a function gave the score, of which no rows are known; False if there is none."""
+        return self.score is not None and self.score.rows is None
+
+    @property
     def resampled(self) -> Sequence[float] | None:
         """The scores of that form on resamples; None: none are kept."""
         score = self.score
