@@ -222,6 +222,31 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["compare", "one/run", "--html", "page.html", "two/run"]) == 0
 
 
+@pytest.mark.promise("`compare` takes the folder of a sweep as all its finished runs")
+def test_the_folder_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("num=2", "num=4", ".num=8.part"):
+        write_run(tmp_path / "swept" / name, 0.9, 2.0)
+    (tmp_path / "swept" / "logs").mkdir()
+    assert main(["compare", "swept", "--csv", "all.csv"]) == 0
+    with Path("all.csv").open() as stream:
+        assert [row["run"] for row in csv.DictReader(stream)] == ["num=2", "num=4"]
+    # Beside the folder of a run, too.
+    write_run(tmp_path / "alone", 0.8, 2.0)
+    assert main(["compare", "swept", "alone", "--csv", "all.csv"]) == 0
+    assert len(Path("all.csv").read_text().splitlines()) == 4
+    capsys.readouterr()
+    assert main(["show", "swept"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "swept holds 2 finished runs:"
+    assert [line.strip() for line in shown[1:]] == [
+        "quantizer show swept/num=2",
+        "quantizer show swept/num=4",
+        "quantizer compare swept",
+    ]
+    assert main(["show", "swept/num=2"]) == 0
+
+
 def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "a", 0.9, 2.0)
     assert main(["compare", str(folder)]) == 1
@@ -229,7 +254,13 @@ def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["compare", str(folder), str(folder / "report.json")]) == 1
     assert "is named twice" in capsys.readouterr().err
     assert main(["compare", str(folder), str(tmp_path)]) == 1
-    assert "holds no report.json; expected a folder that `quantizer run` wrote" in capsys.readouterr().err
+    assert "is named twice" in capsys.readouterr().err
+    assert main(["compare", str(tmp_path)]) == 1
+    assert "1 run to compare; expected two or more" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["compare", str(folder), str(tmp_path / "empty")]) == 1
+    said = "holds no report.json, and no folder in it does; expected a folder that `quantizer run` wrote"
+    assert said in capsys.readouterr().err
     assert main(["compare", str(folder), str(tmp_path / "nowhere")]) == 1
     assert "nowhere" in capsys.readouterr().err
     (folder / "resamples.json").write_text(json.dumps({"rows": "r"}))

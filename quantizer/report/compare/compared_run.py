@@ -15,6 +15,7 @@ from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
 from quantizer.report.compare.resamples import Resamples
 from quantizer.report.compare.resamples import read_resamples
+from quantizer.report.compare.run_folders import run_folders
 from quantizer.report.json_file import read_record
 from quantizer.report.ratios import quantized_entry
 from quantizer.report.record import LatencyEntry
@@ -117,7 +118,9 @@ def read_run(path: Path, name: str) -> ComparedRun:
     restore_folder(path)
     folder = path if path.is_dir() else path.parent
     if path.is_dir() and not (path / "report.json").exists():
-        raise QuantizerError(f"{path} holds no report.json; expected a folder that `quantizer run` wrote")
+        raise QuantizerError(
+            f"{path} holds no report.json, and no folder in it does; expected a folder that `quantizer run` wrote"
+        )
     record = read_record(folder / "report.json" if path.is_dir() else path)
     return ComparedRun(name=name, folder=folder, config=record.config, record=record, resamples=read_resamples(folder))
 
@@ -125,12 +128,17 @@ def read_run(path: Path, name: str) -> ComparedRun:
 def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
     """Return the runs of folders or files, each by the shortest end of its path that no other one has.
 
+    The folder of a sweep, or of several conversions, stands for all finished runs in it.
+
     Raises:
         QuantizerError: fewer than two, one twice, or one cannot be read.
     """
+    paths = [run for path in paths for run in run_folders(path) or [path]]
     places = [(path if path.is_dir() else path.parent).resolve() for path in paths]
     if len(places) < 2:
-        raise QuantizerError(f"{len(places)} run to compare; expected two or more folders that `quantizer run` wrote")
+        raise QuantizerError(
+            f"{len(places)} run to compare; expected two or more folders that `quantizer run` wrote, or that of a sweep"
+        )
     for place, path in zip(places, paths, strict=True):
         if places.count(place) > 1:
             raise QuantizerError(f"{path} is named twice; expected each run once")
