@@ -135,7 +135,7 @@ def test_saved_results_are_compared(made: Any, tmp_path: Path) -> None:
     (pair,) = found.to_best.values()
     assert pair.difference is not None
     assert abs(pair.difference) == pytest.approx(abs(made.record.scores[2].value - other.record.scores[2].value))
-    page = html_from_comparison(found, "two")
+    page = html_from_comparison(found, "two", tmp_path)
     assert "No run has a score" not in page
     assert "other rows" not in page
 

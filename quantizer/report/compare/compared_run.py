@@ -23,6 +23,8 @@ from quantizer.report.record import RunRecord
 from quantizer.report.record import Score
 from quantizer.report.record import SizeEntry
 from quantizer.report.tables.headline import quantized_score
+from quantizer.report.tables.spread import noise_sentence
+from quantizer.report.verdict import verdict_of
 
 __all__ = ["ComparedRun", "failed_run", "read_run", "read_runs"]
 
@@ -84,6 +86,16 @@ class ComparedRun:
         """The latency of the engine; None if it was not timed."""
         timed = None if self.record is None else self.record.latency
         return None if timed is None else quantized_entry(timed.engines)
+
+    @property
+    def verdict(self) -> str | None:
+        """The level of the verdict on the run, such as ``usable``; None if it failed."""
+        return None if self.record is None else verdict_of(self.record).level
+
+    @property
+    def is_noisy(self) -> bool:
+        """True if the times of its engines vary so much that their medians are not to be trusted."""
+        return self.record is not None and bool(noise_sentence(self.record.latency))
 
     @property
     def size(self) -> SizeEntry | None:

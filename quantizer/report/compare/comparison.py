@@ -209,6 +209,8 @@ def _notes(runs: Sequence[ComparedRun], scored: Sequence[ComparedRun], timed: Se
             f"times not compared with that of {timed[0].name}, and not in the picture: {', '.join(elsewhere)}; timed "
             "on another machine or at another shape"
         )
+    if noisy := [run.name for run in ran if run.is_noisy]:
+        notes.append(f"noisy timing: {', '.join(noisy)}; measure again on a machine that does nothing else")
     if failed := [run for run in runs if run.record is None]:
         notes.append(f"{text.counted(len(failed), 'run')} failed: {', '.join(run.name for run in failed)}")
     return notes

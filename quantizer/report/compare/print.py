@@ -62,13 +62,15 @@ def _to_best(run: ComparedRun, comparison: Comparison) -> str:
 
 
 def _words(run: ComparedRun, comparison: Comparison) -> str:
-    """Return a run's name, the settings that the name does not say, how long it took, and what is wrong with it."""
+    """Return a run's name, the settings that it does not say, its verdict, its time, and what is wrong with it."""
     settings = []
     for key, values in comparison.differing.items() if len(comparison.differing) <= _MOST_KEYS else ():
         shown = f"{key.rpartition('.')[2]}={setting(values[run.name])}"
         settings += [] if shown in run.name else [shown]
     words = " ".join([run.name, *settings])
-    told = [] if run.seconds is None else [text.seconds(run.seconds)]
+    told = [] if run.verdict is None else [run.verdict]
+    told += ["noisy timing"] if run.is_noisy else []
+    told += [] if run.seconds is None else [text.seconds(run.seconds)]
     told += ["on the frontier"] if run.name in comparison.front else []
     told += [run.error] if run.error else []
     return f"{words}: {', '.join(told)}" if told else words
