@@ -33,6 +33,7 @@ from quantizer.report.compare.print import print_comparison
 from quantizer.report.compare.resamples import Resamples
 from quantizer.report.compare.resamples import read_resamples
 from quantizer.report.compare.resamples import write_resamples
+from quantizer.report.compare.short_names import short_names
 from quantizer.report.compare.tables import csv_text
 from quantizer.report.page.compare_page import html_from_comparison
 from quantizer.report.page.compare_page import write_comparison
@@ -307,6 +308,32 @@ def test_the_folder_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         "quantizer compare swept",
     ]
     assert main(["show", "swept/num=2"]) == 0
+
+
+def test_long_names_stay_different_in_a_narrow_terminal(tmp_path: Path) -> None:
+    kept = "backend=onnxruntime,calibrator=percentile,percentile=99.9,granularity=tensor"
+    ends = [f"{kept},names=classifier,num={num},formats=float" for num in (2, 4)]
+    middles = [f"{kept},smooth={smooth},{kept.replace('onnx', 'torch')}" for smooth in ("0.5", "0.7")]
+    found = compare(read_runs([write_run(tmp_path / name, 0.9, 2.0) for name in (*ends, *middles, "short")]))
+    console = Console(file=io.StringIO(), width=80)
+    print_comparison(found, tmp_path / "page.html", console)
+    lines = [line for line in console.file.getvalue().splitlines() if "usable" in line]  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 80
+    names = [line[5:].partition(": ")[0] for line in lines]
+    assert len(set(names)) == 5
+    assert "short" in names
+    assert {"…smooth=0.5…", "…smooth=0.7…"} <= set(names)
+    assert all(any(f"num={num}" in name for name in names) for num in (2, 4))
+
+
+def test_short_names() -> None:
+    assert short_names(["a", "b"], 8) == {"a": "a", "b": "b"}
+    long = [f"{'x' * 20}{letter}{'x' * 20}" for letter in "ab"]
+    # There are no parts that could be left out.
+    assert short_names(long, 8) == {name: name for name in long}
+    one, other = "runs/one/folder-of-a-name/last", "runs/two/folder-of-a-name/last"
+    assert short_names([one, other], 12) == {one: "…one…", other: "…two…"}
+    assert short_names([one, f"{one},more"], 12)[one] != short_names([one, f"{one},more"], 12)[f"{one},more"]
 
 
 def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

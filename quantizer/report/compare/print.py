@@ -11,6 +11,7 @@ from rich.text import Text
 
 from quantizer.report.compare.compared_run import ComparedRun
 from quantizer.report.compare.comparison import Comparison
+from quantizer.report.compare.short_names import short_names
 from quantizer.report.compare.tables import in_order
 from quantizer.report.compare.tables import setting
 from quantizer.report.tables import text
@@ -20,12 +21,15 @@ __all__ = ["print_comparison"]
 _MOST_KEYS = 4
 """So many settings are written beside each run; where more differ, the page has them."""
 
+_NUMBER, _LEAST_NAME = 5, 32
+"""Columns before a name, and those that a name gets where an error or many settings leave none."""
+
 
 def print_comparison(comparison: Comparison, page: Path, console: Console) -> None:
     """Print the table of the runs, the runs by their numbers, what cannot be compared, and the path of the page."""
     console.print(_table(comparison))
-    for number, run in enumerate(in_order(comparison), start=1):
-        console.print(Text(f"{number:>3}  {_words(run, comparison)}"), soft_wrap=True)
+    for line in _lines(comparison, console.width):
+        console.print(Text(line), soft_wrap=True)
     if any(pair.within_noise for pair in comparison.to_best.values()):
         console.print("  ~  within noise of the best: the 95% interval of the pair holds 0", highlight=False)
     for note in comparison.notes:
@@ -61,13 +65,22 @@ def _to_best(run: ComparedRun, comparison: Comparison) -> str:
     return f"{'~' if pair.within_noise else ''}{text.signed(pair.difference)}"
 
 
+def _lines(comparison: Comparison, width: int) -> list[str]:
+    """Return a line for each run; a name is shortened where its line would be wider, as the page has it whole."""
+    runs = in_order(comparison)
+    words = [_words(run, comparison) for run in runs]
+    room = max(width - _NUMBER - max(map(len, words), default=0), _LEAST_NAME)
+    names = short_names([run.name for run in runs], room)
+    numbered = enumerate(zip(runs, words, strict=True), start=1)
+    return [f"{number:>3}  {names[run.name]}{said}" for number, (run, said) in numbered]
+
+
 def _words(run: ComparedRun, comparison: Comparison) -> str:
-    """Return a run's name, the settings that it does not say, its verdict, its time, and what is wrong with it."""
-    settings = []
+    """Return the settings that a run's name does not say, its verdict, its time, and what is wrong with it."""
+    words = ""
     for key, values in comparison.differing.items() if len(comparison.differing) <= _MOST_KEYS else ():
         shown = f"{key.rpartition('.')[2]}={setting(values[run.name])}"
-        settings += [] if shown in run.name else [shown]
-    words = " ".join([run.name, *settings])
+        words += "" if shown in run.name else f" {shown}"
     told = [] if run.verdict is None else [run.verdict]
     told += ["noisy timing"] if run.is_noisy else []
     told += [] if run.seconds is None else [text.seconds(run.seconds)]
