@@ -326,6 +326,18 @@ def test_long_names_stay_different_in_a_narrow_terminal(tmp_path: Path) -> None:
     assert all(any(f"num={num}" in name for name in names) for num in (2, 4))
 
 
+def test_a_setting_in_the_name_is_not_said_twice(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / f"add={value}".lower(), 0.9, 2.0, config={"quantizer": {"add": value, "smooth": value}})
+        for value in (True, False)
+    ]
+    console = Console(file=io.StringIO(), width=80)
+    print_comparison(compare(read_runs(runs)), tmp_path / "page.html", console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "1  add=true smooth=True: usable" in said
+    assert "2  add=false smooth=False: usable" in said
+
+
 def test_short_names() -> None:
     assert short_names(["a", "b"], 8) == {"a": "a", "b": "b"}
     long = [f"{'x' * 20}{letter}{'x' * 20}" for letter in "ab"]

@@ -80,7 +80,8 @@ def _words(run: ComparedRun, comparison: Comparison) -> str:
     words = ""
     for key, values in comparison.differing.items() if len(comparison.differing) <= _MOST_KEYS else ():
         shown = f"{key.rpartition('.')[2]}={setting(values[run.name])}"
-        words += "" if shown in run.name else f" {shown}"
+        # YAML writes true where Python writes True.
+        words += "" if shown.lower() in run.name.lower() else f" {shown}"
     told = [] if run.verdict is None else [run.verdict]
     told += ["noisy timing"] if run.is_noisy else []
     told += [] if run.seconds is None else [text.seconds(run.seconds)]
