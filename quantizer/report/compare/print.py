@@ -67,12 +67,11 @@ def _to_best(run: ComparedRun, comparison: Comparison) -> str:
 
 def _lines(comparison: Comparison, width: int) -> list[str]:
     """Return a line for each run; a name is shortened where its line would be wider, as the page has it whole."""
-    runs = in_order(comparison)
-    words = [_words(run, comparison) for run in runs]
-    room = max(width - _NUMBER - max(map(len, words), default=0), _LEAST_NAME)
-    names = short_names([run.name for run in runs], room)
-    numbered = enumerate(zip(runs, words, strict=True), start=1)
-    return [f"{number:>3}  {names[run.name]}{said}" for number, (run, said) in numbered]
+    words = {run.name: _words(run, comparison) for run in in_order(comparison)}
+    wide = [name for name, said in words.items() if _NUMBER + len(name) + len(said) > width]
+    room = width - _NUMBER - max((len(words[name]) for name in wide), default=0)
+    names = {name: name for name in words} | short_names(wide, max(room, _LEAST_NAME))
+    return [f"{number:>3}  {names[name]}{said}" for number, (name, said) in enumerate(words.items(), start=1)]
 
 
 def _words(run: ComparedRun, comparison: Comparison) -> str:

@@ -87,8 +87,9 @@ def in_order(comparison: Comparison) -> list[ComparedRun]:
 def _runs(comparison: Comparison, links: Mapping[str, str]) -> tuple[list[Column], list[list[Any]]]:
     metric = next((run.score.metric for run in comparison.runs if run.score is not None), "score")
     columns = [
-        Column(title="Run", mono=True, link=links.get),
+        Column(title="Run", mono=True, link=links.get, tone=_wrapped),
         Column(title="verdict", tone=_tone),
+        Column(title="remarks", tone=_wrapped),
         Column(title=metric, numeric=True, show=text.score),
         Column(title="to float", numeric=True, show=text.signed),
         Column(title="95% interval", numeric=True, show=text.interval),
@@ -97,7 +98,6 @@ def _runs(comparison: Comparison, links: Mapping[str, str]) -> tuple[list[Column
         Column(title="speed", numeric=True, show=text.times),
         Column(title="size", numeric=True, show=text.mebibytes),
         Column(title="run took", numeric=True, show=text.seconds),
-        Column(title="", numeric=False),
     ]
     return columns, [_row(run, comparison) for run in in_order(comparison)]
 
@@ -108,6 +108,7 @@ def _row(run: ComparedRun, comparison: Comparison) -> list[Any]:
     return [
         run.name,
         run.verdict,
+        "; ".join(_remarks(run, pair, comparison)) or None,
         None if score is None else score.value,
         None if score is None else score.difference,
         None if score is None else score.interval,
@@ -116,7 +117,6 @@ def _row(run: ComparedRun, comparison: Comparison) -> list[Any]:
         None if latency is None else latency.ratio_to_float,
         None if size is None else size.bytes,
         run.seconds,
-        "; ".join(_remarks(run, pair, comparison)) or None,
     ]
 
 
@@ -133,6 +133,10 @@ def _remarks(run: ComparedRun, pair: Pair | None, comparison: Comparison) -> Ite
         yield "noisy timing"
     if run.name in comparison.front:
         yield "on the frontier"
+
+
+def _wrapped(_: str) -> str:
+    return "words"
 
 
 def _tone(level: str) -> str:
