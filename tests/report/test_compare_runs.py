@@ -142,6 +142,7 @@ def write_function_run(folder: Path, base: float, value: float, **changes: Any) 
     return write_run(folder, 0.9, 2.0, kept=False, scores=scores, **changes)
 
 
+@pytest.mark.promise("where it gives the float model of both runs the same score, the rows are taken to be the same")
 def test_a_function_in_python_is_the_same_where_the_float_model_scores_the_same(tmp_path: Path) -> None:
     a, b = write_function_run(tmp_path / "a", 0.85, 0.84), write_function_run(tmp_path / "b", 0.85, 0.8)
     found = compare(read_runs([a, b]))

@@ -148,7 +148,7 @@ def test_killed_and_started_again(
     monkeypatch.setattr(one_run, "carry_out", killed)
     assert main(command) == 130
     said = capsys.readouterr()
-    assert f"1 of 2 runs complete in {at / 'swept'}; the same command goes on with the others" in said.err
+    assert f"1 of 2 runs complete, in {at / 'swept'}; the same command goes on with the others" in said.err
     assert f"run 1 of 2: {FIRST}\n" in said.out
     assert re.search(f"run 2 of 2: {SECOND}, at most about .* left in all\n", said.out)
     before = (at / "swept" / FIRST / "report.json").read_bytes()
@@ -285,6 +285,7 @@ def test_a_ranking_is_made_once(at: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.promise("A kill while causes are looked for costs the causes alone")
+@pytest.mark.promise("Where their search fails, the row of the run has its figures and the error")
 def test_killed_while_causes_are_looked_for(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -297,7 +298,7 @@ def test_killed_while_causes_are_looked_for(
 
     monkeypatch.setattr(late_causes, "causes_of", killed)
     assert main(command) == 130
-    assert "0 of 2 runs complete" in capsys.readouterr().err
+    assert "0 of 2 runs complete, 1 more but for the causes, in " in capsys.readouterr().err
     before = read_record(at / "swept" / FIRST / "report.json")
     assert not before.causes
     assert not (at / "swept" / SECOND).exists()

@@ -91,8 +91,7 @@ def carry_out_sweep(
     try:
         outcomes = _carried_out(todo, folder, force, jobs, launcher, console)
     except KeyboardInterrupt as stop:
-        done = f"{len(_complete(runs, folder))} of {text.counted(len(runs), 'run')} complete in {folder}"
-        raise type(stop)(f"{done}; the same command goes on with the others") from stop
+        raise type(stop)(f"{_progress(runs, folder)}; the same command goes on with the others") from stop
     ended = {outcome.name: outcome for outcome in outcomes}
     ended |= {name: Outcome(name, fault) for name, fault in ready.faults.items()}
     found = compare([_compared(run, folder, ended.get(run.name, Outcome(run.name, None))) for run in runs])
@@ -114,6 +113,13 @@ def _check(runs: Sequence[SweepRun], folder: Path) -> None:
 def _complete(runs: Sequence[SweepRun], folder: Path) -> list[SweepRun]:
     """Return the runs of which nothing is left to do."""
     return [run for run in runs if is_done(run, folder) and not lacks_only_causes(run, folder)]
+
+
+def _progress(runs: Sequence[SweepRun], folder: Path) -> str:
+    """Return how many runs are complete, in words."""
+    there, complete = sum(is_done(run, folder) for run in runs), len(_complete(runs, folder))
+    rest = f", {there - complete} more but for the causes" if there > complete else ""
+    return f"{complete} of {text.counted(len(runs), 'run')} complete{rest}, in {folder}"
 
 
 def _neighbours(runs: Sequence[SweepRun]) -> list[SweepRun]:
