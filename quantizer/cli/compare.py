@@ -18,14 +18,19 @@ class Compare:
     help = "compare finished runs: scores with intervals of their differences, speed, size, and what differs"
     rest: str | None = "runs"
     epilog = """\
-example:
+examples:
   quantizer compare runs/fast runs/balanced --csv runs.csv
+  quantizer compare runs/sst2
 
 Scores on other rows, and times of other machines or shapes, are shown and not compared; the page says so."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument(
-            "runs", metavar="RUN", nargs="+", type=Path, help="folder that `quantizer run` wrote, or its report.json"
+            "runs",
+            metavar="RUN",
+            nargs="+",
+            type=Path,
+            help="folder that `quantizer run` wrote, or its report.json; that of a sweep is all its finished runs",
         )
         parser.add_argument(
             "--html",

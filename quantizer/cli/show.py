@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import ArgumentParser
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -28,6 +30,8 @@ examples:
   quantizer show runs/minilm-sentiment-int8 --layers
   quantizer show runs/minilm-sentiment-int8/model.engine
   quantizer show model.onnx --backend onnxruntime
+
+Of the folder of a sweep, the commands that show its runs are printed.
 
 An engine is run on made-up inputs. One that cannot run here is not verified: what the ONNX file of its name asks for is
 printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
@@ -55,6 +59,11 @@ printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
             print_inspection(found, console)
             return 0
         if not is_file(path / "report.json"):
+            from quantizer.report.compare.run_folders import run_folders
+
+            if runs := run_folders(path):
+                _print_runs(path, runs, console)
+                return 0
             what = "holds no report.json" if is_folder(path) else "is no folder"
             raise QuantizerError(
                 f"{path} {what}; expected a folder that `quantizer run` wrote, such as runs/NAME, or an engine file"
@@ -68,3 +77,12 @@ printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
 
         print_summary(path, console)
         return 0
+
+
+def _print_runs(folder: Path, runs: Sequence[Path], console: Console) -> None:
+    """Print the commands that compare the runs in a folder, and that show each."""
+    lines = [f"{folder} holds {len(runs)} finished {'run' if len(runs) == 1 else 'runs'}:"]
+    lines += [f"  quantizer show {shlex.quote(str(run))}" for run in runs]
+    lines += [f"  quantizer compare {shlex.quote(str(folder))}"] if len(runs) > 1 else []
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -16,7 +16,7 @@ from quantizer.report.tables.text import percent
 from quantizer.report.tables.text import score
 from quantizer.report.tables.text import signed
 
-__all__ = ["THRESHOLDS", "USABLE", "Verdict", "verdict_of"]
+__all__ = ["NOT", "THRESHOLDS", "USABLE", "Verdict", "verdict_of"]
 
 USABLE, LOOK, NOT = "usable", "look at this", "do not use"
 _ORDER = (USABLE, LOOK, NOT)

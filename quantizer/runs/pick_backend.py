@@ -27,7 +27,6 @@ from quantizer.engines.candidates import cpu_candidates
 from quantizer.engines.candidates import cpu_variants
 from quantizer.engines.measure.trial import tried_build
 from quantizer.errors import EngineError
-from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
 from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
@@ -43,10 +42,12 @@ from quantizer.runs.choose_engine import timed
 from quantizer.runs.compare_outputs import check_engine
 from quantizer.runs.compare_outputs import reference_outputs
 from quantizer.runs.compare_outputs import tolerance
+from quantizer.runs.measure import FLOAT_STEM
 from quantizer.runs.measure import build_options
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import engine_inputs
 from quantizer.runs.run_engines import RunEngines
+from quantizer.runs.run_engines import export_float
 from quantizer.runs.workload.workload import Scorer
 from quantizer.targets import AUTO
 from quantizer.tasks import Batch
@@ -252,9 +253,9 @@ class _Maker:
         example, opset = self._context.feed.example(), self._config.export.opset
         if variant.dtype is None:
             # One file of the float model is for all.
-            path = self._folder / "float.onnx"
+            path = self._folder / f"{FLOAT_STEM}.onnx"
             if not path.exists():
-                export_onnx(self._context.model, path, example, opset=opset, dtype=torch.float32)
+                export_float(self._context, opset, path)
             return None, path
         key = variant.backend, variant.dynamic
         path = self._folder / f"{variant.backend}{'-dynamic' if variant.dynamic else ''}.onnx"

@@ -40,15 +40,10 @@ from quantizer.report import Score
 from quantizer.report import collect_machine
 from quantizer.report import collect_versions
 from quantizer.report import print_record
-from quantizer.report import write_html
-from quantizer.report import write_record
 from quantizer.report.candidate_record import EngineChoice
-from quantizer.report.card.run_card import write_run_card
 from quantizer.report.output_record import OutputDistance
 from quantizer.report.search.search_records import fallback_record
 from quantizer.report.tracking.trackers import print_tracked
-from quantizer.report.verdict import USABLE
-from quantizer.report.verdict import verdict_of
 from quantizer.runs.compare_outputs import output_distances
 from quantizer.runs.measure import build_options
 from quantizer.runs.measure import engine_file
@@ -66,12 +61,11 @@ from quantizer.runs.preflight.run_ready import ready_to_run
 from quantizer.runs.progress.run_stages import run_outlook
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
-from quantizer.runs.run_context import as_predictor
-from quantizer.runs.run_context import bar
 from quantizer.runs.run_context import resume_files
 from quantizer.runs.run_context import sizes_of
 from quantizer.runs.run_engines import RunEngines
 from quantizer.runs.run_engines import nearest_form
+from quantizer.runs.run_reports import write_reports
 from quantizer.runs.search import causes_of
 from quantizer.runs.search import measure_sensitivity
 from quantizer.runs.search import search_fallback
@@ -84,10 +78,13 @@ from quantizer.targets import AUTO
 from quantizer.tasks import Batch
 from quantizer.views.histograms import noisiest
 
-__all__ = ["RUN", "carry_out", "run"]
+__all__ = ["QUANTIZER", "RUN", "carry_out", "run"]
 
 RUN = "run"
 """The kind of the folder, in its marker."""
+
+QUANTIZER = "quantizer"
+"""The folder in it with the calibrated quantizer."""
 
 _HISTOGRAMS = 6
 
@@ -191,17 +188,19 @@ class _Run:
                 self._search(quantizer, proxy, max_drop)
             elif self.placement.is_fast_enough(quantizer, proxy, engines):
                 break
-        quantizer.save(self.target / "quantizer")
+        quantizer.save(self.target / QUANTIZER)
         # An engine without the precision that was asked for is found before the time for its score is spent.
         self.scoring.take({"float": self.model, **forms})
         inspection = self._inspect(built["engine"])
         scores = self.scoring.scores({**forms, **nearest_form(loaded, quantizer, self.model)})
         outputs = self._outputs(next(reversed(forms.values())), loaded.get("engine"))
         record = replace(self._record(quantizer, course, scores, built, loaded, inspection), outputs=outputs)
-        # Of many runs, which cost least together, those that are usable need no cure.
-        if self.work.calibrations is None or verdict_of(record).level != USABLE:
+        # A sweep looks for them when the folder is in its place.
+        if self.work.calibrations is None:
             record = replace(record, causes=causes_of(self.context, self.config, quantizer, self.rows.calibration))
-        return self._written(replace(record, stages=tuple(self.context.timer.done)))
+        record = replace(record, stages=tuple(self.context.timer.done))
+        write_reports(record, self.config.report.formats, self.target)
+        return record
 
     def _check(self, quantizer: Quantizer) -> None:
         """Raise errors now that would otherwise come after minutes of calibration."""
@@ -214,9 +213,7 @@ class _Run:
 
     def _calibrate(self, quantizer: Quantizer) -> list[Batch]:
         """Calibrate, after fitting the head if the task has one, and return the calibration batches."""
-        if self.rows.head:
-            with self.context.timer("fit the head on float embeddings"), bar("head") as progress:
-                self.context.task.fit_head(as_predictor(self.model), self.rows.head, progress)
+        self.work.fit_head()
         batches = self.context.feed.batches(self.rows.calibration)
         with self.context.timer("calibrate"):
             self.work.calibrate(quantizer, batches)
@@ -337,11 +334,3 @@ class _Run:
             versions=collect_versions(),
             machine=collect_machine(),
         )
-
-    def _written(self, record: RunRecord) -> RunRecord:
-        if "json" in self.config.report.formats:
-            write_record(record, self.target / "report.json")
-        if "html" in self.config.report.formats:
-            write_html(record, self.target / "report.html")
-        write_run_card(record, self.target)
-        return record

@@ -24,7 +24,7 @@ from quantizer.runs.placement.price_groups import EngineFiles
 from quantizer.runs.placement.price_groups import Timing
 from quantizer.runs.run_context import RunContext
 
-__all__ = ["FLOAT_STEM", "QUANTIZED_STEM", "RunEngines", "nearest_form"]
+__all__ = ["FLOAT_STEM", "QUANTIZED_STEM", "RunEngines", "export_float", "nearest_form"]
 
 
 class RunEngines:
@@ -87,9 +87,7 @@ class RunEngines:
         opset, example, timer = self._config.export.opset, self._context.feed.example(), self._context.timer
         with timer("export"):
             if "float" in missing:
-                path, floats = missing["float"].onnx, self._context.floats
-                if floats is None or not floats.fetch_graph(_graph_options(opset), path):
-                    export_onnx(self._context.model, path, example, opset=opset, dtype=torch.float32)
+                export_float(self._context, opset, missing["float"].onnx)
             if "engine" in missing:
                 quantizer.export(quantized, missing["engine"].onnx, example, opset=opset)
         with timer("build the engines"):
@@ -128,6 +126,22 @@ class RunEngines:
         self._built[name] = replace(built, path=files.engine)
         self._loaded[name] = engine
         self._back = frozenset()
+
+
+def export_float(context: RunContext, opset: int, path: Path) -> None:
+    """Write the ONNX file of the float model, exported or copied from a run before this one.
+
+    Args:
+        context: the model.
+        opset: the version of the operators.
+        path: the file; it has the same name in all runs.
+    """
+    floats = context.floats
+    if floats is not None and floats.fetch_graph(_graph_options(opset), path):
+        return
+    export_onnx(context.model, path, context.feed.example(), opset=opset, dtype=torch.float32)
+    if floats is not None:
+        floats.keep_graph(_graph_options(opset), path)
 
 
 def _graph_options(opset: int) -> str:

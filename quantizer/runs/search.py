@@ -26,17 +26,26 @@ from quantizer.sensitivity.prices.group_prices import Prices
 from quantizer.tasks import Batch
 from quantizer.tasks import Row
 
-__all__ = ["causes_of", "measure_sensitivity", "search_fallback"]
+__all__ = ["CAUSES", "causes_of", "has_causes", "measure_sensitivity", "search_fallback"]
 
 _BATCHES = 2
 """On so many batches causes are looked for, as each setting that is tried is calibrated on them."""
 
 
+CAUSES = "look for causes"
+"""The name of the stage."""
+
+
+def has_causes(config: RunConfig) -> bool:
+    """Return whether causes are looked for: where sensitivity is asked for, and nothing was trained."""
+    return config.amp is not None and config.qat is None
+
+
 def causes_of(context: RunContext, config: RunConfig, quantizer: Quantizer, rows: Sequence[Row]) -> tuple[Cause, ...]:
     """Return the groups that cost most with their cures; none unless sensitivity is asked for, or after training."""
-    if config.amp is None or config.qat is not None or not rows:
+    if not has_causes(config) or not rows:
         return ()
-    with context.timer("look for causes"):
+    with context.timer(CAUSES):
         return quantizer.causes(context.model, context.feed.batches(rows)[:_BATCHES]).rows
 
 

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import base64
 import csv
+import hashlib
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
 from report_samples import bare_record
+from rich.console import Console
 
 from quantizer.cli.main import main
 from quantizer.errors import QuantizerError
 from quantizer.report import Latency
 from quantizer.report import ModelInfo
 from quantizer.report import Score
+from quantizer.report import html_from_record
 from quantizer.report import latency_entries
 from quantizer.report import write_record
 from quantizer.report.compare.compared_run import failed_run
 from quantizer.report.compare.compared_run import read_runs
 from quantizer.report.compare.comparison import compare
 from quantizer.report.compare.comparison import pair
+from quantizer.report.compare.print import print_comparison
 from quantizer.report.compare.resamples import Resamples
 from quantizer.report.compare.resamples import read_resamples
 from quantizer.report.compare.resamples import write_resamples
+from quantizer.report.compare.short_names import short_names
 from quantizer.report.compare.tables import csv_text
 from quantizer.report.page.compare_page import html_from_comparison
+from quantizer.report.page.compare_page import write_comparison
 from quantizer.tasks.metrics import accuracy
 from quantizer.tasks.metrics import bootstrap_interval
 from quantizer.tasks.metrics import resampled_scores
@@ -45,18 +55,20 @@ def write_run(folder: Path, share: float, ms: float, rows: str = "rows", kept: b
     scores = {"float": right(0.9), "engine": right(share)}
     record = bare_record(
         name=folder.name,
-        scores=tuple(
-            Score(
-                which=name,
-                value=float((labels == TARGETS).mean()),
-                metric="accuracy",
-                difference=None if name == "float" else share - 0.9,
-                rows=200,
-            )
-            for name, labels in scores.items()
-        ),
-        latency=Latency(batch=8, sequence=16, threads=1, engines=latency_entries({"float": [4.0], "engine": [ms]})),
         **{
+            "latency": Latency(
+                batch=8, sequence=16, threads=1, engines=latency_entries({"float": [4.0], "engine": [ms]})
+            ),
+            "scores": tuple(
+                Score(
+                    which=name,
+                    value=float((labels == TARGETS).mean()),
+                    metric="accuracy",
+                    difference=None if name == "float" else share - 0.9,
+                    rows=200,
+                )
+                for name, labels in scores.items()
+            ),
             "config": {"quantizer": {"backend": "openvino"}, "output": str(folder)},
             "machine": {"cpu": "a CPU", "cores": 2},
             **changes,
@@ -85,7 +97,7 @@ def test_within_noise(tmp_path: Path) -> None:
     found = compare(runs)
     assert found.best is runs[0]
     assert found.to_best["b"].within_noise
-    assert "within noise" in html_from_comparison(found, "two")
+    assert "within noise" in html_from_comparison(found, "two", tmp_path)
 
 
 @pytest.mark.promise("Scores on other rows are not compared: the page says so, and has no interval for them")
@@ -97,9 +109,9 @@ def test_other_rows_have_no_interval(tmp_path: Path) -> None:
     assert other.interval is None
     assert other.verdict == "not compared: scored on other rows"
     assert found.timed == {"a"}
-    assert any("b: scored on other rows than a" in note for note in found.notes)
-    page = html_from_comparison(found, "two")
-    assert "B: scored on other rows than a" in page
+    assert "not compared with a, and not in the picture: b; scored on other rows" in found.notes
+    page = html_from_comparison(found, "two", tmp_path)
+    assert "Not compared with a, and not in the picture: b; scored on other rows." in page
     assert "a real difference" not in page
     assert next(csv.DictReader(csv_text(found).splitlines()))["low_to_best"] == ""
 
@@ -120,24 +132,117 @@ def test_without_resamples_the_data_sets_decide(tmp_path: Path) -> None:
     assert any(note.startswith("without intervals: a, b, c") for note in compare([first, second, third]).notes)
 
 
+def write_function_run(folder: Path, base: float, value: float, **changes: Any) -> Path:
+    """Write the folder of a run that a function scored: no rows, no resamples."""
+    told = {"float": base, "engine": value}
+    scores = tuple(
+        Score(which=name, value=one, metric="top1", difference=None if name == "float" else value - base)
+        for name, one in told.items()
+    )
+    return write_run(folder, 0.9, 2.0, kept=False, scores=scores, **changes)
+
+
+@pytest.mark.promise("where it gives the float model of both runs the same score, the rows are taken to be the same")
+def test_a_function_in_python_is_the_same_where_the_float_model_scores_the_same(tmp_path: Path) -> None:
+    a, b = write_function_run(tmp_path / "a", 0.85, 0.84), write_function_run(tmp_path / "b", 0.85, 0.8)
+    found = compare(read_runs([a, b]))
+    assert found.best is not None
+    assert found.best.name == "a"
+    assert found.to_best["b"].difference == pytest.approx(-0.04)
+    assert found.to_best["b"].why == "no interval: scored by a function"
+    assert found.timed == {"a", "b"}
+    notes = " ".join(found.notes)
+    assert "2 runs taken as scored on the same rows, which a function does not record" in notes
+    assert "other rows" not in notes
+    assert "resamples.json" not in notes
+    assert "The best score is 0.8400, of a." in html_from_comparison(found, "two", tmp_path)
+
+
+def test_a_function_in_python_that_may_be_another_is_not_compared(tmp_path: Path) -> None:
+    a, b = write_function_run(tmp_path / "a", 0.85, 0.84), write_function_run(tmp_path / "b", 0.8, 0.8)
+    info = ModelInfo(source="other", task="module", parameters=0)
+    c = write_function_run(tmp_path / "c", 0.85, 0.84, model=info)
+    found = compare(read_runs([a, b, c]))
+    # A run is never on other rows than itself.
+    assert found.best is not None
+    assert found.best.name == "a"
+    assert {name: pair.difference for name, pair in found.to_best.items()} == {"b": None, "c": None}
+    assert found.to_best["b"].why.endswith("score 0.8500 and 0.8000, on other rows or with other weights")
+    assert found.to_best["c"].why.endswith("a function scored different models, on rows that are not recorded")
+    other = write_run(tmp_path / "d", 0.9, 2.0, kept=False)
+    (task,) = compare(read_runs([a, other])).to_best.values()
+    assert task.difference is None
+
+
 def test_other_models_and_other_shapes_are_said(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", 0.9, 2.0)
     info = ModelInfo(source="other", task="embedding-classification", parameters=0)
     b = write_run(tmp_path / "b", 0.8, 1.0, model=info, machine={"cpu": "another"})
     notes = compare(read_runs([a, b])).notes
     assert any(note.startswith("the runs are of 2 models") for note in notes)
-    assert any(note.startswith("b: timed on another machine") for note in notes)
+    assert any(note.endswith("b; timed on another machine or at another shape") for note in notes)
 
 
 def test_the_frontier(tmp_path: Path) -> None:
     shares = {"slow": (0.9, 3.0), "fast": (0.8, 1.0), "beaten": (0.75, 2.0)}
     found = compare(read_runs([write_run(tmp_path / name, share, ms) for name, (share, ms) in shares.items()]))
     assert found.front == {"slow", "fast"}
-    page = html_from_comparison(found, "three")
+    page = html_from_comparison(found, "three", tmp_path)
     assert page.count("on the frontier</td>") == 2
     assert "2 of them on the frontier" in page
-    assert "<script" not in page
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+
+
+@pytest.mark.promise("Each run has its verdict, and a noisy timing is called so")
+def test_verdicts_and_noise(tmp_path: Path) -> None:
+    entries = latency_entries({"float": [4.0] * 8, "engine": [1.0, 1.5, 2.0, 2.5] * 2})
+    noisy = Latency(batch=8, sequence=16, threads=1, engines=entries)
+    a = write_run(tmp_path / "a", 0.9, 2.0)
+    b = write_run(tmp_path / "b", 0.7, 1.0, latency=noisy)
+    c = write_run(tmp_path / "c", 0.885, 3.0)
+    found = compare(read_runs([a, b, c]))
+    page = html_from_comparison(found, "three", tmp_path)
+    for level, tone in (("usable", ' class="yes"'), ("look at this", ""), ("do not use", ' class="no"')):
+        assert page.count(f"<td{tone}>{level}</td>") == 1
+    assert page.count("noisy timing; on the frontier</td>") == 1
+    assert "The fastest is b, 1.75 ms a batch, by a noisy timing." in page
+    assert "Noisy timing: b; measure again on a machine that does nothing else." in page
+    rows = {row["run"]: (row["verdict"], row["noisy_timing"]) for row in csv.DictReader(csv_text(found).splitlines())}
+    assert rows == {"a": ("usable", "False"), "b": ("do not use", "True"), "c": ("look at this", "False")}
+    console = Console(file=io.StringIO(), width=80)
+    print_comparison(found, tmp_path / "page.html", console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "1  a: usable, 0.00 s" in said
+    assert "3  b: do not use, noisy timing, 0.00 s, on the frontier" in said
+
+
+@pytest.mark.promise("The name of a run leads to its `report.html`")
+def test_the_page_leads_to_the_reports(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / "swept" / "num=2,names=#1", 0.9, 2.0),
+        write_run(tmp_path / "swept" / "num=4", 0.9, 2.0),
+        write_run(tmp_path / "beside", 0.8, 1.0),
+        write_run(tmp_path.parent / f"{tmp_path.name}-far", 0.8, 1.0),
+    ]
+    for run in (runs[0], *runs[2:]):
+        (run / "report.html").touch()
+    page = tmp_path / "swept" / "comparison.html"
+    write_comparison(compare(read_runs(runs)), page, None, "four")
+    links = re.findall(r'<a href="([^"]*)">', page.read_text())
+    near = ["num%3D2%2Cnames%3D%231/report.html", "../beside/report.html"]
+    assert sorted(links) == sorted([*near, (runs[3] / "report.html").as_uri()])
+    assert all((page.parent / unquote(link)).is_file() for link in near)
+
+
+def test_tables_sort_by_the_script_of_the_report(tmp_path: Path) -> None:
+    found = compare(read_runs([write_run(tmp_path / "a", 0.9, 2.0), write_run(tmp_path / "b", 0.7, 1.0)]))
+    page = html_from_comparison(found, "two", tmp_path)
+    scripts = [re.findall(r"<script>.*?</script>", text, re.DOTALL) for text in (page, html_from_record(bare_record()))]
+    assert scripts[0] == scripts[1]
+    digest = base64.b64encode(hashlib.sha256(scripts[0][0][8:-9].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in page
+    # The table of the runs, that of what differs, and the pairs.
+    assert page.count('class="sortable"') == 2 + bool(found.differing)
 
 
 def test_what_differs_in_the_configurations(tmp_path: Path) -> None:
@@ -152,14 +257,14 @@ def test_a_run_that_failed_is_a_row(tmp_path: Path) -> None:
     (good,) = read_runs([write_run(tmp_path / "a", 0.9, 2.0), write_run(tmp_path / "b", 0.9, 2.0)])[:1]
     found = compare([good, failed_run("bad", tmp_path / "bad", {}, "EngineError: no <such> kernel")])
     assert [run.name for run in found.failed] == ["bad"]
-    assert "EngineError: no &lt;such&gt; kernel" in html_from_comparison(found, "two")
+    assert "EngineError: no &lt;such&gt; kernel" in html_from_comparison(found, "two", tmp_path)
     assert "1 run failed: bad" in found.notes
 
 
 def test_all_failed(tmp_path: Path) -> None:
     found = compare([failed_run(name, tmp_path, {}, "why") for name in ("a", "b")])
     assert found.best is None
-    assert "No run has a score." in html_from_comparison(found, "two")
+    assert "No run has a score." in html_from_comparison(found, "two", tmp_path)
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +274,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     write_run(tmp_path / "two" / "run", 0.895, 1.0)
     assert main(["compare", "one/run", "two/run/report.json", "--csv", "all.csv"]) == 0
     said = capsys.readouterr().out
-    assert "1  one/run: 0.00 s, on the frontier" in said
+    assert "1  one/run: usable, 0.00 s, on the frontier" in said
     assert "~-0.0050" in said
     assert max(map(len, said.splitlines())) <= 80
     with Path("all.csv").open() as stream:
@@ -181,6 +286,69 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["compare", "one/run", "--html", "page.html", "two/run"]) == 0
 
 
+@pytest.mark.promise("`compare` takes the folder of a sweep as all its finished runs")
+def test_the_folder_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("num=2", "num=4", ".num=8.part"):
+        write_run(tmp_path / "swept" / name, 0.9, 2.0)
+    (tmp_path / "swept" / "logs").mkdir()
+    assert main(["compare", "swept", "--csv", "all.csv"]) == 0
+    with Path("all.csv").open() as stream:
+        assert [row["run"] for row in csv.DictReader(stream)] == ["num=2", "num=4"]
+    # Beside the folder of a run, too.
+    write_run(tmp_path / "alone", 0.8, 2.0)
+    assert main(["compare", "swept", "alone", "--csv", "all.csv"]) == 0
+    assert len(Path("all.csv").read_text().splitlines()) == 4
+    capsys.readouterr()
+    assert main(["show", "swept"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "swept holds 2 finished runs:"
+    assert [line.strip() for line in shown[1:]] == [
+        "quantizer show swept/num=2",
+        "quantizer show swept/num=4",
+        "quantizer compare swept",
+    ]
+    assert main(["show", "swept/num=2"]) == 0
+
+
+def test_long_names_stay_different_in_a_narrow_terminal(tmp_path: Path) -> None:
+    kept = "backend=onnxruntime,calibrator=percentile,percentile=99.9,granularity=tensor"
+    ends = [f"{kept},names=classifier,num={num},formats=float" for num in (2, 4)]
+    middles = [f"{kept},smooth={smooth},{kept.replace('onnx', 'torch')}" for smooth in ("0.5", "0.7")]
+    found = compare(read_runs([write_run(tmp_path / name, 0.9, 2.0) for name in (*ends, *middles, "short")]))
+    console = Console(file=io.StringIO(), width=80)
+    print_comparison(found, tmp_path / "page.html", console)
+    lines = [line for line in console.file.getvalue().splitlines() if "usable" in line]  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 80
+    names = [line[5:].partition(": ")[0] for line in lines]
+    assert len(set(names)) == 5
+    assert "short" in names
+    assert {"…smooth=0.5…", "…smooth=0.7…"} <= set(names)
+    assert all(any(f"num={num}" in name for name in names) for num in (2, 4))
+
+
+def test_a_setting_in_the_name_is_not_said_twice(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / f"add={value}".lower(), 0.9, 2.0, config={"quantizer": {"add": value, "smooth": value}})
+        for value in (True, False)
+    ]
+    console = Console(file=io.StringIO(), width=80)
+    print_comparison(compare(read_runs(runs)), tmp_path / "page.html", console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "1  add=true smooth=True: usable" in said
+    assert "2  add=false smooth=False: usable" in said
+
+
+def test_short_names() -> None:
+    assert short_names(["a", "b"], 8) == {"a": "a", "b": "b"}
+    long = [f"{'x' * 20}{letter}{'x' * 20}" for letter in "ab"]
+    # There are no parts that could be left out.
+    assert short_names(long, 8) == {name: name for name in long}
+    one, other = "runs/one/folder-of-a-name/last", "runs/two/folder-of-a-name/last"
+    assert short_names([one, other], 12) == {one: "…one…", other: "…two…"}
+    assert short_names([one, f"{one},more"], 12)[one] != short_names([one, f"{one},more"], 12)[f"{one},more"]
+
+
 def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "a", 0.9, 2.0)
     assert main(["compare", str(folder)]) == 1
@@ -188,7 +356,13 @@ def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["compare", str(folder), str(folder / "report.json")]) == 1
     assert "is named twice" in capsys.readouterr().err
     assert main(["compare", str(folder), str(tmp_path)]) == 1
-    assert "holds no report.json; expected a folder that `quantizer run` wrote" in capsys.readouterr().err
+    assert "is named twice" in capsys.readouterr().err
+    assert main(["compare", str(tmp_path)]) == 1
+    assert "1 run to compare; expected two or more" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["compare", str(folder), str(tmp_path / "empty")]) == 1
+    said = "holds no report.json, and no folder in it does; expected a folder that `quantizer run` wrote"
+    assert said in capsys.readouterr().err
     assert main(["compare", str(folder), str(tmp_path / "nowhere")]) == 1
     assert "nowhere" in capsys.readouterr().err
     (folder / "resamples.json").write_text(json.dumps({"rows": "r"}))

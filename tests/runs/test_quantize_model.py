@@ -24,6 +24,9 @@ from quantizer.errors import ConfigError  # noqa: E402
 from quantizer.errors import QuantizerError  # noqa: E402
 from quantizer.errors import TaskError  # noqa: E402
 from quantizer.report import read_record  # noqa: E402
+from quantizer.report.compare.compared_run import read_runs  # noqa: E402
+from quantizer.report.compare.comparison import compare  # noqa: E402
+from quantizer.report.page.compare_page import html_from_comparison  # noqa: E402
 
 ONNXRUNTIME = next(name for name in cpu_candidates()[0] if name.startswith("onnxruntime"))
 
@@ -123,6 +126,18 @@ def test_saved_like_a_run(made: Any, tmp_path: Path) -> None:
     with pytest.raises(QuantizerError, match="exists already"):
         made.save(folder)
     assert made.save(folder, replace=True) == folder
+
+
+def test_saved_results_are_compared(made: Any, tmp_path: Path) -> None:
+    other = quantizer.quantize_model(made.model, _images(), score=_mean_score, backend=ONNXRUNTIME, preset="fast")
+    found = compare(read_runs([made.save(tmp_path / "all8"), other.save(tmp_path / "fast")]))
+    assert found.best is not None
+    (pair,) = found.to_best.values()
+    assert pair.difference is not None
+    assert abs(pair.difference) == pytest.approx(abs(made.record.scores[2].value - other.record.scores[2].value))
+    page = html_from_comparison(found, "two", tmp_path)
+    assert "No run has a score" not in page
+    assert "other rows" not in page
 
 
 @pytest.mark.promise("The model itself never changes.")

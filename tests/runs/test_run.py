@@ -29,6 +29,7 @@ import quantizer.runs.preflight.run_ready as run_ready
 import quantizer.runs.run as pipeline
 import quantizer.runs.run_context as stages
 import quantizer.runs.run_engines as run_engines
+import quantizer.runs.run_reports as run_reports
 import quantizer.runs.scoring as scoring
 from quantizer import Quantizer
 from quantizer.cli.main import main
@@ -454,8 +455,8 @@ STAGES: dict[str, tuple[Any, str]] = {
     "price": (place_groups, "price_groups"),
     "latency": (run_measure, "interleaved_latency"),
     "memory": (run_measure, "peak_memory_mib"),
-    "report": (pipeline, "write_record"),
-    "page": (pipeline, "write_html"),
+    "report": (run_reports, "write_record"),
+    "page": (run_reports, "write_html"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import shutil
 import subprocess
 import sys
@@ -17,9 +18,13 @@ import yaml
 for _package in ("transformers", "sklearn", "onnx", "onnxscript", "onnxruntime", "jinja2"):
     pytest.importorskip(_package, reason="a sweep needs enginequant[hf,onnx,onnxruntime,report]")
 
+import transformers  # noqa: E402
 from tiny_run import tiny_run  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
 
 import quantizer.runs.measure as run_measure  # noqa: E402
+import quantizer.runs.run_engines as run_engines  # noqa: E402
+import quantizer.runs.sweep.late_causes as late_causes  # noqa: E402
 import quantizer.runs.sweep.one_run as one_run  # noqa: E402
 from quantizer import Quantizer  # noqa: E402
 from quantizer.cli.main import main  # noqa: E402
@@ -27,13 +32,17 @@ from quantizer.config import load_run  # noqa: E402
 from quantizer.config.sweep import SweepRun  # noqa: E402
 from quantizer.engines import BuildResult  # noqa: E402
 from quantizer.engines import PeakMemory  # noqa: E402
+from quantizer.errors import EngineError  # noqa: E402
 from quantizer.report import read_record  # noqa: E402
 from quantizer.report.verdict import Verdict  # noqa: E402
 from quantizer.runs.sweep import launchers  # noqa: E402
 from quantizer.runs.sweep.one_run import Outcome  # noqa: E402
+from quantizer.runs.sweep.pace import Pace  # noqa: E402
+from quantizer.runs.sweep.pace import time_left  # noqa: E402
 from quantizer.runs.sweep.ready import ready_to_sweep  # noqa: E402
 from quantizer.runs.sweep.shared_work import shared_work  # noqa: E402
 from quantizer.runs.workload.float_engines import FloatEngines  # noqa: E402
+from quantizer.tasks.embedding_classification import EmbeddingClassification  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
@@ -138,7 +147,10 @@ def test_killed_and_started_again(
     command = ["run", "tiny.yaml", PERCENTILES, "--output", "swept"]
     monkeypatch.setattr(one_run, "carry_out", killed)
     assert main(command) == 130
-    assert "the same command goes on with the others" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert f"1 of 2 runs complete, in {at / 'swept'}; the same command goes on with the others" in said.err
+    assert f"run 1 of 2: {FIRST}\n" in said.out
+    assert re.search(f"run 2 of 2: {SECOND}, at most about .* left in all\n", said.out)
     before = (at / "swept" / FIRST / "report.json").read_bytes()
     monkeypatch.setattr(one_run, "carry_out", carry_out)
     assert main(command) == 0
@@ -257,7 +269,7 @@ def test_a_launcher_that_is_not_installed(
 @pytest.mark.promise("runs of one plan have one ranking of its groups")
 @pytest.mark.promise("Causes and cures are looked for only in runs that are not usable")
 def test_a_ranking_is_made_once(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantizer.runs.run.verdict_of", lambda record: Verdict(levels[record.name], ()))
+    monkeypatch.setattr("quantizer.runs.sweep.late_causes.verdict_of", lambda record: Verdict(levels[record.name], ()))
     levels = {"num=1": "usable", "num=2": "look at this"}
     command = ["run", "tiny.yaml", "amp={}", "fallback={}", "fallback.num=1,2", "--output", "swept"]
     assert main(command) == 0
@@ -270,6 +282,100 @@ def test_a_ranking_is_made_once(at: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (row.group, row.error) for row in second.sensitivity
     ]
     assert [len(record.fallback.groups) for record in records.values()] == [1, 2]  # type: ignore[union-attr]
+
+
+@pytest.mark.promise("A kill while causes are looked for costs the causes alone")
+@pytest.mark.promise("Where their search fails, the row of the run has its figures and the error")
+def test_killed_while_causes_are_looked_for(
+    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("quantizer.runs.sweep.late_causes.verdict_of", lambda record: Verdict("look at this", ()))
+    command = ["run", "tiny.yaml", "amp={}", PERCENTILES, "--output", "swept"]
+    look, made = late_causes.causes_of, one_run.carry_out
+
+    def killed(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(late_causes, "causes_of", killed)
+    assert main(command) == 130
+    assert "0 of 2 runs complete, 1 more but for the causes, in " in capsys.readouterr().err
+    before = read_record(at / "swept" / FIRST / "report.json")
+    assert not before.causes
+    assert not (at / "swept" / SECOND).exists()
+    carried: list[str] = []
+
+    def counted(config: Any, folder: Path, *more: Any) -> Any:
+        carried.append(folder.name)
+        return made(config, folder, *more)
+
+    def fails(*_: Any) -> Any:
+        raise EngineError("no <such> batch")
+
+    monkeypatch.setattr(one_run, "carry_out", counted)
+    monkeypatch.setattr(late_causes, "causes_of", fails)
+    # What fails then is told beside the figures, and tried again.
+    assert main([*command, "--jobs", "1"]) == 1
+    assert f"{FIRST}: only its causes are left" in capsys.readouterr().out
+    assert carried == [SECOND]
+    with (at / "swept" / "comparison.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert all(row["error"] == "no <such> batch" and float(row["score"]) > 0 for row in rows)
+    monkeypatch.setattr(late_causes, "causes_of", look)
+    assert main(command) == 0
+    assert carried == [SECOND]
+    after = read_record(at / "swept" / FIRST / "report.json")
+    assert after.causes
+    assert after.scores == before.scores
+    assert after.latency == before.latency
+    assert [stage.name for stage in after.stages[len(before.stages) :]] == ["load model and data", "look for causes"]
+    assert after.causes[0].group in (at / "swept" / FIRST / "report.html").read_text()
+    # Those of the run alone, whose quantizer was not read from its folder.
+    assert main(["run", "tiny.yaml", "amp={}", "quantizer.activations.percentile=99.9", "--output", "alone"]) == 0
+    assert read_record(at / "alone" / "report.json").causes == after.causes
+
+
+@pytest.mark.promise("The head of a task is fitted once, and the float model exported once, with `auto` too")
+def test_head_and_float_export_are_made_once(place: Path, at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = yaml.safe_load((at / "tiny.yaml").read_text())
+    settings["model"]["task"] = "embedding-classification"
+    settings["data"]["head"] = {"name": "text-csv", "path": str(place / "calibration.csv")}
+    settings["quantizer"] |= {"backend": "auto", "candidates": ["onnxruntime"], "exclude": {}}
+    config = transformers.BertConfig.from_pretrained(place / "model")
+    transformers.BertModel(config).save_pretrained(at / "encoder")
+    AutoTokenizer.from_pretrained(place / "model").save_pretrained(at / "encoder")
+    settings["model"]["source"] = str(at / "encoder")
+    (at / "head.yaml").write_text(yaml.safe_dump(settings))
+    made: list[str] = []
+
+    def counted(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*given: Any, **more: Any) -> Any:
+            made.append(name)
+            return original(*given, **more)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(EmbeddingClassification, "fit_head")
+    counted(run_engines, "export_onnx")
+    assert main(["run", "head.yaml", PERCENTILES, "--output", "swept"]) == 0
+    assert sorted(made) == ["export_onnx", "fit_head"]
+    scores = [read_record(at / "swept" / name / "report.json").scores[0].value for name in (FIRST, SECOND)]
+    assert scores[0] == scores[1]
+
+
+def test_the_time_that_is_left(at: Path) -> None:
+    config = load_run("tiny.yaml")
+    other = config.model_copy(update={"model": config.model.model_copy(update={"max_length": 16})})
+    pace = Pace([SweepRun(str(place), one) for place, one in enumerate([config, config, config, other, other])])
+    assert pace.left(0) == ""
+    pace.add(0, 60)
+    assert pace.left(1) == "at most about 4 min left in all"
+    pace.add(1, 20)
+    # Two that follow one of their model, and one that does not.
+    assert pace.left(2) == "about 1.5 min left in all"
+    assert time_left(2, 6, 60) == "about 2 min left in all"
+    assert time_left(6, 6, 60) == ""
 
 
 @pytest.mark.promise("What a run lacks is told before the first one starts")
@@ -314,6 +420,7 @@ def test_a_float_model_over_2_gb_keeps_the_weights_beside_it(tmp_path: Path) -> 
     floats = FloatEngines(tmp_path / "kept")
     built = BuildResult(path=tmp_path / "made" / "float.engine", seconds=1.0, size_bytes=3)
     assert not floats.fetch_graph("opset 20", tmp_path / "run" / "float.onnx")
+    floats.keep_graph("opset 20", tmp_path / "made" / "float.onnx")
     floats.keep("openvino", "opset 20", built)
     assert floats.fetch_graph("opset 20", tmp_path / "run" / "float.onnx")
     assert {path.name: path.read_text() for path in (tmp_path / "run").iterdir()} == {

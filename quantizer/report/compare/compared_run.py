@@ -15,6 +15,7 @@ from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
 from quantizer.report.compare.resamples import Resamples
 from quantizer.report.compare.resamples import read_resamples
+from quantizer.report.compare.run_folders import run_folders
 from quantizer.report.json_file import read_record
 from quantizer.report.ratios import quantized_entry
 from quantizer.report.record import LatencyEntry
@@ -22,6 +23,8 @@ from quantizer.report.record import RunRecord
 from quantizer.report.record import Score
 from quantizer.report.record import SizeEntry
 from quantizer.report.tables.headline import quantized_score
+from quantizer.report.tables.spread import noise_sentence
+from quantizer.report.verdict import verdict_of
 
 __all__ = ["ComparedRun", "failed_run", "read_run", "read_runs"]
 
@@ -62,6 +65,17 @@ class ComparedRun:
         return None if self.record is None else quantized_score(self.record.scores)
 
     @property
+    def float_score(self) -> Score | None:
+        """The score of the float model; None if there is none."""
+        scores = () if self.record is None else self.record.scores
+        return next((score for score in scores if score.which == "float"), None)
+
+    @property
+    def by_function(self) -> bool:
+        """True if a function gave the score, of which no rows are known; False if there is none."""
+        return self.score is not None and self.score.rows is None
+
+    @property
     def resampled(self) -> Sequence[float] | None:
         """The scores of that form on resamples; None: none are kept."""
         score = self.score
@@ -72,6 +86,16 @@ class ComparedRun:
         """The latency of the engine; None if it was not timed."""
         timed = None if self.record is None else self.record.latency
         return None if timed is None else quantized_entry(timed.engines)
+
+    @property
+    def verdict(self) -> str | None:
+        """The level of the verdict on the run, such as ``usable``; None if it failed."""
+        return None if self.record is None else verdict_of(self.record).level
+
+    @property
+    def is_noisy(self) -> bool:
+        """True if the times of its engines vary so much that their medians are not to be trusted."""
+        return self.record is not None and bool(noise_sentence(self.record.latency))
 
     @property
     def size(self) -> SizeEntry | None:
@@ -106,7 +130,9 @@ def read_run(path: Path, name: str) -> ComparedRun:
     restore_folder(path)
     folder = path if path.is_dir() else path.parent
     if path.is_dir() and not (path / "report.json").exists():
-        raise QuantizerError(f"{path} holds no report.json; expected a folder that `quantizer run` wrote")
+        raise QuantizerError(
+            f"{path} holds no report.json, and no folder in it does; expected a folder that `quantizer run` wrote"
+        )
     record = read_record(folder / "report.json" if path.is_dir() else path)
     return ComparedRun(name=name, folder=folder, config=record.config, record=record, resamples=read_resamples(folder))
 
@@ -114,12 +140,17 @@ def read_run(path: Path, name: str) -> ComparedRun:
 def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
     """Return the runs of folders or files, each by the shortest end of its path that no other one has.
 
+    The folder of a sweep, or of several conversions, stands for all finished runs in it.
+
     Raises:
         QuantizerError: fewer than two, one twice, or one cannot be read.
     """
+    paths = [run for path in paths for run in run_folders(path) or [path]]
     places = [(path if path.is_dir() else path.parent).resolve() for path in paths]
     if len(places) < 2:
-        raise QuantizerError(f"{len(places)} run to compare; expected two or more folders that `quantizer run` wrote")
+        raise QuantizerError(
+            f"{len(places)} run to compare; expected two or more folders that `quantizer run` wrote, or that of a sweep"
+        )
     for place, path in zip(places, paths, strict=True):
         if places.count(place) > 1:
             raise QuantizerError(f"{path} is named twice; expected each run once")

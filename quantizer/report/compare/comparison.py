@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from quantizer.report.compare.compared_run import ComparedRun
-from quantizer.report.tables.text import counted
+from quantizer.report.tables import text
 from quantizer.tasks.metrics import paired_interval
 
 __all__ = ["Comparison", "Pair", "compare", "pair"]
@@ -112,8 +112,8 @@ def pair(first: ComparedRun, second: ComparedRun) -> Pair:
     one, other = first.resampled, second.resampled
     if not one or not other:
         without = " and ".join(run.name for run in (first, second) if not run.resampled)
-        why = f"no interval: no resamples.json in {without}"
-        return Pair(first=first.name, second=second.name, difference=difference, why=why)
+        lacking = "scored by a function" if first.by_function else f"no resamples.json in {without}"
+        return Pair(first=first.name, second=second.name, difference=difference, why=f"no interval: {lacking}")
     # Of fewer resamples in one run, the first are those of the other one.
     length = min(len(one), len(other))
     interval = paired_interval(np.array(one[:length]), np.array(other[:length]))
@@ -124,22 +124,45 @@ def _not_comparable(first: ComparedRun, second: ComparedRun) -> str:
     """Return why the scores of two runs are not of the same thing; empty if they are."""
     assert first.score is not None
     assert second.score is not None
+    if first is second:
+        return ""
     if first.score.metric != second.score.metric:
         return f"not compared: {first.score.metric} and {second.score.metric}"
     if first.resamples is not None and second.resamples is not None:
         same = first.resamples.rows == second.resamples.rows
     elif _function(first) is not None and _function(first) == _function(second):
         same = True
-    elif first.score.rows is None or second.score.rows is None:
-        return "not compared: on which rows they were scored is not recorded"
+    elif first.by_function or second.by_function:
+        return _other_function(first, second)
     else:
         same = _evaluation(first) == _evaluation(second) and first.score.rows == second.score.rows
     return "" if same else "not compared: scored on other rows"
 
 
+def _other_function(first: ComparedRun, second: ComparedRun) -> str:
+    """Return why functions given in Python may score on different rows, of which nothing is recorded.
+
+    One that gives the float model of both runs one score is taken for the same function of the same rows.
+    """
+    one, other = first.float_score, second.float_score
+    if first.by_function != second.by_function or one is None or other is None:
+        return "not compared: on which rows they were scored is not recorded"
+    if _model(first) != _model(second):
+        return "not compared: a function scored different models, on rows that are not recorded"
+    if one.value == other.value:
+        return ""
+    values = f"{text.score(one.value)} and {text.score(other.value)}"
+    return f"not compared: the float models score {values}, on other rows or with other weights"
+
+
 def _function(run: ComparedRun) -> object:
-    """Return the name of the function that scored a run; None: a task did."""
+    """Return the name of the function of a configuration that scored a run; None: a task did, or one in Python."""
     return run.config.get("model", {}).get("metric")
+
+
+def _model(run: ComparedRun) -> tuple[object, ...]:
+    assert run.record is not None
+    return run.record.model.source, run.record.model.task, run.record.model.parameters
 
 
 def _evaluation(run: ComparedRun) -> object:
@@ -179,19 +202,40 @@ def _notes(runs: Sequence[ComparedRun], scored: Sequence[ComparedRun], timed: Se
     if len(models) > 1:
         named = ", ".join(f"{source} ({task})" for source, task in models)
         notes.append(f"the runs are of {len(models)} models, so that more than the settings differs: {named}")
-    other = [run.name for run in scored if _not_comparable(scored[0], run)]
-    if other:
-        what = f"{', '.join(other)}: scored on other rows than {scored[0].name}, or by another metric"
-        notes.append(f"{what}; their scores are not compared with its, and they are not in the picture")
-    blind = [run.name for run in scored if not run.resampled]
-    if blind:
-        notes.append(f"without intervals: {', '.join(blind)} holds no resamples.json, which runs write beside a report")
+    notes += _score_notes(scored)
     elsewhere = [run.name for run in ran if timed and run.timed_on not in (None, timed[0].timed_on)]
     if elsewhere:
         notes.append(
-            f"{', '.join(elsewhere)}: timed on another machine or at another shape than {timed[0].name}; their times "
-            "are not compared with its, and they are not in the picture"
+            f"times not compared with that of {timed[0].name}, and not in the picture: {', '.join(elsewhere)}; timed "
+            "on another machine or at another shape"
         )
+    if noisy := [run.name for run in ran if run.is_noisy]:
+        notes.append(f"noisy timing: {', '.join(noisy)}; measure again on a machine that does nothing else")
     if failed := [run for run in runs if run.record is None]:
-        notes.append(f"{counted(len(failed), 'run')} failed: {', '.join(run.name for run in failed)}")
+        notes.append(f"{text.counted(len(failed), 'run')} failed: {', '.join(run.name for run in failed)}")
+    return notes
+
+
+def _score_notes(scored: Sequence[ComparedRun]) -> list[str]:
+    """Return which scores are not compared with that of the first run, on what evidence others are, and what lacks."""
+    notes = []
+    reasons = {run.name: _not_comparable(scored[0], run) for run in scored}
+    others: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        if why:
+            others.setdefault(why.removeprefix("not compared: "), []).append(name)
+    for why, names in others.items():
+        notes.append(f"not compared with {scored[0].name}, and not in the picture: {', '.join(names)}; {why}")
+    alike = [run for run in scored if run.by_function and _function(run) is None and not reasons[run.name]]
+    if len(alike) > 1:
+        float_score = alike[0].float_score
+        assert float_score is not None
+        notes.append(
+            f"{text.counted(len(alike), 'run')} taken as scored on the same rows, which a function does not record: "
+            f"the float model of each scores {text.score(float_score.value)}"
+        )
+    if by_function := [run.name for run in scored if not run.resampled and run.by_function]:
+        notes.append(f"without intervals: {', '.join(by_function)}; a function gives one score, and none of each row")
+    if blind := [run.name for run in scored if not run.resampled and not run.by_function]:
+        notes.append(f"without intervals: {', '.join(blind)} holds no resamples.json, which runs write beside a report")
     return notes

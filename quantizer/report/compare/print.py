@@ -11,6 +11,7 @@ from rich.text import Text
 
 from quantizer.report.compare.compared_run import ComparedRun
 from quantizer.report.compare.comparison import Comparison
+from quantizer.report.compare.short_names import short_names
 from quantizer.report.compare.tables import in_order
 from quantizer.report.compare.tables import setting
 from quantizer.report.tables import text
@@ -20,12 +21,15 @@ __all__ = ["print_comparison"]
 _MOST_KEYS = 4
 """So many settings are written beside each run; where more differ, the page has them."""
 
+_NUMBER, _LEAST_NAME = 5, 32
+"""Columns before a name, and those that a name gets where an error or many settings leave none."""
+
 
 def print_comparison(comparison: Comparison, page: Path, console: Console) -> None:
     """Print the table of the runs, the runs by their numbers, what cannot be compared, and the path of the page."""
     console.print(_table(comparison))
-    for number, run in enumerate(in_order(comparison), start=1):
-        console.print(Text(f"{number:>3}  {_words(run, comparison)}"), soft_wrap=True)
+    for line in _lines(comparison, console.width):
+        console.print(Text(line), soft_wrap=True)
     if any(pair.within_noise for pair in comparison.to_best.values()):
         console.print("  ~  within noise of the best: the 95% interval of the pair holds 0", highlight=False)
     for note in comparison.notes:
@@ -61,14 +65,25 @@ def _to_best(run: ComparedRun, comparison: Comparison) -> str:
     return f"{'~' if pair.within_noise else ''}{text.signed(pair.difference)}"
 
 
+def _lines(comparison: Comparison, width: int) -> list[str]:
+    """Return a line for each run; a name is shortened where its line would be wider, as the page has it whole."""
+    words = {run.name: _words(run, comparison) for run in in_order(comparison)}
+    wide = [name for name, said in words.items() if _NUMBER + len(name) + len(said) > width]
+    room = width - _NUMBER - max((len(words[name]) for name in wide), default=0)
+    names = {name: name for name in words} | short_names(wide, max(room, _LEAST_NAME))
+    return [f"{number:>3}  {names[name]}{said}" for number, (name, said) in enumerate(words.items(), start=1)]
+
+
 def _words(run: ComparedRun, comparison: Comparison) -> str:
-    """Return a run's name, the settings that the name does not say, how long it took, and what is wrong with it."""
-    settings = []
+    """Return the settings that a run's name does not say, its verdict, its time, and what is wrong with it."""
+    words = ""
     for key, values in comparison.differing.items() if len(comparison.differing) <= _MOST_KEYS else ():
         shown = f"{key.rpartition('.')[2]}={setting(values[run.name])}"
-        settings += [] if shown in run.name else [shown]
-    words = " ".join([run.name, *settings])
-    told = [] if run.seconds is None else [text.seconds(run.seconds)]
+        # YAML writes true where Python writes True.
+        words += "" if shown.lower() in run.name.lower() else f" {shown}"
+    told = [] if run.verdict is None else [run.verdict]
+    told += ["noisy timing"] if run.is_noisy else []
+    told += [] if run.seconds is None else [text.seconds(run.seconds)]
     told += ["on the frontier"] if run.name in comparison.front else []
     told += [run.error] if run.error else []
     return f"{words}: {', '.join(told)}" if told else words

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 from quantizer.report.compare.compared_run import ComparedRun
@@ -13,13 +15,20 @@ from quantizer.report.compare.comparison import Pair
 from quantizer.report.tables import text
 from quantizer.report.tables.tables import Column
 from quantizer.report.tables.tables import html_table
+from quantizer.report.verdict import NOT
+from quantizer.report.verdict import USABLE
 
 __all__ = ["csv_text", "in_order", "pairs_html", "runs_html", "settings_html", "setting"]
 
 
-def runs_html(comparison: Comparison) -> str:
-    """Return the table of the runs, the best score first."""
-    columns, rows = _runs(comparison)
+def runs_html(comparison: Comparison, links: Mapping[str, str]) -> str:
+    """Return the table of the runs, the best score first.
+
+    Args:
+        comparison: the comparison.
+        links: the addresses of the reports, by the names of the runs.
+    """
+    columns, rows = _runs(comparison, links)
     numbered = [[number, *row] for number, row in enumerate(rows, start=1)]
     return html_table([Column(title="No.", numeric=True), *columns], numbered, label="Runs", style=False)
 
@@ -75,47 +84,63 @@ def in_order(comparison: Comparison) -> list[ComparedRun]:
     return sorted(comparison.runs, key=place)
 
 
-def _runs(comparison: Comparison) -> tuple[list[Column], list[list[Any]]]:
+def _runs(comparison: Comparison, links: Mapping[str, str]) -> tuple[list[Column], list[list[Any]]]:
     metric = next((run.score.metric for run in comparison.runs if run.score is not None), "score")
     columns = [
-        Column(title="Run", mono=True),
+        Column(title="Run", mono=True, link=links.get, tone=_wrapped),
+        Column(title="verdict", tone=_tone),
+        Column(title="remarks", tone=_wrapped),
         Column(title=metric, numeric=True, show=text.score),
         Column(title="to float", numeric=True, show=text.signed),
         Column(title="95% interval", numeric=True, show=text.interval),
-        Column(title="to the best", numeric=False),
+        Column(title="to the best", numeric=True, show=text.signed),
         Column(title="ms", numeric=True, show=lambda value: text.significant(value, 3)),
         Column(title="speed", numeric=True, show=text.times),
         Column(title="size", numeric=True, show=text.mebibytes),
         Column(title="run took", numeric=True, show=text.seconds),
-        Column(title="", numeric=False),
     ]
     return columns, [_row(run, comparison) for run in in_order(comparison)]
 
 
 def _row(run: ComparedRun, comparison: Comparison) -> list[Any]:
     score, latency, size = run.score, run.latency, run.size
-    remarks = [run.error] if run.error else ["on the frontier"] if run.name in comparison.front else []
+    pair = comparison.to_best.get(run.name)
     return [
         run.name,
+        run.verdict,
+        "; ".join(_remarks(run, pair, comparison)) or None,
         None if score is None else score.value,
         None if score is None else score.difference,
         None if score is None else score.interval,
-        "the best" if run is comparison.best else _to_best(comparison.to_best.get(run.name)),
+        0.0 if run is comparison.best else None if pair is None else pair.difference,
         None if latency is None else latency.median_ms,
         None if latency is None else latency.ratio_to_float,
         None if size is None else size.bytes,
         run.seconds,
-        "; ".join(remarks) or None,
     ]
 
 
-def _to_best(pair: Pair | None) -> str | None:
-    if pair is None:
-        return None
-    if pair.difference is None:
-        return pair.why
-    shown = text.signed(pair.difference)
-    return shown if pair.interval is None else f"{shown}, {pair.verdict}" if pair.within_noise else shown
+def _remarks(run: ComparedRun, pair: Pair | None, comparison: Comparison) -> Iterator[str]:
+    if run.error:
+        yield run.error
+    if run is comparison.best:
+        yield "the best score"
+    elif pair is not None and pair.within_noise:
+        yield "within noise of the best"
+    elif pair is not None and pair.difference is None:
+        yield pair.why
+    if run.is_noisy:
+        yield "noisy timing"
+    if run.name in comparison.front:
+        yield "on the frontier"
+
+
+def _wrapped(_: str) -> str:
+    return "words"
+
+
+def _tone(level: str) -> str:
+    return {USABLE: "yes", NOT: "no"}.get(level, "")
 
 
 def setting(value: Any) -> Any:
@@ -127,6 +152,7 @@ _CSV: dict[str, Callable[[ComparedRun, Pair | None], Any]] = {
     "run": lambda run, _: run.name,
     "folder": lambda run, _: run.folder,
     "error": lambda run, _: run.error,
+    "verdict": lambda run, _: run.verdict,
     "model": lambda run, _: None if run.record is None else run.record.model.source,
     "backend": lambda run, _: None if run.record is None or run.record.engine is None else run.record.engine.backend,
     "metric": lambda run, _: None if run.score is None else run.score.metric,
@@ -138,6 +164,7 @@ _CSV: dict[str, Callable[[ComparedRun, Pair | None], Any]] = {
     "low_to_best": lambda _, pair: None if pair is None or pair.interval is None else pair.interval[0],
     "high_to_best": lambda _, pair: None if pair is None or pair.interval is None else pair.interval[1],
     "median_ms": lambda run, _: None if run.latency is None else run.latency.median_ms,
+    "noisy_timing": lambda run, _: None if run.latency is None else run.is_noisy,
     "speedup": lambda run, _: None if run.latency is None else run.latency.ratio_to_float,
     "bytes": lambda run, _: None if run.size is None else run.size.bytes,
     "seconds": lambda run, _: run.seconds,

@@ -1,9 +1,11 @@
-"""The page of a comparison: one HTML file with its style, without scripts, that reads nothing from anywhere."""
+"""The page of a comparison: one HTML file with style and script of the report, that reads nothing from anywhere."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from quantizer.report.charts.runs_plot import RunPoint
 from quantizer.report.charts.runs_plot import runs_svg
@@ -16,6 +18,7 @@ from quantizer.report.compare.tables import settings_html
 from quantizer.report.json_file import write_text_atomic
 from quantizer.report.page.html import render
 from quantizer.report.tables import text
+from quantizer.report.verdict import THRESHOLDS
 
 __all__ = ["html_from_comparison", "write_comparison"]
 
@@ -33,32 +36,50 @@ def write_comparison(comparison: Comparison, page: Path, table: Path | None, tit
         MissingDependencyError: jinja2 is not installed.
         QuantizerError: a file cannot be written.
     """
-    write_text_atomic(page, html_from_comparison(comparison, title))
+    write_text_atomic(page, html_from_comparison(comparison, title, page.absolute().parent))
     if table is not None:
         write_text_atomic(table, csv_text(comparison))
 
 
-def html_from_comparison(comparison: Comparison, title: str) -> str:
+def html_from_comparison(comparison: Comparison, title: str, folder: Path) -> str:
     """Return the whole page.
+
+    Args:
+        comparison: the comparison.
+        title: the title of the page.
+        folder: where the page will lie, from which it leads to the reports of the runs.
 
     Raises:
         MissingDependencyError: jinja2 is not installed.
     """
-    return render("compare.html", _view(comparison, title))
+    return render("compare.html", _view(comparison, title, folder))
 
 
-def _view(comparison: Comparison, title: str) -> dict[str, Any]:
+def _view(comparison: Comparison, title: str, folder: Path) -> dict[str, Any]:
     best = comparison.best
     return {
         "title": title,
         "runs": text.counted(len(comparison.runs), "run"),
         "verdict": text.typeset(_verdict(comparison)) if best is not None else "No run has a score.",
         "notes": [text.typeset(note[:1].upper() + note[1:]) for note in comparison.notes],
-        "table": runs_html(comparison),
+        "thresholds": f"How runs were judged: {THRESHOLDS[:1].lower()}{THRESHOLDS[1:]}",
+        "table": runs_html(comparison, _links(comparison, folder)),
         "picture": _picture(comparison),
         "settings": settings_html(comparison),
         "pairs": pairs_html(comparison),
     }
+
+
+def _links(comparison: Comparison, folder: Path) -> dict[str, str]:
+    """Return the addresses of the reports by the names of their runs; relative, so that all can move together."""
+    links = {}
+    for run in comparison.runs:
+        report = run.folder.absolute() / "report.html"
+        # Further away than beside the page, whatever moves moves alone.
+        near = report.is_relative_to(folder.parent)
+        if run.record is not None and report.is_file():
+            links[run.name] = quote(Path(os.path.relpath(report, folder)).as_posix()) if near else report.as_uri()
+    return links
 
 
 def _verdict(comparison: Comparison) -> str:
@@ -74,7 +95,8 @@ def _verdict(comparison: Comparison) -> str:
     if timed:
         fastest = min(timed, key=lambda run: run.latency.median_ms if run.latency is not None else 0.0)
         assert fastest.latency is not None
-        words += f" The fastest is {fastest.name}, {text.milliseconds(fastest.latency.median_ms)} a batch."
+        words += f" The fastest is {fastest.name}, {text.milliseconds(fastest.latency.median_ms)} a batch"
+        words += ", by a noisy timing." if fastest.is_noisy else "."
     return words
 
 

@@ -36,13 +36,13 @@ def html_from_record(record: RunRecord) -> str:
 
 
 def render(template: str, view: Mapping[str, Any]) -> str:
-    """Return a page: a template of this folder with the style of the report and the variables of ``view``.
+    """Return a page: a template of this folder with the style and script of all pages, and the variables of ``view``.
 
     Raises:
         MissingDependencyError: jinja2 is not installed.
     """
-    style = (_FOLDER / "report.css").read_text(encoding="utf-8")
-    return _environment().get_template(template).render(style=style, **view)
+    style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("report.css", "tables.js"))
+    return _environment().get_template(template).render(style=style, script=script, **view)
 
 
 def write_html(record: RunRecord, path: Path | str) -> Path:

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -54,6 +55,8 @@ class Column:
     """The function that gives the text of a value; None is always a dash."""
     tone: Callable[[Any], str] | None = None
     """The function that gives the CSS class of a value; HTML only."""
+    link: Callable[[Any], str | None] | None = None
+    """The function that gives the address to which a value leads, or None; HTML only."""
 
 
 def html_table(
@@ -163,9 +166,7 @@ def _described(columns: Sequence[Column | str], rows: Sequence[Sequence[Any]]) -
         if numeric is None:
             values = [row[index] for row in rows if row[index] is not None]
             numeric = bool(values) and all(map(_is_number, values))
-        described.append(
-            Column(title=column.title, numeric=numeric, mono=column.mono, show=column.show, tone=column.tone)
-        )
+        described.append(replace(column, numeric=numeric))
     return described
 
 
@@ -189,5 +190,10 @@ def _cell(column: Column, value: Any) -> str:
         return f"<td{_class(column)}>{MISSING}</td>"
     text = typeset(column.show(value)) if column.numeric else column.show(value)
     tone = column.tone(value) if column.tone else ""
-    sort = f' data-sort="{float(value)!r}"' if column.numeric and _is_number(value) else ""
-    return f"<td{_class(column, tone)}{sort}>{html.escape(text)}</td>"
+    # An interval is sorted by its lower end.
+    key = value[0] if isinstance(value, tuple) and value else value
+    sort = f' data-sort="{float(key)!r}"' if column.numeric and _is_number(key) else ""
+    shown, leads = html.escape(text), column.link(value) if column.link else None
+    if leads is not None:
+        shown = f'<a href="{html.escape(leads)}">{shown}</a>'
+    return f"<td{_class(column, tone)}{sort}>{shown}</td>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from quantizer.report.compare.compared_run import read_run
 from quantizer.report.compare.comparison import Comparison
 from quantizer.report.compare.comparison import compare
 from quantizer.report.page.compare_page import write_comparison
+from quantizer.report.tables import text
 from quantizer.runs.placement.speed_goal import missed_speed
 from quantizer.runs.preflight.faults import require_package
 from quantizer.runs.sweep.launchers import in_jobs
@@ -25,6 +27,9 @@ from quantizer.runs.sweep.launchers import require_launcher
 from quantizer.runs.sweep.one_run import Outcome
 from quantizer.runs.sweep.one_run import carry_out_one
 from quantizer.runs.sweep.one_run import is_done
+from quantizer.runs.sweep.one_run import lacks_only_causes
+from quantizer.runs.sweep.pace import Pace
+from quantizer.runs.sweep.pace import time_left
 from quantizer.runs.sweep.processes import LOGS
 from quantizer.runs.sweep.processes import in_processes
 from quantizer.runs.sweep.ready import ready_to_sweep
@@ -48,8 +53,9 @@ def carry_out_sweep(
 ) -> Comparison:
     """Carry out the runs of a sweep, and return their comparison, which lies in the folder too.
 
-    A run whose folder is complete, of the same configuration, is left as it is; the others are carried out one after
-    the other, those of one model and its rows together, which are loaded, scored and calibrated on once.
+    A run whose folder is complete, of the same configuration, is left as it is, or gets the causes that it lacks; the
+    others are carried out one after the other, those of one model and its rows together, which are loaded, scored and
+    calibrated on once.
 
     Args:
         runs: the runs.
@@ -68,7 +74,7 @@ def carry_out_sweep(
     _check(runs, folder)
     if launcher is not None:
         require_launcher()
-    kept = [] if force else [run for run in runs if is_done(run, folder)]
+    kept = [] if force else _complete(runs, folder)
     names = {run.name for run in kept}
     ready = ready_to_sweep([run for run in runs if run.name not in names])
     todo = _neighbours([run for run in runs if run.name not in names and run.name not in ready.faults])
@@ -85,9 +91,10 @@ def carry_out_sweep(
     try:
         outcomes = _carried_out(todo, folder, force, jobs, launcher, console)
     except KeyboardInterrupt as stop:
-        raise type(stop)(f"the complete runs are in {folder}; the same command goes on with the others") from stop
-    errors = ready.faults | {outcome.name: outcome.error for outcome in outcomes}
-    found = compare([_compared(run, folder, errors.get(run.name)) for run in runs])
+        raise type(stop)(f"{_progress(runs, folder)}; the same command goes on with the others") from stop
+    ended = {outcome.name: outcome for outcome in outcomes}
+    ended |= {name: Outcome(name, fault) for name, fault in ready.faults.items()}
+    found = compare([_compared(run, folder, ended.get(run.name, Outcome(run.name, None))) for run in runs])
     write_comparison(found, folder / COMPARISON, folder / TABLE, folder.name)
     return found
 
@@ -101,6 +108,18 @@ def _check(runs: Sequence[SweepRun], folder: Path) -> None:
         require_package(str(tracker), str(tracker))
     if any("json" not in run.config.report.formats for run in runs):
         raise ConfigError(["report.formats: json is missing; expected it in every run of a sweep, which compares them"])
+
+
+def _complete(runs: Sequence[SweepRun], folder: Path) -> list[SweepRun]:
+    """Return the runs of which nothing is left to do."""
+    return [run for run in runs if is_done(run, folder) and not lacks_only_causes(run, folder)]
+
+
+def _progress(runs: Sequence[SweepRun], folder: Path) -> str:
+    """Return how many runs are complete, in words."""
+    there, complete = sum(is_done(run, folder) for run in runs), len(_complete(runs, folder))
+    rest = f", {there - complete} more but for the causes" if there > complete else ""
+    return f"{complete} of {text.counted(len(runs), 'run')} complete{rest}, in {folder}"
 
 
 def _neighbours(runs: Sequence[SweepRun]) -> list[SweepRun]:
@@ -121,29 +140,52 @@ def _carried_out(
         console.print(f"{len(runs)} runs in {min(jobs, len(runs))} {what}; logs in {folder / LOGS}", highlight=False)
         (folder / LOGS).mkdir(exist_ok=True)
 
+        ended, start = 0, time.perf_counter()
+
         def tell(outcome: Outcome) -> None:
+            nonlocal ended
+            ended += 1
             what = "done" if outcome.error is None else f"failed: {outcome.error}"
-            console.print(f"{outcome.name}: {what}", markup=False, highlight=False, soft_wrap=True)
+            # Jobs of a cluster tell all their runs at once.
+            left = time_left(ended, len(runs), time.perf_counter() - start) if launcher is None else ""
+            console.print(
+                ", ".join(filter(None, [f"{outcome.name}: {what}", f"{ended} of {len(runs)}", left])),
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
 
         return (in_processes if launcher is None else in_jobs)(runs, folder, force, jobs, tell)
-    outcomes = []
+    return _one_by_one(runs, folder, force, console)
+
+
+def _one_by_one(runs: Sequence[SweepRun], folder: Path, force: bool, console: Console) -> list[Outcome]:
+    """Carry out runs in this process, each begun with its number and the time that is left for all."""
+    outcomes: list[Outcome] = []
+    pace = Pace(runs)
     with shared_work(folder) as shared:
-        for number, run in enumerate(runs, start=1):
-            console.print(f"run {number} of {len(runs)}: {run.name}", markup=False, highlight=False, soft_wrap=True)
+        for place, run in enumerate(runs):
+            words = [f"run {place + 1} of {len(runs)}: {run.name}", pace.left(place)]
+            console.print(", ".join(filter(None, words)), markup=False, highlight=False, soft_wrap=True)
+            start, resumes = time.perf_counter(), not force and is_done(run, folder)
             outcomes.append(carry_out_one(run, folder, force, shared, console))
+            # A failure, and causes alone, tell nothing of the others.
+            if outcomes[-1].error is None and not resumes:
+                pace.add(place, time.perf_counter() - start)
     return outcomes
 
 
-def _compared(run: SweepRun, folder: Path, error: str | None) -> ComparedRun:
+def _compared(run: SweepRun, folder: Path, outcome: Outcome) -> ComparedRun:
     place = folder / run.name
-    if error is not None:
-        return failed_run(run.name, place, _plain(run.config), error)
+    if outcome.error is not None and not outcome.is_there:
+        return failed_run(run.name, place, _plain(run.config), outcome.error)
     try:
         found = read_run(place, run.name)
     except QuantizerError as unreadable:
         return failed_run(run.name, place, _plain(run.config), str(unreadable))
     missed = None if found.record is None else missed_speed(found.record.placement)
-    return found if missed is None else found.with_error(missed)
+    wrong = "; ".join(filter(None, [outcome.error, missed]))
+    return found.with_error(wrong) if wrong else found
 
 
 def _plain(config: RunConfig) -> dict[str, object]:

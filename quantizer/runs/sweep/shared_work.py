@@ -44,12 +44,16 @@ class SharedWork:
         self._work: Workload | None = None
         self._loaded = 0
 
+    def has(self, config: RunConfig) -> bool:
+        """Return whether the model and the rows of a run are loaded."""
+        return self._work is not None and self._needs == needs(config)
+
     def load(self, config: RunConfig, timer: StageTimer, kept: ResumeFiles, target: Path) -> Workload:
         """Return the workload of a run, loaded anew if its model or rows are not those of the run before.
 
         Errors are those of ``configured_workload`` and of ``RunRows.of``.
         """
-        if self._work is None or self._needs != needs(config):
+        if not self.has(config):
             # The former model goes before the next one comes.
             self._work = self._needs = None
             work = configured_workload(config, RunRows.of(config.data), timer, kept, target)
@@ -60,12 +64,13 @@ class SharedWork:
                 work, context=replace(work.context, floats=FloatEngines(floats)), calibrations=Calibrations()
             )
             self._needs = needs(config)
-        work = self._work
+        assert self._work is not None
+        shared = self._work
         # One file of times for all runs: an engine of the same plan is not timed again.
         kept = replace(kept, times=self._folder / _TIMES)
-        context = replace(work.context, timer=timer, resume=kept)
-        scorer = work.scorer.for_run(context, config.report.bootstrap, target)
-        return replace(workload_of(config, context, work.rows, scorer), calibrations=work.calibrations)
+        context = replace(shared.context, timer=timer, resume=kept)
+        scorer = shared.scorer.for_run(context, config.report.bootstrap, target)
+        return replace(workload_of(config, context, shared.rows, scorer), calibrations=shared.calibrations)
 
 
 @contextmanager

@@ -19,12 +19,16 @@ class Calibrations:
 
     A quantizer with the settings of an earlier one gets its plan; one with other settings, such as another backend or
     percentile, gets the statistics, of which its plan is made as if it had seen the batches itself.
+
+    Attributes:
+        has_head: whether the head of the task was fitted, which needs the float model alone.
     """
 
     def __init__(self) -> None:
         # Only calibrated, so that no fallback of a run is in them.
         self._known: list[Quantizer] = []
         self._ranked: dict[int, tuple[str, nn.Module]] = {}
+        self.has_head = False
 
     def calibrate(self, quantizer: Quantizer, model: nn.Module, batches: Sequence[Batch]) -> None:
         """Calibrate a quantizer, on the batches only if no earlier one has seen in them what it needs.

@@ -1,10 +1,11 @@
-"""The engines of one float model, each built once for all runs that want it with the same options."""
+"""One float model as ONNX files and engines, each made once for all runs that want it with the same options."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 from quantizer.engines import BuildResult
@@ -21,7 +22,7 @@ class FloatEngines:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._built: dict[str, BuildResult] = {}
+        self._built: dict[str, tuple[BuildResult, str]] = {}
         self._exported: dict[str, Path] = {}
         self._measured: dict[str, float] = {}
 
@@ -32,14 +33,15 @@ class FloatEngines:
             options: all that it depends on, as text.
             target: the folder.
         """
-        built = self._built.get(options)
-        if built is None:
+        if options not in self._built:
             return None
+        built, graph_options = self._built[options]
         _copy(built.path.parent, f"{built.path.stem}.*", target)
+        self.fetch_graph(graph_options, target / f"{built.path.stem}.onnx")
         return replace(built, path=target / built.path.name)
 
     def keep(self, options: str, graph_options: str, built: BuildResult) -> None:
-        """Copy an engine and its ONNX file, for the runs that follow.
+        """Copy an engine, for the runs that follow; the ONNX file of which it was built is kept already.
 
         Args:
             options: all that the engine depends on, as text.
@@ -48,12 +50,11 @@ class FloatEngines:
         """
         own = self._folder / f"float-{len(self._built)}"
         own.mkdir()
-        _copy(built.path.parent, f"{built.path.stem}.*", own)
-        self._built[options] = replace(built, path=own / built.path.name)
-        self._exported[graph_options] = own
+        _copy(built.path.parent, f"{built.path.stem}.*", own, leave=f"{built.path.stem}.onnx*")
+        self._built[options] = replace(built, path=own / built.path.name), graph_options
 
     def fetch_graph(self, options: str, target: Path) -> bool:
-        """Copy the ONNX file of which an engine was built, of any backend; False if there is none.
+        """Copy the kept ONNX file, of whatever backend; False if there is none.
 
         Args:
             options: all that it depends on, as text.
@@ -64,6 +65,18 @@ class FloatEngines:
         _copy(self._exported[options], f"{target.name}*", target.parent)
         return True
 
+    def keep_graph(self, options: str, path: Path) -> None:
+        """Copy an ONNX file of the model, for the runs that follow.
+
+        Args:
+            options: all that it depends on, as text.
+            path: the file.
+        """
+        own = self._folder / f"graph-{len(self._exported)}"
+        own.mkdir()
+        _copy(path.parent, f"{path.name}*", own)
+        self._exported[options] = own
+
     def measured(self, options: str, take: Callable[[], float]) -> float:
         """Return what is measured on an engine, at the first call only."""
         if options not in self._measured:
@@ -71,7 +84,8 @@ class FloatEngines:
         return self._measured[options]
 
 
-def _copy(folder: Path, names: str, target: Path) -> None:
+def _copy(folder: Path, names: str, target: Path, *, leave: str = "") -> None:
     """Copy the files of a folder whose names match: weights over 2 GB lie in a file beside the ONNX file."""
     for path in folder.glob(names):
-        shutil.copyfile(path, target / path.name)
+        if not fnmatch(path.name, leave):
+            shutil.copyfile(path, target / path.name)

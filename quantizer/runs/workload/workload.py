@@ -22,6 +22,8 @@ from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import RunRows
+from quantizer.runs.run_context import as_predictor
+from quantizer.runs.run_context import bar
 from quantizer.runs.task_metric import Metric
 from quantizer.runs.workload.calibrations import Calibrations
 from quantizer.runs.workload.function_scorer import FunctionScorer
@@ -79,6 +81,15 @@ class Workload:
         """Return the budget of the engine; see ``EngineBudget``."""
         function = self.scorer if isinstance(self.scorer, FunctionScorer) else None
         return EngineBudget(self.context, asked, self.rows.tuning, checked=checked, function=function)
+
+    def fit_head(self) -> None:
+        """Fit the head of the task on the float model's outputs, if it has one and no run before has done so."""
+        if not self.rows.head or (self.calibrations is not None and self.calibrations.has_head):
+            return
+        with self.context.timer("fit the head on float embeddings"), bar("head") as progress:
+            self.context.task.fit_head(as_predictor(self.context.model), self.rows.head, progress)
+        if self.calibrations is not None:
+            self.calibrations.has_head = True
 
     def calibrate(self, quantizer: Quantizer, batches: Sequence[Batch]) -> None:
         """Calibrate a quantizer on the model, or give it what a run before it has seen."""

@@ -1,0 +1,28 @@
+"""The reports in the folder of a run, written with it or anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from quantizer.report import RunRecord
+from quantizer.report import write_html
+from quantizer.report import write_record
+from quantizer.report.card.run_card import write_run_card
+
+__all__ = ["write_reports"]
+
+
+def write_reports(record: RunRecord, formats: Sequence[str], folder: Path) -> None:
+    """Write the reports of a run in the formats that it asks for, and its card, each atomically.
+
+    Raises:
+        QuantizerError: the folder cannot be written.
+        MissingDependencyError: jinja2 is not installed, and a page is asked for.
+    """
+    write_run_card(record, folder)
+    if "html" in formats:
+        write_html(record, folder / "report.html")
+    # The last one: what is in it is in the others.
+    if "json" in formats:
+        write_record(record, folder / "report.json")

@@ -1,0 +1,59 @@
+"""Causes and cures of a run whose folder is complete without them.
+
+They are the longest stage of a run and the only one that changes nothing else in its folder. A sweep looks for them
+when the folder is in its place, so that a kill costs the causes alone.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from quantizer.config import RunConfig
+from quantizer.quantizer import Quantizer
+from quantizer.report import RunRecord
+from quantizer.report.verdict import USABLE
+from quantizer.report.verdict import verdict_of
+from quantizer.runs.progress.stage_timer import StageTimer
+from quantizer.runs.run import QUANTIZER
+from quantizer.runs.run_context import resume_files
+from quantizer.runs.run_reports import write_reports
+from quantizer.runs.search import CAUSES
+from quantizer.runs.search import causes_of
+from quantizer.runs.search import has_causes
+from quantizer.runs.sweep.shared_work import SharedWork
+
+__all__ = ["lacks_causes", "with_causes"]
+
+
+def lacks_causes(record: RunRecord, config: RunConfig) -> bool:
+    """Return whether a run of a sweep still needs its causes: among many runs the usable ones need no cure."""
+    looked = any(stage.name == CAUSES for stage in record.stages)
+    return not looked and has_causes(config) and verdict_of(record).level != USABLE
+
+
+def with_causes(record: RunRecord, config: RunConfig, folder: Path, shared: SharedWork, console: Console) -> RunRecord:
+    """Look for the causes of a run, and write its reports anew with them; return its record.
+
+    Args:
+        record: the record of the run.
+        config: its configuration.
+        folder: its folder, complete.
+        shared: loads the model and the rows, unless a run before it did.
+        console: where the stage is printed.
+
+    Raises:
+        QuantizerError: the model cannot be loaded, or a file cannot be read or written.
+    """
+    timer = StageTimer(console)
+    with resume_files(folder, searches=False, trains=False) as kept:
+        with nullcontext() if shared.has(config) else timer("load model and data"):
+            work = shared.load(config, timer, kept, folder)
+        quantizer = Quantizer.load(folder / QUANTIZER)
+        causes = causes_of(work.context, config, quantizer, work.rows.calibration)
+    record = replace(record, causes=causes, stages=(*record.stages, *timer.done))
+    write_reports(record, config.report.formats, folder)
+    return record
