@@ -111,6 +111,14 @@ CASES = (
         shape=(1, 128),
     ),
     Case(
+        task="text-generation-with-past",
+        model="SmolLM2-135M, WikiText-2",
+        source=checkpoints.smollm2,
+        calibration=_made("text-lines", wikitext, "calibration", rows=32),
+        evaluation=_made("text-lines", wikitext, "evaluation"),
+        shape=(1, 128),
+    ),
+    Case(
         task="image-classification",
         model="DINOv2-small and a linear head, animal or object in the ImageNet sample",
         source=checkpoints.animal_or_object,

@@ -60,11 +60,11 @@ def squad(folder: Path, part: str) -> Path:
 
 
 def wikitext(folder: Path, part: str) -> Path:
-    """Long paragraphs of WikiText-2: the first 60, ``evaluation``, or later ones, ``calibration``."""
+    """Long paragraphs of WikiText-2: the first 30, ``evaluation``, or later ones, ``calibration``."""
     text = (SHARED / "data/wikitext2/test.txt").read_text(encoding="utf-8")
     lines = [line.strip() for line in text.splitlines() if len(line) > 400]
     path = folder / f"wikitext-{part}.txt"
-    path.write_text("\n".join(lines[:60] if part == "evaluation" else lines[200:264]), encoding="utf-8")
+    path.write_text("\n".join(lines[:30] if part == "evaluation" else lines[200:264]), encoding="utf-8")
     return path
 
 
