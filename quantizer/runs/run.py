@@ -344,4 +344,5 @@ class _Run:
         if "html" in self.config.report.formats:
             write_html(record, self.target / "report.html")
         write_run_card(record, self.target)
+        self.work.write_call(self.target)
         return record

@@ -56,6 +56,7 @@ class CardFacts:
         machine: what was measured on.
         configuration: the settings of the quantizer; empty: nothing was quantized.
         snippet: Python that runs the engine from its folder.
+        missed: goals that were asked for and are not reached, in words.
     """
 
     name: str
@@ -69,6 +70,7 @@ class CardFacts:
     machine: str
     configuration: Mapping[str, Any]
     snippet: str
+    missed: tuple[str, ...] = ()
 
 
 def figure(name: str, before: str, after: str, ratio: float | None = None) -> str:
@@ -84,6 +86,8 @@ def card_text(facts: CardFacts) -> str:
         f"---\n{metadata}---\n\n# {facts.name}\n",
         f"{form} of `{facts.source}` for {facts.backend}, made with quantizer.\n",
     ]
+    # Before all figures: who takes the model from its card is to see it first.
+    parts[1:1] = [f"**{goal[:1].upper()}{goal[1:]}.**\n" for goal in facts.missed]
     if facts.figures:
         table = "\n".join(["| | float | engine | float / engine |", "|---|---|---|---|", *facts.figures])
         parts.append(f"## Measured\n\nOn {facts.machine}.\n\n{table}\n")

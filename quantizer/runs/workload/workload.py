@@ -80,6 +80,11 @@ class Workload:
         function = self.scorer if isinstance(self.scorer, FunctionScorer) else None
         return EngineBudget(self.context, asked, self.rows.tuning, checked=checked, function=function)
 
+    def write_call(self, folder: Path) -> None:
+        """Write into the folder of a run how its model is called, if that is more than names of inputs."""
+        if isinstance(self.scorer, FunctionScorer):
+            self.scorer.call.write(folder)
+
     def calibrate(self, quantizer: Quantizer, batches: Sequence[Batch]) -> None:
         """Calibrate a quantizer on the model, or give it what a run before it has seen."""
         if self.calibrations is None:
