@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from quantizer.engines.engine_file import read_varint
 
-__all__ = ["dimension_sizes", "input_dimensions"]
+__all__ = ["dimension_sizes", "input_dimensions", "shape_words"]
 
 # Field numbers in ONNX's protobuf messages: graph of a model; inputs of a graph; name and type of an input; tensor
 # of a type; its shape; dimensions of a shape; the name of a dimension.
@@ -60,6 +60,18 @@ def dimension_sizes(shapes: Iterable[Sequence[str]], batch: int, sequence: int) 
             if name and (axis > 0 or name not in sizes):
                 sizes[name] = sequence if axis > 0 else batch
     return {**sizes, "batch": batch, "sequence": sequence}
+
+
+def shape_words(shapes: Iterable[Sequence[int | str | None]], batch: int, sequence: int) -> str:
+    """Return what inputs were made up with: ``8 x 128``, or ``batch 8`` where only the number of rows varies.
+
+    Args:
+        shapes: the axes of each input: a size or an empty name where it is fixed, None or a name where it varies.
+        batch: the rows.
+        sequence: the size of other axes that vary, such as the tokens of a text.
+    """
+    varies = any(size is None or (isinstance(size, str) and size) for shape in shapes for size in shape[1:])
+    return f"{batch} x {sequence}" if varies else f"batch {batch}"
 
 
 def _axes(stream: BinaryIO, place: Place) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 from quantizer.engines.backends import backends
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
+from quantizer.engines.dimensions import shape_words
 from quantizer.engines.engine_file import checked_engine
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.engine_file import checked_output
@@ -140,7 +141,8 @@ class TensorRTBackend:
         """
         engine = self.load(path, threads=threads)
         layers = engine.observed_layers(made_up_inputs(engine.inputs, batch, sequence), runs)
-        return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads, runs))
+        note = run_note(shape_words([spec.shape for spec in engine.inputs], batch, sequence), threads, runs)
+        return inspection_from_layers(self.name, layers, verified=True, note=note)
 
     def _import(self) -> Any:
         return import_library(self.name, *self._modules)
