@@ -169,7 +169,11 @@ def test_an_engine_that_did_not_run() -> None:
 
 @pytest.mark.parametrize(
     ("estimated", "taken", "said"),
-    [(False, 30.0, "20 us more a batch (measured)"), (True, 5.0, "5 us less a batch (est")],
+    [
+        (False, 30.0, "20 us more a batch (measured)"),
+        (False, 5.0, "no more time within noise (measured)"),
+        (True, 5.0, "5 us less a batch (est"),
+    ],
 )
 def test_a_cure_says_what_it_costs(estimated: bool, taken: float, said: str) -> None:
     placement = Placement(

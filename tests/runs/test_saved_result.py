@@ -18,9 +18,11 @@ for _package in ("onnx", "onnxscript", "onnxruntime", "jinja2"):
     pytest.importorskip(_package, reason="quantize_model needs enginequant[onnx,onnxruntime,report]")
 
 import quantizer  # noqa: E402
+from quantizer.engines import load_engine  # noqa: E402
 from quantizer.engines.candidates import cpu_candidates  # noqa: E402
 from quantizer.errors import CalibrationError  # noqa: E402
 from quantizer.errors import ConfigError  # noqa: E402
+from quantizer.errors import EngineError  # noqa: E402
 from quantizer.errors import QuantizerError  # noqa: E402
 from quantizer.errors import SensitivityError  # noqa: E402
 from quantizer.report.cause_record import Cause  # noqa: E402
@@ -28,6 +30,7 @@ from quantizer.report.cause_record import Cure  # noqa: E402
 from quantizer.report.shown_setting import shown_setting  # noqa: E402
 from quantizer.report.tables.cause_lines import cause_lines  # noqa: E402
 from quantizer.runs.saved.call_form import CALL  # noqa: E402
+from quantizer.runs.workload.function_scorer import FunctionMetric  # noqa: E402
 
 ONNXRUNTIME = next(name for name in cpu_candidates()[0] if name.startswith("onnxruntime"))
 
@@ -97,6 +100,16 @@ def test_a_saved_engine_is_called_as_the_model(made: Any, saved: Path) -> None:
     torch.testing.assert_close(plain(**batch)["out"], expected["out"], rtol=1e-4, atol=1e-4)
     with pytest.raises(CalibrationError, match=r"the input does not fit Parts.forward\(x, \*, weight\)"):
         engine(batch["x"], batch["weight"])
+
+
+def test_a_file_of_another_backend_is_named(saved: Path) -> None:
+    other = "torch" if ONNXRUNTIME.startswith("onnx") else "onnxruntime"
+    with pytest.raises(EngineError, match=rf"model.engine is an engine of onnxruntime.*, not of {other}: load_engine"):
+        load_engine(other, saved / "model.engine")
+
+
+def test_a_score_without_a_name_is_called_score() -> None:
+    assert FunctionMetric(lambda _: 1.0, higher_is_better=True).name == "score"
 
 
 def test_after_save_the_saved_paths_are_shown(made: Any, saved: Path) -> None:

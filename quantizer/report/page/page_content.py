@@ -159,6 +159,7 @@ def _header(record: RunRecord) -> dict[str, Any]:
         "choice_table": _safe(choice_table(record.choice) if record.choice else ""),
         "choice_plot": _safe(candidates_svg(record.choice) if record.choice else ""),
         "choice_missing": missing_lines(record.choice) if record.choice else [],
+        "slower": [one for one in record.placement.groups if one.slower] if record.placement else [],
         "from_python": is_from_python(record),
         "put_back_setting": shown_setting("fallback: {names: [...]}", python=is_from_python(record)),
         "placement": [text.typeset(line) for line in placement_lines(record.placement)] if record.placement else [],

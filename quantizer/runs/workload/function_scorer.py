@@ -36,7 +36,8 @@ class FunctionMetric:
         # By this attribute the file with the scores of a search knows the code of the function.
         self.__wrapped__ = function
         self.higher_is_better = higher_is_better
-        self.name = getattr(function, "__name__", type(function).__name__)
+        name = getattr(function, "__name__", type(function).__name__)
+        self.name = "score" if name == "<lambda>" else name
 
     def __call__(self, model: nn.Module, which: str = "quantized model") -> float:
         """Return the score of a model.
