@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quantizer.quantizer import Quantizer
     from quantizer.runs.placement.estimated_prices import estimated_prices
     from quantizer.runs.placement.measured_prices import measured_prices
+    from quantizer.runs.saved.load import load
     from quantizer.runs.workload.quantize_model import quantize_model
     from quantizer.runs.workload.quantized_model import QuantizedModel
 
@@ -30,6 +31,7 @@ __all__ = [
     "estimated_prices",
     "from_onnx",
     "functional",
+    "load",
     "measured_prices",
     "quantize_model",
 ]
@@ -44,6 +46,7 @@ _HOMES = {
     "QuantizerError": "quantizer.errors",
     "estimated_prices": "quantizer.runs.placement.estimated_prices",
     "from_onnx": "quantizer.interop.onnx.from_onnx",
+    "load": "quantizer.runs.saved.load",
     "measured_prices": "quantizer.runs.placement.measured_prices",
     "quantize_model": "quantizer.runs.workload.quantize_model",
 }

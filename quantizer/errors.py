@@ -42,11 +42,14 @@ __all__ = [
 ]
 
 DISTRIBUTION = "enginequant"
-"""The name of this package on the index; ``quantizer`` there is another project's, with the same import name."""
+"""The name that pip knows this package by; ``quantizer`` on the index is another project, imported by the same name."""
 
 
 def install_command(extra: str, *options: str) -> str:
-    """Return the shell command that installs an extra of this package, with options of pip."""
+    """Return the shell command that adds an extra where this package is installed, with options of pip.
+
+    pip reads the extra of what is installed, from a checkout or a wheel: no index needs to have this package.
+    """
     return " ".join(["pip install", *options, f"'{DISTRIBUTION}[{extra}]'"])
 
 

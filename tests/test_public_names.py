@@ -49,6 +49,7 @@ def test_the_public_names() -> None:
         "estimated_prices",
         "from_onnx",
         "functional",
+        "load",
         "measured_prices",
         "quantize_model",
     ]

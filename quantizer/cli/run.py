@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +18,7 @@ from quantizer.config.sweep import Sweep
 from quantizer.config.sweep import read_sweep
 from quantizer.errors import QuantizerError
 
-__all__ = ["Run"]
+__all__ = ["Run", "files_and_overrides"]
 
 _MANY = 50
 """A sweep of more runs is asked about first."""
@@ -59,8 +60,8 @@ kept, with --force too."""
 
     def __call__(self, args: Namespace, console: Console) -> int:
         require_one_process("quantizer run")
-        paths = [args.config, *(word for word in args.overrides if _is_file(word))]
-        overrides = [word for word in args.overrides if not _is_file(word)]
+        files, overrides = files_and_overrides(args.overrides)
+        paths = [args.config, *files]
         sweep = read_sweep(paths, overrides)
         if args.launcher is not None and sweep.is_single:
             raise QuantizerError("--launcher is for a sweep, and this is one run; expected several values of a key")
@@ -88,6 +89,12 @@ kept, with --force too."""
         found = carry_out_sweep(runs, folder, console, force=args.force, jobs=args.jobs, launcher=args.launcher)
         print_comparison(found, folder / COMPARISON, console)
         return 1 if found.failed else 0
+
+
+def files_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments that name files, and those that are overrides."""
+    files = [word for word in words if _is_file(word)]
+    return files, [word for word in words if not _is_file(word)]
 
 
 def _is_file(word: str) -> bool:

@@ -12,6 +12,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 from quantizer.cli.output import print_error
+from quantizer.cli.run import files_and_overrides
+from quantizer.cli.verb import OVERRIDES_HELP
 from quantizer.config import RunConfig
 from quantizer.config import dump_yaml
 from quantizer.config import load_run
@@ -33,14 +35,20 @@ class Validate:
 
     name = "validate"
     help = "check YAML files and what their runs need here: lists every problem, estimates time and memory"
-    rest: str | None = "configs"
+    rest: str | None = "overrides"
     epilog = """\
 example:
-  quantizer validate --file-only configs/minilm-sentiment-int8.yaml
+  quantizer validate --file-only configs/minilm-sentiment-int8.yaml quantizer.backend=torch
   ok: configs/minilm-sentiment-int8.yaml"""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("configs", metavar="CONFIG", nargs="+", help="YAML file of a run")
+        parser.add_argument("config", metavar="CONFIG", help="YAML file of a run")
+        parser.add_argument(
+            "overrides",
+            metavar="key=value",
+            nargs="*",
+            help=f"{OVERRIDES_HELP}; as for `run`, and more files (.yaml) are checked, too",
+        )
         parser.add_argument("-v", "--verbose", action="store_true", help="print each file with all defaults filled in")
         parser.add_argument(
             "--file-only",
@@ -50,11 +58,12 @@ example:
 
     def __call__(self, args: Namespace, console: Console) -> int:
         code = 0
-        for path in args.configs:
+        files, overrides = files_and_overrides(args.overrides)
+        for path in (args.config, *files):
             try:
-                sweep = read_sweep([path])
+                sweep = read_sweep([path], overrides)
                 runs = [] if sweep.is_single else sweep.runs(Path(sweep.folder()))
-                configs = [run.config for run in runs] or [load_run(path)]
+                configs = [run.config for run in runs] or [load_run(path, overrides)]
                 for config in configs:
                     check_run(config)
                 told = [] if args.file_only else _sweep_checked_here(runs) if runs else _checked_here(configs[0])

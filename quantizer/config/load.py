@@ -22,6 +22,7 @@ from quantizer.config.origin import Draft
 from quantizer.config.quantizer_section import QuantizerConfig
 from quantizer.config.schema import RunConfig
 from quantizer.config.section import Section
+from quantizer.config.sensitivity_section import FallbackConfig
 from quantizer.config.validate import check_keys
 from quantizer.config.validate import finish
 from quantizer.config.yaml_file import Document
@@ -29,7 +30,7 @@ from quantizer.config.yaml_file import read_yaml
 from quantizer.errors import ConfigError
 from quantizer.targets import AUTO
 
-__all__ = ["SWEEP", "dump_yaml", "finished_run", "load_run", "quantizer_config", "run_draft"]
+__all__ = ["SWEEP", "dump_yaml", "fallback_config", "finished_run", "load_run", "quantizer_config", "run_draft"]
 
 SWEEP = "sweep"
 """The section of a file that makes several runs of it; see ``read_sweep``."""
@@ -119,6 +120,15 @@ def quantizer_config(
     for name, value in keywords.items():
         draft.set((*at, name), _plain(value), f"keyword {name!r}")
     return finish(draft, QuantizerConfig, at)
+
+
+def fallback_config(values: Mapping[str, Any]) -> FallbackConfig:
+    """Return the ``fallback`` section of a run whose model is given in Python.
+
+    Raises:
+        ConfigError: a list of all problems, each with its key.
+    """
+    return finish(Draft({"fallback": _plain(values)}, "keyword 'fallback'"), FallbackConfig, ("fallback",))
 
 
 def dump_yaml(config: Section) -> str:

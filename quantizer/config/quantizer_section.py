@@ -224,7 +224,8 @@ class QuantizerConfig(Section):
         default="tensorrt",
         description="The engine that will run the quantized model; 'openvino-avx2' and 'onnxruntime-avx2': these on "
         "x86 without VNNI, with weights of 7 bits; 'auto': those for this CPU, of which a run measures which is the "
-        "fastest; a list such as [openvino, torch]: 'auto' among these.",
+        "fastest; a list such as [openvino, torch]: 'auto' among these. A Quantizer in Python takes the default; a "
+        "run's file, `quantizer convert` and quantize_model that name none take 'auto'.",
     )
     candidates: Annotated[tuple[str, ...], BeforeValidator(tuple_from_list), AfterValidator(_checked_candidates)] = (
         Field(

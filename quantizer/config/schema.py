@@ -201,7 +201,9 @@ class RunConfig(Section):
             problems.append(("/data.tuning", text))
         known = "amp" in info.data and "fallback" in info.data
         if isinstance(data, DataConfig) and known and not users and data.tuning is not None:
-            text = "is used by fallback.max_drop, amp.measure 'metric' and qat only; remove it"
+            way = "" if fallback is None else ", and this fallback has no max_drop"
+            text = f"is used by fallback.max_drop, amp.measure 'metric' and qat only{way}; remove it"
+            text += "" if fallback is None else " (~data.tuning on the command line)"
             problems.append(("/data.tuning", text))
         if isinstance(data, DataConfig) and qat is not None and data.training is None:
             problems.append(("/data.training", "is missing; expected the rows that qat trains on"))

@@ -53,7 +53,7 @@ class FallbackConfig(Section):
         default=None,
         ge=0,
         description="Put back as few groups as let the task's score on data.tuning be at most so much worse than the "
-        "float model's.",
+        "float model's: 0 or more, where Quantizer.fallback in Python takes a gain below 0, too.",
     )
     min_speedup: float | None = Field(
         default=None,

@@ -14,10 +14,12 @@ from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.base import Engine
 from quantizer.engines.cpu import cpu_instructions
+from quantizer.engines.detect_backend import detect_backend
 from quantizer.engines.engine_file import built_on
 from quantizer.engines.inspection.from_layers import RUNS
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.errors import EngineError
+from quantizer.targets import profile
 
 __all__ = ["backend", "backends", "build_engine", "inspect_engine", "load_engine"]
 
@@ -71,10 +73,25 @@ def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool =
     """
     if threads < 1:
         raise EngineError(f"threads is {threads}, expected 1 or more")
-    loaded = backend(name).load(Path(path), threads=threads, verify=verify)
+    try:
+        loaded = backend(name).load(Path(path), threads=threads, verify=verify)
+    except EngineError as error:
+        other = _other_backend(name, Path(path))
+        if other is None:
+            raise
+        raise EngineError(f"{path} is an engine of {other}, not of {name}: load_engine({other!r}, ...)") from error
     if backend(name).device == "cpu":
         _warn_of_another_cpu(Path(path))
     return loaded
+
+
+def _other_backend(name: str, path: Path) -> str | None:
+    """Return the backend whose library wrote a file, if that is not the library of ``name``."""
+    try:
+        found = detect_backend(path)
+    except EngineError:
+        return None
+    return None if found is None or profile(found).library == profile(name).library else found
 
 
 def _warn_of_another_cpu(path: Path) -> None:

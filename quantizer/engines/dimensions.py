@@ -18,7 +18,7 @@ from quantizer.common.decoder_cache import PAST
 from quantizer.common.decoder_cache import TOTAL
 from quantizer.engines.engine_file import read_varint
 
-__all__ = ["dimension_sizes", "input_dimensions", "ranges_with_cache"]
+__all__ = ["dimension_sizes", "input_dimensions", "ranges_with_cache", "shape_words"]
 
 # Field numbers in ONNX's protobuf messages: graph of a model; inputs of a graph; name and type of an input; tensor
 # of a type; its shape; dimensions of a shape; the name of a dimension.
@@ -80,6 +80,18 @@ def ranges_with_cache(ranges: Mapping[str, Sequence[int]], shapes: Iterable[Sequ
         return dict(ranges)
     _, usual, most = ranges["sequence"]
     return {**ranges, "sequence": (1, 1, most), PAST: (0, usual - 1, most - 1), TOTAL: (1, usual, most)}
+
+
+def shape_words(shapes: Iterable[Sequence[int | str | None]], batch: int, sequence: int) -> str:
+    """Return what inputs were made up with: ``8 x 128``, or ``batch 8`` where only the number of rows varies.
+
+    Args:
+        shapes: the axes of each input: a size or an empty name where it is fixed, None or a name where it varies.
+        batch: the rows.
+        sequence: the size of other axes that vary, such as the tokens of a text.
+    """
+    varies = any(size is None or (isinstance(size, str) and size) for shape in shapes for size in shape[1:])
+    return f"{batch} x {sequence}" if varies else f"batch {batch}"
 
 
 def _axes(stream: BinaryIO, place: Place) -> tuple[str, ...]:

@@ -62,7 +62,9 @@ def checked_folder(folder: str | os.PathLike[str], kind: str, *, replace: bool) 
     if reason is not None:
         raise QuantizerError(f"{folder} {reason}; nothing was changed: choose another folder")
     if not replace:
-        raise QuantizerError(f"{folder} exists already; choose another folder, or replace it with --force")
+        raise QuantizerError(
+            f"{folder} exists already; choose another folder, or replace it with --force, in Python replace=True"
+        )
     return place
 
 

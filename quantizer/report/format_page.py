@@ -32,9 +32,9 @@ field that has no default, and a value of the wrong type, and says where.
 - In `latency`, `size` and `memory`, the entry named `float` (else the first) is the reference, and the entry named
   `engine` (else the last) is the one that headlines are about.
 
-In pandas a report is one row, `pandas.json_normalize(json.load(open("report.json")))`, and its scores are a table with
-`record_path="scores"`. Beside it lies `resamples.json`, the scores on bootstrap resamples of the evaluation rows, by
-which [runs are compared](guide/sweeps.md).
+In pandas, which is installed apart, a report is one row, `pandas.json_normalize(json.load(open("report.json")))`, and
+its scores are a table with `record_path="scores"`. Beside it lies `resamples.json`, the scores on bootstrap resamples
+of the evaluation rows, by which [runs are compared](guide/sweeps.md).
 
 Read it with `quantizer.report.read_record(path)`, which gives the same objects as frozen dataclasses.
 """

@@ -7,16 +7,21 @@ from dataclasses import dataclass
 from quantizer.report.output_record import ALIKE_DB
 from quantizer.report.output_record import FURTHER_DB
 from quantizer.report.output_record import worst_output
+from quantizer.report.placement_record import Placement
 from quantizer.report.ratios import quantized_entry
 from quantizer.report.record import RunRecord
 from quantizer.report.record import Score
+from quantizer.report.search.budget_record import BudgetOutcome
 from quantizer.report.tables.headline import quantized_score
 from quantizer.report.tables.text import decibels
+from quantizer.report.tables.text import drop
+from quantizer.report.tables.text import error
 from quantizer.report.tables.text import percent
 from quantizer.report.tables.text import score
 from quantizer.report.tables.text import signed
+from quantizer.report.tables.text import times
 
-__all__ = ["NOT", "THRESHOLDS", "USABLE", "Verdict", "verdict_of"]
+__all__ = ["NOT", "THRESHOLDS", "USABLE", "Verdict", "missed_goals", "verdict_of"]
 
 USABLE, LOOK, NOT = "usable", "look at this", "do not use"
 _ORDER = (USABLE, LOOK, NOT)
@@ -29,7 +34,8 @@ _DB, _FEW_DB = 20.0, 10.0
 THRESHOLDS = (
     f"A score may lose {_LOSS:.0%} of the float model's, and {_GREAT_LOSS:.0%} with a look at it; a larger loss that "
     f"chance can explain counts as one to look at. Without a score every output needs an SQNR of {_DB:g} dB, and "
-    f"{_FEW_DB:g} dB with a look at it. An engine in INT8 is to be faster than the one in float."
+    f"{_FEW_DB:g} dB with a look at it. An engine in INT8 is to be faster than the one in float. A budget and a speed "
+    "that were asked for have to be met; a budget that is missed within noise is one to look at."
 )
 
 
@@ -50,10 +56,34 @@ class Verdict:
 
 
 def verdict_of(record: RunRecord) -> Verdict:
-    """Return the verdict on a run: on its accuracy, on its engine, and on its speed."""
-    judged = [_accuracy(record), *_engine(record), *_speed(record)]
+    """Return the verdict on a run: on what was asked for, on its accuracy, on its engine, and on its speed."""
+    judged = [*_asked(record), _accuracy(record), *_engine(record), *_speed(record)]
     judged.sort(key=lambda one: -_ORDER.index(one[0]))
     return Verdict(judged[0][0], tuple(reason for _, reason in judged))
+
+
+def missed_goals(outcome: BudgetOutcome | None, placement: Placement | None) -> tuple[str, ...]:
+    """Return, in words, the budget of accuracy and the speed that were asked for and are not reached."""
+    missed = []
+    if outcome is not None and outcome.is_missed:
+        if outcome.evaluation is not None:
+            found = f"the {outcome.which} drops by {drop(outcome.evaluation)} in evaluation"
+        elif outcome.tuning > outcome.asked:
+            found = f"the best plan drops by {drop(outcome.tuning)} in tuning"
+        else:
+            found = "the engine drops by more than the plan did in tuning"
+        missed.append(f"the budget max_drop {error(outcome.asked)} is {outcome.verdict}: {found}")
+    if placement is not None and placement.min_speedup is not None and (placement.speedup or 0) < placement.min_speedup:
+        got = "was not timed" if placement.speedup is None else f"has {times(placement.speedup)}"
+        missed.append(f"the speed min_speedup {times(placement.min_speedup)} is not reached: the engine {got}")
+    return tuple(missed)
+
+
+def _asked(record: RunRecord) -> list[tuple[str, str]]:
+    outcome = None if record.fallback is None else record.fallback.outcome
+    goals = missed_goals(outcome, record.placement)
+    noisy = outcome is not None and outcome.is_within_noise
+    return [(LOOK if noisy and goal.startswith("the budget") else NOT, goal) for goal in goals]
 
 
 def _accuracy(record: RunRecord) -> tuple[str, str]:

@@ -200,6 +200,7 @@ class _Run:
             record = replace(record, causes=causes_of(self.context, self.config, quantizer, self.rows.calibration))
         record = replace(record, stages=tuple(self.context.timer.done))
         write_reports(record, self.config.report.formats, self.target)
+        self.work.write_call(self.target)
         return record
 
     def _check(self, quantizer: Quantizer) -> None:

@@ -103,9 +103,9 @@ class _Tries:
     def __call__(self, tried: Evaluation) -> None:
         self._count += 1
         seconds, self._start = time.perf_counter() - self._start, time.perf_counter()
-        back = f" ({text.listed(tried.groups)})" if tried.groups else ""
-        judged = f"within {self._target:g}" if tried.drop <= self._target else f"more than {self._target:g}"
+        judged = "ok" if tried.drop <= self._target else "not ok"
+        # Fixed places, so that tries stand below each other; -0.0 would be a gain.
         self._tell(
-            f"try {self._count}: {text.counted(len(tried.groups), 'group')} back in float{back}: {tried.score:.5f} on "
-            f"the tuning rows, a drop of {tried.drop:.5f}, {judged}, {seconds:.1f} s"
+            f"try {self._count:>2}: {len(tried.groups):>3} groups in float, score {tried.score:.5f}, "
+            f"drop {tried.drop + 0.0:>8.5f}, {judged:>6}, {seconds:.1f} s"
         )

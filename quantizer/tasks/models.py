@@ -17,6 +17,7 @@ from quantizer.tasks.checkpoints.depth import require_depth
 from quantizer.tasks.checkpoints.heads import read_by
 from quantizer.tasks.checkpoints.heads import task_of
 from quantizer.tasks.checkpoints.sources import explained
+from quantizer.tasks.checkpoints.sources import require_reachable
 from quantizer.tasks.checkpoints.sources import resolve_source
 from quantizer.tasks.checkpoints.sources import transformers_package
 from quantizer.tasks.classification import class_names
@@ -109,6 +110,8 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
         MissingDependencyError: transformers is not installed.
     """
     where = resolve_source(source)
+    transformers_package()
+    require_reachable(where)
     with explained(source, "config"):
         told, _ = transformers_package().PretrainedConfig.get_config_dict(where)
         _refuse_code(source, "config.json", told)

@@ -35,7 +35,7 @@ from quantizer.sensitivity.outliers import scaled
 from quantizer.sensitivity.session import SensitivitySession
 from quantizer.views.table_view import View
 
-__all__ = ["Causes", "find_causes", "with_setting"]
+__all__ = ["Causes", "find_causes", "whole_setting", "with_setting"]
 
 _RANKED = 2
 """For each group that is asked for, so many are measured: the ranking by gradients is an estimate."""
@@ -63,7 +63,7 @@ class Causes(View[Cause]):
         return f"The {len(self.rows)} groups that cost most" if self.rows else "No group was measured"
 
     def cells(self) -> list[list[Any]]:
-        return [[line] for line in cause_lines(self.rows)]
+        return [[line] for line in cause_lines(self.rows, python=True)]
 
 
 def find_causes(
@@ -96,8 +96,16 @@ def with_setting(config: QuantizerConfig, setting: Mapping[str, Any]) -> Quantiz
     ((section, values),) = setting.items()
     held = config.model_dump(mode="json")[section]
     if section == "exclude":
-        values = {"sites": [*held["sites"], *values["sites"]]}
+        values = {"sites": list(dict.fromkeys([*held["sites"], *values["sites"]]))}
     return quantizer_config(config, **{section: {**held, **values}})
+
+
+def whole_setting(config: QuantizerConfig, setting: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a setting with what its section holds besides that no default is: a section is given as a whole."""
+    ((section, _),) = setting.items()
+    wanted = with_setting(config, setting).model_dump(mode="json")[section]
+    usual = QuantizerConfig(preset=config.preset).model_dump(mode="json")[section]
+    return {section: {key: value for key, value in wanted.items() if value != usual[key] or key in setting[section]}}
 
 
 class _Trial:
@@ -160,7 +168,7 @@ class _Trial:
         if self._tried is None:
             self._tried = [self._try(setting) for setting in self._settings]
         return [
-            Cure(setting=_text(setting), gain_db=whole - self._whole, alone_db=gain)
+            Cure(setting=_text(whole_setting(self._config, setting)), gain_db=whole - self._whole, alone_db=gain)
             for setting, plan, whole in self._tried
             if whole - self._whole >= _LEAST_DB / 2
             and group in operands_of(plan)
@@ -179,7 +187,8 @@ class _Trial:
         gain = self.sqnr(with_fallback(self._plan, {group: ""})) - self._whole
         if gain < _LEAST_DB / 2:
             return []
-        return [Cure(setting=_text({"exclude": {"sites": sites}}), gain_db=gain, alone_db=math.inf)]
+        setting = whole_setting(self._config, {"exclude": {"sites": sites}})
+        return [Cure(setting=_text(setting), gain_db=gain, alone_db=math.inf)]
 
     def _notes(self, group: str, findings: tuple[str, ...]) -> tuple[str, ...]:
         """Return why outliers cannot move into the weights, from the plan and those that tried it."""

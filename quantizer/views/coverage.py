@@ -60,7 +60,8 @@ class RangeRow:
         """The format of the operand, with the migration of its outliers if there was one; ``float`` if unquantized."""
         if not self.quantized:
             return "float"
-        return self.format if self.smoothing is None else f"{self.format}, {self.smoothing}"
+        # The reason why not is in the coverage: here it would leave no room for numbers.
+        return self.format if self.smoothing is None else f"{self.format}, {self.smoothing.partition(':')[0]}"
 
 
 class Coverage(View[Site]):

@@ -43,9 +43,15 @@ logger = logging.getLogger(__name__)
 
 
 class QuantizerViews:
-    """The part of ``Quantizer`` that changes neither the statistics nor the plan."""
+    """The part of ``Quantizer`` that changes neither the statistics nor the plan.
+
+    Attributes:
+        ranked: the ranking of a run that saved this quantizer, shown until it measures or calibrates itself; None: it
+            comes from no run, or the run measured none.
+    """
 
     config: QuantizerConfig
+    ranked: Sensitivity | None = None
     _session: ModelSession
 
     def __repr__(self) -> str:
@@ -128,7 +134,7 @@ class QuantizerViews:
         ``layers.timed(prices)`` has the times of ``measured_prices`` too, and what each group would cost in float.
         """
         try:
-            sensitivity = self._session.sensitivity()
+            sensitivity = self.sensitivity
         except SensitivityError:  # nothing was measured yet
             sensitivity = None
         return Layers(self._session.coverage(), sensitivity)
@@ -157,7 +163,16 @@ class QuantizerViews:
         Raises:
             SensitivityError: nothing was measured yet.
         """
-        return self._session.sensitivity()
+        session = self._session
+        if self.ranked is not None and session.amp is None and session.decisions.calibration is None:
+            return self.ranked
+        try:
+            return session.sensitivity()
+        except SensitivityError as error:
+            if session.amp is not None or session.decisions.calibration is not None or not session.decisions.decided:
+                raise
+            where = "this quantizer was loaded, and its folder holds no ranking; report.json holds that of a run"
+            raise SensitivityError(f"{error}; {where}") from error
 
     def causes(self, model: nn.Module, batches: Any, *, num: int = 3) -> Causes:
         """Return the groups that cost most, why, and the setting that mends each.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Iterator
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -28,8 +30,9 @@ _ROWS = 40
 """The largest number of rows in ``repr``; ``text()`` returns all."""
 _HTML_ROWS = 300
 _WIDTH = 120
-_NAME_WIDTH = 76
-_TIGHT_NAMES = 57
+_BESIDE_NAMES = 44
+_BESIDE_TIGHT_NAMES = 63
+"""So many columns are for what stands beside the names."""
 _TEXT_WIDTH = 22
 """A column that is wider than this is text, which may be broken at its blanks."""
 _LEAST_NAMES = 24
@@ -74,15 +77,31 @@ class View(Generic[Row]):
         raise NotImplementedError
 
     def text(self, limit: int | None = None) -> str:
-        """Return the table as plain text, 120 columns wide, with at most ``limit`` rows; None: all rows."""
+        """Return the table as plain text with at most ``limit`` rows; None: all rows.
+
+        It is at most 120 columns wide, and as wide as a narrower terminal where that has room for its names.
+        """
+        here = _width_here()
+        if here < _WIDTH and (found := self._text_at(here, limit)) is not None:
+            return found
+        return self._text_at(_WIDTH, limit) or ""
+
+    def _text_at(self, width: int, limit: int | None) -> str | None:
+        """Return the table at most so wide; None if it is to be wider, and may be."""
         cells = self.cells()
         if self.grouped:
-            return self._grouped_text(cells, limit)
+            return self._grouped_text(cells, limit, width)
         if self.shortened:
-            return "\n".join(_lines(self._shortened_table(cells, limit)))
+            table = self._shortened_table(cells, limit, width)
+            lines = _lines(table, width)
+            is_whole = all(any(line.startswith(row[0]) for line in lines) for row in cells[:limit])
+            return "\n".join(lines) if width == _WIDTH or is_whole else None
         if self.tight:
             cells = [
-                [_broken(cell, _TIGHT_NAMES) if at in self._names() else cell for at, cell in enumerate(row)]
+                [
+                    _broken(cell, max(width - _BESIDE_TIGHT_NAMES, _LEAST_NAMES)) if at in self._names() else cell
+                    for at, cell in enumerate(row)
+                ]
                 for row in cells
             ]
         table = self._table(self.columns, cells, limit)
@@ -92,30 +111,34 @@ class View(Generic[Row]):
         # rich would cut a name anywhere, as it is one word: it gets its full width, and other columns share the rest.
         pieces = [piece for row in cells[:limit] for at in self._names() for piece in row[at].split("\n")]
         for at in self._names():
-            table.columns[at].no_wrap = all(len(piece) <= _NAME_WIDTH for piece in pieces)
-        return "\n".join(_lines(table))
+            table.columns[at].no_wrap = all(len(piece) <= width - _BESIDE_NAMES for piece in pieces)
+        lines = _lines(table, width)
+        is_whole = all(any(piece in line for line in lines) for piece in pieces)
+        return "\n".join(lines) if width == _WIDTH or is_whole else None
 
-    def _shortened_table(self, cells: list[list[Any]], limit: int | None) -> Table:
+    def _shortened_table(self, cells: list[list[Any]], limit: int | None, width: int) -> Table:
         """Return the table with names in the room that the other columns leave; only wide text is broken."""
         table = self._table(self.columns, cells, limit)
         _break_titles(table)
         widths = [max(_width(column), 1) for column in table.columns]
-        room = _WIDTH - sum(min(width, _TEXT_WIDTH) + _GAP for width in widths[1:])
+        room = width - sum(min(wide, _TEXT_WIDTH) + _GAP for wide in widths[1:])
         short = [[shorten(row[0], max(room, _LEAST_NAMES)), *row[1:]] for row in cells]
         table = self._table(self.columns, short, limit)
         _break_titles(table)
-        for column, width in zip(table.columns, [0, *widths[1:]], strict=True):
-            column.no_wrap = width <= _TEXT_WIDTH
+        for column, wide in zip(table.columns, [0, *widths[1:]], strict=True):
+            column.no_wrap = wide <= _TEXT_WIDTH
         # Text gives way to names: two that look alike in a list would be no names.
         table.columns[0].min_width = max((len(row[0]) for row in short[:limit]), default=0)
         table.title = Text(self.title())
         return table
 
-    def _grouped_text(self, cells: list[list[Any]], limit: int | None) -> str:
+    def _grouped_text(self, cells: list[list[Any]], limit: int | None, width: int) -> str | None:
         table = self._table(self.columns[1:], [row[1:] for row in cells], limit)
         for column in table.columns:
             column.no_wrap = True  # one line for each row, which the loop below relies on
-        heading, rule, *lines = _lines(table)
+        if width < _WIDTH and len(_lines(table, _WIDTH)[1]) + _GAP > width:
+            return None
+        heading, rule, *lines = _lines(table, width)
         parts = [self.title(), f"  {heading}", rule[:1] * 2 + rule]
         above = None
         for row, line in zip_longest(cells[:limit], lines):
@@ -145,6 +168,11 @@ class View(Generic[Row]):
         return f'<div style="max-height:32em;overflow:auto">{table}</div>'
 
 
+def _width_here() -> int:
+    """Return how wide a table is to be here: as the terminal, or as ever where the output goes elsewhere."""
+    return shutil.get_terminal_size((_WIDTH, 0)).columns if sys.stdout.isatty() else _WIDTH
+
+
 def _broken(name: str, width: int) -> str:
     """Return a name, broken after dots into lines of at most ``width`` characters as far as it has dots there."""
     end = name.rfind(".", 0, width) + 1
@@ -162,5 +190,5 @@ def _width(column: rich.table.Column) -> int:
     return max(map(len, texts), default=0)
 
 
-def _lines(table: Table) -> list[str]:
-    return [line.rstrip() for line in string_from_table(table, width=_WIDTH).splitlines()]
+def _lines(table: Table, width: int) -> list[str]:
+    return [line.rstrip() for line in string_from_table(table, width=width).splitlines()]

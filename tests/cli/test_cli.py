@@ -168,6 +168,17 @@ def test_validate(good: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("ok: good.yaml\n", "")
 
 
+def test_validate_takes_overrides_as_run_does(good: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--file-only", good, "quantizer.backend=onnxruntime", "-v"]) == 0
+    assert "backend: onnxruntime" in capsys.readouterr().out
+    assert main(["validate", "--file-only", good, good, "quantizer.backend=onnxrt"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("override 'quantizer.backend=onnxrt'") == 2
+    assert "did you mean 'onnxruntime'" in said
+    assert main(["validate", "--file-only", good, "quantizer.backend=torch,openvino"]) == 0
+    assert f"ok: {good}, 2 runs" in capsys.readouterr().out
+
+
 def test_validate_goes_on_after_a_bad_file(good: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "--file-only", "bad.yaml", good, "no.yaml"]) == 1
     out, err = capsys.readouterr()

@@ -348,7 +348,7 @@ def test_the_first_lines_name_what_costs_most() -> None:
     page = html_from_record(dataclasses.replace(sample_record(), causes=(found,)))
     header = page[page.index("<header>") : page.index("</header>")]
     assert "1. layer.3: 24.7 dB alone" in header
-    assert "cure: activations: {smooth: 0.7}, measured gain 4.9 dB" in header
+    assert "cure: quantizer: {activations: {smooth: 0.7}}, measured gain 4.9 dB" in header
 
 
 def test_the_page_shows_how_the_engine_was_chosen() -> None:

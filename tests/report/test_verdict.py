@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from report_samples import bare_record
 
 from quantizer.report import EngineFile
+from quantizer.report import Fallback
 from quantizer.report import Latency
 from quantizer.report import Score
 from quantizer.report import Site
+from quantizer.report import html_from_record
 from quantizer.report import latency_entries
+from quantizer.report.card.run_card import write_run_card
 from quantizer.report.cause_record import Cause
 from quantizer.report.cause_record import Cure
 from quantizer.report.output_record import OutputDistance
 from quantizer.report.placement_record import GroupTime
 from quantizer.report.placement_record import Placement
+from quantizer.report.placement_record import SpeedCheck
+from quantizer.report.search.budget_record import BudgetOutcome
 from quantizer.report.tables.cause_lines import cause_lines
 from quantizer.report.verdict import verdict_of
 
@@ -92,6 +98,44 @@ def test_an_output_without_a_difference() -> None:
     assert verdict_of(bare_record(outputs=(_output(sqnr_db=None),), **FAST)).level == "usable"
 
 
+@pytest.mark.parametrize(
+    ("verdict", "evaluation", "level", "said"),
+    [
+        ("not met", 0.04, "do not use", "max_drop 0.0200 is not met: the engine drops by 0.0400 in evaluation"),
+        ("not met", None, "do not use", "max_drop 0.0200 is not met: the best plan drops by 0.0300 in tuning"),
+        ("not met, within noise", 0.03, "look at this", "not met, within noise: the engine drops by 0.0300"),
+        ("met, within noise", 0.01, "usable", None),
+        ("met", 0.01, "usable", None),
+    ],
+)
+@pytest.mark.promise("A budget that is missed begins the verdict, in the report and the model card, too")
+def test_a_missed_budget_comes_first(
+    verdict: str, evaluation: float | None, level: str, said: str | None, tmp_path: Path
+) -> None:
+    outcome = BudgetOutcome(asked=0.02, tuning=0.03, which="engine", evaluation=evaluation, verdict=verdict)
+    record = bare_record(outputs=(_output(),), fallback=Fallback(groups=(), reason="r", outcome=outcome), **FAST)
+    found = verdict_of(record)
+    assert found.level == level
+    write_run_card(record, tmp_path)
+    card, page = (tmp_path / "README.md").read_text(encoding="utf-8"), html_from_record(record)
+    first_figure, head = card.index("## Measured"), page[: page.index('class="tiles"')]
+    if said is None:
+        assert "budget" not in str(found) + card[:first_figure]
+        return
+    assert said in found.reasons[0]
+    assert said in head
+    assert said in card[:first_figure]
+
+
+def test_a_speed_that_was_not_reached_comes_first() -> None:
+    times = {"where": "here", "estimated": False, "low_ms": 1.0, "float_ms": 2.0, "predicted_ms": 1.0, "back": 0}
+    check = SpeedCheck(predicted=3.0, groups=0, speedup=2.0)
+    placement = Placement(**times, groups=(), min_speedup=3.0, checks=(check,))  # type: ignore[arg-type]
+    found = verdict_of(bare_record(outputs=(_output(),), placement=placement, **FAST))
+    assert found.level == "do not use"
+    assert found.reasons[0] == "the speed min_speedup 3.00x is not reached: the engine has 2.00x"
+
+
 def test_nothing_to_judge_by() -> None:
     verdict = verdict_of(bare_record())
     assert verdict.level == "look at this"
@@ -125,7 +169,11 @@ def test_an_engine_that_did_not_run() -> None:
 
 @pytest.mark.parametrize(
     ("estimated", "taken", "said"),
-    [(False, 30.0, "20 us more a batch (measured)"), (True, 5.0, "5 us less a batch (est")],
+    [
+        (False, 30.0, "20 us more a batch (measured)"),
+        (False, 5.0, "no more time within noise (measured)"),
+        (True, 5.0, "5 us less a batch (est"),
+    ],
 )
 def test_a_cure_says_what_it_costs(estimated: bool, taken: float, said: str) -> None:
     placement = Placement(

@@ -111,7 +111,6 @@ def test_engines_figures_and_score(made: Any) -> None:
 def test_summary_and_report(made: Any, tmp_path: Path) -> None:
     said = made.summary()
     assert "verdict usable: " in said or "verdict look at this: " in said
-    assert str(made.folder / "model.engine") in said
     page = made.report(tmp_path / "r.html").read_text()
     assert "<h1>Net</h1>" in page
     assert 'class="judgement ' in page

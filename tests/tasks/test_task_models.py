@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,3 +157,20 @@ def test_without_transformers_the_extra_is_named(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'enginequant\[hf\]'"):
         models.load_tokenizer(str(saved / "encoder"))
+
+
+def test_without_the_hub_a_name_that_is_nowhere_fails_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(*_: object) -> None:
+        raise OSError("no address")
+
+    (tmp_path / "models/mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("socket.getaddrinfo", nowhere)
+    monkeypatch.setattr("quantizer.tasks.checkpoints.sources.getproxies", dict)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    said = r"there is no folder .*/modles/mine \(there is './models/mine'\), and as a hub name it cannot be looked up"
+    with pytest.raises(TaskError, match=said):
+        models.read_checkpoint("modles/mine")
+    for wrong in ("a--b", "a..b"):
+        with pytest.raises(TaskError, match="is no name of a folder or model"):
+            models.read_checkpoint(wrong)

@@ -105,7 +105,7 @@ def test_a_healthy_model_has_costs_and_float_alone_mends_them() -> None:
     assert worst.setting.startswith("exclude: {sites: [")
     assert math.isinf(worst.alone_db)
     assert 0.5 <= worst.gain_db < 20
-    assert "cure: leave it in float, exclude: " in causes.text()
+    assert "cure: leave it in float, exclude={" in causes.text()
 
 
 class _Unfoldable(nn.Module):

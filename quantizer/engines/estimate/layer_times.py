@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from quantizer.engines.dimensions import input_dimensions
+from quantizer.engines.dimensions import shape_words
 from quantizer.engines.estimate.gpu import Gpu
 from quantizer.engines.estimate.kernels import Kernel
 from quantizer.engines.estimate.kernels import kernels
@@ -40,7 +42,8 @@ def estimated_inspection(path: Path, gpu: Gpu, *, batch: int = 8, sequence: int 
     """
     graph = SizedGraph(read_graph(path), {"batch": batch, "sequence": sequence})
     layers = [layer for kernel in kernels(graph) for layer in _layers(graph, kernel, gpu)]
-    note = f"estimated for a {gpu.name} at {batch} x {sequence}; no engine ran"
+    shape = shape_words(input_dimensions(path).values(), batch, sequence)
+    note = f"estimated for a {gpu.name} at {shape}; no engine ran"
     return inspection_from_layers("onnx", layers, verified=False, note=note)
 
 

@@ -40,10 +40,10 @@ _READERS = {
 }
 
 
-def run_note(batch: int, sequence: int, threads: int, runs: int = RUNS) -> str:
-    """Return in words how an engine was observed."""
+def run_note(shape: str, threads: int, runs: int = RUNS) -> str:
+    """Return in words how an engine was observed, at a shape as ``shape_words`` says it."""
     where = "1 thread" if threads == 1 else f"{threads} threads"
-    return f"seen in a run at {batch} x {sequence} with {where}; times are the median of {runs} runs"
+    return f"seen in a run at {shape} with {where}; times are the median of {runs} runs"
 
 
 def is_product(layer: Layer) -> bool:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.engines.dimensions import dimension_sizes
+from quantizer.engines.dimensions import input_dimensions
+from quantizer.engines.dimensions import shape_words
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.inspection.from_layers import inspection_from_layers
 from quantizer.engines.inspection.inspection import LOW_PRECISIONS
@@ -59,7 +61,8 @@ def graph_inspection(path: Path, why: str, *, batch: int = 8, sequence: int = 12
         MissingDependencyError: onnx is not installed.
     """
     graph = SizedGraph(read_graph(path), {"batch": batch, "sequence": sequence})
-    note = f"{why}; what follows is what the ONNX file asks for, at {batch} x {sequence}"
+    shape = shape_words(input_dimensions(path).values(), batch, sequence)
+    note = f"{why}; what follows is what the ONNX file asks for, at {shape}"
     return inspection_from_layers("onnx", list(graph.layers()), verified=False, note=note)
 
 

@@ -26,6 +26,7 @@ from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
 from quantizer.engines.base import shown
 from quantizer.engines.cpu import cpu_instructions
+from quantizer.engines.dimensions import shape_words
 from quantizer.engines.engine_file import check_signature
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.engine_file import checked_output
@@ -161,12 +162,16 @@ class ONNXRuntimeBackend:
         check_signature(path)
         ort = import_library("onnxruntime", "onnxruntime")
 
+        shapes: list[tuple[int | None, ...]] = []
+
         def prepared(session: Any) -> Callable[[], object]:
             engine = ONNXRuntimeEngine(session)
+            shapes[:] = [spec.shape for spec in engine.inputs]
             return partial(engine, working_inputs(engine, batch, sequence))
 
         layers = observed_layers(partial(_session, ort, path), _settings(ort, threads), prepared, runs)
-        return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads, runs))
+        note = run_note(shape_words(shapes, batch, sequence), threads, runs)
+        return inspection_from_layers(self.name, layers, verified=True, note=note)
 
     def _check_options(self, options: BuildOptions) -> None:
         if options.compute_capability is not None:

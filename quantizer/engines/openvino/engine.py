@@ -27,6 +27,7 @@ from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
 from quantizer.engines.base import shown
 from quantizer.engines.cpu import cpu_instructions
+from quantizer.engines.dimensions import shape_words
 from quantizer.engines.engine_file import checked_engine
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.engine_file import checked_output
@@ -155,12 +156,14 @@ class OpenVINOBackend:
     ) -> Inspection:
         """Run an engine file, or an ``.onnx`` file, with performance counters on."""
         models = _loaded(path, threads, {"PERF_COUNT": True})
-        inputs = made_up_inputs(OpenVINOEngine(models).inputs, batch, sequence)
+        specs = OpenVINOEngine(models).inputs
+        inputs = made_up_inputs(specs, batch, sequence)
         try:
             layers = observed_layers(models.of(list(inputs.values())), inputs, runs)
         except RuntimeError as error:
             raise EngineError(f"OpenVINO could not run {path} on made-up inputs: {reason(error)}") from error
-        return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads, runs))
+        note = run_note(shape_words([spec.shape for spec in specs], batch, sequence), threads, runs)
+        return inspection_from_layers(self.name, layers, verified=True, note=note)
 
     def _check_options(self, options: BuildOptions) -> None:
         if options.compute_capability is not None:

@@ -16,6 +16,7 @@ from quantizer.engines.backends import backends
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.dimensions import ranges_with_cache
+from quantizer.engines.dimensions import shape_words
 from quantizer.engines.engine_file import checked_engine
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.engine_file import checked_output
@@ -141,7 +142,8 @@ class TensorRTBackend:
         """
         engine = self.load(path, threads=threads)
         layers = engine.observed_layers(made_up_inputs(engine.inputs, batch, sequence), runs)
-        return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads, runs))
+        note = run_note(shape_words([spec.shape for spec in engine.inputs], batch, sequence), threads, runs)
+        return inspection_from_layers(self.name, layers, verified=True, note=note)
 
     def _import(self) -> Any:
         return import_library(self.name, *self._modules)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from quantizer.engines.dimensions import shape_words
 from quantizer.engines.inspection.from_layers import RUNS
 from quantizer.engines.inspection.from_layers import WARMUP
 from quantizer.engines.inspection.from_layers import inspection_from_layers
@@ -89,14 +90,15 @@ def inspect_graph(
         threads: for the note.
     """
     values = node_values(file.module, file.inputs, batch, sequence)
+    shape = shape_words([spec.shape for spec in file.inputs], batch, sequence)
     asked = [node for node in file.module.graph.nodes if is_call(node, *_INTEGER)]
     if compiled is None:
         layers = _layers(file.module, values, _times(file.module, inputs))
-        return inspection_from_layers(name, layers, verified=True, note=run_note(batch, sequence, threads))
+        return inspection_from_layers(name, layers, verified=True, note=run_note(shape, threads))
     compiled(*inputs)
     called = compiled.calls("qlinear_pointwise", "qconv_pointwise", "qconv2d_pointwise")
     note = (
-        f"compiled, and run at {batch} x {sequence}: its library calls {called} of {len(asked)} integer kernels; what "
+        f"compiled, and run at {shape}: its library calls {called} of {len(asked)} integer kernels; what "
         "lies between them is fused into kernels of its own, so that no layer has a time"
     )
     return inspection_from_layers(name, _layers(file.module, values, {}), verified=called == len(asked), note=note)

@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from quantizer.errors import install_command
+from quantizer import __version__
+from quantizer.errors import DISTRIBUTION
 from quantizer.report.record import Score
 from quantizer.report.tables import text
 from quantizer.targets import profile
@@ -55,6 +56,7 @@ class CardFacts:
         machine: what was measured on.
         configuration: the settings of the quantizer; empty: nothing was quantized.
         snippet: Python that runs the engine from its folder.
+        missed: goals that were asked for and are not reached, in words.
     """
 
     name: str
@@ -68,6 +70,7 @@ class CardFacts:
     machine: str
     configuration: Mapping[str, Any]
     snippet: str
+    missed: tuple[str, ...] = ()
 
 
 def figure(name: str, before: str, after: str, ratio: float | None = None) -> str:
@@ -83,17 +86,27 @@ def card_text(facts: CardFacts) -> str:
         f"---\n{metadata}---\n\n# {facts.name}\n",
         f"{form} of `{facts.source}` for {facts.backend}, made with quantizer.\n",
     ]
+    # Before all figures: who takes the model from its card is to see it first.
+    parts[1:1] = [f"**{goal[:1].upper()}{goal[1:]}.**\n" for goal in facts.missed]
     if facts.figures:
         table = "\n".join(["| | float | engine | float / engine |", "|---|---|---|---|", *facts.figures])
         parts.append(f"## Measured\n\nOn {facts.machine}.\n\n{table}\n")
-    extra = profile(facts.backend).library or facts.backend
-    # torch needs no extra.
-    install = f"```bash\n{install_command(extra)}\n```\n\n" if extra != "torch" else ""
-    parts.append(f"## How to run\n\nIn this folder:\n\n{install}```python\n{facts.snippet}\n```\n")
+    parts.append(f"## How to run\n\n{_needed(facts.backend)}\n\nIn this folder:\n\n```python\n{facts.snippet}\n```\n")
     if facts.configuration:
         settings = yaml.safe_dump(dict(facts.configuration), sort_keys=False, allow_unicode=True)
         parts.append(f"## Configuration\n\n```yaml\n{settings}```\n")
     return "\n".join(parts)
+
+
+def _needed(backend: str) -> str:
+    """Return what has to be installed, in words: a reader of the card may have neither a checkout nor a wheel."""
+    extra = profile(backend).library or backend
+    # torch needs no extra.
+    library = "" if extra == "torch" else f" with the extra `{extra}`"
+    return (
+        f"Needs the Python package `quantizer`, distribution `{DISTRIBUTION}` {__version__} or later{library}, "
+        "installed from its wheel or its repository; docs/install.md there says how."
+    )
 
 
 def _metadata(facts: CardFacts) -> dict[str, Any]:

@@ -14,23 +14,24 @@ from quantizer.report.ratios import reference_entry
 from quantizer.report.record import RunRecord
 from quantizer.report.tables import text
 from quantizer.report.tables.headline import quantized_score
+from quantizer.report.verdict import missed_goals
 
 __all__ = ["write_run_card"]
 
 _SNIPPET = """\
 import numpy as np
+import torch
 
-from quantizer.engines import load_engine
+import quantizer
 
-engine = load_engine("{backend}", "{path}")
-for spec in engine.inputs:
-    print(spec)  # name, type and shape; ? is a size that may vary
-sizes = ({batch}, {sequence})  # rows, and tokens of a row
+model = quantizer.load(".")  # runs {path}; tensors go in as they go into the model, by position or by name
+{sizes}
 made_up = {{}}
-for spec in engine.inputs:
+for spec in model.engine.inputs:
+    print(spec)  # name, type and shape; ? is a size that may vary
     shape = [sizes[min(axis, 1)] if size is None else size for axis, size in enumerate(spec.shape)]
-    made_up[spec.name] = np.ones(shape, spec.dtype)
-print({{name: values.shape for name, values in engine(made_up).items()}})"""
+    made_up[spec.name] = torch.from_numpy(np.ones(shape, spec.dtype))
+print(model(**made_up))"""
 
 
 def write_run_card(record: RunRecord, folder: Path) -> None:
@@ -53,13 +54,17 @@ def write_run_card(record: RunRecord, folder: Path) -> None:
         machine=str(record.machine.get("cpu") or "a machine that did not say its name"),
         configuration=settings,
         snippet=_SNIPPET.format(
-            backend=record.engine.backend,
             path=record.engine.path,
-            batch=latency.batch if latency else 8,
-            sequence=(latency.sequence if latency else None) or 128,
+            sizes=_sizes(latency.batch if latency else 8, latency.sequence if latency else None),
         ),
+        missed=missed_goals(record.fallback.outcome if record.fallback else None, record.placement),
     )
     write_text_atomic(folder / CARD, card_text(facts))
+
+
+def _sizes(batch: int, tokens: int | None) -> str:
+    """Return the line of the snippet with the sizes that may vary: an image has rows alone."""
+    return f"sizes = ({batch}, {tokens})  # rows, and tokens of a row" if tokens else f"sizes = ({batch}, 1)  # rows"
 
 
 def _figures(record: RunRecord) -> list[str]:

@@ -26,6 +26,8 @@ GLOSSARY = {
     "fallback": "Leaving part of the model in float to save accuracy or time; also called putting back.",
     "frozen": "With ranges that are fixed and weights that are stored as integers; what `quantize()` returns.",
     "group": "Sites that are quantized, or put back to float, together, because they share an input or an output.",
+    "indices": "Whole numbers such as token ids, positions and shapes. Layers that compute with them alone are neither "
+    "quantized nor in float.",
     "operand": "One input of an operation: its weight, or an activation. Each has a range of its own.",
     "per channel": "With one scale for each output channel of a weight, instead of one for all of it (per tensor).",
     "proxy": "The copy of your model, with your weights, in which quantized operations round as the engine will. The "

@@ -41,6 +41,8 @@ from quantizer.report.record import RunRecord
 from quantizer.report.record import Score
 from quantizer.report.record import Site
 from quantizer.report.record import SizeEntry
+from quantizer.report.shown_setting import is_from_python
+from quantizer.report.shown_setting import shown_setting
 from quantizer.report.tables import text
 from quantizer.report.tables.cause_lines import cause_lines
 from quantizer.report.tables.choice_table import choice_table
@@ -157,10 +159,17 @@ def _header(record: RunRecord) -> dict[str, Any]:
         "choice_table": _safe(choice_table(record.choice) if record.choice else ""),
         "choice_plot": _safe(candidates_svg(record.choice) if record.choice else ""),
         "choice_missing": missing_lines(record.choice) if record.choice else [],
+        "slower": [one for one in record.placement.groups if one.slower] if record.placement else [],
+        "from_python": is_from_python(record),
+        "put_back_setting": shown_setting("fallback: {names: [...]}", python=is_from_python(record)),
         "placement": [text.typeset(line) for line in placement_lines(record.placement)] if record.placement else [],
         "frontier": _safe(frontier_svg(record.placement) if record.placement else ""),
-        "causes": [text.typeset(line) for line in cause_lines(record.causes, record.placement)],
+        "causes": [text.typeset(line) for line in _cause_lines(record)],
     }
+
+
+def _cause_lines(record: RunRecord) -> list[str]:
+    return cause_lines(record.causes, record.placement, python=is_from_python(record))
 
 
 def _judgement(record: RunRecord) -> tuple[str, str, str]:

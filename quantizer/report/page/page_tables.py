@@ -240,7 +240,12 @@ def evaluations_table(fallback: Fallback | None) -> str:
     """Return all scores of a search; empty if there was none."""
     if fallback is None or not fallback.evaluations:
         return ""
-    return html_table(EVALUATION_COLUMNS, evaluation_cells(fallback), label="Evaluations of the search", style=False)
+    columns = (*EVALUATION_COLUMNS, Column(title="Which", mono=True))
+    cells = [
+        [*row, ", ".join(entry.groups) or None]
+        for row, entry in zip(evaluation_cells(fallback), fallback.evaluations, strict=True)
+    ]
+    return html_table(columns, cells, label="Evaluations of the search", style=False)
 
 
 def sensitivity_table(rows: Sequence[SensitivityRow], measure: str | None) -> str:

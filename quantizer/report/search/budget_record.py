@@ -40,3 +40,13 @@ class BudgetOutcome(Record):
     verdict: str
     """``met`` or ``not met``, by the evaluation, else by the engine's rows, else by the tuning rows; with ``, within
     noise`` where the interval has the budget in it, so that other rows may say otherwise."""
+
+    @property
+    def is_missed(self) -> bool:
+        """True if the budget is not met."""
+        return self.verdict.startswith("not met")
+
+    @property
+    def is_within_noise(self) -> bool:
+        """True if other rows may say otherwise."""
+        return self.verdict.endswith("within noise")

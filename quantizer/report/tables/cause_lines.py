@@ -7,31 +7,35 @@ from collections.abc import Sequence
 
 from quantizer.report.cause_record import Cause
 from quantizer.report.placement_record import Placement
+from quantizer.report.shown_setting import shown_setting
 from quantizer.report.tables import text
 
 __all__ = ["cause_lines"]
 
 
-def cause_lines(causes: Sequence[Cause], placement: Placement | None = None) -> list[str]:
+def cause_lines(causes: Sequence[Cause], placement: Placement | None = None, *, python: bool = False) -> list[str]:
     """Return a line for each cause, numbered.
 
     Args:
         causes: the groups that cost most.
         placement: the times of the groups, for what it costs to leave one in float.
+        python: whether a setting is shown as a keyword of a call in Python, and not as YAML of a run.
     """
-    return [f"{number}. {_line(cause, placement)}" for number, cause in enumerate(causes, start=1)]
+    return [f"{number}. {_line(cause, placement, python=python)}" for number, cause in enumerate(causes, start=1)]
 
 
-def _line(cause: Cause, placement: Placement | None) -> str:
+def _line(cause: Cause, placement: Placement | None, *, python: bool) -> str:
     parts = [f"{cause.group}: {text.decibels(cause.sqnr_db)} dB alone", *cause.findings, *cause.notes]
     cure = cause.cure
     if cure is None:
         parts.append("no setting that was tried gains" if cause.findings else "nothing stands out in its inputs")
     elif math.isinf(cure.alone_db):
         gain = f"measured gain {text.decibels(cure.gain_db)} dB"
-        parts.append(f"cure: leave it in float, {cure.setting}, {gain}{_cost(cause.group, placement)}")
+        setting = shown_setting(cure.setting, python=python)
+        parts.append(f"cure: leave it in float, {setting}, {gain}{_cost(cause.group, placement)}")
     else:
-        parts.append(f"cure: {cure.setting}, measured gain {text.decibels(cure.gain_db)} dB, no time")
+        setting = shown_setting(cure.setting, python=python)
+        parts.append(f"cure: {setting}, measured gain {text.decibels(cure.gain_db)} dB, no time")
     return "; ".join(parts)
 
 
@@ -42,4 +46,7 @@ def _cost(group: str, placement: Placement | None) -> str:
         return ""
     more = taken[0].float_us - taken[0].low_us
     how = "estimated" if placement.estimated else "measured"
+    if more < 0 and not placement.estimated:
+        # What is faster in float by more than noise is float in the plan already.
+        return ", no more time within noise (measured)"
     return f", {abs(more):.0f} us {'more' if more > 0 else 'less'} a batch ({how})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from quantizer.report.output_record import worst_output
 from quantizer.report.ratios import quantized_entry
 from quantizer.report.ratios import reference_entry
 from quantizer.report.record import RunRecord
+from quantizer.report.shown_setting import is_from_python
 from quantizer.report.tables import text
 from quantizer.report.tables.cause_lines import cause_lines
 from quantizer.report.tables.choice_table import print_choice
@@ -42,17 +44,32 @@ def print_summary(folder: Path | str, console: Console) -> None:
     print_record(read_record(folder / "report.json"), folder, console)
 
 
-def print_record(record: RunRecord, folder: Path | str, console: Console) -> None:
-    """Print how the engine was chosen and what costs accuracy, and last, on a screen of its own, the result."""
+def print_record(record: RunRecord, folder: Path | str | None, console: Console) -> None:
+    """Print how the engine was chosen and what costs accuracy, and last, on a screen of its own, the result.
+
+    Args:
+        record: all measurements.
+        folder: the folder of the run; None: a result in Python that is not saved yet.
+        console: where it is printed.
+    """
     if record.choice is not None:
         print_choice(record.choice, console)
     if record.placement is not None and (record.placement.back or record.placement.min_speedup is not None):
         print_lines(placement_lines(record.placement), console, first="")
-    print_lines(cause_lines(record.causes, record.placement), console, first="", rest="   ")
+    causes = cause_lines(record.causes, record.placement, python=is_from_python(record))
+    print_lines(causes, console, first="", rest="   ")
     console.print(_table(record))
     if noise := noise_sentence(record.latency):
         print_lines([noise], console, first="")
-    _print_facts(record, Path(folder), console)
+    _print_facts(record, console)
+    if folder is None:
+        print_labelled("saved", 'not yet: result.save("FOLDER") writes engines, report and quantizer there', console)
+    else:
+        _print_paths(record, Path(folder), console)
+    if record.choice is not None and record.choice.deploy:
+        print_labelled("deploy", record.choice.deploy, console)
+    if folder is not None and is_from_python(record):
+        print_labelled("load", f"quantizer.load({json.dumps(str(folder))}), and call it as the model", console)
 
 
 def print_layers(folder: Path | str, console: Console) -> None:
@@ -67,8 +84,8 @@ def print_layers(folder: Path | str, console: Console) -> None:
     print_inspection(record.inspection, console)
 
 
-def _print_facts(record: RunRecord, folder: Path, console: Console) -> None:
-    """Print, a line each, the verdict, the budget, what the engine runs, and the paths."""
+def _print_facts(record: RunRecord, console: Console) -> None:
+    """Print, a line each, the verdict, the budget, and what the engine runs."""
     print_labelled("verdict", str(verdict_of(record)), console)
     if record.fallback is not None and record.fallback.outcome is not None:
         print_labelled("budget", budget_line(record.fallback.outcome), console)
@@ -78,13 +95,16 @@ def _print_facts(record: RunRecord, folder: Path, console: Console) -> None:
     if record.inspection is not None:
         style = None if record.inspection.verified else "yellow"
         print_labelled("runs", shares_line(record.inspection), console, style=style)
+
+
+def _print_paths(record: RunRecord, folder: Path, console: Console) -> None:
+    """Print, a line each, where the engine and the report are, and what shows its layers."""
+    if record.inspection is not None:
         print_labelled("layers", f"quantizer show {folder} --layers", console, wrap=False)
     engine = "not built" if record.engine is None else str(folder / record.engine.path)
     page = folder / "report.html"
     print_labelled("engine", engine, console, wrap=False)
     print_labelled("report", str(page if page.exists() else folder / "report.json"), console, wrap=False)
-    if record.choice is not None and record.choice.deploy:
-        print_labelled("deploy", record.choice.deploy, console)
 
 
 def _table(record: RunRecord) -> Table:

@@ -109,7 +109,7 @@ class EngineBudget:
         if self._function is not None:
             gain = self._function.difference("engine", engine)
             assert gain is not None
-            return -gain if self._function.metric.higher_is_better else gain
+            return 0.0 - gain if self._function.metric.higher_is_better else gain
         if self._float_score is None:
             self._float_score = self._score(self._context.model)
         sign = 1 if self._context.task.higher_is_better else -1

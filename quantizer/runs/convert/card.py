@@ -12,6 +12,7 @@ from quantizer.report.card.model_card import figure
 from quantizer.report.json_file import write_text_atomic
 from quantizer.report.tables import text
 from quantizer.report.tables.headline import quantized_score
+from quantizer.report.verdict import missed_goals
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.result import BackendResult
 from quantizer.tasks import tasks
@@ -49,6 +50,7 @@ def write_card(facts: ConversionInputs, result: BackendResult, evaluation: str |
         machine=str(collect_machine()["cpu"]),
         configuration={},
         snippet=_SNIPPET.format(samples=[sample] * fewest, call=".labels" if labelled else ""),
+        missed=() if result.quantization is None else missed_goals(result.quantization.outcome, None),
     )
     write_text_atomic(folder / CARD, card_text(card))
 

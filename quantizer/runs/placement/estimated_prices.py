@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from quantizer.engines.dimensions import input_dimensions
+from quantizer.engines.dimensions import shape_words
 from quantizer.engines.estimate import DEFAULT
 from quantizer.engines.estimate import estimated_inspection
 from quantizer.engines.estimate import gpu_of
@@ -89,6 +91,7 @@ def prices_of_files(
         *times,
         low_us=sum(times[0].values()),
         float_us=sum(times[1].values()),
-        where=f"{capability} ({gpu.name}), {batch} x {sequence}, floats in 16 bits",
+        where=f"{capability} ({gpu.name}), {shape_words(input_dimensions(plain).values(), batch, sequence)}, floats in "
+        "16 bits",
     )
     return replace(prices, estimated=True, least_loss_us=math.inf)

@@ -22,6 +22,8 @@ from quantizer.engines import inspect_engine
 from quantizer.engines import interleaved_latency
 from quantizer.engines import load_engine
 from quantizer.engines import medians
+from quantizer.engines.dimensions import input_dimensions
+from quantizer.engines.dimensions import shape_words
 from quantizer.engines.inspection.place_times import place_times
 from quantizer.engines.inspection.product_names import product_names
 from quantizer.engines.measure.dummy_inputs import working_inputs
@@ -71,9 +73,11 @@ class Timing:
     threads: int
     options: str = ""
 
-    def __str__(self) -> str:
+    def said(self, onnx: Path) -> str:
+        """Return the conditions of engines that were built of such a file, in words."""
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
-        return f"{self.backend}, {self.batch} x {self.sequence}, {threads}"
+        shape = shape_words(input_dimensions(onnx).values(), self.batch, self.sequence)
+        return f"{self.backend}, {shape}, {threads}"
 
     def load(self, path: Path) -> Engine:
         return load_engine(self.backend, path, threads=self.threads, verify=False)
@@ -197,7 +201,7 @@ def price_groups(
     if not sum(times.low.values()) or not sum(times.plain.values()):
         return None
     return prices_from_places(
-        plan, hosts, times.low, times.plain, low_us=times.low_us, float_us=times.float_us, where=str(timing)
+        plan, hosts, times.low, times.plain, low_us=times.low_us, float_us=times.float_us, where=timing.said(plain.onnx)
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_unflatten
 from quantizer.engines import Engine
 from quantizer.errors import EngineError
 from quantizer.runs.run_context import engine_inputs
+from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.module_feed import by_name
 
 __all__ = ["EngineModule"]
@@ -26,24 +26,22 @@ class EngineModule(nn.Module):
 
     Args:
         engine: the engine.
-        model: the float model, whose ``forward`` names the arguments; no reference is kept.
-        output: what the float model returned for some batch: tensors in tuples, lists, mappings or model outputs.
+        call: how the float model is called, and what it returns: tensors in tuples, lists, mappings or model outputs.
 
     Raises:
-        EngineError: the engine has not as many outputs as there are tensors in ``output``.
+        EngineError: the engine has not as many outputs as the model returns tensors.
     """
 
-    def __init__(self, engine: Engine, model: nn.Module, output: Any) -> None:
+    def __init__(self, engine: Engine, call: CallForm) -> None:
         super().__init__()
         self.engine = engine
-        self._model = type(model).__name__
-        self._signature = inspect.signature(model.forward)
+        self._call_form = call
         # The exporter writes the tensors of an output in this order.
-        self._leaves, self._tree = tree_flatten(output)
+        self._leaves, self._tree = tree_flatten(call.output)
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         if len(tensors) != len(engine.output_names):
             raise EngineError(
-                f"{self._model} returns a {type(output).__name__} with {len(tensors)} tensors, and the engine has "
+                f"{call.model} returns a {type(call.output).__name__} with {len(tensors)} tensors, and the engine has "
                 f"{len(engine.output_names)} outputs; expected tensors, alone or in tuples, lists or mappings"
             )
         self._leaves = [None if isinstance(leaf, Tensor) else _Kept(leaf) for leaf in self._leaves]
@@ -56,7 +54,7 @@ class EngineModule(nn.Module):
             CalibrationError: they do not fit it.
             EngineError: the engine cannot take them.
         """
-        batch = by_name("the input", self._model, self._signature, args, keywords)
+        batch = by_name("the input", self._call_form.model, self._call_form.signature, args, keywords)
         given = self.engine(engine_inputs(self.engine, batch))
         values = iter([torch.as_tensor(given[name]) for name in self.engine.output_names])
         return tree_unflatten([next(values) if leaf is None else leaf.value for leaf in self._leaves], self._tree)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -16,6 +15,7 @@ from quantizer.engines import Engine
 from quantizer.errors import TaskError
 from quantizer.report import Score
 from quantizer.runs.run_context import RunContext
+from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.engine_module import EngineModule
 
 __all__ = ["FunctionMetric", "FunctionScorer", "ScoreFunction"]
@@ -36,7 +36,8 @@ class FunctionMetric:
         # By this attribute the file with the scores of a search knows the code of the function.
         self.__wrapped__ = function
         self.higher_is_better = higher_is_better
-        self.name = getattr(function, "__name__", type(function).__name__)
+        name = getattr(function, "__name__", type(function).__name__)
+        self.name = "score" if name == "<lambda>" else name
 
     def __call__(self, model: nn.Module, which: str = "quantized model") -> float:
         """Return the score of a model.
@@ -64,7 +65,7 @@ class FunctionScorer:
     Args:
         context: the float model.
         function: takes a module and returns its score; None: nothing is scored.
-        output: what the float model returns.
+        call: how the float model is called, and what it returns.
         higher_is_better: whether a higher score is better.
     """
 
@@ -72,13 +73,13 @@ class FunctionScorer:
         self,
         context: RunContext,
         function: ScoreFunction | None,
-        output: Any,
+        call: CallForm,
         *,
         higher_is_better: bool,
     ) -> None:
         self._context = context
         self._metric = None if function is None else FunctionMetric(function, higher_is_better=higher_is_better)
-        self._output = output
+        self.call = call
         self._known: WeakKeyDictionary[nn.Module | Engine, float] = WeakKeyDictionary()
 
     @property
@@ -89,7 +90,7 @@ class FunctionScorer:
 
     def for_run(self, context: RunContext, resamples: int, folder: Path) -> FunctionScorer:
         """Return a scorer for another run on the same model, which knows the scores of this one."""
-        other = FunctionScorer(context, None, self._output, higher_is_better=True)
+        other = FunctionScorer(context, None, self.call, higher_is_better=True)
         other._metric, other._known = self._metric, self._known
         return other
 
@@ -123,7 +124,7 @@ class FunctionScorer:
 
     def _score(self, which: str, form: nn.Module | Engine) -> float:
         if form not in self._known:
-            model = form if isinstance(form, nn.Module) else EngineModule(form, self._context.model, self._output)
+            model = form if isinstance(form, nn.Module) else EngineModule(form, self.call)
             with self._context.timer(f"score the {which}"):
                 self._known[form] = self.metric(model, which)
         return self._known[form]

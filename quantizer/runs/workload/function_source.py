@@ -18,6 +18,7 @@ from quantizer.proxy.build import is_proxy
 from quantizer.runs.preflight.faults import Faults
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
+from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.function_scorer import FunctionScorer
 from quantizer.runs.workload.function_scorer import ScoreFunction
 from quantizer.runs.workload.module_workload import module_batches
@@ -62,9 +63,9 @@ def function_workload(config: RunConfig, timer: StageTimer, kept: ResumeFiles, f
     require_room(folder, size, "what a run writes of this model")
     assert settings.inputs is not None
     batches = _batches(model, settings.inputs)
-    output = called(f"{settings.source}: forward", output_of, model, batches[0])
+    call = CallForm.of(model, called(f"{settings.source}: forward", output_of, model, batches[0]))
     score = None if settings.metric is None else _score(settings.metric)
-    scorer = partial(FunctionScorer, function=score, output=output, higher_is_better=True)
+    scorer = partial(FunctionScorer, function=score, call=call, higher_is_better=True)
     return module_workload(model, settings.source, batches, scorer, timer, kept, folder)
 
 

@@ -19,13 +19,18 @@ from quantizer.config import AmpConfig
 from quantizer.config import DataConfig
 from quantizer.config import DatasetConfig
 from quantizer.config import EngineConfig
+from quantizer.config import FallbackConfig
 from quantizer.config import ModelConfig
 from quantizer.config import QuantizerConfig
 from quantizer.config import RunConfig
 from quantizer.config import quantizer_config
+from quantizer.config.load import fallback_config
+from quantizer.errors import ConfigError
 from quantizer.errors import QuantizerError
 from quantizer.proxy.build import is_proxy
+from quantizer.report.shown_setting import GIVEN_IN_PYTHON
 from quantizer.runs.run import carry_out
+from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.batch_shapes import fitted
 from quantizer.runs.workload.function_scorer import FunctionScorer
 from quantizer.runs.workload.module_workload import MODULE
@@ -53,6 +58,7 @@ def quantize_model(
     config: str | os.PathLike[str] | Mapping[str, Any] | QuantizerConfig | None = None,
     threads: int = 1,
     progress: bool | None = None,
+    fallback: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> QuantizedModel:
     """Quantize a module for the fastest engine that is right on this machine, and measure what came of it.
@@ -74,6 +80,7 @@ def quantize_model(
         config: as for ``Quantizer``; without a backend in it or in ``settings`` it is ``auto``, the fastest.
         threads: the threads that an engine on a CPU runs with.
         progress: whether stages are printed; None: only in a terminal.
+        fallback: what goes back to float, as the section of a run: ``{"max_drop": 0.01}`` of the score, or ``names``.
         settings: fields of the configuration, such as ``backend="openvino"`` or ``exclude={"names": ["head"]}``.
 
     Raises:
@@ -85,19 +92,19 @@ def quantize_model(
     asked = quantizer_config(config, **settings)
     if "backend" not in asked.model_fields_set:
         asked = quantizer_config(config, backend=AUTO, **settings)
+    back = _fallback(fallback, scored=score is not None)
     batches = module_batches(model, data, rows)
-    # What is returned in train mode, dropout and all, is nothing to compare with; engines run on the CPU.
-    is_ready = not any(module.training for module in model.modules()) and not _elsewhere(model)
-    plain = model if is_ready else copy.deepcopy(model).cpu().eval()
+    plain = _ready(model)
     console = Console(stderr=True)
     console.quiet = not (console.is_terminal if progress is None else progress)
-    wanted, output = _run_config(model, batches, asked, threads), output_of(plain, batches[0])
+    call = CallForm.of(plain, output_of(plain, batches[0]))
+    wanted = _run_config(model, batches, asked, threads, back)
     parent = Path(tempfile.mkdtemp(prefix="quantizer-"))
     try:
         folder = parent / type(model).__name__
-        scorer = partial(FunctionScorer, function=score, output=output, higher_is_better=higher_is_better)
+        scorer = partial(FunctionScorer, function=score, call=call, higher_is_better=higher_is_better)
         work = partial(module_workload, plain, wanted.model.source, batches, scorer)
-        return QuantizedModel(plain, output, carry_out(wanted, folder, False, console, work), folder)
+        return QuantizedModel(plain, call, carry_out(wanted, folder, False, console, work), folder)
     except BaseException:
         shutil.rmtree(parent)
         raise
@@ -117,15 +124,38 @@ def _float_model(model: Any) -> nn.Module:
     return model
 
 
-def _elsewhere(model: nn.Module) -> bool:
-    return any(parameter.device.type != "cpu" for parameter in model.parameters())
+def _ready(model: nn.Module) -> nn.Module:
+    """Return the model in eval mode on the CPU, where engines run: itself or a copy.
+
+    What it returns in train mode, dropout and all, is nothing to compare with.
+    """
+    is_elsewhere = any(parameter.device.type != "cpu" for parameter in model.parameters())
+    is_ready = not is_elsewhere and not any(module.training for module in model.modules())
+    return model if is_ready else copy.deepcopy(model).cpu().eval()
 
 
-def _run_config(model: nn.Module, batches: list[Batch], asked: QuantizerConfig, threads: int) -> RunConfig:
+def _fallback(given: Mapping[str, Any] | None, *, scored: bool) -> FallbackConfig | None:
+    """Return the section of what goes back to float.
+
+    Raises:
+        ConfigError: it has problems, all of which are listed, or there is no score for its budget.
+    """
+    if given is None:
+        return None
+    wanted = fallback_config(given)
+    if wanted.max_drop is not None and not scored:
+        text = f"fallback.max_drop: {wanted.max_drop:g} is a drop of a score; expected score=, a function of a model"
+        raise ConfigError([f"keyword 'fallback': {text}"])
+    return wanted
+
+
+def _run_config(
+    model: nn.Module, batches: list[Batch], asked: QuantizerConfig, threads: int, fallback: FallbackConfig | None
+) -> RunConfig:
     """Return the configuration of a run whose model and rows are objects, with the shapes of the batches."""
     sizes, lengths = zip(*(batch_shape(batch) for batch in batches), strict=True)
     # Neither is read from anywhere: they are what the record of the run says of them.
-    rows = DatasetConfig.model_construct(name="given in Python", rows=sum(sizes))
+    rows = DatasetConfig.model_construct(name=GIVEN_IN_PYTHON, rows=sum(sizes))
     source = f"{type(model).__module__}:{type(model).__qualname__}"
     longest = max(filter(None, lengths), default=1)
     config = RunConfig(
@@ -136,6 +166,8 @@ def _run_config(model: nn.Module, batches: list[Batch], asked: QuantizerConfig, 
         engine=EngineConfig(threads=threads),
     )
     said = {
+        # A run from a file takes its budget on rows of data.tuning; here the score has its own.
+        "fallback": fallback,
         "model": config.model.model_copy(update={"max_length": longest}),
         "data": config.data.model_copy(update={"batch_size": sizes[0]}),
     }

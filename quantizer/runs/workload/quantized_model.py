@@ -8,7 +8,6 @@ import weakref
 from functools import cached_property
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from torch import nn
@@ -22,7 +21,9 @@ from quantizer.report import write_html
 from quantizer.runs.measure import FLOAT_STEM
 from quantizer.runs.measure import QUANTIZED_STEM
 from quantizer.runs.run import RUN
+from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.engine_module import EngineModule
+from quantizer.views.sensitivity_view import Sensitivity
 
 __all__ = ["QuantizedModel"]
 
@@ -30,26 +31,29 @@ __all__ = ["QuantizedModel"]
 class QuantizedModel:
     """A quantized model: two engines, what was measured, and the quantizer that made them.
 
-    Its files lie in a temporary folder until ``save``, which goes with this object.
+    Its files lie in a temporary folder, which goes with this object; ``save`` writes them to a folder of yours, from
+    which ``quantizer.load`` loads the engine.
 
     Attributes:
         record: all measurements, as in ``report.json``.
         model: the float model, in eval mode.
-        folder: the folder of the run, as ``quantizer run`` writes it.
+        folder: the temporary folder of the run, as ``quantizer run`` writes it.
+        saved: the folder that ``save`` wrote last; None: none yet.
     """
 
-    def __init__(self, model: nn.Module, output: Any, record: RunRecord, folder: Path) -> None:
+    def __init__(self, model: nn.Module, call: CallForm, record: RunRecord, folder: Path) -> None:
         """
         Args:
             model: the float model, in eval mode.
-            output: what it returns for some batch.
+            call: how it is called, and what it returns.
             record: all measurements.
             folder: the folder of the run, alone in a temporary folder, which is removed with this object.
         """
         self.model = model
         self.record = record
         self.folder = folder
-        self._output = output
+        self.saved: Path | None = None
+        self._call = call
         weakref.finalize(self, shutil.rmtree, folder.parent, ignore_errors=True)
 
     @cached_property
@@ -72,8 +76,14 @@ class QuantizedModel:
 
     @cached_property
     def quantizer(self) -> Quantizer:
-        """The calibrated quantizer: ``quantizer.quantize(model)`` returns the quantized model in PyTorch."""
-        return Quantizer.load(self.folder / "quantizer")
+        """The calibrated quantizer, with the ranking and the fallback of the run.
+
+        ``quantizer.quantize(model)`` returns the quantized model in PyTorch.
+        """
+        loaded = Quantizer.load(self.folder / "quantizer")
+        if self.record.measure is not None:
+            loaded.ranked = Sensitivity(self.record.sensitivity, loaded.chosen_fallback, self.record.measure)
+        return loaded
 
     def summary(self, width: int = 100) -> str:
         """Return the result as text: the choice of the engine, score, outputs, speed, size, and what to do.
@@ -82,7 +92,7 @@ class QuantizedModel:
             width: the columns of the text.
         """
         text = StringIO()
-        print_record(self.record, self.folder, Console(file=text, width=width))
+        print_record(self.record, self.saved, Console(file=text, width=width))
         return text.getvalue()
 
     def report(self, path: str | os.PathLike[str]) -> Path:
@@ -104,17 +114,19 @@ class QuantizedModel:
         Raises:
             QuantizerError: the folder exists already or cannot be written.
         """
-        return write_folder(
+        self.saved = write_folder(
             folder, lambda new: shutil.copytree(self.folder, new, dirs_exist_ok=True), kind=RUN, replace=replace
         )
+        return self.saved
 
     def __repr__(self) -> str:
         record = self.record
         backend = "no engine" if record.engine is None else record.engine.backend
-        return f"QuantizedModel({type(self.model).__name__}, {backend}, in {self.folder})"
+        place = "not saved" if self.saved is None else f"saved in {self.saved}"
+        return f"QuantizedModel({type(self.model).__name__}, {backend}, {place})"
 
     def _engine(self, stem: str) -> EngineModule:
         assert self.record.engine is not None
         threads = int(self.record.config["engine"]["threads"])
         loaded = load_engine(self.record.engine.backend, self.folder / f"{stem}.engine", threads=threads)
-        return EngineModule(loaded, self.model, self._output)
+        return EngineModule(loaded, self._call)

@@ -91,6 +91,11 @@ class Workload:
         if self.calibrations is not None:
             self.calibrations.has_head = True
 
+    def write_call(self, folder: Path) -> None:
+        """Write into the folder of a run how its model is called, if that is more than names of inputs."""
+        if isinstance(self.scorer, FunctionScorer):
+            self.scorer.call.write(folder)
+
     def calibrate(self, quantizer: Quantizer, batches: Sequence[Batch]) -> None:
         """Calibrate a quantizer on the model, or give it what a run before it has seen."""
         if self.calibrations is None:

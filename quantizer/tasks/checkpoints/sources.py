@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+import os
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from quantizer.common.paths import is_folder
 from quantizer.common.paths import is_there
@@ -15,7 +20,7 @@ from quantizer.errors import MissingDependencyError
 from quantizer.errors import QuantizerError
 from quantizer.errors import TaskError
 
-__all__ = ["explained", "resolve_source", "transformers_package"]
+__all__ = ["explained", "require_reachable", "resolve_source", "transformers_package"]
 
 PACKAGE_PREFIX = "package:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -49,9 +54,47 @@ def resolve_source(source: str) -> Path | str:
             f"model source {source!r}: there is no folder {path} (a relative path starts at {Path.cwd()}). "
             f"Expected {FORMS}"
         )
-    if not HUB_NAME.fullmatch(source):
+    if not HUB_NAME.fullmatch(source) or ".." in source or "--" in source:
         raise TaskError(f"model source {source!r} is no name of a folder or model: expected {FORMS}")
     return source
+
+
+def require_reachable(where: Path | str) -> None:
+    """Check that a model of the hub is on this machine, or that the hub's host has an address here.
+
+    Without an address the hub's client tries again and again, half a minute long, and a misspelled folder is taken for
+    a hub name.
+
+    Args:
+        where: what ``resolve_source`` returned; a folder passes.
+
+    Raises:
+        TaskError: neither.
+    """
+    # It comes with transformers.
+    from huggingface_hub import constants
+    from huggingface_hub import try_to_load_from_cache
+
+    if isinstance(where, Path) or constants.HF_HUB_OFFLINE or getproxies():
+        return
+    if isinstance(try_to_load_from_cache(where, "config.json"), str):
+        return
+    host = urlsplit(constants.ENDPOINT).hostname
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise TaskError(
+            f"model source {where!r}: there is no folder {Path.cwd() / where}{_near_folder(where)}, and as a "
+            f"hub name it cannot be looked up: {host} has no address here ({error}). Expected {FORMS}"
+        ) from error
+
+
+def _near_folder(source: str) -> str:
+    """Return a hint where a folder here has nearly the name that a path begins with."""
+    first, *rest = source.split("/")
+    folders = [entry.name for entry in os.scandir() if entry.is_dir()]
+    paths = ["/".join([".", name, *rest]) for name in difflib.get_close_matches(first, folders)]
+    return next((f" (there is {path!r})" for path in paths if is_folder(Path(path))), "")
 
 
 @contextmanager

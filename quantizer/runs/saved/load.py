@@ -1,0 +1,73 @@
+"""``load``: the engine in the folder of a run, called as the model that it was built of."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from quantizer.common.plain_values import yaml_values
+from quantizer.engines import load_engine
+from quantizer.errors import QuantizerError
+from quantizer.files import restore_folder
+from quantizer.runs.run_engines import FLOAT_STEM
+from quantizer.runs.run_engines import QUANTIZED_STEM
+from quantizer.runs.saved.call_form import CallForm
+from quantizer.runs.workload.engine_module import EngineModule
+
+__all__ = ["load"]
+
+
+def load(
+    folder: str | os.PathLike[str], *, float_engine: bool = False, threads: int | None = None, verify: bool = True
+) -> EngineModule:
+    """Return the engine that ``QuantizedModel.save`` or ``quantizer run`` wrote, called as the model is.
+
+    Tensors go in by position or by name, and what the model returned comes out: a tensor, or tensors in tuples, lists
+    and mappings (a model output of transformers as a mapping). A checkpoint's engine is called by the names of its
+    inputs, and returns a mapping. The model itself is not needed.
+
+    Args:
+        folder: the folder.
+        float_engine: load the engine of the float model instead of the quantized one.
+        threads: the threads of an engine on a CPU; None: as many as it was measured with.
+        verify: compare the engine's file with the checksum in it.
+
+    Raises:
+        QuantizerError: the folder is not that of a run, or is damaged.
+        EngineError: the engine does not load on this machine.
+        MissingDependencyError: the library of its backend is not installed.
+    """
+    path = Path(folder)
+    restore_folder(path)
+    backend, measured = _settings(path)
+    file = path / f"{FLOAT_STEM if float_engine else QUANTIZED_STEM}.engine"
+    engine = load_engine(backend, file, threads=measured if threads is None else threads, verify=verify)
+    call = CallForm.read(path) or CallForm.by_names(path.absolute().name, engine.input_names, engine.output_names)
+    return EngineModule(engine, call)
+
+
+def _settings(folder: Path) -> tuple[str, int]:
+    """Return the backend and the threads of a run's engines.
+
+    Raises:
+        QuantizerError: the folder has no configuration of a run.
+    """
+    config = folder / "config.yaml"
+    if not config.is_file():
+        converted = (folder / "config.json").is_file()
+        hint = "; quantizer.runs.convert.load_converted loads what `quantizer convert` wrote" if converted else ""
+        raise QuantizerError(
+            f"{folder} is not the folder of a run: it has no config.yaml; expected what QuantizedModel.save or "
+            f"`quantizer run` wrote{hint}"
+        )
+    try:
+        told: Any = yaml_values(config.read_bytes())
+        backend, threads = told["quantizer"]["backend"], told["engine"]["threads"]
+        if not isinstance(backend, str) or not isinstance(threads, int) or isinstance(threads, bool):
+            raise ValueError("expected text for quantizer.backend and a number for engine.threads")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise QuantizerError(
+            f"{config} cannot be read ({type(error).__name__}: {error}); it is damaged: save the result again"
+        ) from error
+    return backend, threads
