@@ -30,5 +30,7 @@ TASKS: Registry[Any] = Registry(
         "semantic-segmentation",
         "depth-estimation",
         "object-detection",
+        "audio-classification",
+        "automatic-speech-recognition",
     ),
 )

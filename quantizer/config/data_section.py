@@ -23,9 +23,11 @@ from quantizer.config.section import Section
 from quantizer.config.section import Text
 from quantizer.config.section import reject
 
-__all__ = ["DataConfig", "DatasetConfig", "ModelConfig", "is_function_name"]
+__all__ = ["MOST_SECONDS", "DataConfig", "DatasetConfig", "ModelConfig", "is_function_name"]
 
 _TASKS = OneOf(TASKS)
+MOST_SECONDS = 3600
+"""The limit on the length of recordings, an hour."""
 
 _NAME = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 _FILE = re.compile(r"(?P<file>.*[/\\].*|.*\.py):(?P<function>[A-Za-z_]\w*)")
@@ -68,6 +70,11 @@ class ModelConfig(Section):
     )
     max_length: int = Field(
         default=128, ge=1, description="Longer texts are cut to this many tokens; images have none."
+    )
+    seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] | None = Field(
+        default=None,
+        description="Length to which recordings are cut or filled, in seconds; the engine takes no other. null: that "
+        "of the model's feature extractor, or 10.",
     )
     weights: Text | None = Field(
         default=None,
@@ -172,7 +179,7 @@ def _of_function(given: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the problems of a model whose source is a function."""
     found = [
         (f"/model.{name}", f"is not used by a source that is a function, {given['source']}; remove it")
-        for name in ("attention", "max_length")
+        for name in ("attention", "max_length", "seconds")
         if name in given and given[name] != _default(ModelConfig, name)
     ]
     if "inputs" in given and given["inputs"] is None:

@@ -6,17 +6,24 @@ from quantizer.tasks import embedding_classification
 from quantizer.tasks import image_classification
 from quantizer.tasks import sentence_similarity
 from quantizer.tasks import sequence_classification
+from quantizer.tasks.audio import audio_classification
+from quantizer.tasks.audio import speech_recognition
+from quantizer.tasks.audio.audio_inputs import Recordings
+from quantizer.tasks.datasets import Audio
 from quantizer.tasks.datasets import Image
 from quantizer.tasks.datasets import Masked
 from quantizer.tasks.datasets import Pair
 from quantizer.tasks.datasets import Plain
 from quantizer.tasks.datasets import Question
 from quantizer.tasks.datasets import Row
+from quantizer.tasks.datasets import Speech
 from quantizer.tasks.datasets import Text
 from quantizer.tasks.datasets import Words
 from quantizer.tasks.datasets import datasets
+from quantizer.tasks.datasets import folder_holds
 from quantizer.tasks.datasets import load_rows
 from quantizer.tasks.datasets import read_images
+from quantizer.tasks.datasets import read_recordings
 from quantizer.tasks.datasets import read_texts
 from quantizer.tasks.datasets import text_files
 from quantizer.tasks.image_inputs import read_image
@@ -47,18 +54,23 @@ from quantizer.tasks.tokens import token_classification
 
 __all__ = [
     # rows
+    "Audio",
     "Image",
     "Masked",
     "Pair",
     "Plain",
     "Question",
+    "Recordings",
     "Row",
+    "Speech",
     "Text",
     "Words",
     "datasets",
+    "folder_holds",
     "load_rows",
     "read_image",
     "read_images",
+    "read_recordings",
     "read_texts",
     "text_files",
     # models
@@ -82,6 +94,7 @@ __all__ = [
     "rows_at",
     "tasks",
     # modules, one task each
+    "audio_classification",
     "embedding_classification",
     "fill_mask",
     "image_classification",
@@ -89,6 +102,7 @@ __all__ = [
     "segmentation",
     "sentence_similarity",
     "sequence_classification",
+    "speech_recognition",
     "text_generation",
     "token_classification",
     "unscored",

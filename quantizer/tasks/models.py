@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from quantizer.errors import TaskError
+from quantizer.tasks.audio.audio_inputs import require_extractor
 from quantizer.tasks.checkpoints.depth import require_depth
 from quantizer.tasks.checkpoints.heads import read_by
 from quantizer.tasks.checkpoints.heads import task_of
@@ -27,6 +28,7 @@ from quantizer.tasks.task import tasks
 
 __all__ = [
     "Checkpoint",
+    "load_audio_processor",
     "load_image_processor",
     "load_model",
     "load_processor",
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 _CAUSAL = "AutoModelForCausalLM"
+_CTC = "AutoModelForCTC"
 
 _NO_CODE = {"trust_remote_code": False}
 """For every ``from_pretrained``: without it transformers asks on standard input whether to run the folder's code."""
@@ -120,8 +123,8 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
     if not reads:
         raise TaskError(
             f"model source {source!r}: {architecture or config.model_type} has no vocabulary, so it reads no text, "
-            "and transformers has no classifier of images of its kind; there is nothing else that the tasks "
-            f"{', '.join(tasks.names())} read"
+            "and transformers has no classifier of images or recordings of its kind; there is nothing else that the "
+            f"tasks {', '.join(tasks.names())} read"
         )
     if task is not None and tasks[task].reads not in reads:
         fitting = ", ".join(name for name in tasks.names() if tasks[name].reads in reads)
@@ -138,6 +141,8 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
 def load_processor(source: str, task: str) -> Any:
     """Return the tokenizer of a model, or its image processor if the task reads images.
 
+    A task of recordings has a feature extractor, and one of speech a processor that has a tokenizer besides.
+
     Raises:
         ConfigError: no task has this name.
         TaskError: there is none, or it does not fit.
@@ -145,6 +150,8 @@ def load_processor(source: str, task: str) -> Any:
     """
     if tasks[task].reads == "image":
         return load_image_processor(source)
+    if tasks[task].reads == "audio":
+        return load_audio_processor(source, writes=tasks[task].auto_class == _CTC)
     return load_tokenizer(source, goes_on=tasks[task].auto_class == _CAUSAL)
 
 
@@ -160,6 +167,28 @@ def load_image_processor(source: str) -> Any:
     with explained(source, "image processor"):
         # Pillow gives calibration and a server the same pixels, whether torchvision is installed there or not.
         return transformers_package().AutoImageProcessor.from_pretrained(where, backend="pil", **_NO_CODE)
+
+
+def load_audio_processor(source: str, *, writes: bool) -> Any:
+    """Return the feature extractor that comes with a model.
+
+    Args:
+        source: see ``resolve_source``.
+        writes: whether the model writes what is said: it has a tokenizer, too, and both are one processor.
+
+    Raises:
+        TaskError: there is none, or it makes no recordings of one length.
+        MissingDependencyError: transformers is not installed.
+    """
+    where = resolve_source(source)
+    package = transformers_package()
+    with explained(source, "feature extractor"):
+        extractor = package.AutoFeatureExtractor.from_pretrained(where, **_NO_CODE)
+        require_extractor(extractor)
+    if not writes:
+        return extractor
+    # Not by AutoProcessor: where a language model comes with it, that needs packages of its own.
+    return package.Wav2Vec2Processor(feature_extractor=extractor, tokenizer=load_tokenizer(source))
 
 
 def load_tokenizer(source: str, *, goes_on: bool = False) -> Any:

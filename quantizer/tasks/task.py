@@ -66,10 +66,12 @@ class Task(ABC):
 
     Args:
         model: the float model, from which inputs are derived; an image model is run once. No reference is kept.
-        processor: a transformers tokenizer, or an image processor if the task reads images.
+        processor: a transformers tokenizer, an image processor if the task reads images, a feature extractor if it
+            reads recordings, or a processor that has both an extractor and a tokenizer.
         max_length: longer texts are cut to this many tokens.
         batch_size: samples in a batch (a pair is two).
         min_length: shorter batches are padded to this many tokens, for engines that have a lower limit.
+        seconds: the length to which recordings are cut or filled; None: that of the feature extractor, or 10.
 
     Raises:
         TaskError: the lengths or the batch size are out of bounds, or the model does not fit the task.
@@ -77,7 +79,7 @@ class Task(ABC):
     """
 
     name: ClassVar[str]
-    reads: ClassVar[Literal["text", "image"]] = "text"
+    reads: ClassVar[Literal["text", "image", "audio"]] = "text"
     """The kind of samples; lengths apply to texts only."""
     auto_class: ClassVar[str]
     """The transformers class that loads the model."""
@@ -99,12 +101,14 @@ class Task(ABC):
         max_length: int = 128,
         batch_size: int = 32,
         min_length: int = 1,
+        seconds: float | None = None,
     ) -> None:
         if batch_size < 1:
             raise TaskError(f"batch_size={batch_size}, expected at least 1")
         for package in self.packages:
             if find_spec(package) is None:
                 raise MissingDependencyError(package, "hf")
+        self.seconds = seconds
         self.inputs: Inputs = self.make_inputs(model, processor, max_length, min_length)
         self.batch_size = batch_size
 
@@ -296,6 +300,7 @@ def build_task(
     max_length: int = 128,
     batch_size: int = 32,
     min_length: int = 1,
+    seconds: float | None = None,
 ) -> Task:
     """Return a task by its registered name; see ``Task`` for the arguments.
 
@@ -303,4 +308,6 @@ def build_task(
         ConfigError: no task has this name.
         TaskError: the lengths or the batch size are out of bounds, or the model does not fit the task.
     """
-    return tasks[name](model, processor, max_length=max_length, batch_size=batch_size, min_length=min_length)
+    return tasks[name](
+        model, processor, max_length=max_length, batch_size=batch_size, min_length=min_length, seconds=seconds
+    )

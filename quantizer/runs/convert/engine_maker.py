@@ -136,7 +136,7 @@ class EngineMaker:
         """
         allowed, amp, model = self.asked.max_drop, None, self.context.model
         budget = self.budget(variant.backend)
-        read = (self.facts.source, self.facts.task, self.facts.batch[1], self.facts.sequence)
+        read = (self.facts.source, self.facts.task, self.facts.batch[1], self.facts.sequence, self.facts.seconds)
         metric = TaskMetric(read, self.context.task, budget.searched, [])
         made = self._quantized(variant, quantizer, folder)
         if beside is not None and made.engine is not None and self.ratio(made.engine, beside) >= HOPELESS:

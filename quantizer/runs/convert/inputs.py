@@ -16,7 +16,15 @@ from quantizer.tasks import text_files
 
 __all__ = ["ConversionInputs", "conversion_inputs"]
 
-_CALIBRATION = {"text": f"a file of texts ({', '.join(text_files)})", "image": "a folder of images"}
+_CALIBRATION = {
+    "text": f"a file of texts ({', '.join(text_files)})",
+    "image": "a folder of images",
+    "audio": "a folder of recordings (.wav)",
+}
+_SIZE = {
+    "image": "images, which have no tokens; leave it out (their size is that which the model's image processor makes)",
+    "audio": "recordings, which have no tokens; leave it out, and give --seconds",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +36,8 @@ class ConversionInputs:
         source: the source of the model.
         labels: the class names of a classifier, of rows or of tokens; empty for other models.
         batch: least, usual and most rows in a batch.
-        sequence: least, usual and most tokens of a row; None: rows are images.
+        sequence: least, usual and most tokens of a row; None: rows are no texts.
+        seconds: the length of recordings; None: their feature extractor's own.
     """
 
     name: str
@@ -37,6 +46,7 @@ class ConversionInputs:
     labels: tuple[str, ...]
     batch: Sizes
     sequence: Sizes | None
+    seconds: float | None = None
 
     @property
     def dimensions(self) -> dict[str, Sizes]:
@@ -70,13 +80,12 @@ def conversion_inputs(asked: ConversionRequest, name: str) -> ConversionInputs:
         )
     labels = checkpoint.labels if tasks[task].labels is not None else ()
     facts = partial(ConversionInputs, name=name, source=asked.model, task=task, labels=labels, batch=asked.batch_size)
-    if reads == "image":
+    if asked.seconds is not None and reads != "audio":
+        raise TaskError(f"--seconds {asked.seconds:g} is for recordings, and task {task} for {reads}s: leave it out")
+    if reads != "text":
         if asked.seq_len is not None:
-            raise TaskError(
-                f"--seq-len {' '.join(map(str, asked.seq_len))}: task {task} is for images, which have no tokens; "
-                "leave it out (their size is the one that the model's image processor makes)"
-            )
-        return facts(sequence=None)
+            raise TaskError(f"--seq-len {' '.join(map(str, asked.seq_len))}: task {task} is for {_SIZE[reads]}")
+        return facts(sequence=None, seconds=asked.seconds)
     most = checkpoint.positions
     if asked.seq_len is not None and most is not None and asked.seq_len[2] > most:
         raise TaskError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dataclasses import field
 from pathlib import Path
 
+from quantizer.config.data_section import MOST_SECONDS
 from quantizer.engines import backends
 from quantizer.engines.candidates import Variant
 from quantizer.engines.candidates import cpu_candidates
@@ -64,6 +65,7 @@ class ConversionRequest:
         batch_size: least, usual and most rows in a batch.
         seq_len: least, usual and most tokens in a row of text; None: 16, 128, 512, or less if the model has fewer
             positions.
+        seconds: the length to which recordings are cut or filled; None: that of their feature extractor, or 10.
         compute_capability: the GPU to build for ahead of time, with TensorRT-RTX.
         inference_precision: the precision of OpenVINO's computations that are not quantized; None: float32.
         tolerance: the least SQNR in dB of an engine's outputs against PyTorch's; None: the default for its types.
@@ -91,6 +93,7 @@ class ConversionRequest:
     evaluation: DataSource | None = None
     batch_size: Sizes = BATCH_SIZES
     seq_len: Sizes | None = None
+    seconds: float | None = None
     compute_capability: str | None = None
     inference_precision: str | None = None
     tolerance: float | None = None
@@ -170,7 +173,7 @@ class ConversionRequest:
             yield (
                 "--quantization needs data to calibrate on, and --calibration is missing: give 100 or more texts or "
                 "images like those that the model will see, such as --calibration texts.txt with one a line, or a "
-                "folder of images"
+                "folder of images or recordings"
             )
         if self.max_drop is not None and self.tuning is None:
             yield (
@@ -201,6 +204,8 @@ class ConversionRequest:
         for option, value in (("--rows", self.rows), ("--threads", self.threads)):
             if value is not None and value < 1:
                 yield f"{option} {value}: expected 1 or more"
+        if self.seconds is not None and not 0 < self.seconds <= MOST_SECONDS:
+            yield f"--seconds {self.seconds:g}: expected more than 0 and at most {MOST_SECONDS}"
         if self.max_drop is not None and not self.max_drop >= 0:
             yield f"--max-drop {self.max_drop}: expected 0 or more, in the unit of the task's score"
 

@@ -143,6 +143,7 @@ class _Run:
         with self.stage("load the model"):
             sizes = facts.sequence
             lengths = {} if sizes is None else {"min_length": sizes[0], "max_length": sizes[2]}
+            options = {**lengths, "batch_size": facts.batch[1], "seconds": facts.seconds}
             self.context = load_context(
                 self.stage,
                 kept,
@@ -152,7 +153,7 @@ class _Run:
                 # An ONNX file and an engine for each backend, in which integers take a quarter.
                 copies=len(asked.backends) / (2 if asked.quantization else 1),
                 needed_for="what is written for this model",
-                sizes={"batch_size": facts.batch[1], **lengths},
+                sizes=options,
             )
         self.model, self.task = self.context.model, self.context.task
         # Errors that would otherwise come after minutes of calibration.

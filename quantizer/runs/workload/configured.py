@@ -47,6 +47,7 @@ def configured_workload(
             "batch_size": config.data.batch_size,
             # A shorter batch would be outside the engine's range.
             "min_length": config.export.dynamic.sequence[0],
+            "seconds": config.model.seconds,
         },
     )
     return workload_of(config, context, rows, Scoring(context, rows.evaluation, config.report.bootstrap, folder))
