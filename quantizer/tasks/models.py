@@ -17,6 +17,7 @@ from quantizer.tasks.audio.audio_inputs import require_extractor
 from quantizer.tasks.checkpoints.depth import require_depth
 from quantizer.tasks.checkpoints.heads import read_by
 from quantizer.tasks.checkpoints.heads import task_of
+from quantizer.tasks.checkpoints.sentence_folder import read_pooling
 from quantizer.tasks.checkpoints.sources import explained
 from quantizer.tasks.checkpoints.sources import resolve_source
 from quantizer.tasks.checkpoints.sources import transformers_package
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 _CAUSAL = "AutoModelForCausalLM"
+_ENCODER = "AutoModel"
 _CTC = "AutoModelForCTC"
 
 _NO_CODE = {"trust_remote_code": False}
@@ -46,6 +48,8 @@ _NO_CODE = {"trust_remote_code": False}
 
 def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Module:
     """Return the float32 model for a task, in eval mode.
+
+    An encoder of sentences has the pooling that its folder says as ``sentence_pooling``.
 
     Args:
         source: see ``resolve_source``.
@@ -76,6 +80,8 @@ def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Mod
     if entry.auto_class == _CAUSAL:
         # A text is read at once: keys and values of former tokens are neither given nor wanted.
         model.config.use_cache = False
+    if entry.auto_class == _ENCODER:
+        model.sentence_pooling = read_pooling(source)
     loaded_model: torch.nn.Module = model
     return loaded_model.eval()
 
