@@ -24,6 +24,7 @@ TASKS: Registry[Any] = Registry(
         "sequence-classification",
         "token-classification",
         "question-answering",
+        "multiple-choice",
         "fill-mask",
         "text-generation",
         "image-classification",

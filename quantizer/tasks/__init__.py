@@ -10,6 +10,7 @@ from quantizer.tasks.audio import audio_classification
 from quantizer.tasks.audio import speech_recognition
 from quantizer.tasks.audio.audio_inputs import Recordings
 from quantizer.tasks.datasets import Audio
+from quantizer.tasks.datasets import Choices
 from quantizer.tasks.datasets import Image
 from quantizer.tasks.datasets import Masked
 from quantizer.tasks.datasets import Pair
@@ -48,6 +49,7 @@ from quantizer.tasks.task import Task
 from quantizer.tasks.task import build_task
 from quantizer.tasks.task import tasks
 from quantizer.tasks.tokens import fill_mask
+from quantizer.tasks.tokens import multiple_choice
 from quantizer.tasks.tokens import question_answering
 from quantizer.tasks.tokens import text_generation
 from quantizer.tasks.tokens import token_classification
@@ -55,6 +57,7 @@ from quantizer.tasks.tokens import token_classification
 __all__ = [
     # rows
     "Audio",
+    "Choices",
     "Image",
     "Masked",
     "Pair",
@@ -98,6 +101,7 @@ __all__ = [
     "embedding_classification",
     "fill_mask",
     "image_classification",
+    "multiple_choice",
     "question_answering",
     "segmentation",
     "sentence_similarity",

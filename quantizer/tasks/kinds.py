@@ -13,6 +13,7 @@ __all__ = ["rows_of_kind"]
 Kind = TypeVar("Kind")
 DATASETS = {
     "Audio": "'audio-folder', 'audio-csv'",
+    "Choices": "'choices-jsonl'",
     "Image": "'image-folder', 'image-csv'",
     "Masked": "'image-masks'",
     "Pair": "'stsb-csv'",

@@ -82,8 +82,7 @@ def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Mod
         model.config.use_cache = False
     if entry.auto_class == _ENCODER:
         model.sentence_pooling = read_pooling(source)
-    loaded_model: torch.nn.Module = model
-    return loaded_model.eval()
+    return entry.module_of(model).eval()
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,11 @@ class Task(ABC):
 
     # What a subclass defines
 
+    @classmethod
+    def module_of(cls, model: torch.nn.Module) -> torch.nn.Module:
+        """Return what an engine computes of a checkpoint's model: all of it, unless a subclass says otherwise."""
+        return model
+
     @abstractmethod
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
         """Return the samples of rows, in the order of ``Predictions.outputs``.

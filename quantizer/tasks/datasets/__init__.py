@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quantizer.tasks.datasets import choices
 from quantizer.tasks.datasets import conll
 from quantizer.tasks.datasets import squad_json
 from quantizer.tasks.datasets import sst2
@@ -17,6 +18,7 @@ from quantizer.tasks.datasets.files.paths import read_images
 from quantizer.tasks.datasets.files.paths import read_recordings
 from quantizer.tasks.datasets.load import load_rows
 from quantizer.tasks.datasets.rows import Audio
+from quantizer.tasks.datasets.rows import Choices
 from quantizer.tasks.datasets.rows import Image
 from quantizer.tasks.datasets.rows import Masked
 from quantizer.tasks.datasets.rows import Pair
@@ -32,6 +34,7 @@ from quantizer.tasks.datasets.texts import text_files
 
 __all__ = [
     "Audio",
+    "Choices",
     "Image",
     "Masked",
     "Pair",
@@ -41,6 +44,7 @@ __all__ = [
     "Speech",
     "Text",
     "Words",
+    "choices",
     "conll",
     "datasets",
     "folder_holds",

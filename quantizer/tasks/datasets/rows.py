@@ -24,6 +24,7 @@ from quantizer.errors import TaskError
 
 __all__ = [
     "Audio",
+    "Choices",
     "Image",
     "Masked",
     "Pair",
@@ -109,6 +110,16 @@ class Question:
 
 
 @dataclass(frozen=True)
+class Choices:
+    """A question, the text that it is about or "", answers to choose from, and the place of the right one."""
+
+    question: str
+    context: str
+    choices: tuple[str, ...]
+    label: int
+
+
+@dataclass(frozen=True)
 class Masked:
     """One image file, and the file with the class number of each of its pixels."""
 
@@ -119,7 +130,7 @@ class Masked:
 _MOST_DIGITS = 9
 """The limit on the digits of a class number: no model has so many classes, and more may not fit in 64 bits."""
 
-Row: TypeAlias = Audio | Image | Masked | Pair | Plain | Question | Speech | Text | Words
+Row: TypeAlias = Audio | Choices | Image | Masked | Pair | Plain | Question | Speech | Text | Words
 
 
 def content_of(rows: Sequence[Row]) -> str:
