@@ -85,6 +85,8 @@ processor/, config.json and a report; it is complete when the command ends well,
         for option, kind in (("--batch-size", "rows in a batch"), ("--seq-len", "tokens in a row of text")):
             sizes = "1 8 32" if option == "--batch-size" else "16 128 512, or less where the model takes less"
             target.add_argument(option, nargs=3, type=int, metavar=_THREE, help=f"{kind} (default: {sizes})")
+        data.add_argument("--labels", nargs="+", metavar="LABEL", help="labels that CLIP and its like choose from")
+        data.add_argument("--template", help="text of a label, with {} in its place (default: This is a photo of {}.)")
         target.add_argument("--seconds", type=float, help="length of recordings (default: the extractor's own, or 10)")
         target.add_argument(
             "--compute-capability", metavar="SM", help="GPU for tensorrt-rtx to build for, such as sm89"
@@ -114,7 +116,7 @@ processor/, config.json and a report; it is complete when the command ends well,
         given = {name: value for name, value in vars(args).items() if value is not None}
         for name in ("verb", "parser"):
             del given[name]
-        for name in ("backend", "batch_size", "seq_len"):
+        for name in ("backend", "batch_size", "seq_len", "labels"):
             if name in given:
                 given[name] = tuple(given[name])
         if _is_function(given):

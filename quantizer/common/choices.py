@@ -28,6 +28,7 @@ TASKS: Registry[Any] = Registry(
         "fill-mask",
         "text-generation",
         "image-classification",
+        "zero-shot-image-classification",
         "semantic-segmentation",
         "depth-estimation",
         "object-detection",

@@ -239,6 +239,7 @@ def load_context(
     needed_for: str,
     sizes: Mapping[str, Any],
     attention: str = "eager",
+    texts: Mapping[str, str] | None = None,
 ) -> RunContext:
     """Load a model, its processor and its task, and check that there is disk space for the output.
 
@@ -250,11 +251,12 @@ def load_context(
         needed_for: what will be written, in words, for the message.
         sizes: lengths, seconds and batch size of the task, as ``build_task`` takes them.
         attention: the implementation of attention, "eager" or "sdpa".
+        texts: the text of each label, for a task that takes its labels from the request.
 
     Raises:
         QuantizerError: the model cannot be loaded, does not fit the task, or there is not enough disk space.
     """
-    model = load_model(source, task, attention)
+    model = load_model(source, task, attention, texts)
     parameters = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     require_room(folder, int(parameters * copies), needed_for)
     processor = load_processor(source, task)

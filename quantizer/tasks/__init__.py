@@ -30,6 +30,7 @@ from quantizer.tasks.datasets import text_files
 from quantizer.tasks.image_inputs import read_image
 from quantizer.tasks.images import segmentation
 from quantizer.tasks.images import unscored
+from quantizer.tasks.images import zero_shot
 from quantizer.tasks.inputs import Feed
 from quantizer.tasks.inputs import Sample
 from quantizer.tasks.inputs import batch_shape
@@ -39,6 +40,7 @@ from quantizer.tasks.models import load_model
 from quantizer.tasks.models import load_processor
 from quantizer.tasks.models import load_tokenizer
 from quantizer.tasks.models import read_checkpoint
+from quantizer.tasks.models import require_labels
 from quantizer.tasks.models import resolve_source
 from quantizer.tasks.outputs import first_output
 from quantizer.tasks.task import Batch
@@ -82,6 +84,7 @@ __all__ = [
     "load_processor",
     "load_tokenizer",
     "read_checkpoint",
+    "require_labels",
     "resolve_source",
     # tasks
     "Batch",
@@ -110,4 +113,5 @@ __all__ = [
     "text_generation",
     "token_classification",
     "unscored",
+    "zero_shot",
 ]

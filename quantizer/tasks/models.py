@@ -5,7 +5,9 @@ A source is a local folder, a folder inside an installed package, or a hub name.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +37,7 @@ __all__ = [
     "load_processor",
     "load_tokenizer",
     "read_checkpoint",
+    "require_labels",
     "resolve_source",
 ]
 
@@ -46,7 +49,9 @@ _NO_CODE = {"trust_remote_code": False}
 """For every ``from_pretrained``: without it transformers asks on standard input whether to run the folder's code."""
 
 
-def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Module:
+def load_model(
+    source: str, task: str, attention: str = "eager", texts: Mapping[str, str] | None = None
+) -> torch.nn.Module:
     """Return the float32 model for a task, in eval mode.
 
     An encoder of sentences has the pooling that its folder says as ``sentence_pooling``.
@@ -55,6 +60,7 @@ def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Mod
         source: see ``resolve_source``.
         task: a registered task, which decides whether an encoder or a classifier is loaded.
         attention: "eager" or "sdpa".
+        texts: the text of each label, for a task that takes its labels from the request.
 
     Raises:
         ConfigError: no task has this name.
@@ -62,8 +68,10 @@ def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Mod
         MissingDependencyError: transformers is not installed.
     """
     entry = tasks[task]
+    require_labels(task, texts or {})
     where = resolve_source(source)
     read_checkpoint(source, task)
+    tokenizer = load_tokenizer(source) if entry.names_labels else None
     auto_class = getattr(transformers_package(), entry.auto_class)
     with explained(source, "model"), _no_progress_bar():
         model, loaded = auto_class.from_pretrained(
@@ -82,7 +90,22 @@ def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Mod
         model.config.use_cache = False
     if entry.auto_class == _ENCODER:
         model.sentence_pooling = read_pooling(source)
-    return entry.module_of(model).eval()
+    return entry.module_of(model.eval(), tokenizer, texts).eval()
+
+
+def require_labels(task: str, texts: Collection[str]) -> None:
+    """Raise if a task takes its labels from the request and there are none, or takes none and there are some.
+
+    Raises:
+        ConfigError: no task has this name.
+        TaskError: the labels do not fit the task.
+    """
+    if tasks[task].names_labels and not texts:
+        raise TaskError(
+            f"task {task!r} chooses among labels, and none were given: name two or more, in model.labels or --labels"
+        )
+    if texts and not tasks[task].names_labels:
+        raise TaskError(f"task {task!r} has the labels of its model, and {', '.join(texts)} were given: leave them out")
 
 
 @dataclass(frozen=True)

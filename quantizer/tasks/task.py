@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC
 from abc import abstractmethod
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -90,6 +91,8 @@ class Task(ABC):
     """The modules that the score needs besides NumPy, all in the extra ``hf``."""
     labels: ClassVar[Literal["row", "part"] | None] = None
     """What the class names in the model's config are for: a whole row, its tokens or pixels, or nothing."""
+    names_labels: ClassVar[bool] = False
+    """Whether the labels are those of the request, and not the model's own."""
     needs_head: ClassVar[bool] = False
     """Whether ``fit_head`` must be called before ``predict``."""
 
@@ -115,8 +118,16 @@ class Task(ABC):
     # What a subclass defines
 
     @classmethod
-    def module_of(cls, model: torch.nn.Module) -> torch.nn.Module:
-        """Return what an engine computes of a checkpoint's model: all of it, unless a subclass says otherwise."""
+    def module_of(
+        cls, model: torch.nn.Module, tokenizer: Any = None, texts: Mapping[str, str] | None = None
+    ) -> torch.nn.Module:
+        """Return what an engine computes of a checkpoint's model: all of it, unless a subclass says otherwise.
+
+        Args:
+            model: the model of ``auto_class``.
+            tokenizer: its tokenizer; None unless ``names_labels``.
+            texts: the text of each label that the request names; None unless ``names_labels``.
+        """
         return model
 
     @abstractmethod

@@ -11,6 +11,7 @@ from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.convert.request import Sizes
 from quantizer.runs.convert.request import convertible_tasks
 from quantizer.tasks import read_checkpoint
+from quantizer.tasks import require_labels
 from quantizer.tasks import tasks
 from quantizer.tasks import text_files
 
@@ -78,7 +79,8 @@ def conversion_inputs(asked: ConversionRequest, name: str) -> ConversionInputs:
             f"--calibration {asked.calibration} is of {asked.calibration.holds}s, and task {task} is for {reads}s: "
             f"give {_CALIBRATION[reads]}"
         )
-    labels = checkpoint.labels if tasks[task].labels is not None else ()
+    require_labels(task, asked.labels)
+    labels = asked.labels or (checkpoint.labels if tasks[task].labels is not None else ())
     facts = partial(ConversionInputs, name=name, source=asked.model, task=task, labels=labels, batch=asked.batch_size)
     if asked.seconds is not None and reads != "audio":
         raise TaskError(f"--seconds {asked.seconds:g} is for recordings, and task {task} for {reads}s: leave it out")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from dataclasses import field
 from pathlib import Path
 
+from quantizer.common.label_texts import TEMPLATE
+from quantizer.common.label_texts import label_problem
 from quantizer.config.data_section import MOST_SECONDS
 from quantizer.engines import backends
 from quantizer.engines.candidates import Variant
@@ -66,6 +68,8 @@ class ConversionRequest:
         seq_len: least, usual and most tokens in a row of text; None: 16, 128, 512, or less if the model has fewer
             positions.
         seconds: the length to which recordings are cut or filled; None: that of their feature extractor, or 10.
+        labels: the labels to choose from, for a task that takes them from the request.
+        template: the text of each of them, with {} in its place.
         compute_capability: the GPU to build for ahead of time, with TensorRT-RTX.
         inference_precision: the precision of OpenVINO's computations that are not quantized; None: float32.
         tolerance: the least SQNR in dB of an engine's outputs against PyTorch's; None: the default for its types.
@@ -94,6 +98,8 @@ class ConversionRequest:
     batch_size: Sizes = BATCH_SIZES
     seq_len: Sizes | None = None
     seconds: float | None = None
+    labels: tuple[str, ...] = ()
+    template: str = TEMPLATE
     compute_capability: str | None = None
     inference_precision: str | None = None
     tolerance: float | None = None
@@ -206,6 +212,8 @@ class ConversionRequest:
                 yield f"{option} {value}: expected 1 or more"
         if self.seconds is not None and not 0 < self.seconds <= MOST_SECONDS:
             yield f"--seconds {self.seconds:g}: expected more than 0 and at most {MOST_SECONDS}"
+        if problem := label_problem(self.labels, self.template):
+            yield f"--labels: {problem}"
         if self.max_drop is not None and not self.max_drop >= 0:
             yield f"--max-drop {self.max_drop}: expected 0 or more, in the unit of the task's score"
 

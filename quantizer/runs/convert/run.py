@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from torch import nn
 
+from quantizer.common.label_texts import label_texts
 from quantizer.engines import Engine
 from quantizer.engines import inspect_file
 from quantizer.engines.candidates import Variant
@@ -154,6 +155,7 @@ class _Run:
                 copies=len(asked.backends) / (2 if asked.quantization else 1),
                 needed_for="what is written for this model",
                 sizes=options,
+                texts=label_texts(asked.labels, asked.template),
             )
         self.model, self.task = self.context.model, self.context.task
         # Errors that would otherwise come after minutes of calibration.

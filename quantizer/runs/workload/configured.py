@@ -42,6 +42,7 @@ def configured_workload(
         copies=1,
         needed_for="what a run writes of this model",
         attention=config.model.attention,
+        texts=config.model.texts,
         sizes={
             "max_length": config.model.max_length,
             "batch_size": config.data.batch_size,

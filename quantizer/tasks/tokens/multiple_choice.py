@@ -5,6 +5,7 @@ Shapes: N rows, R pairs of a question and a choice, S tokens, C choices of the r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,7 +69,9 @@ class MultipleChoice(Task):
     metric_name = "accuracy"
 
     @classmethod
-    def module_of(cls, model: torch.nn.Module) -> torch.nn.Module:
+    def module_of(
+        cls, model: torch.nn.Module, tokenizer: Any = None, texts: Mapping[str, str] | None = None
+    ) -> torch.nn.Module:
         return ChoiceScorer(model)
 
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
