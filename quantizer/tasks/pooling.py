@@ -64,7 +64,7 @@ MODES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class SentencePooling:
-    """How the embedding of a sentence is made, and two of them compared.
+    """The way in which the embedding of a sentence is made, and two of them are compared.
 
     Attributes:
         modes: names in ``MODES``; several are joined to one embedding.
