@@ -9,6 +9,7 @@ from quantizer.tasks import sequence_classification
 from quantizer.tasks.audio import audio_classification
 from quantizer.tasks.audio import speech_recognition
 from quantizer.tasks.audio.audio_inputs import Recordings
+from quantizer.tasks.checkpoints.timm_models import save_processor
 from quantizer.tasks.datasets import Audio
 from quantizer.tasks.datasets import Choices
 from quantizer.tasks.datasets import Image
@@ -86,6 +87,7 @@ __all__ = [
     "read_checkpoint",
     "require_labels",
     "resolve_source",
+    "save_processor",
     # tasks
     "Batch",
     "Feed",

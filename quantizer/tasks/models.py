@@ -23,6 +23,9 @@ from quantizer.tasks.checkpoints.sentence_folder import read_pooling
 from quantizer.tasks.checkpoints.sources import explained
 from quantizer.tasks.checkpoints.sources import resolve_source
 from quantizer.tasks.checkpoints.sources import transformers_package
+from quantizer.tasks.checkpoints.timm_models import classifier_of
+from quantizer.tasks.checkpoints.timm_models import loadable
+from quantizer.tasks.checkpoints.timm_models import require_timm
 from quantizer.tasks.classification import class_names
 from quantizer.tasks.classification import require_one_label
 from quantizer.tasks.image_inputs import require_pillow
@@ -74,9 +77,9 @@ def load_model(
     tokenizer = load_tokenizer(source) if entry.names_labels else None
     auto_class = getattr(transformers_package(), entry.auto_class)
     with explained(source, "model"), _no_progress_bar():
-        model, loaded = auto_class.from_pretrained(
-            where, dtype=torch.float32, attn_implementation=attention, output_loading_info=True, **_NO_CODE
-        )
+        config = loadable(transformers_package().AutoConfig.from_pretrained(where, **_NO_CODE))
+        options = {"dtype": torch.float32, "attn_implementation": attention, **_NO_CODE}
+        model, loaded = auto_class.from_pretrained(where, config=config, output_loading_info=True, **options)
     # Tasks of encoders read the last hidden state, so the weights of a pooler may be missing.
     missing = sorted(key for key in loaded["missing_keys"] if "pooler" not in key)
     if missing:
@@ -142,8 +145,9 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
         told, _ = transformers_package().PretrainedConfig.get_config_dict(where)
         _refuse_code(source, "config.json", told)
         require_depth(told)
+        require_timm(told)
         config: Any = transformers_package().AutoConfig.from_pretrained(where, **_NO_CODE)
-        architecture = next(iter(config.architectures or ()), None)
+        architecture = next(iter(config.architectures or ()), classifier_of(config))
         reads = read_by(config)
         labels, positions = class_names(config), getattr(config, "max_position_embeddings", None)
         if positions is not None and not isinstance(positions, int):

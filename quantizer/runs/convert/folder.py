@@ -77,9 +77,8 @@ class Converted:
             )
             encoded: Any = recordings.arrays([Path(cast(str | Path, sample)) for sample in samples])
         elif self._reads == "image":
-            encoded = self.processor(
-                [read_image(Path(cast(str | Path, sample))) for sample in samples], return_tensors="np"
-            )
+            images = [read_image(Path(cast(str | Path, sample))) for sample in samples]
+            encoded = {name: value.numpy() for name, value in self.processor(images, return_tensors="pt").items()}
         else:
             encoded = self._tokens(samples)
         return {spec.name: encoded[spec.name].astype(spec.dtype) for spec in self.engine.inputs}

@@ -66,6 +66,7 @@ from quantizer.runs.run_context import load_context
 from quantizer.runs.run_context import resume_files
 from quantizer.runs.scoring import Scoring
 from quantizer.targets import profile
+from quantizer.tasks import save_processor
 
 __all__ = ["convert"]
 
@@ -263,7 +264,7 @@ class _Run:
         if made.quantizer is not None:
             source, rows = str(self.asked.calibration), len(self.calibration)
             facts = quantization_facts(made.quantizer, made.budget, scores, source, rows)
-        self.context.processor.save_pretrained(folder / processor_folder(self.facts.task))
+        save_processor(self.context.processor, self.model.config, folder / processor_folder(self.facts.task))
         signature = read_signature(folder / ONNX)
         result = BackendResult(
             backend=name,
