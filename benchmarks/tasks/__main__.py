@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import yaml
 from cases import CASES
 from cases import Case
@@ -29,6 +30,7 @@ _BACKENDS = {"run": "openvino", "convert": "onnxruntime"}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("runs/tasks"), help="folder of checkpoints and runs")
+    parser.add_argument("--page", action="store_true", help="write the page of what was measured, and measure nothing")
     parser.add_argument("--only", nargs="+", choices=[case.task for case in CASES], help="these tasks, and no page")
     asked = parser.parse_args()
     (asked.work / "data").mkdir(parents=True, exist_ok=True)
@@ -37,28 +39,31 @@ def main() -> None:
     missing = [case.task for case in cases if case.real and not SHARED.is_dir()]
     if missing:
         print(f"{SHARED} is missing, with the models and data of {', '.join(missing)}: these are left out")
-    results = [_measured(case, work) for case in cases if case.task not in missing]
+    results = [_measured(case, work, asked.page) for case in cases if case.task not in missing]
     if asked.only is None:
         _PAGE.write_text(page(results), encoding="utf-8")
         print(f"wrote {_PAGE}")
 
 
-def _measured(case: Case, work: Path) -> Result:
-    """The records of both ways, taken from their folders where they are there."""
-    source = _checkpoint(case, work)
+def _measured(case: Case, work: Path, there: bool) -> Result:
+    """The records of both ways, taken from their folders where they are there; nothing else if so asked."""
     folders = {verb: work / verb / case.task for verb in _BACKENDS}
+    reports = {"run": folders["run"] / "report.json"}
+    reports["convert"] = folders["convert"] / _BACKENDS["convert"] / "report.json"
+    if there:
+        return Result(case=case, **{verb: read_record(path) for verb, path in reports.items() if path.exists()})
+    source = _checkpoint(case, work)
     result = Result(case=case)
     if case.evaluation is not None:
-        if not (folders["run"] / "report.json").exists():
+        if not reports["run"].exists():
             config = work / f"{case.task}.yaml"
             config.write_text(yaml.safe_dump(_config(case, source, work), sort_keys=False), encoding="utf-8")
             _quantizer("run", str(config), "--output", str(folders["run"]), "--force")
-        result = replace(result, run=read_record(folders["run"] / "report.json"))
+        result = replace(result, run=read_record(reports["run"]))
     if case.convertible:
-        report = folders["convert"] / _BACKENDS["convert"] / "report.json"
-        if not report.exists():
+        if not reports["convert"].exists():
             _quantizer("convert", *_words(case, source, work), "--output", str(folders["convert"]), "--force")
-        result = replace(result, convert=read_record(report))
+        result = replace(result, convert=read_record(reports["convert"]))
     return result
 
 
@@ -71,6 +76,7 @@ def _checkpoint(case: Case, work: Path) -> str:
         print(f"{case.task}: the checkpoint ({case.model})", flush=True)
         unfinished = work / "data" / f"{case.task}.part"
         shutil.rmtree(unfinished, ignore_errors=True)
+        torch.manual_seed(0)
         case.source(unfinished)
         unfinished.rename(made)
     return str(made)

@@ -122,7 +122,7 @@ def questions(folder: Path) -> None:
             [row.question for row in chunk],
             [row.context for row in chunk],
             truncation="longest_first",
-            max_length=192,
+            max_length=256,
             padding=True,
             return_tensors="pt",
             return_offsets_mapping=True,

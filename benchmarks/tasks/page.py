@@ -1,4 +1,4 @@
-"""The page of the tasks: what each of them is, and what INT8 did to it."""
+"""The page of the tasks: what INT8 does to a model of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from cases import Case
 
 from quantizer.report import RunRecord
 from quantizer.report import collect_machine
-from quantizer.tasks import tasks
 
 __all__ = ["Result", "page"]
 
@@ -18,21 +17,13 @@ _INTRO = """# Tasks
 
 <!-- Made by `make tasks`: change benchmarks/tasks, not this page. -->
 
-A task is a class of transformers, its processor, how outputs become predictions, and a score. `quantizer convert` tells
-it from the checkpoint, and `model.task` in YAML names it; the files that rows come from are listed
-[with the data sets](configuration.md#data-sets), and [one of your own](guide/add-a-task.md) is a class of a few lines.
-
-"""
-
-_MEASURED = """
-## Measured
+What INT8 does to a model of each of the [tasks](guide/tasks.md).
 
 Each by `quantizer run` for OpenVINO and by `quantizer convert` for ONNX Runtime, with all defaults. The score is that
 of float, proxy and engine on the same rows; behind the engine's the 95% interval of its difference to float, from
 resampled rows. Paired figures compare engine and float row by row. Speed is that of the INT8 engine beside the float
 engine of the same backend, with one thread. Weights and rows are real ones here; those heads that were fine-tuned for
 this table saw few rows, so that their scores stand for what INT8 changes, not for the architecture.
-
 """
 
 _MADE = """
@@ -54,15 +45,8 @@ def page(results: Sequence[Result]) -> str:
     """The page, in Markdown."""
     real = [result for result in results if result.case.real]
     made = [result for result in results if not result.case.real]
-    parts = (_tasks(), [_MEASURED.strip("\n")], _scores(real), [_MADE.strip("\n")], _scores(made), _where(results))
-    return _INTRO + "\n\n".join("\n".join(part) for part in parts) + "\n"
-
-
-def _tasks() -> Iterator[str]:
-    yield from _head("task", "reads", "class", "score")
-    for name in sorted(tasks):
-        task = tasks[name]
-        yield _row(f"`{name}`", task.reads, f"`{task.auto_class}`", task.metric_name.replace("none", "-"))
+    parts = (_scores(real), [_MADE.strip("\n")], _scores(made), _where(results))
+    return _INTRO + "\n" + "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
 def _scores(results: Sequence[Result]) -> Iterator[str]:

@@ -36,10 +36,11 @@ examples:
   quantizer convert -m my_pkg.nets:build --inputs my_pkg.data:calibration --score my_pkg.data:score --quantization
   quantizer convert -m my-model.onnx --quantization --calibration arrays.npz
 
-Data is a plain file of texts (.txt with one a line, .csv or .jsonl with a column of them), a folder of images, or
-NAME:PATH with labels: text-csv (a header  text,label), sst2-text (label text), stsb-csv (sentence,sentence,score),
-image-folder (a folder with one of images a class) or image-csv (a header  path,label). For an .onnx file it is a file
-of arrays, .npz or .safetensors, one for each input by its name, or a folder of them, each a batch.
+Data is a plain file of texts (.txt with one a line, .csv or .jsonl with a column of them), a folder of images or
+recordings, or NAME:PATH with labels: text-csv (a header  text,label), sst2-text (label text), stsb-csv
+(sentence,sentence,score), image-folder and audio-folder (a folder with one of files a class), image-csv and audio-csv
+(a header  path,label), transcripts (a header  path,text). For an .onnx file it is a file of arrays, .npz or
+.safetensors, one for each input by its name, or a folder of them, each a batch.
 
 The folder holds one for each backend, for auto that of the fastest alone, with model.onnx, model.engine, tokenizer/ or
 processor/, config.json and a report; it is complete when the command ends well, and absent otherwise."""
@@ -88,6 +89,9 @@ processor/, config.json and a report; it is complete when the command ends well,
                 else "16 128 512, or less where the model takes less"
             )
             target.add_argument(option, nargs=3, type=int, metavar=_THREE, help=f"{kind} (default: {sizes})")
+        data.add_argument("--labels", nargs="+", metavar="LABEL", help="labels that CLIP and its like choose from")
+        data.add_argument("--template", help="text of a label, with {} in its place (default: This is a photo of {}.)")
+        target.add_argument("--seconds", type=float, help="length of recordings (default: the extractor's own, or 10)")
         target.add_argument(
             "--compute-capability", metavar="SM", help="GPU for tensorrt-rtx to build for, such as sm89"
         )
@@ -116,7 +120,7 @@ processor/, config.json and a report; it is complete when the command ends well,
         given = {name: value for name, value in vars(args).items() if value is not None}
         for name in ("verb", "parser"):
             del given[name]
-        for name in ("backend", "batch_size", "seq_len"):
+        for name in ("backend", "batch_size", "seq_len", "labels"):
             if name in given:
                 given[name] = tuple(given[name])
         if _is_function(given):

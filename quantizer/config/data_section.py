@@ -16,16 +16,22 @@ from pydantic import field_validator
 from pydantic_core import PydanticCustomError
 
 from quantizer.common.choices import TASKS
+from quantizer.common.label_texts import TEMPLATE
+from quantizer.common.label_texts import label_problem
+from quantizer.common.label_texts import label_texts
 from quantizer.config.describe import Slot
 from quantizer.config.section import Expects
 from quantizer.config.section import OneOf
 from quantizer.config.section import Section
 from quantizer.config.section import Text
+from quantizer.config.section import TextList
 from quantizer.config.section import reject
 
-__all__ = ["DataConfig", "DatasetConfig", "ModelConfig", "is_function_name"]
+__all__ = ["MOST_SECONDS", "DataConfig", "DatasetConfig", "ModelConfig", "is_function_name"]
 
 _TASKS = OneOf(TASKS)
+MOST_SECONDS = 3600
+"""The limit on the length of recordings, an hour."""
 
 _NAME = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 _FILE = re.compile(r"(?P<file>.*[/\\].*|.*\.py):(?P<function>[A-Za-z_]\w*)")
@@ -69,6 +75,15 @@ class ModelConfig(Section):
     max_length: int = Field(
         default=128, ge=1, description="Longer texts are cut to this many tokens; images have none."
     )
+    seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] | None = Field(
+        default=None,
+        description="Length to which recordings are cut or filled, in seconds; the engine takes no other. null: that "
+        "of the model's feature extractor, or 10.",
+    )
+    labels: TextList = Field(
+        default=(), description="Labels to choose from, for task 'zero-shot-image-classification', which needs them."
+    )
+    template: Text = Field(default=TEMPLATE, description="Text of a label for that task, with {} in its place.")
     weights: Text | None = Field(
         default=None,
         description="File with the state dict that the module of a function gets: .safetensors, or .pt and .pth that "
@@ -98,9 +113,17 @@ class ModelConfig(Section):
             problems = list(_of_function(given))
         else:
             problems = list(_of_checkpoint(source, given))
+        told = "labels" in given and "template" in given and label_problem(given["labels"], given["template"])
+        if told:
+            problems.append(("/model.labels", told))
         if problems:
             reject(*problems)
         return metric
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The text of each label."""
+        return label_texts(self.labels, self.template)
 
 
 class DatasetConfig(Section):
@@ -172,7 +195,7 @@ def _of_function(given: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the problems of a model whose source is a function."""
     found = [
         (f"/model.{name}", f"is not used by a source that is a function, {given['source']}; remove it")
-        for name in ("attention", "max_length")
+        for name in ("attention", "max_length", "seconds", "labels", "template")
         if name in given and given[name] != _default(ModelConfig, name)
     ]
     if "inputs" in given and given["inputs"] is None:

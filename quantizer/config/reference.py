@@ -62,18 +62,24 @@ _TAIL = """\
 | `stsb-csv` | pairs of sentences with a score: `sentence,sentence,score` lines without a header | `path` |
 | `conll` | words with tags: `word ... tag` lines, an empty line between texts | `path` |
 | `squad-json` | questions about texts, in the format of SQuAD 1.1 or 2.0 | `path` |
+| `choices-jsonl` | choices: lines of JSON with `question`, `choices`, `label`, perhaps `context` | `path` |
 | `text-lines` | texts: a `.txt` file with one a line, the column `text` of a `.csv` or `.jsonl` file | `path` |
 | `image-folder` | labelled images: a folder with one folder of images a class, in an order that mixes them | `path` |
 | `image-csv` | labelled images: a CSV file with the header `path,label`, paths from its own folder on | `path` |
 | `image-masks` | images with a class for each pixel: a folder with `images/NAME.jpg` and `masks/NAME.png` | `path` |
+| `audio-folder` | labelled recordings: a folder with one folder of `.wav` files a class, mixed | `path` |
+| `audio-csv` | labelled recordings: a CSV file with the header `path,label`, paths from its own folder on | `path` |
+| `transcripts` | recordings and their words: a `.csv` with the header `path,text`, or `.jsonl` with both | `path` |
 | `vader` | labelled texts, fetched once by pip into a cache, hash checked | `subset`, `split` |
 
 `text-csv`, `sst2-text` and `vader` fit the tasks `sequence-classification` and `embedding-classification`; `stsb-csv`
-fits `sentence-similarity`, `conll` `token-classification`, `squad-json` `question-answering`, `image-masks`
-`semantic-segmentation`, and `text-lines` `fill-mask` and both tasks of generation; `image-folder` and `image-csv` fit
-`image-classification`, with the names that the model has for its classes, or their numbers, as labels. Subsets of
-`vader`: `tweets`, `movieReviewSnippets`, `amazonReviewSnippets`, `nytEditorialSnippets`; its splits `head`,
-`calibration` and `evaluation` share no document.
+fits `sentence-similarity`, `conll` `token-classification`, `squad-json` `question-answering`, `choices-jsonl`
+`multiple-choice`, `image-masks` `semantic-segmentation`, and `text-lines` `fill-mask` and both tasks of generation;
+`image-folder` and `image-csv` fit `image-classification`, `audio-folder` and `audio-csv` `audio-classification`, with
+the names that the model has for its classes, or their numbers, as labels; `transcripts` fits
+`automatic-speech-recognition`. Subsets of `vader`: `tweets`, `movieReviewSnippets`, `amazonReviewSnippets`,
+`nytEditorialSnippets`; its splits `head`, `calibration` and `evaluation` share no document. [Tasks](guide/tasks.md)
+says what each task reads, and how it is scored.
 
 The report is always scored on all rows of `evaluation`, and calibrated on all rows of `calibration`: keep them apart.
 Rows that a search was scored on flatter its choice: `tuning` may hold no row of `evaluation`, which is an error.

@@ -32,6 +32,8 @@ _OF_SHAPES = ("ConstraintViolationError", "UserError")
 def usual_axes(inputs: Mapping[str, Any]) -> Axes:
     """Return the dynamic axes by convention: axis 0 is ``batch``, axis 1 of integer inputs ``sequence``.
 
+    After a first input of floats an integer one that is as long is its mask, and has a fixed axis 1 as it has.
+
     The batch is the length of the first input's axis 0. An axis 0 of another length is fixed, and so is every axis of
     length 1, which may be there to be broadcast, except a batch of one row. An encoder and its decoder have separate
     sequences: inputs of one length in the example share a dimension. Axis 2 of ``past_key_values...``, a decoder's
@@ -39,7 +41,9 @@ def usual_axes(inputs: Mapping[str, Any]) -> Axes:
     """
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.dim() > 0}
     rows = {name: value.shape[0] for name, value in tensors.items()}
-    batch = next(iter(rows.values()), 1)
+    first = next(iter(tensors.values()), None)
+    batch = 1 if first is None else first.shape[0]
+    masked = first.shape[1:2] if first is not None and first.is_floating_point() else ()
     lengths: dict[int, str] = {}
     found: dict[str, dict[int, str]] = {}
     cached = {name: value.shape[_CACHE_AXIS] for name, value in tensors.items() if name.startswith(CACHE)}
@@ -55,7 +59,7 @@ def usual_axes(inputs: Mapping[str, Any]) -> Axes:
             )
         if name in cached:
             found[name][_CACHE_AXIS] = PAST
-        if value.is_floating_point() or value.dim() == 1:
+        if value.is_floating_point() or value.dim() == 1 or value.shape[1:2] == masked:
             continue
         if value.shape[1] < _SHORTEST:
             logger.warning(

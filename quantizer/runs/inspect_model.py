@@ -16,7 +16,10 @@ __all__ = ["inspect"]
 def inspect(config: RunConfig, diff: bool, console: Console) -> None:
     """Print what would be quantized in the model, or with ``diff`` also the rewritten source."""
     named = config.model
-    model = returned_module(named) if named.task is None else load_model(named.source, named.task, named.attention)
+    if named.task is None:
+        model = returned_module(named)
+    else:
+        model = load_model(named.source, named.task, named.attention, named.texts)
     quantizer = Quantizer(config.quantizer)
     console.print(quantizer.inspect(model).text(), markup=False, highlight=False, soft_wrap=True)
     if diff and console.is_terminal:

@@ -87,7 +87,13 @@ def score_record(
     """Return the score of one model, and its figures against the float model's predictions, ``base``."""
     value = task.score(other, rows)
     if which == "float":
-        return Score(which=which, value=value, metric=task.metric_name, rows=len(rows))
+        return Score(
+            which=which,
+            value=value,
+            metric=task.metric_name,
+            rows=len(rows),
+            higher_is_better=task.higher_is_better,
+        )
     low, high = task.difference_interval(base, other, rows, resamples)
     paired = {name: figure if math.isfinite(figure) else None for name, figure in task.paired(base, other).items()}
     return Score(
@@ -231,8 +237,9 @@ def load_context(
     *,
     copies: float,
     needed_for: str,
-    sizes: Mapping[str, int],
+    sizes: Mapping[str, Any],
     attention: str = "eager",
+    texts: Mapping[str, str] | None = None,
 ) -> RunContext:
     """Load a model, its processor and its task, and check that there is disk space for the output.
 
@@ -242,13 +249,14 @@ def load_context(
         task: the name of the task.
         copies: the least size of the output, as a multiple of the size of the float parameters.
         needed_for: what will be written, in words, for the message.
-        sizes: the lengths and the batch size of the task, as ``build_task`` takes them.
+        sizes: lengths, seconds and batch size of the task, as ``build_task`` takes them.
         attention: the implementation of attention, "eager" or "sdpa".
+        texts: the text of each label, for a task that takes its labels from the request.
 
     Raises:
         QuantizerError: the model cannot be loaded, does not fit the task, or there is not enough disk space.
     """
-    model = load_model(source, task, attention)
+    model = load_model(source, task, attention, texts)
     parameters = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     require_room(folder, int(parameters * copies), needed_for)
     processor = load_processor(source, task)

@@ -17,13 +17,14 @@ from quantizer.errors import MissingDependencyError
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import Text
+from quantizer.tasks.inputs import Inputs
 from quantizer.tasks.inputs import Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import accuracy
 from quantizer.tasks.metrics import label_flips
 from quantizer.tasks.metrics import mean_cosine
 from quantizer.tasks.metrics import sqnr_db
-from quantizer.tasks.outputs import embeddings_from_hidden_state
+from quantizer.tasks.pooling import MEAN
 from quantizer.tasks.task import Batch
 from quantizer.tasks.task import Predictions
 from quantizer.tasks.task import Progress
@@ -49,14 +50,18 @@ class EmbeddingClassification(Task):
     head: Any = None
     """The fitted ``sklearn.linear_model.LogisticRegression``; None before ``fit_head``."""
 
+    def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
+        self._pooling = getattr(model, "sentence_pooling", MEAN)
+        return super().make_inputs(model, processor, max_length, min_length)
+
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        return [row.text for row in rows_of_kind(rows, Text, self.name)]
+        return [f"{self._pooling.prompt}{row.text}" for row in rows_of_kind(rows, Text, self.name)]
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
         return np.array([row.label for row in rows_of_kind(rows, Text, self.name)], dtype=np.int64)
 
     def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return embeddings_from_hidden_state(output, batch["attention_mask"])
+        return self._pooling.embeddings(output, batch["attention_mask"])
 
     def fit_head(self, run_float: Run, rows: Sequence[Row], progress: Progress | None = None) -> None:
         """Fit the head on the float model's embeddings of ``rows``; the same rows give the same head.

@@ -30,9 +30,10 @@ __all__ = [
 ]
 
 Batch: TypeAlias = dict[str, torch.Tensor]
-"""The model's inputs by name: int64 [B x S] for texts, float32 [B x channels x height x width] for images."""
+"""The model's inputs by name: int64 [B x S] for texts, float32 [B x channels x height x width] for images,
+[B x samples] or [B x steps x features] for recordings."""
 Sample: TypeAlias = str | Path | tuple[str, ...]
-"""The source of one row of a batch: a text, a text in words or parts, or the path of an image file."""
+"""The source of one row of a batch: a text, a text in words or parts, or the path of an image or a recording."""
 
 EXAMPLE_ROWS = 2
 EXAMPLE_TOKENS = 16

@@ -12,11 +12,14 @@ __all__ = ["rows_of_kind"]
 
 Kind = TypeVar("Kind")
 DATASETS = {
+    "Audio": "'audio-folder', 'audio-csv'",
+    "Choices": "'choices-jsonl'",
     "Image": "'image-folder', 'image-csv'",
     "Masked": "'image-masks'",
     "Pair": "'stsb-csv'",
     "Plain": "'text-lines'",
     "Question": "'squad-json'",
+    "Speech": "'transcripts'",
     "Text": "'sst2-text', 'text-csv', 'vader'",
     "Words": "'conll'",
 }

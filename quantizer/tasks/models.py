@@ -5,7 +5,9 @@ A source is a local folder, a folder inside an installed package, or a hub name.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +15,18 @@ from typing import Any
 import torch
 
 from quantizer.errors import TaskError
+from quantizer.tasks.audio.audio_inputs import require_extractor
 from quantizer.tasks.checkpoints.depth import require_depth
 from quantizer.tasks.checkpoints.heads import read_by
 from quantizer.tasks.checkpoints.heads import task_of
+from quantizer.tasks.checkpoints.sentence_folder import read_pooling
 from quantizer.tasks.checkpoints.sources import explained
 from quantizer.tasks.checkpoints.sources import require_reachable
 from quantizer.tasks.checkpoints.sources import resolve_source
 from quantizer.tasks.checkpoints.sources import transformers_package
+from quantizer.tasks.checkpoints.timm_models import classifier_of
+from quantizer.tasks.checkpoints.timm_models import loadable
+from quantizer.tasks.checkpoints.timm_models import require_timm
 from quantizer.tasks.classification import class_names
 from quantizer.tasks.classification import require_one_label
 from quantizer.tasks.image_inputs import require_pillow
@@ -28,27 +35,36 @@ from quantizer.tasks.task import tasks
 
 __all__ = [
     "Checkpoint",
+    "load_audio_processor",
     "load_image_processor",
     "load_model",
     "load_processor",
     "load_tokenizer",
     "read_checkpoint",
+    "require_labels",
     "resolve_source",
 ]
 
 _CAUSAL = "AutoModelForCausalLM"
+_ENCODER = "AutoModel"
+_CTC = "AutoModelForCTC"
 
 _NO_CODE = {"trust_remote_code": False}
 """For every ``from_pretrained``: without it transformers asks on standard input whether to run the folder's code."""
 
 
-def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Module:
+def load_model(
+    source: str, task: str, attention: str = "eager", texts: Mapping[str, str] | None = None
+) -> torch.nn.Module:
     """Return the float32 model for a task, in eval mode.
+
+    An encoder of sentences has the pooling that its folder says as ``sentence_pooling``.
 
     Args:
         source: see ``resolve_source``.
         task: a registered task, which decides whether an encoder or a classifier is loaded.
         attention: "eager" or "sdpa".
+        texts: the text of each label, for a task that takes its labels from the request.
 
     Raises:
         ConfigError: no task has this name.
@@ -56,13 +72,15 @@ def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Mod
         MissingDependencyError: transformers is not installed.
     """
     entry = tasks[task]
+    require_labels(task, texts or {})
     where = resolve_source(source)
     read_checkpoint(source, task)
+    tokenizer = load_tokenizer(source) if entry.names_labels else None
     auto_class = getattr(transformers_package(), entry.auto_class)
     with explained(source, "model"), _no_progress_bar():
-        model, loaded = auto_class.from_pretrained(
-            where, dtype=torch.float32, attn_implementation=attention, output_loading_info=True, **_NO_CODE
-        )
+        config = loadable(transformers_package().AutoConfig.from_pretrained(where, **_NO_CODE))
+        options = {"dtype": torch.float32, "attn_implementation": attention, **_NO_CODE}
+        model, loaded = auto_class.from_pretrained(where, config=config, output_loading_info=True, **options)
     # Tasks of encoders read the last hidden state, so the weights of a pooler may be missing.
     missing = sorted(key for key in loaded["missing_keys"] if "pooler" not in key)
     if missing:
@@ -74,8 +92,24 @@ def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Mod
     if entry.auto_class == _CAUSAL:
         # A text is read at once: keys and values of former tokens are neither given nor wanted.
         model.config.use_cache = False
-    loaded_model: torch.nn.Module = entry.prepared(model.eval())
-    return loaded_model.eval()
+    if entry.auto_class == _ENCODER:
+        model.sentence_pooling = read_pooling(source)
+    return entry.module_of(model.eval(), tokenizer, texts).eval()
+
+
+def require_labels(task: str, texts: Collection[str]) -> None:
+    """Raise if a task takes its labels from the request and there are none, or takes none and there are some.
+
+    Raises:
+        ConfigError: no task has this name.
+        TaskError: the labels do not fit the task.
+    """
+    if tasks[task].names_labels and not texts:
+        raise TaskError(
+            f"task {task!r} chooses among labels, and none were given: name two or more, in model.labels or --labels"
+        )
+    if texts and not tasks[task].names_labels:
+        raise TaskError(f"task {task!r} has the labels of its model, and {', '.join(texts)} were given: leave them out")
 
 
 @dataclass(frozen=True)
@@ -116,8 +150,9 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
         told, _ = transformers_package().PretrainedConfig.get_config_dict(where)
         _refuse_code(source, "config.json", told)
         require_depth(told)
+        require_timm(told)
         config: Any = transformers_package().AutoConfig.from_pretrained(where, **_NO_CODE)
-        architecture = next(iter(config.architectures or ()), None)
+        architecture = next(iter(config.architectures or ()), classifier_of(config))
         reads = read_by(config)
         labels, positions = class_names(config), getattr(config, "max_position_embeddings", None)
         if positions is not None and not isinstance(positions, int):
@@ -125,8 +160,8 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
     if not reads:
         raise TaskError(
             f"model source {source!r}: {architecture or config.model_type} has no vocabulary, so it reads no text, "
-            "and transformers has no classifier of images of its kind; there is nothing else that the tasks "
-            f"{', '.join(tasks.names())} read"
+            "and transformers has no classifier of images or recordings of its kind; there is nothing else that the "
+            f"tasks {', '.join(tasks.names())} read"
         )
     if task is not None and tasks[task].reads not in reads:
         fitting = ", ".join(name for name in tasks.names() if tasks[name].reads in reads)
@@ -144,6 +179,8 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
 def load_processor(source: str, task: str) -> Any:
     """Return the tokenizer of a model, or its image processor if the task reads images.
 
+    A task of recordings has a feature extractor, and one of speech a processor that has a tokenizer besides.
+
     Raises:
         ConfigError: no task has this name.
         TaskError: there is none, or it does not fit.
@@ -151,6 +188,8 @@ def load_processor(source: str, task: str) -> Any:
     """
     if tasks[task].reads == "image":
         return load_image_processor(source)
+    if tasks[task].reads == "audio":
+        return load_audio_processor(source, writes=tasks[task].auto_class == _CTC)
     return load_tokenizer(source, goes_on=tasks[task].auto_class == _CAUSAL)
 
 
@@ -166,6 +205,28 @@ def load_image_processor(source: str) -> Any:
     with explained(source, "image processor"):
         # Pillow gives calibration and a server the same pixels, whether torchvision is installed there or not.
         return transformers_package().AutoImageProcessor.from_pretrained(where, backend="pil", **_NO_CODE)
+
+
+def load_audio_processor(source: str, *, writes: bool) -> Any:
+    """Return the feature extractor that comes with a model.
+
+    Args:
+        source: see ``resolve_source``.
+        writes: whether the model writes what is said: it has a tokenizer, too, and both are one processor.
+
+    Raises:
+        TaskError: there is none, or it makes no recordings of one length.
+        MissingDependencyError: transformers is not installed.
+    """
+    where = resolve_source(source)
+    package = transformers_package()
+    with explained(source, "feature extractor"):
+        extractor = package.AutoFeatureExtractor.from_pretrained(where, **_NO_CODE)
+        require_extractor(extractor)
+    if not writes:
+        return extractor
+    # Not by AutoProcessor: where a language model comes with it, that needs packages of its own.
+    return package.Wav2Vec2Processor(feature_extractor=extractor, tokenizer=load_tokenizer(source))
 
 
 def load_tokenizer(source: str, *, goes_on: bool = False) -> Any:

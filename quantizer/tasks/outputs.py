@@ -1,7 +1,4 @@
-"""Outputs of a model, a proxy or an engine, as one float32 tensor.
-
-Shapes: B sequences in a batch, S tokens, D width.
-"""
+"""Outputs of a model, a proxy or an engine, as one float32 tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import torch
 
 from quantizer.errors import TaskError
 
-__all__ = ["embeddings_from_hidden_state", "first_output"]
+__all__ = ["first_output"]
 
 
 def first_output(result: object, name: str, place: int = 0) -> torch.Tensor:
@@ -42,15 +39,3 @@ def first_output(result: object, name: str, place: int = 0) -> torch.Tensor:
         f"the model gave {type(result).__name__}, in which there is no tensor or array for {name!r}: expected a "
         f"mapping, a tuple or a tensor"
     )
-
-
-def embeddings_from_hidden_state(hidden_BSD: torch.Tensor, mask_BS: torch.Tensor) -> torch.Tensor:
-    """Return sentence embeddings [B x D]: the mean over unmasked tokens, scaled to length 1."""
-    if hidden_BSD.dim() != 3 or hidden_BSD.shape[:2] != mask_BS.shape:
-        raise TaskError(
-            f"the model's output has the shape {tuple(hidden_BSD.shape)}, expected [batch, sequence, width] with "
-            f"batch and sequence {tuple(mask_BS.shape)}: is this an encoder, and the output its last_hidden_state?"
-        )
-    weights = mask_BS.to(hidden_BSD.dtype).unsqueeze(-1)
-    mean_BD = (hidden_BSD * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
-    return torch.nn.functional.normalize(mean_BD, dim=-1)

@@ -11,12 +11,13 @@ import torch
 
 from quantizer.tasks.datasets.rows import Pair
 from quantizer.tasks.datasets.rows import Row
+from quantizer.tasks.inputs import Inputs
 from quantizer.tasks.inputs import Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import mean_cosine
 from quantizer.tasks.metrics import spearman
 from quantizer.tasks.metrics import sqnr_db
-from quantizer.tasks.outputs import embeddings_from_hidden_state
+from quantizer.tasks.pooling import MEAN
 from quantizer.tasks.task import Batch
 from quantizer.tasks.task import Predictions
 from quantizer.tasks.task import Task
@@ -27,7 +28,10 @@ __all__ = ["SentenceSimilarity"]
 
 @tasks.add("sentence-similarity")
 class SentenceSimilarity(Task):
-    """Pairs to embeddings [2N x D], to cosines [N], scored by Spearman's correlation with the pairs' scores."""
+    """Pairs to embeddings [2N x D], to cosines [N], scored by Spearman's correlation with the pairs' scores.
+
+    Embeddings are made as the folder of the model says: by its pooling, normalization, prompt and similarity.
+    """
 
     name = "sentence-similarity"
     auto_class = "AutoModel"
@@ -35,17 +39,27 @@ class SentenceSimilarity(Task):
     metric_name = "spearman"
     packages = ("scipy",)
 
+    def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
+        self._pooling = getattr(model, "sentence_pooling", MEAN)
+        return super().make_inputs(model, processor, max_length, min_length)
+
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        return [text for row in rows_of_kind(rows, Pair, self.name) for text in (row.first, row.second)]
+        return [
+            f"{self._pooling.prompt}{text}"
+            for row in rows_of_kind(rows, Pair, self.name)
+            for text in (row.first, row.second)
+        ]
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
         return np.array([row.score for row in rows_of_kind(rows, Pair, self.name)], dtype=np.float64)
 
     def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return embeddings_from_hidden_state(output, batch["attention_mask"])
+        return self._pooling.embeddings(output, batch["attention_mask"])
 
     def decide(self, outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
         embeddings = outputs.astype(np.float64)
+        if self._pooling.similarity == "cosine" and not self._pooling.normalize:
+            embeddings /= np.maximum(np.linalg.norm(embeddings, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
         return np.asarray((embeddings[0::2] * embeddings[1::2]).sum(axis=-1))
 
     def metric(self, decisions: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDArray[Any]:

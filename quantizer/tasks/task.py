@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC
 from abc import abstractmethod
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -66,10 +67,12 @@ class Task(ABC):
 
     Args:
         model: the float model, from which inputs are derived; an image model is run once. No reference is kept.
-        processor: a transformers tokenizer, or an image processor if the task reads images.
+        processor: a transformers tokenizer, an image processor if the task reads images, a feature extractor if it
+            reads recordings, or a processor that has both an extractor and a tokenizer.
         max_length: longer texts are cut to this many tokens.
         batch_size: samples in a batch (a pair is two).
         min_length: shorter batches are padded to this many tokens, for engines that have a lower limit.
+        seconds: the length to which recordings are cut or filled; None: that of the feature extractor, or 10.
 
     Raises:
         TaskError: the lengths or the batch size are out of bounds, or the model does not fit the task.
@@ -77,7 +80,7 @@ class Task(ABC):
     """
 
     name: ClassVar[str]
-    reads: ClassVar[Literal["text", "image"]] = "text"
+    reads: ClassVar[Literal["text", "image", "audio"]] = "text"
     """The kind of samples; lengths apply to texts only."""
     auto_class: ClassVar[str]
     """The transformers class that loads the model."""
@@ -90,6 +93,8 @@ class Task(ABC):
     """What the class names in the model's config are for: a whole row, its tokens or pixels, or nothing."""
     gives_vocabulary: ClassVar[bool] = False
     """Whether the output has a value for each token of the vocabulary at each place, which makes it large."""
+    names_labels: ClassVar[bool] = False
+    """Whether the labels are those of the request, and not the model's own."""
     needs_head: ClassVar[bool] = False
     """Whether ``fit_head`` must be called before ``predict``."""
 
@@ -101,16 +106,34 @@ class Task(ABC):
         max_length: int = 128,
         batch_size: int = 32,
         min_length: int = 1,
+        seconds: float | None = None,
     ) -> None:
         if batch_size < 1:
             raise TaskError(f"batch_size={batch_size}, expected at least 1")
         for package in self.packages:
             if find_spec(package) is None:
                 raise MissingDependencyError(package, "hf")
+        self.seconds = seconds
         self.inputs: Inputs = self.make_inputs(model, processor, max_length, min_length)
         self.batch_size = batch_size
 
     # What a subclass defines
+
+    @classmethod
+    def module_of(
+        cls, model: torch.nn.Module, tokenizer: Any = None, texts: Mapping[str, str] | None = None
+    ) -> torch.nn.Module:
+        """Return what an engine computes of a checkpoint's model: all of it, unless a subclass says otherwise.
+
+        Args:
+            model: the model of ``auto_class``.
+            tokenizer: its tokenizer; None unless ``names_labels``.
+            texts: the text of each label that the request names; None unless ``names_labels``.
+
+        Raises:
+            TaskError: the model does not fit.
+        """
+        return model
 
     @abstractmethod
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
@@ -154,15 +177,6 @@ class Task(ABC):
     def answer(self, run: Run, batch: Batch) -> Sequence[torch.Tensor]:
         """Return a batch's rows of ``Predictions.outputs``; a task whose model is called more than once defines it."""
         return self.collect(run(batch), batch)
-
-    @classmethod
-    def prepared(cls, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the module that is quantized and called, from the checkpoint's model: that model itself.
-
-        Raises:
-            TaskError: the model does not fit.
-        """
-        return model
 
     # What all tasks share
 
@@ -311,6 +325,7 @@ def build_task(
     max_length: int = 128,
     batch_size: int = 32,
     min_length: int = 1,
+    seconds: float | None = None,
 ) -> Task:
     """Return a task by its registered name; see ``Task`` for the arguments.
 
@@ -318,4 +333,6 @@ def build_task(
         ConfigError: no task has this name.
         TaskError: the lengths or the batch size are out of bounds, or the model does not fit the task.
     """
-    return tasks[name](model, processor, max_length=max_length, batch_size=batch_size, min_length=min_length)
+    return tasks[name](
+        model, processor, max_length=max_length, batch_size=batch_size, min_length=min_length, seconds=seconds
+    )

@@ -148,7 +148,8 @@ def test_a_hub_name_that_cannot_be_had_is_explained(monkeypatch):
 
 def test_an_unknown_task_lists_the_known_ones():
     with pytest.raises(
-        ConfigError, match="unknown task 'translation'; known: depth-estimation, embedding-classification"
+        ConfigError,
+        match="unknown task 'translation'; known: audio-classification, automatic-speech-recognition, depth-estimation",
     ):
         load_model("nobody/none", "translation")
 

@@ -262,5 +262,5 @@ def test_lengths_beyond_the_model_are_refused(encoder, tokenizer, similarity):
 
 
 def test_an_unknown_task_lists_the_known_ones(encoder, tokenizer):
-    with pytest.raises(ConfigError, match="unknown task 'glue'; known: depth-estimation, embedding-class"):
+    with pytest.raises(ConfigError, match="unknown task 'glue'; known: audio-classification, automatic-speech"):
         build_task("glue", encoder, tokenizer)

@@ -78,8 +78,8 @@ def test_a_checkpoint_tells_its_task(tmp_path: Path, architecture: str | None, t
 
 
 def test_a_checkpoint_without_text(tmp_path: Path) -> None:
-    transformers.ASTConfig(architectures=["ASTModel"]).save_pretrained(tmp_path)
-    with pytest.raises(TaskError, match="ASTModel has no vocabulary, so it reads no text"):
+    transformers.PatchTSTConfig(architectures=["PatchTSTModel"]).save_pretrained(tmp_path)
+    with pytest.raises(TaskError, match="PatchTSTModel has no vocabulary, so it reads no text"):
         read_checkpoint(str(tmp_path))
 
 

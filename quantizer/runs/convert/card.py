@@ -19,6 +19,7 @@ from quantizer.tasks import tasks
 
 __all__ = ["write_card"]
 
+_SAMPLE = {"text": "a text", "image": "an-image.png", "audio": "a-recording.wav"}
 _SNIPPET = """\
 from quantizer.runs.convert import load_converted
 
@@ -36,7 +37,7 @@ def write_card(facts: ConversionInputs, result: BackendResult, evaluation: str |
         evaluation: the rows of the scores; None: there are none.
     """
     fewest = max(facts.batch[0], 1)
-    sample = "a text" if tasks[facts.task].reads == "text" else "an-image.png"
+    sample = _SAMPLE[tasks[facts.task].reads]
     labelled = len(facts.labels) > 1 and tasks[facts.task].labels == "row"
     card = CardFacts(
         name=f"{facts.name} for {result.backend}",

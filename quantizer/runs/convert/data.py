@@ -1,4 +1,4 @@
-"""The data of a conversion: a data set by name, a plain file of texts, or a folder of images."""
+"""The data of a conversion: a data set by name, a plain file of texts, or a folder of images or recordings."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from quantizer.tasks import Row
 from quantizer.tasks import Sample
 from quantizer.tasks import Task
 from quantizer.tasks import datasets
+from quantizer.tasks import folder_holds
 from quantizer.tasks import load_rows
 from quantizer.tasks import read_images
+from quantizer.tasks import read_recordings
 from quantizer.tasks import read_texts
 from quantizer.tasks import text_files
 
@@ -31,7 +33,7 @@ class DataSource:
 
     Attributes:
         path: the file or folder.
-        name: the registered data set, whose rows have labels or scores; None: plain texts or images.
+        name: the registered data set, whose rows have labels or scores; None: plain texts, images or recordings.
     """
 
     path: Path
@@ -42,10 +44,10 @@ class DataSource:
 
     @property
     def holds(self) -> str | None:
-        """The kind of plain data: "text" or "image"; None: rows of a data set, which have a kind each."""
+        """The kind of plain data: "text", "image" or "audio"; None: rows of a data set, which have a kind each."""
         if self.name is not None:
             return None
-        return "text" if self.path.suffix.lower() in text_files and not is_folder(self.path) else "image"
+        return folder_holds(self.path) if is_folder(self.path) else "text"
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Samples:
 
 
 def data_source(text: str, option: str) -> DataSource:
-    """Return the source that ``NAME:PATH``, the ``FILE`` of texts or the ``FOLDER`` of images names.
+    """Return the source that ``NAME:PATH``, the ``FILE`` of texts or the ``FOLDER`` of images or recordings names.
 
     Args:
         text: the value of a command-line option.
@@ -85,8 +87,8 @@ def data_source(text: str, option: str) -> DataSource:
         return DataSource(plain)
     raise ConfigError(
         [
-            f"{option} {text}: expected a file of texts ({', '.join(text_files)}), a folder of images that exists, or "
-            f"NAME:PATH with one of the data sets {', '.join(datasets.names())}"
+            f"{option} {text}: expected a file of texts ({', '.join(text_files)}), a folder of images that exists or "
+            f"one of recordings (.wav), or NAME:PATH with one of the data sets {', '.join(datasets.names())}"
         ]
     )
 
@@ -105,7 +107,8 @@ def read_calibration(source: DataSource, rows: int | None, column: str) -> Sampl
     if source.name is not None:
         found = load_rows(source.name, path=source.path)
     else:
-        found = read_texts(source.path, column) if source.holds == "text" else read_images(source.path)
+        folders = {"image": read_images, "audio": read_recordings}
+        found = folders[source.holds](source.path) if source.holds in folders else read_texts(source.path, column)
     if rows is not None and rows > len(found):
         raise TaskError(f"{source} has {len(found)} rows, fewer than --rows {rows}: lower it, or give more data")
     count = rows or min(CALIBRATION_ROWS, len(found))
@@ -121,9 +124,10 @@ def read_labelled(source: DataSource | None, option: str) -> list[Row]:
     if source is None:
         return []
     if source.name is None:
-        named = f"text-csv:{source.path.with_suffix('.csv').name}" if source.holds == "text" else "image-csv:labels.csv"
+        holds = source.holds or "text"
+        named = f"text-csv:{source.path.with_suffix('.csv').name}" if holds == "text" else f"{holds}-csv:labels.csv"
         raise TaskError(
-            f"{option} {source}: {source.holds}s alone cannot be scored; expected NAME:PATH with labelled rows, such "
+            f"{option} {source}: {holds}s alone cannot be scored; expected NAME:PATH with labelled rows, such "
             f"as {named} (data sets: {', '.join(datasets.names())})"
         )
     return load_rows(source.name, path=source.path)

@@ -136,7 +136,8 @@ class EngineMaker:
         """
         allowed, amp, model = self.asked.max_drop, None, self.context.model
         budget = self.budget(variant.backend)
-        read = (self.facts.source, self.facts.task, self.facts.batch[1], self.facts.sequence)
+        sizes = (self.facts.batch[1], self.facts.sequence, self.facts.seconds)
+        read = (self.facts.source, self.facts.task, sizes, self.facts.labels, self.asked.template)
         metric = TaskMetric(read, self.context.task, budget.searched, [])
         made = self._quantized(variant, quantizer, folder)
         if beside is not None and made.engine is not None and self.ratio(made.engine, beside) >= HOPELESS:

@@ -3,7 +3,7 @@
 model.onnx     the graph
 model.engine   the engine that was built from the graph
 tokenizer/     the tokenizer, which makes inputs from texts, or
-processor/     the image processor, which makes inputs from images
+processor/     the image processor or feature extractor, which makes inputs from images or recordings
 config.json    names, types and shapes, labels, lengths, and how the engine was made
 """
 
@@ -31,6 +31,7 @@ from quantizer.report import collect_machine
 from quantizer.runs.serving.generate import CACHED
 from quantizer.runs.serving.generate import empty_cache
 from quantizer.runs.serving.generate import greedy
+from quantizer.tasks import Recordings
 from quantizer.tasks import Sample
 from quantizer.tasks import load_processor
 from quantizer.tasks import read_image
@@ -54,16 +55,17 @@ class _Told:
     backend: str
     dimensions: Mapping[str, tuple[int, int, int]]
     labels: tuple[str, ...]
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class Converted:
-    """An engine with its tokenizer or image processor, loaded from its folder alone.
+    """An engine with its tokenizer, image processor or feature extractor, loaded from its folder alone.
 
     Attributes:
         config: the content of config.json.
         engine: the engine, ready to run.
-        processor: a transformers tokenizer, or an image processor.
+        processor: a transformers tokenizer, an image processor or a feature extractor; of speech one with a tokenizer.
     """
 
     config: dict[str, Any]
@@ -71,21 +73,25 @@ class Converted:
     processor: Any
 
     def inputs(self, samples: Sequence[Sample]) -> dict[str, Array]:
-        """Return the engine's inputs for texts, padded to the longest within the engine's lengths, or image files."""
-        if self._reads == "image":
-            encoded = self.processor(
-                [read_image(Path(cast(str | Path, sample))) for sample in samples], return_tensors="np"
+        """Return the engine's inputs for files, or for texts, padded to the longest within the engine's lengths."""
+        if self._reads == "audio":
+            recordings = Recordings(
+                getattr(self.processor, "feature_extractor", self.processor), self.config["seconds"]
             )
+            encoded: Any = recordings.arrays([Path(cast(str | Path, sample)) for sample in samples])
+        elif self._reads == "image":
+            images = [read_image(Path(cast(str | Path, sample))) for sample in samples]
+            encoded = {name: value.numpy() for name, value in self.processor(images, return_tensors="pt").items()}
         else:
             encoded = self._tokens(samples)
         given = {**encoded, **empty_cache(self.engine.inputs, len(samples))}
         return {spec.name: given[spec.name].astype(spec.dtype) for spec in self.engine.inputs}
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Array]:
-        """Return the engine's outputs for texts or image files.
+        """Return the engine's outputs for texts, image files or recordings.
 
         Raises:
-            QuantizerError: there are more or fewer than the engine was built for, or an image cannot be read.
+            QuantizerError: there are more or fewer than the engine was built for, or a file cannot be read.
         """
         fewest, _, most = self.config["dimensions"]["batch"]
         if not fewest <= len(samples) <= most:
@@ -95,7 +101,7 @@ class Converted:
         return self.engine(self.inputs(samples))
 
     def labels(self, samples: Sequence[Sample]) -> list[str]:
-        """Return a classifier's label of each text or image.
+        """Return a classifier's label of each text, image or recording.
 
         Raises:
             QuantizerError: the model is no classifier, or the samples are refused as by ``__call__``.
@@ -203,7 +209,7 @@ def _check(config: dict[str, Any]) -> None:
     told: _Told = decoded(_Told, {name: config[name] for name in _Told.__annotations__ if name in config}, CONFIG)
     if told.task not in tasks.names():
         raise ValueError(f"{CONFIG}.task: expected one of {', '.join(tasks.names())}, got {told.task!r}")
-    expected = {"batch"} if tasks[told.task].reads == "image" else {"batch", "sequence"}
+    expected = {"batch", "sequence"} if tasks[told.task].reads == "text" else {"batch"}
     if set(told.dimensions) != expected:
         raise ValueError(f"{CONFIG}.dimensions: expected sizes of {' and '.join(sorted(expected))}")
     for name, (least, usual, most) in told.dimensions.items():
@@ -212,8 +218,8 @@ def _check(config: dict[str, Any]) -> None:
 
 
 def processor_folder(task: str) -> str:
-    """Return the name of the folder of a task's tokenizer or image processor."""
-    return "processor" if tasks[task].reads == "image" else "tokenizer"
+    """Return the name of the folder of a task's tokenizer, image processor or feature extractor."""
+    return "tokenizer" if tasks[task].reads == "text" else "processor"
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.convert.request import Sizes
 from quantizer.runs.convert.request import convertible_tasks
 from quantizer.tasks import read_checkpoint
+from quantizer.tasks import require_labels
 from quantizer.tasks import tasks
 from quantizer.tasks import text_files
 
@@ -20,7 +21,15 @@ __all__ = ["ConversionInputs", "conversion_inputs"]
 _LARGEST_OUTPUT = 1 << 27
 """The most values of an output in the default sizes: half a gigabyte in float32, of which a check holds several."""
 
-_CALIBRATION = {"text": f"a file of texts ({', '.join(text_files)})", "image": "a folder of images"}
+_CALIBRATION = {
+    "text": f"a file of texts ({', '.join(text_files)})",
+    "image": "a folder of images",
+    "audio": "a folder of recordings (.wav)",
+}
+_SIZE = {
+    "image": "images, which have no tokens; leave it out (their size is that which the model's image processor makes)",
+    "audio": "recordings, which have no tokens; leave it out, and give --seconds",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +41,8 @@ class ConversionInputs:
         source: the source of the model.
         labels: the class names of a classifier, of rows or of tokens; empty for other models.
         batch: least, usual and most rows in a batch.
-        sequence: least, usual and most tokens of a row; None: rows are images.
+        sequence: least, usual and most tokens of a row; None: rows are no texts.
+        seconds: the length of recordings; None: their feature extractor's own.
     """
 
     name: str
@@ -41,6 +51,7 @@ class ConversionInputs:
     labels: tuple[str, ...]
     batch: Sizes
     sequence: Sizes | None
+    seconds: float | None = None
 
     @property
     def dimensions(self) -> dict[str, Sizes]:
@@ -72,15 +83,15 @@ def conversion_inputs(asked: ConversionRequest, name: str) -> ConversionInputs:
             f"--calibration {asked.calibration} is of {asked.calibration.holds}s, and task {task} is for {reads}s: "
             f"give {_CALIBRATION[reads]}"
         )
-    labels = checkpoint.labels if tasks[task].labels is not None else ()
+    require_labels(task, asked.labels)
+    labels = asked.labels or (checkpoint.labels if tasks[task].labels is not None else ())
     facts = partial(ConversionInputs, name=name, source=asked.model, task=task, labels=labels)
-    if reads == "image":
+    if asked.seconds is not None and reads != "audio":
+        raise TaskError(f"--seconds {asked.seconds:g} is for recordings, and task {task} for {reads}s: leave it out")
+    if reads != "text":
         if asked.seq_len is not None:
-            raise TaskError(
-                f"--seq-len {' '.join(map(str, asked.seq_len))}: task {task} is for images, which have no tokens; "
-                "leave it out (their size is the one that the model's image processor makes)"
-            )
-        return facts(batch=asked.batch_size or BATCH_SIZES, sequence=None)
+            raise TaskError(f"--seq-len {' '.join(map(str, asked.seq_len))}: task {task} is for {_SIZE[reads]}")
+        return facts(batch=asked.batch_size or BATCH_SIZES, sequence=None, seconds=asked.seconds)
     most = checkpoint.positions
     if asked.seq_len is not None and most is not None and asked.seq_len[2] > most:
         raise TaskError(

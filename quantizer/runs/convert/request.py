@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from dataclasses import field
 from pathlib import Path
 
+from quantizer.common.label_texts import TEMPLATE
+from quantizer.common.label_texts import label_problem
+from quantizer.config.data_section import MOST_SECONDS
 from quantizer.engines import backends
 from quantizer.engines.candidates import Variant
 from quantizer.engines.candidates import cpu_candidates
@@ -65,6 +68,9 @@ class ConversionRequest:
             each token of the vocabulary
         seq_len: least, usual and most tokens in a row of text; None: 16, 128, 512, or less if the model has fewer
             positions.
+        seconds: the length to which recordings are cut or filled; None: that of their feature extractor, or 10.
+        labels: the labels to choose from, for a task that takes them from the request.
+        template: the text of each of them, with {} in its place.
         compute_capability: the GPU to build for ahead of time, with TensorRT-RTX.
         inference_precision: the precision of OpenVINO's computations that are not quantized; None: float32.
         tolerance: the least SQNR in dB of an engine's outputs against PyTorch's; None: the default for its types.
@@ -92,6 +98,9 @@ class ConversionRequest:
     evaluation: DataSource | None = None
     batch_size: Sizes | None = None
     seq_len: Sizes | None = None
+    seconds: float | None = None
+    labels: tuple[str, ...] = ()
+    template: str = TEMPLATE
     compute_capability: str | None = None
     inference_precision: str | None = None
     tolerance: float | None = None
@@ -171,7 +180,7 @@ class ConversionRequest:
             yield (
                 "--quantization needs data to calibrate on, and --calibration is missing: give 100 or more texts or "
                 "images like those that the model will see, such as --calibration texts.txt with one a line, or a "
-                "folder of images"
+                "folder of images or recordings"
             )
         if self.max_drop is not None and self.tuning is None:
             yield (
@@ -202,6 +211,10 @@ class ConversionRequest:
         for option, value in (("--rows", self.rows), ("--threads", self.threads)):
             if value is not None and value < 1:
                 yield f"{option} {value}: expected 1 or more"
+        if self.seconds is not None and not 0 < self.seconds <= MOST_SECONDS:
+            yield f"--seconds {self.seconds:g}: expected more than 0 and at most {MOST_SECONDS}"
+        if problem := label_problem(self.labels, self.template):
+            yield f"--labels: {problem}"
         if self.max_drop is not None and not self.max_drop >= 0:
             yield f"--max-drop {self.max_drop}: expected 0 or more, in the unit of the task's score"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from torch import nn
 
+from quantizer.common.label_texts import label_texts
 from quantizer.engines import Engine
 from quantizer.engines import inspect_file
 from quantizer.engines.candidates import Variant
@@ -65,6 +66,7 @@ from quantizer.runs.run_context import load_context
 from quantizer.runs.run_context import resume_files
 from quantizer.runs.scoring import Scoring
 from quantizer.targets import profile
+from quantizer.tasks import save_processor
 
 __all__ = ["convert"]
 
@@ -143,6 +145,7 @@ class _Run:
         with self.stage("load the model"):
             sizes = facts.sequence
             lengths = {} if sizes is None else {"min_length": sizes[0], "max_length": sizes[2]}
+            options = {**lengths, "batch_size": facts.batch[1], "seconds": facts.seconds}
             self.context = load_context(
                 self.stage,
                 kept,
@@ -152,7 +155,8 @@ class _Run:
                 # An ONNX file and an engine for each backend, in which integers take a quarter.
                 copies=len(asked.backends) / (2 if asked.quantization else 1),
                 needed_for="what is written for this model",
-                sizes={"batch_size": facts.batch[1], **lengths},
+                sizes=options,
+                texts=label_texts(asked.labels, asked.template),
             )
         self.model, self.task = self.context.model, self.context.task
         # Errors that would otherwise come after minutes of calibration.
@@ -260,7 +264,7 @@ class _Run:
         if made.quantizer is not None:
             source, rows = str(self.asked.calibration), len(self.calibration)
             facts = quantization_facts(made.quantizer, made.budget, scores, source, rows)
-        self.context.processor.save_pretrained(folder / processor_folder(self.facts.task))
+        save_processor(self.context.processor, self.model.config, folder / processor_folder(self.facts.task))
         signature = read_signature(folder / ONNX)
         result = BackendResult(
             backend=name,

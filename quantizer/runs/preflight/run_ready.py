@@ -16,6 +16,7 @@ import numpy as np
 
 from quantizer.config import DataConfig
 from quantizer.config import DatasetConfig
+from quantizer.config import ModelConfig
 from quantizer.config import RunConfig
 from quantizer.config.feasibility import check_run
 from quantizer.engines import backend
@@ -41,6 +42,7 @@ from quantizer.targets import profile
 from quantizer.tasks import Row
 from quantizer.tasks import Text
 from quantizer.tasks import read_checkpoint
+from quantizer.tasks import require_labels
 from quantizer.tasks import tasks
 from quantizer.tasks.sequence_classification import require_classes
 
@@ -80,7 +82,7 @@ def ready_to_run(config: RunConfig, folder: Path, kind: str, *, force: bool | No
     if config.model.task is None:
         check_functions(faults, config.model)
     else:
-        _check_checkpoint(faults, config.model.source, config.model.task, rows)
+        _check_checkpoint(faults, config.model, config.model.task, rows)
     restore_folder(folder)
     faults.of(lambda: checked_folder(folder, kind, replace=force is not False))
     faults.of(lambda: require_writable(folder))
@@ -110,9 +112,10 @@ def _check_packages(faults: Faults, config: RunConfig) -> None:
         faults.of(lambda: backend(config.quantizer.backend).check(build_options(config)))
 
 
-def _check_checkpoint(faults: Faults, source: str, task: str, rows: Mapping[str, Sequence[Row]]) -> None:
+def _check_checkpoint(faults: Faults, model: ModelConfig, task: str, rows: Mapping[str, Sequence[Row]]) -> None:
     """Check a checkpoint for a task, and the labels of the rows where it has classes."""
-    checkpoint = faults.of(lambda: read_checkpoint(source, task))
+    checkpoint = faults.of(lambda: read_checkpoint(model.source, task))
+    faults.of(lambda: require_labels(task, model.labels))
     if checkpoint is not None and tasks[task].labels == "row" and checkpoint.labels:
         for name in ("evaluation", "tuning", "training"):
             faults.of(partial(_check_labels, name, rows.get(name) or (), len(checkpoint.labels)))

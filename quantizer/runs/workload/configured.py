@@ -42,11 +42,13 @@ def configured_workload(
         copies=1,
         needed_for="what a run writes of this model",
         attention=config.model.attention,
+        texts=config.model.texts,
         sizes={
             "max_length": config.model.max_length,
             "batch_size": config.data.batch_size,
             # A shorter batch would be outside the engine's range.
             "min_length": config.export.dynamic.sequence[0],
+            "seconds": config.model.seconds,
         },
     )
     return workload_of(config, context, rows, Scoring(context, rows.evaluation, config.report.bootstrap, folder))

@@ -13,15 +13,17 @@ __all__ = ["read_by", "task_of"]
 
 
 def read_by(config: Any) -> tuple[str, ...]:
-    """Return what a model of this config can read: "text", "image", both or neither."""
-    heads = {reads: _has_head(config.model_type, reads) for reads in ("text", "image")}
-    # Some image models are pretrained on visual tokens, and their config has a vocabulary of these.
-    text = (heads["text"] or not heads["image"]) and getattr(config, "vocab_size", None) is not None
-    return (("text",) if text else ()) + (("image",) if heads["image"] else ())
+    """Return what a model of this config can read, some or none of "text", "image" and "audio"."""
+    heads = {reads: _has_head(config.model_type, reads) for reads in ("text", "image", "audio")}
+    # Some image models are pretrained on visual tokens, and their config has a vocabulary of these; models of speech
+    # have one of letters.
+    others = tuple(reads for reads in ("image", "audio") if heads[reads])
+    text = (heads["text"] or not others) and getattr(config, "vocab_size", None) is not None
+    return (("text",) if text else ()) + others
 
 
 def _has_head(model_type: str, reads: str) -> bool:
-    """Return whether transformers has a class of this model type for a task that reads texts, or images."""
+    """Return whether transformers has a class of this model type for a task that reads texts, images or recordings."""
     classes = {tasks[name].auto_class for name in tasks if tasks[name].reads == reads}
     return any(_architectures(one, model_type) for one in classes - {"AutoModel"})
 

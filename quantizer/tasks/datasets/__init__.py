@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from quantizer.tasks.datasets import choices
 from quantizer.tasks.datasets import conll
-from quantizer.tasks.datasets import image_csv
-from quantizer.tasks.datasets import image_folder
-from quantizer.tasks.datasets import image_masks
 from quantizer.tasks.datasets import squad_json
 from quantizer.tasks.datasets import sst2
 from quantizer.tasks.datasets import stsb
 from quantizer.tasks.datasets import text_csv
 from quantizer.tasks.datasets import vader
-from quantizer.tasks.datasets.images import read_images
+from quantizer.tasks.datasets.files import image_masks
+from quantizer.tasks.datasets.files import labelled_csv
+from quantizer.tasks.datasets.files import labelled_folder
+from quantizer.tasks.datasets.files import transcripts
+from quantizer.tasks.datasets.files.paths import folder_holds
+from quantizer.tasks.datasets.files.paths import read_images
+from quantizer.tasks.datasets.files.paths import read_recordings
 from quantizer.tasks.datasets.load import load_rows
+from quantizer.tasks.datasets.rows import Audio
+from quantizer.tasks.datasets.rows import Choices
 from quantizer.tasks.datasets.rows import Image
 from quantizer.tasks.datasets.rows import Masked
 from quantizer.tasks.datasets.rows import Pair
 from quantizer.tasks.datasets.rows import Plain
 from quantizer.tasks.datasets.rows import Question
 from quantizer.tasks.datasets.rows import Row
+from quantizer.tasks.datasets.rows import Speech
 from quantizer.tasks.datasets.rows import Text
 from quantizer.tasks.datasets.rows import Words
 from quantizer.tasks.datasets.rows import datasets
@@ -26,26 +33,33 @@ from quantizer.tasks.datasets.texts import read_texts
 from quantizer.tasks.datasets.texts import text_files
 
 __all__ = [
+    "Audio",
+    "Choices",
     "Image",
     "Masked",
     "Pair",
     "Plain",
     "Question",
     "Row",
+    "Speech",
     "Text",
     "Words",
+    "choices",
     "conll",
     "datasets",
-    "image_csv",
-    "image_folder",
+    "folder_holds",
     "image_masks",
+    "labelled_csv",
+    "labelled_folder",
     "load_rows",
     "read_images",
+    "read_recordings",
     "read_texts",
     "squad_json",
     "sst2",
     "stsb",
     "text_csv",
     "text_files",
+    "transcripts",
     "vader",
 ]

@@ -1,4 +1,4 @@
-"""Columns of a CSV file with a header, by their names."""
+"""Columns of a CSV file with a header, by their names; the objects of a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import csv
 from collections.abc import Iterator
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from quantizer.common.plain_values import json_values
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import read_lines
 
-__all__ = ["read_columns"]
+__all__ = ["read_columns", "read_objects"]
 
 
 def read_columns(name: str, file: Path, wanted: Sequence[Sequence[str]]) -> Iterator[tuple[str, list[str]]]:
@@ -41,3 +43,26 @@ def read_columns(name: str, file: Path, wanted: Sequence[Sequence[str]]) -> Iter
             yield where, [fields[place].strip() for place in places if place is not None]
     except csv.Error as error:
         raise TaskError(f"{file}:{reader.line_num}: not CSV ({error})") from error
+
+
+def read_objects(name: str, file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place (``FILE:LINE``) and the object of each line of a file of JSON lines; empty lines are skipped.
+
+    Args:
+        name: the name of the data set, for messages.
+        file: the file.
+
+    Raises:
+        TaskError: the file cannot be read, or a line is no JSON object.
+    """
+    for number, line in enumerate(read_lines(name, file), start=1):
+        if not line.strip():
+            continue
+        where = f"{file}:{number}"
+        try:
+            told = json_values(line)
+        except ValueError as error:
+            raise TaskError(f"{where}: not JSON ({error})") from error
+        if not isinstance(told, dict):
+            raise TaskError(f'{where}: {line.strip()[:60]!r}, expected an object like {{"key": "value"}}')
+        yield where, told

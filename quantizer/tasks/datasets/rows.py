@@ -23,12 +23,15 @@ from quantizer.common.registry import Registry
 from quantizer.errors import TaskError
 
 __all__ = [
+    "Audio",
+    "Choices",
     "Image",
     "Masked",
     "Pair",
     "Plain",
     "Question",
     "Row",
+    "Speech",
     "Text",
     "Words",
     "class_number",
@@ -67,6 +70,22 @@ class Image:
 
 
 @dataclass(frozen=True)
+class Audio:
+    """One recording and its class: the model's name for the class, or its number from 0."""
+
+    path: Path
+    label: str
+
+
+@dataclass(frozen=True)
+class Speech:
+    """One recording and the words in it, with one space between them."""
+
+    path: Path
+    text: str
+
+
+@dataclass(frozen=True)
 class Plain:
     """One text, whose own words are what is right: for models that fill in or go on."""
 
@@ -91,6 +110,16 @@ class Question:
 
 
 @dataclass(frozen=True)
+class Choices:
+    """A question, the text that it is about or "", answers to choose from, and the place of the right one."""
+
+    question: str
+    context: str
+    choices: tuple[str, ...]
+    label: int
+
+
+@dataclass(frozen=True)
 class Masked:
     """One image file, and the file with the class number of each of its pixels."""
 
@@ -101,11 +130,11 @@ class Masked:
 _MOST_DIGITS = 9
 """The limit on the digits of a class number: no model has so many classes, and more may not fit in 64 bits."""
 
-Row: TypeAlias = Image | Masked | Pair | Plain | Question | Text | Words
+Row: TypeAlias = Audio | Choices | Image | Masked | Pair | Plain | Question | Speech | Text | Words
 
 
 def content_of(rows: Sequence[Row]) -> str:
-    """Return a hash of the content of rows; for an image also of its file, which may change under the same name.
+    """Return a hash of the content of rows; for images and recordings also of their files, which may change.
 
     Raises:
         TaskError: a file cannot be read.
@@ -113,7 +142,7 @@ def content_of(rows: Sequence[Row]) -> str:
     whole = hashlib.sha256()
     for row in rows:
         whole.update(repr(row).encode())
-        if isinstance(row, Image | Masked):
+        if isinstance(row, Audio | Image | Masked | Speech):
             whole.update(_file_digest(row.path))
         if isinstance(row, Masked):
             whole.update(_file_digest(row.mask))

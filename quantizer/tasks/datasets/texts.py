@@ -9,8 +9,8 @@ import csv
 from collections.abc import Iterator
 from pathlib import Path
 
-from quantizer.common.plain_values import json_values
 from quantizer.errors import TaskError
+from quantizer.tasks.datasets.columns import read_objects
 from quantizer.tasks.datasets.rows import Plain
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import datasets
@@ -68,16 +68,10 @@ def _from_csv(file: Path, column: str) -> Iterator[str]:
 
 
 def _from_jsonl(file: Path, column: str) -> Iterator[str]:
-    for number, line in enumerate(read_lines(_KIND, file), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json_values(line)
-        except ValueError as error:
-            raise TaskError(f"{file}:{number}: not JSON ({error})") from error
-        text = row.get(column) if isinstance(row, dict) else None
+    for where, row in read_objects(_KIND, file):
+        text = row.get(column)
         if not isinstance(text, str):
-            raise TaskError(f'{file}:{number}: {line.strip()[:60]!r}, expected an object like {{"{column}": "a text"}}')
+            raise TaskError(f'{where}: {str(row)[:60]!r}, expected an object like {{"{column}": "a text"}}')
         yield text
 
 

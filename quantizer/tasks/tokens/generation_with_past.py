@@ -5,6 +5,7 @@ Shapes: B rows of a batch, S tokens, V tokens of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +35,9 @@ class TextGenerationWithPast(TextGeneration):
     gives_vocabulary = False  # for one token a row, as it is checked and timed
 
     @classmethod
-    def prepared(cls, model: torch.nn.Module) -> torch.nn.Module:
+    def module_of(
+        cls, model: torch.nn.Module, tokenizer: Any = None, texts: Mapping[str, str] | None = None
+    ) -> torch.nn.Module:
         """Return one step of the model, with its cache as inputs and outputs."""
         return DecodeStep(model)
 

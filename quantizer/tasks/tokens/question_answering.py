@@ -13,13 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantizer.errors import TaskError
 from quantizer.tasks.counted import CountedTask
 from quantizer.tasks.datasets.rows import Question
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.inputs import Inputs
 from quantizer.tasks.inputs import Sample
-from quantizer.tasks.inputs import TextInputs
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import label_flips
 from quantizer.tasks.metrics import sqnr_db
@@ -27,6 +25,7 @@ from quantizer.tasks.outputs import first_output
 from quantizer.tasks.task import Batch
 from quantizer.tasks.task import Predictions
 from quantizer.tasks.task import tasks
+from quantizer.tasks.tokens.pair_inputs import PairInputs
 from quantizer.tasks.tokens.parts import is_token
 from quantizer.tasks.tokens.parts import per_token
 
@@ -53,7 +52,7 @@ class QuestionAnswering(CountedTask):
     packages = ("torchmetrics",)
 
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
-        self._pairs = _PairInputs(model, processor, max_length=max_length, min_length=min_length)
+        self._pairs = _QuestionInputs(model, processor, max_length=max_length, min_length=min_length)
         return self._pairs
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
@@ -132,22 +131,8 @@ class _Place:
         return self._text[self._offsets[first][0] : self._offsets[last][1]]
 
 
-class _PairInputs(TextInputs):
-    """The batches of pairs of question and context, of which the longer one is cut first."""
-
-    def encoded(self, texts: Sequence[Any], **options: Any) -> Any:
-        self.check(texts)
-        questions, contexts = zip(*texts, strict=True)
-        return self.tokenizer(list(questions), list(contexts), truncation="longest_first", **options)
-
-    def check(self, texts: Sequence[Any]) -> None:
-        """Raise ``TaskError`` if a sample is a text alone."""
-        for text in texts:
-            if isinstance(text, str):
-                raise TaskError(
-                    f"{text[:60]!r} is a text alone, and task 'question-answering' is for questions about texts: use "
-                    "a data set of them, like 'squad-json'"
-                )
+class _QuestionInputs(PairInputs):
+    wanted = "task 'question-answering' is for questions about texts: use a data set of them, like 'squad-json'"
 
     def places(self, rows: Sequence[Any]) -> list[_Place]:
         """Return the tokens of each row in its context.

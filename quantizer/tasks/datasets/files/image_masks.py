@@ -12,7 +12,8 @@ from pathlib import Path
 
 from quantizer.common.paths import is_folder
 from quantizer.errors import TaskError
-from quantizer.tasks.datasets.images import image_paths
+from quantizer.tasks.datasets.files.paths import IMAGE_FILES
+from quantizer.tasks.datasets.files.paths import file_paths
 from quantizer.tasks.datasets.rows import Masked
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import datasets
@@ -35,9 +36,9 @@ def read_image_masks(path: Path | None, split: str | None, subset: str | None) -
     for part in (images, masks):
         if not is_folder(part):
             raise TaskError(f"data set 'image-masks': there is no folder {part}; expected one of images, one of masks")
-    by_name = {mask.relative_to(masks).with_suffix(""): mask for mask in image_paths(masks)}
+    by_name = {mask.relative_to(masks).with_suffix(""): mask for mask in file_paths(masks, IMAGE_FILES)}
     rows: list[Row] = []
-    for image in image_paths(images):
+    for image in file_paths(images, IMAGE_FILES):
         name = image.relative_to(images).with_suffix("")
         if name not in by_name:
             raise TaskError(f"data set 'image-masks': {image} has no mask; expected {masks / name}.png")

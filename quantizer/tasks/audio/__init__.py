@@ -1,0 +1,1 @@
+"""Tasks of recordings: classes of sounds, and the words of speech."""

@@ -1,0 +1,206 @@
+"""Batches of recordings of one length, made by a model's own feature extractor.
+
+Shapes: B recordings in a batch, N samples of each, in time; R samples of a file, C channels.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quantizer.errors import MissingDependencyError
+from quantizer.errors import TaskError
+from quantizer.tasks.inputs import EXAMPLE_ROWS
+from quantizer.tasks.inputs import Batch
+
+__all__ = ["AudioInputs", "Recordings", "read_recording", "require_extractor"]
+
+_SECONDS = 10.0
+"""The length of recordings, in seconds, where neither the request nor the feature extractor says one."""
+_MASK = "attention_mask"
+_EXTRACTORS = ("Wav2Vec2FeatureExtractor", "ASTFeatureExtractor", "WhisperFeatureExtractor")
+"""Feature extractors whose lengths are in samples, or are their own."""
+
+
+class Recordings:
+    """The arrays of files, read at one rate, cut or filled to one length, and made by a feature extractor.
+
+    Args:
+        extractor: a transformers feature extractor.
+        seconds: the length of each recording; None: that of the extractor, or 10.
+
+    Raises:
+        TaskError: the extractor is of another kind, or the length is shorter than a thousandth of a second.
+    """
+
+    def __init__(self, extractor: Any, seconds: float | None) -> None:
+        require_extractor(extractor)
+        self.extractor = extractor
+        self.rate = int(extractor.sampling_rate)
+        self.seconds = float(seconds or getattr(extractor, "chunk_length", None) or _SECONDS)
+        self.samples = round(self.seconds * self.rate)
+        if self.samples < 1:
+            raise TaskError(f"seconds={seconds}, expected at least one sample at {self.rate} Hz")
+
+    def arrays(self, paths: Sequence[Path]) -> dict[str, npt.NDArray[Any]]:
+        """Return what the extractor makes of files, by name; what is longer is cut, what is shorter filled at its end.
+
+        Raises:
+            TaskError: a file cannot be read as a recording.
+        """
+        return self.extracted([self.wave(path)[: self.samples] for path in paths])
+
+    def extracted(self, waves: Sequence[npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[Any]]:
+        """Return what the extractor makes of waves of at most N samples, by name.
+
+        A mask is asked for in any case: without it the extractor takes the filling for a part of the recording, and
+        scales that by it.
+        """
+        fill = {"padding": "max_length", "max_length": self.samples, "return_attention_mask": True}
+        made = dict(self.extractor(list(waves), sampling_rate=self.rate, return_tensors="np", **fill))
+        # Models whose extractor gives no masks have learned to read filled recordings without.
+        keeps = getattr(self.extractor, "return_attention_mask", False)
+        return {name: value for name, value in made.items() if name != _MASK or keeps}
+
+    def wave(self, path: Path) -> npt.NDArray[np.float32]:
+        """Return a recording at the extractor's rate, its channels averaged, from -1 to 1.
+
+        Raises:
+            TaskError: the file cannot be read as a recording.
+        """
+        rate, wave = read_recording(path)
+        if rate != self.rate:
+            common = gcd(rate, self.rate)
+            wave = _scipy("scipy.signal").resample_poly(wave, self.rate // common, rate // common)
+        return np.asarray(wave, dtype=np.float32)
+
+
+class AudioInputs:
+    """The batches of a model of recordings; the same for the float model, a proxy and an engine.
+
+    Args:
+        model: run once, on a recording of zeros, to check that it accepts what the extractor makes; no reference is
+            kept.
+        extractor: a transformers feature extractor.
+        seconds: the length of each recording; None: that of the extractor, or 10.
+
+    Attributes:
+        names: the names of the inputs.
+
+    Raises:
+        TaskError: the model takes no recordings or not the extractor's, or the length is none.
+    """
+
+    def __init__(self, model: torch.nn.Module, extractor: Any, *, seconds: float | None) -> None:
+        self.recordings = Recordings(extractor, seconds)
+        zeros = self.recordings.extracted([np.zeros(self.recordings.samples, dtype=np.float32)])
+        accepted = inspect.signature(model.forward).parameters
+        self.names: tuple[str, ...] = tuple(name for name in extractor.model_input_names if name in zeros)
+        if not set(self.names) <= set(accepted):
+            raise TaskError(
+                f"{type(model).__name__} takes {', '.join(accepted)}, and {type(extractor).__name__} makes "
+                f"{', '.join(self.names)}: expected a model of recordings with its own preprocessor_config.json"
+            )
+        batch = self._tensors(zeros)
+        self._shape = tuple(batch[self.names[0]].shape[1:])
+        try:
+            with torch.no_grad():
+                model(**batch)
+        except (RuntimeError, ValueError) as error:
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise TaskError(
+                f"{type(model).__name__} does not take recordings of {self.recordings.seconds:g} s as "
+                f"{type(extractor).__name__} makes them, {list(self._shape)} ({said}): set another number of seconds, "
+                "or mend preprocessor_config.json"
+            ) from error
+
+    def order(self, paths: Sequence[Path]) -> list[int]:
+        """Return the indices of recordings as they are: all are filled to one length."""
+        return list(range(len(paths)))
+
+    def batch(self, paths: Sequence[Path]) -> Batch:
+        """Return one batch, read from files."""
+        return self._tensors(self.recordings.arrays(paths))
+
+    def check(self, paths: Sequence[Path]) -> None:
+        """Raise ``TaskError`` if a file cannot be read as a recording."""
+        for path in paths:
+            read_recording(path)
+
+    def filled(self, paths: Sequence[Path], rows: int, sequence: int | None) -> Batch:
+        """Return a batch of exactly ``rows`` recordings, repeated if there are fewer; without any it is random."""
+        return self.batch([paths[row % len(paths)] for row in range(rows)]) if paths else self.random(rows, sequence)
+
+    def random(self, rows: int, sequence: int | None, seed: int = 0) -> Batch:
+        """Return normal noise without filling; recordings have no tokens, so ``sequence`` has no effect."""
+        noise = torch.randn(rows, *self._shape, generator=torch.Generator().manual_seed(seed))
+        given = {self.names[0]: noise}
+        return {name: given.get(name, torch.ones(rows, self._shape[0], dtype=torch.int64)) for name in self.names}
+
+    def example(self, paths: Sequence[Path]) -> Batch:
+        """Return a batch of two recordings; see ``Task.example``."""
+        return self.filled(paths[:EXAMPLE_ROWS], EXAMPLE_ROWS, None)
+
+    def _tensors(self, arrays: dict[str, npt.NDArray[Any]]) -> Batch:
+        made = {name: torch.from_numpy(arrays[name]) for name in self.names}
+        return {name: value.float() if value.is_floating_point() else value.long() for name, value in made.items()}
+
+
+def require_extractor(extractor: Any) -> None:
+    """Raise ``TaskError`` if a feature extractor makes no recordings of one length, as far as is known here."""
+    if type(extractor).__name__ not in _EXTRACTORS:
+        raise TaskError(
+            f"{type(extractor).__name__} is not known to make recordings of one length; expected one of "
+            f"{', '.join(_EXTRACTORS)}: load such a model in Python and give its batches to quantize_model"
+        )
+
+
+def read_recording(path: Path) -> tuple[int, npt.NDArray[np.float32]]:
+    """Return the rate of a WAV file in Hz, and its samples [R] from -1 to 1, the mean of its channels.
+
+    Raises:
+        TaskError: the file does not exist, is no complete WAV file, or holds no sample, or one that is not finite.
+        MissingDependencyError: SciPy is not installed.
+    """
+    wavfile = _scipy("scipy.io.wavfile")
+    try:
+        with warnings.catch_warnings():
+            # A file that ends too early is a warning of SciPy only; chunks of other programs are none of an error.
+            warnings.simplefilter("error", wavfile.WavFileWarning)
+            warnings.filterwarnings("ignore", "Chunk .non-data. not understood", wavfile.WavFileWarning)
+            rate, data = wavfile.read(path)
+    except (OSError, ValueError, wavfile.WavFileWarning) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TaskError(
+            f"{path} cannot be read as a recording ({said}): expected a WAV file; ffmpeg -i FILE {path.stem}.wav makes "
+            "one of most others"
+        ) from error
+    wave_RC = _from_minus_one_to_one(np.atleast_2d(data.T).T)
+    if not wave_RC.size or not np.isfinite(wave_RC).all():
+        raise TaskError(f"{path} holds {'values that are not finite' if wave_RC.size else 'no samples'}: mend the file")
+    return int(rate), wave_RC.mean(axis=1, dtype=np.float32)
+
+
+def _from_minus_one_to_one(data: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Return samples as float32: whole numbers are divided by their range, and bytes have their zero at 128."""
+    if data.dtype.kind == "f":
+        return data.astype(np.float32)
+    middle = 128 if data.dtype == np.uint8 else 0
+    span = 2.0 ** (8 * data.dtype.itemsize - 1)
+    return np.asarray((data.astype(np.float64) - middle) / span, dtype=np.float32)
+
+
+def _scipy(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError("scipy", "hf") from error

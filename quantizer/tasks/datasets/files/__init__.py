@@ -1,0 +1,1 @@
+"""Data sets whose rows are files: images and recordings, with labels, masks or transcripts."""

@@ -1,0 +1,87 @@
+"""The task ``zero-shot-image-classification``: images among labels that the request names, by models such as CLIP.
+
+Shapes: B images in a batch, D width of an embedding, C labels.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from quantizer.errors import TaskError
+from quantizer.tasks.image_classification import ImageClassification
+from quantizer.tasks.task import tasks
+
+__all__ = ["LabelledTower", "ZeroShotImageClassification"]
+
+_LONGEST = 64
+"""The tokens of each text that models of SigLIP were trained with, as in the pipeline of transformers."""
+
+
+class LabelledTower(torch.nn.Module):
+    """The image tower of a model of images and texts, with the embeddings of some texts as its last layer.
+
+    It computes for images what the whole model computes for them and these texts, its ``logits_per_image``.
+
+    Args:
+        model: a model of images and texts, of which the text tower runs once, in float; no reference to it is kept.
+        tokenizer: its tokenizer.
+        texts: the text of each label.
+
+    Raises:
+        TaskError: the model has no towers of the kind that CLIP has.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, texts: Mapping[str, str]) -> None:
+        super().__init__()
+        if not (hasattr(model, "vision_model") and hasattr(model, "get_text_features")):
+            raise TaskError(
+                f"{type(model).__name__} has no tower of images beside one of texts, as CLIP and SigLIP have: load it "
+                "in Python, and give it with its batches to quantize_model"
+            )
+        self.vision_model = model.vision_model
+        self.visual_projection = getattr(model, "visual_projection", torch.nn.Identity())
+        embeds_CD = _text_embeddings(model, tokenizer, list(texts.values()))
+        bias = getattr(model, "logit_bias", None)
+        self.classifier = torch.nn.Linear(embeds_CD.shape[1], len(embeds_CD), bias=bias is not None)
+        with torch.no_grad():
+            self.classifier.weight.copy_(embeds_CD * model.logit_scale.exp())
+            if bias is not None:
+                self.classifier.bias.fill_(float(bias))
+        self.config = copy.deepcopy(model.config.vision_config)
+        self.config.id2label = dict(enumerate(texts))
+        self.config.label2id = {label: number for number, label in enumerate(texts)}
+
+    def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the logits of labels [B x C] by name."""
+        pooled_BD = self.vision_model(pixel_values=pixel_values).pooler_output
+        embeds_BD = self.visual_projection(pooled_BD)
+        return {"logits": self.classifier(embeds_BD / embeds_BD.norm(p=2, dim=-1, keepdim=True))}
+
+
+@tasks.add("zero-shot-image-classification")
+class ZeroShotImageClassification(ImageClassification):
+    """Images to logits of labels that the request names [N x C], to labels [N], scored by accuracy."""
+
+    name = "zero-shot-image-classification"
+    auto_class = "AutoModelForZeroShotImageClassification"
+    names_labels = True
+
+    @classmethod
+    def module_of(
+        cls, model: torch.nn.Module, tokenizer: Any = None, texts: Mapping[str, str] | None = None
+    ) -> torch.nn.Module:
+        return LabelledTower(model, tokenizer, texts or {})
+
+
+def _text_embeddings(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
+    """Return the embeddings of texts [C x D], each of length 1."""
+    fixed = "siglip" in model.config.model_type
+    options = {"padding": "max_length", "max_length": _LONGEST, "truncation": True} if fixed else {"padding": True}
+    with torch.no_grad():
+        found = model.get_text_features(**tokenizer(texts, return_tensors="pt", **options))
+    embeds: torch.Tensor = getattr(found, "pooler_output", found)
+    return torch.nn.functional.normalize(embeds, dim=-1)

@@ -1,0 +1,304 @@
+"""Tasks of recordings: what is read, brought to one rate and length, and how classes and words are scored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from scipy.io import wavfile
+from tiny_audio import CLASSES
+from tiny_audio import RATE
+from tiny_audio import tiny_ast
+from tiny_audio import tiny_ctc
+from tiny_audio import tiny_recordings
+from tiny_audio import tiny_wav2vec2
+
+from quantizer.errors import TaskError
+from quantizer.tasks import Audio
+from quantizer.tasks import Recordings
+from quantizer.tasks import Speech
+from quantizer.tasks import Task
+from quantizer.tasks import build_task
+from quantizer.tasks import load_model
+from quantizer.tasks import load_processor
+from quantizer.tasks import load_rows
+from quantizer.tasks import read_checkpoint
+from quantizer.tasks import read_recordings
+from quantizer.tasks.audio.audio_inputs import read_recording
+
+SECONDS = 1
+MADE = {"wav2vec2": tiny_wav2vec2, "ast": tiny_ast, "ctc": tiny_ctc}
+TASKS = {"wav2vec2": "audio-classification", "ast": "audio-classification", "ctc": "automatic-speech-recognition"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("audio")
+    return {name: str(make(folder / name)) for name, make in MADE.items()}
+
+
+@pytest.fixture(scope="module")
+def built(models: dict[str, str]) -> dict[str, Task]:
+    return {
+        name: build_task(
+            TASKS[name], load_model(source, TASKS[name]), load_processor(source, TASKS[name]), seconds=SECONDS
+        )
+        for name, source in models.items()
+    }
+
+
+def _write(path: Path, wave: np.ndarray, rate: int = RATE) -> Path:
+    wavfile.write(path, rate, wave)
+    return path
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_checkpoint_tells_its_task(models: dict[str, str], name: str) -> None:
+    assert read_checkpoint(models[name]).task == TASKS[name]
+
+
+def test_a_model_of_speech_reads_no_text(models: dict[str, str]) -> None:
+    with pytest.raises(TaskError, match="Wav2Vec2ForCTC reads audio, and task 'fill-mask' is for text"):
+        read_checkpoint(models["ctc"], "fill-mask")
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_batches_hold_what_the_pipeline_gives_the_model(
+    models: dict[str, str], built: dict[str, Task], tmp_path: Path, name: str
+) -> None:
+    """A recording as long as the engine takes: the values are the extractor's own, to the last bit."""
+    wave = np.random.default_rng(0).normal(0, 0.1, RATE * SECONDS).astype(np.float32)
+    batch = built[name].inputs.batch([_write(tmp_path / "one.wav", wave)])
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(models[name])
+    expected = extractor(wave, sampling_rate=RATE, return_tensors="pt")
+    assert set(batch) == set(expected)
+    for key, value in expected.items():
+        assert torch.equal(batch[key], value.to(batch[key].dtype)), key
+
+
+def test_filling_does_not_scale_a_recording(built: dict[str, Task], models: dict[str, str], tmp_path: Path) -> None:
+    """Without a mask the extractor would take the filling for a part of the recording."""
+    wave = np.random.default_rng(0).normal(0.2, 0.1, RATE // 4).astype(np.float32)
+    batch = built["wav2vec2"].inputs.batch([_write(tmp_path / "short.wav", wave)])
+    assert set(batch) == {"input_values"}
+    own = transformers.AutoFeatureExtractor.from_pretrained(models["wav2vec2"])(wave, sampling_rate=RATE)
+    values = batch["input_values"][0].numpy()
+    np.testing.assert_allclose(values[: RATE // 4], own["input_values"][0], atol=1e-5)
+    assert not values[RATE // 4 :].any()
+    masked = built["ctc"].inputs.batch([tmp_path / "short.wav"])
+    assert masked["attention_mask"].sum() == RATE // 4
+
+
+def test_what_is_too_long_is_cut(built: dict[str, Task], tmp_path: Path) -> None:
+    long = _write(tmp_path / "long.wav", np.ones(3 * RATE, dtype=np.float32))
+    assert built["wav2vec2"].inputs.batch([long])["input_values"].shape == (1, RATE)
+
+
+@pytest.mark.parametrize("rate", [8000, 44100])
+def test_another_rate_is_brought_to_the_extractors(built: dict[str, Task], tmp_path: Path, rate: int) -> None:
+    def tone(at: int) -> np.ndarray:
+        return np.sin(2 * np.pi * 440 * np.arange(at // 2) / at).astype(np.float32)
+
+    recordings = built["wav2vec2"].inputs.recordings
+    wave = recordings.wave(_write(tmp_path / "tone.wav", tone(rate), rate))
+    assert abs(len(wave) - RATE // 2) <= 1
+    # At the ends the filter sees silence around the recording.
+    assert np.abs(wave - tone(RATE)[: len(wave)])[200:-200].max() < 0.01
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (np.array([0, 16384, -32768], dtype=np.int16), [0, 0.5, -1]),
+        (np.array([128, 192, 0], dtype=np.uint8), [0, 0.5, -1]),
+        (np.array([0, 2**30, -(2**31)], dtype=np.int32), [0, 0.5, -1]),
+        (np.array([0, 0.5, -1], dtype=np.float64), [0, 0.5, -1]),
+        (np.array([[0, 0], [16384, 0], [0, -32768]], dtype=np.int16), [0, 0.25, -0.5]),
+    ],
+    ids=["16 bits", "8 bits", "32 bits", "floats", "two channels"],
+)
+def test_all_kinds_of_samples(tmp_path: Path, values: np.ndarray, expected: list[float]) -> None:
+    rate, wave = read_recording(_write(tmp_path / "some.wav", values))
+    assert rate == RATE
+    assert wave.tolist() == expected
+
+
+def test_files_that_are_no_recordings(tmp_path: Path) -> None:
+    whole = _write(tmp_path / "whole.wav", np.zeros(1000, dtype=np.int16)).read_bytes()
+    for name, content, message in (
+        ("text.wav", b"no sound", "text.wav cannot be read as a recording"),
+        ("cut.wav", whole[:1000], r"cut.wav cannot be read as a recording \(Reached EOF prematurely"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(TaskError, match=message):
+            read_recording(tmp_path / name)
+    with pytest.raises(TaskError, match=r"absent\.wav cannot be read as a recording .*ffmpeg -i FILE absent\.wav"):
+        read_recording(tmp_path / "absent.wav")
+    with pytest.raises(TaskError, match=r"empty\.wav holds no samples"):
+        read_recording(_write(tmp_path / "empty.wav", np.zeros(0, dtype=np.int16)))
+    with pytest.raises(TaskError, match=r"nan\.wav holds values that are not finite"):
+        read_recording(_write(tmp_path / "nan.wav", np.array([np.nan], dtype=np.float32)))
+
+
+def test_folders_and_files_of_recordings(tmp_path: Path) -> None:
+    folder = tiny_recordings(tmp_path / "tones", 6, seed=0)
+    rows = load_rows("audio-folder", path=folder)
+    assert {row.label for row in rows} == set(CLASSES)
+    assert [row.path for row in rows] == read_recordings(folder)
+    (tmp_path / "list.csv").write_text("path,label\ntones/low/0.wav,low\ntones/middle/1.wav,1\n")
+    listed = load_rows("audio-csv", path=tmp_path / "list.csv")
+    assert listed == [Audio(folder / "low" / "0.wav", "low"), Audio(folder / "middle" / "1.wav", "1")]
+    (tmp_path / "list.csv").write_text("path,label\nabsent.wav,low\n")
+    with pytest.raises(TaskError, match=r"list\.csv:2: there is no recording .*absent\.wav"):
+        load_rows("audio-csv", path=tmp_path / "list.csv")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(
+        TaskError, match=r"none holds no recordings; expected .*CLASS/FILE with files that end in \.wav"
+    ):
+        load_rows("audio-folder", path=tmp_path / "none")
+
+
+def test_files_of_transcripts(tmp_path: Path) -> None:
+    wav = _write(tmp_path / "a.wav", np.zeros(10, dtype=np.int16))
+    (tmp_path / "t.csv").write_text("file,sentence\na.wav, two  words\n")
+    (tmp_path / "t.jsonl").write_text(json.dumps({"path": "a.wav", "text": "two words"}) + "\n")
+    for name in ("t.csv", "t.jsonl"):
+        assert load_rows("transcripts", path=tmp_path / name) == [Speech(wav, "two words")]
+    for content, message in (
+        ('{"path": "a.wav"}', r't\.jsonl:1: expected an object like \{"path": "one.wav", "text": "its words"\}'),
+        ('{"path": "b.wav", "text": "x"}', r"t\.jsonl:1: there is no recording .*b\.wav"),
+        ('{"path": "a.wav", "text": " "}', r"t\.jsonl:1: the text is empty, expected the words of a\.wav"),
+    ):
+        (tmp_path / "t.jsonl").write_text(content + "\n")
+        with pytest.raises(TaskError, match=message):
+            load_rows("transcripts", path=tmp_path / "t.jsonl")
+    (tmp_path / "t.txt").write_text("a.wav two words\n")
+    with pytest.raises(TaskError, match=r"t\.txt: expected a file that ends in \.csv or \.jsonl"):
+        load_rows("transcripts", path=tmp_path / "t.txt")
+
+
+def test_classes_are_scored_by_their_names(built: dict[str, Task], tmp_path: Path) -> None:
+    rows = load_rows("audio-folder", path=tiny_recordings(tmp_path, 6, seed=0))
+    task = built["wav2vec2"]
+    expected = task.targets(rows)
+    right = task.predict(_classes(list(expected)), rows)
+    assert task.score(right, rows) == 1.0
+    wrong = task.predict(_classes([*expected[:3], *(expected[3:] + 1) % 3]), rows)
+    assert task.score(wrong, rows) == 0.5
+    assert task.paired(right, wrong)["label_flips"] == 0.5
+    with pytest.raises(TaskError, match="the label 'loud' is no class of the model"):
+        task.targets([Audio(rows[0].path, "loud")])
+
+
+def _classes(numbers: list[int]) -> Callable[[dict[str, torch.Tensor]], object]:
+    """Return a model that says these classes of the recordings of one batch."""
+    return lambda batch: {"logits": torch.nn.functional.one_hot(torch.tensor(numbers), len(CLASSES)).float()}
+
+
+def _says(task: Task, *texts: str) -> Callable[[dict[str, torch.Tensor]], object]:
+    """Return a model that spells these texts from the start of each recording of a batch, with blanks between."""
+    vocabulary = task._tokenizer.get_vocab()  # type: ignore[attr-defined]
+
+    def run(batch: dict[str, torch.Tensor]) -> object:
+        logits = torch.zeros(len(texts), 49, len(vocabulary))
+        logits[:, :, 0] = 1
+        for row, text in enumerate(texts):
+            for at, letter in enumerate(text.replace(" ", "|")):
+                logits[row, 2 * at, vocabulary[letter]] = 2
+        return {"logits": logits}
+
+    return run
+
+
+@pytest.fixture
+def speech(tmp_path: Path) -> list[Speech]:
+    noise = np.random.default_rng(0).normal(0, 0.1, RATE).astype(np.float32)
+    return [Speech(_write(tmp_path / f"{n}.wav", noise), text) for n, text in enumerate(("a bad cab", "a dad"))]
+
+
+def test_word_errors_are_counted_over_all_rows(built: dict[str, Task], speech: list[Speech]) -> None:
+    task = built["ctc"]
+    right = task.predict(_says(task, "a bad cab", "a dad"), speech)
+    assert right.outputs.shape == (2, 49, 13)
+    assert task.score(right, speech) == 0.0
+    # One word wrong and one missing of three, one too many of two: 3 of 5.
+    wrong = task.predict(_says(task, "a bed", "a dad dad"), speech)
+    assert task.counts(wrong, speech).tolist() == [[2, 3], [1, 2]]  # type: ignore[attr-defined]
+    assert task.score(wrong, speech) == pytest.approx(0.6)
+    low, high = task.difference_interval(right, wrong, speech, 200)
+    assert 0.5 - 1e-9 <= low <= 0.6 <= high <= 2 / 3 + 1e-9
+    assert 0 < task.paired(right, wrong)["label_flips"] < 0.5
+    assert not task.higher_is_better
+
+
+def test_letters_that_follow_each_other_need_a_blank(built: dict[str, Task], speech: list[Speech]) -> None:
+    """What the model repeats is one letter, as in the pipeline of transformers."""
+    task = built["ctc"]
+    tokens = task._tokenizer.convert_tokens_to_ids(list("aa|bb"))  # type: ignore[attr-defined]
+    logits = torch.nn.functional.one_hot(torch.tensor([tokens] * 2), 13).float()
+    found = task.predict(lambda batch: {"logits": logits}, [Speech(row.path, "a b") for row in speech])
+    assert task.score(found, [Speech(row.path, "a b") for row in speech]) == 0.0
+
+
+def test_what_fills_a_recording_is_not_heard(built: dict[str, Task], tmp_path: Path) -> None:
+    task = built["ctc"]
+    quarter = np.random.default_rng(0).normal(0, 0.1, RATE // 4).astype(np.float32)
+    rows = [Speech(_write(tmp_path / "quarter.wav", quarter), "abc")]
+    found = task.predict(_says(task, "abcabcabcabc abc"), rows)
+    # 13 of the 49 steps: 7 letters with blanks between.
+    assert found.outputs.shape == (1, 13, 13)
+    assert task._tokenizer.decode(found.decisions[0].tolist()) == "abcabca"  # type: ignore[attr-defined]
+
+
+@pytest.mark.promise("letters that the tokenizer never writes are refused.")
+@pytest.mark.promise(
+    "What is longer is cut, except where words are scored: there it is refused before the calibration, since its last "
+    "words would be missed."
+)
+def test_transcripts_that_do_not_fit(built: dict[str, Task], speech: list[Speech], tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"its words have the letter 'A', which the model never writes; .* abcdefgh"):
+        built["ctc"].targets([Speech(speech[0].path, "A BAD CAB")])
+    long = Speech(_write(tmp_path / "long.wav", np.zeros(2 * RATE, dtype=np.int16)), "abc")
+    with pytest.raises(TaskError, match=r"long\.wav is 2\.0 s long, and recordings are read up to 1 s, .*more seconds"):
+        built["ctc"].targets([long])
+
+
+def test_what_gives_no_steps(built: dict[str, Task], speech: list[Speech]) -> None:
+    with pytest.raises(TaskError, match=r"expected \[batch, steps, tokens\]"):
+        built["ctc"].predict(lambda batch: {"logits": torch.zeros(2, 3)}, speech)
+
+
+@pytest.mark.promise(
+    "Feature extractors of other kinds than those of Wav2Vec2 (Hubert, WavLM, UniSpeech, SEW, Data2Vec have it too), "
+    "AST and Whisper are refused by name, and so are files that are no WAV."
+)
+def test_extractors_and_lengths_that_do_not_fit(models: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="SeamlessM4TFeatureExtractor is not known to make recordings of one length"):
+        Recordings(transformers.SeamlessM4TFeatureExtractor(), 1)
+    assert Recordings(transformers.WhisperFeatureExtractor(), None).seconds == 30
+    assert Recordings(transformers.Wav2Vec2FeatureExtractor(), None).seconds == 10
+    model = load_model(models["wav2vec2"], "audio-classification")
+    with pytest.raises(TaskError, match=r"takes input_values, .* WhisperFeatureExtractor makes input_features"):
+        build_task("audio-classification", model, transformers.WhisperFeatureExtractor(), seconds=1)
+    with pytest.raises(TaskError, match=r"does not take recordings of 0\.001 s .*: set another number of seconds"):
+        build_task("audio-classification", model, transformers.Wav2Vec2FeatureExtractor(), seconds=0.001)
+    transformers.Wav2Vec2Config(architectures=["Wav2Vec2ForCTC"]).save_pretrained(tmp_path)
+    with pytest.raises(TaskError, match="cannot load the feature extractor"):
+        load_processor(str(tmp_path), "automatic-speech-recognition")
+
+
+def test_the_word_error_rate_is_that_of_jiwer(built: dict[str, Task], speech: list[Speech]) -> None:
+    jiwer = pytest.importorskip("jiwer", reason="compares with jiwer where it is installed")
+    task = built["ctc"]
+    pick = np.random.default_rng(0)
+    words = ["a", "bad", "cab", "dad", "fed", "bed"]
+    for _ in range(20):
+        rows = [Speech(row.path, " ".join(pick.choice(words, 4))) for row in speech]
+        said = [" ".join(pick.choice(words, pick.integers(1, 6))) for _ in rows]
+        found = task.predict(_says(task, *said), rows)
+        assert task.score(found, rows) == pytest.approx(jiwer.wer([row.text for row in rows], said))
