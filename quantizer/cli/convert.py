@@ -17,6 +17,10 @@ from quantizer.config.data_section import is_function_name
 __all__ = ["Convert"]
 
 _THREE = ("LEAST", "USUAL", "MOST")
+_SIZES = {
+    "--batch-size": "rows in a batch (default: 1 8 32, or less where the output holds the vocabulary)",
+    "--seq-len": "tokens in a row of text (default: 16 128 512, or less where the model takes less)",
+}
 
 
 class Convert:
@@ -82,13 +86,8 @@ processor/, config.json and a report; it is complete when the command ends well,
             "tensorrt-rtx: a folder for each, all from one calibration",
         )
         target.add_argument("--dtype", help="int8 or fp8 (default: int8)")
-        for option, kind in (("--batch-size", "rows in a batch"), ("--seq-len", "tokens in a row of text")):
-            sizes = (
-                "1 8 32, or less where the output holds the vocabulary"
-                if option == "--batch-size"
-                else "16 128 512, or less where the model takes less"
-            )
-            target.add_argument(option, nargs=3, type=int, metavar=_THREE, help=f"{kind} (default: {sizes})")
+        for option, meaning in _SIZES.items():
+            target.add_argument(option, nargs=3, type=int, metavar=_THREE, help=meaning)
         data.add_argument("--labels", nargs="+", metavar="LABEL", help="labels that CLIP and its like choose from")
         data.add_argument("--template", help="text of a label, with {} in its place (default: This is a photo of {}.)")
         target.add_argument("--seconds", type=float, help="length of recordings (default: the extractor's own, or 10)")

@@ -103,12 +103,35 @@ def test_the_score_is_that_of_a_text_that_is_read_at_once(folder: Path, step: De
     assert task.score(task.predict(forgetful, PLAIN), PLAIN) != pytest.approx(right, rel=1e-5)
 
 
+@pytest.mark.promise(
+    "Models that keep something else than keys and values of all tokens, such as a sliding window, are"
+)
 def test_a_cache_that_forgets_is_refused(tokenizer: Any) -> None:
     config = MistralConfig(vocab_size=len(tokenizer), num_key_value_heads=2, sliding_window=4, **SIZES)
     with pytest.raises(
         TaskError, match="MistralForCausalLM keeps DynamicSlidingWindowLayer of former tokens, expected"
     ):
         DecodeStep(MistralForCausalLM(config).eval())
+
+
+@pytest.mark.promise("Calibration reads whole texts, which gives the same ranges")
+@pytest.mark.filterwarnings("ignore:attention_mask .* is not certainly 1 for tokens")
+def test_ranges_do_not_depend_on_how_a_text_was_split(step: DecodeStep, task: Task) -> None:
+    whole = task.batches(PLAIN[:1])[0]
+    middle = whole["input_ids"].shape[1] // 2
+    first = {name: value[:, :middle] if value.dim() == 2 else value for name, value in whole.items()}
+
+    def ranges(*batches: dict[str, torch.Tensor]) -> dict[str, float]:
+        settings = {"calibrator": "max", "smooth": None}
+        quantizer = Quantizer(backend="onnxruntime", preset="fast", activations=settings)
+        quantizer.calibrate(step, list(batches) * 32, progress=False)
+        operands = [(site.name, one) for site in quantizer.plan.values() for one in site.operands]
+        return {f"{name}.{one.name}": float(one.amax.max()) for name, one in operands if one.amax is not None}
+
+    at_once, in_two = ranges(whole), ranges(first, task.inputs.split(whole, middle))
+    assert len(at_once) > 20
+    assert at_once == pytest.approx(in_two, rel=1e-5)
+    assert at_once != pytest.approx(ranges(first), rel=1e-5)
 
 
 def test_a_file_takes_any_cache_under_the_usual_names(step: DecodeStep, task: Task, tmp_path: Path) -> None:
