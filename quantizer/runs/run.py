@@ -286,7 +286,10 @@ class _Run:
                 return ()
 
     def _inspect(self, built: BuildResult) -> Inspection:
-        """Return the precisions of the engine's layers; raise if those that were asked for are missing."""
+        """Return the precisions of the engine's layers; raise if those that were asked for are missing.
+
+        A backend that was chosen by its measured time may have won because it left products in float.
+        """
         report = self.config.report
         with self.context.timer("inspect the engine"):
             return observe_engine(
@@ -296,6 +299,7 @@ class _Run:
                 threads=self.config.engine.threads,
                 batch=report.latency_batch,
                 sequence=report.latency_sequence,
+                required=self.choice is None,
             )
 
     def _record(

@@ -103,6 +103,10 @@ def test_an_engine_without_the_precision_is_refused(name: str, write_qdq: Any, t
     # OpenVINO names a layer after the last of the nodes that it was made of.
     where = {"openvino": "y", "onnxruntime": "layer/matmul"}[name]
     assert f"\n  - {where} runs in FP32 (" in str(caught.value)
+    # One that was chosen because it is fast only says so.
+    told = observe_engine(name, built.path, model.path, batch=2, sequence=8, required=False)
+    assert told.verified
+    assert told.low_share() == 0
 
 
 def test_an_engine_with_the_precision_passes(name: str, qdq_unsigned: Any, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ for _package in ("onnx", "onnxscript", "onnxruntime", "jinja2"):
 import quantizer  # noqa: E402
 from quantizer.engines.candidates import cpu_candidates  # noqa: E402
 from quantizer.errors import CalibrationError  # noqa: E402
+from quantizer.errors import CalibrationWarning  # noqa: E402
 from quantizer.errors import ConfigError  # noqa: E402
 from quantizer.errors import QuantizerError  # noqa: E402
 from quantizer.errors import TaskError  # noqa: E402
@@ -108,8 +109,11 @@ def test_engines_figures_and_score(made: Any) -> None:
     torch.testing.assert_close(made.engine(image), proxy(image), rtol=1e-3, atol=1e-3)
 
 
-def test_summary_and_report(made: Any, tmp_path: Path) -> None:
+def test_summary_and_report(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = made.summary()
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert made.summary() == said
+    monkeypatch.undo()
     assert "verdict usable: " in said or "verdict look at this: " in said
     page = made.report(tmp_path / "r.html").read_text()
     assert "<h1>Net</h1>" in page
@@ -145,10 +149,17 @@ def test_the_model_is_not_changed_and_its_mode_is_none_of_the_result() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
         expected = _net()(_images()[0])
-    result = quantizer.quantize_model(model, _images(), backend=ONNXRUNTIME)
+    with pytest.warns(CalibrationWarning, match="the model is in train mode, and a copy of it in eval mode"):
+        result = quantizer.quantize_model(model, _images(), backend=ONNXRUNTIME)
     assert model.training
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     torch.testing.assert_close(result.float_engine(_images()[0]), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_that_the_model_does_not_take() -> None:
+    said = r"batch 0 \(.* \[8, 2, 12, 12\]\): Net.forward\(\) failed, with RuntimeError: Given groups=1"
+    with pytest.raises(TaskError, match=said):
+        quantizer.quantize_model(_net(), [torch.randn(8, 2, 12, 12)], backend=ONNXRUNTIME)
 
 
 def test_names_types_and_lengths_of_several_inputs() -> None:

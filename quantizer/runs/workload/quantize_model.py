@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
+from quantizer.common.data.doubts import warn_user
 from quantizer.config import AmpConfig
 from quantizer.config import DataConfig
 from quantizer.config import DatasetConfig
@@ -38,6 +39,7 @@ from quantizer.runs.workload.module_workload import module_batches
 from quantizer.runs.workload.module_workload import module_workload
 from quantizer.runs.workload.module_workload import output_of
 from quantizer.runs.workload.quantized_model import QuantizedModel
+from quantizer.runs.workload.written_functions import called
 from quantizer.targets import AUTO
 from quantizer.tasks import Batch
 from quantizer.tasks import batch_shape
@@ -85,7 +87,8 @@ def quantize_model(
 
     Raises:
         ConfigError: the configuration has problems; all of them are listed.
-        CalibrationError: there is no data, or a batch does not fit the model.
+        CalibrationError: there is no data, or a batch does not fit the model's arguments.
+        TaskError: the model fails on the first batch.
         QuantizerError: an ONNX file cannot be read, the model cannot be exported, or no engine is right and runs here.
     """
     model = _float_model(model)
@@ -94,10 +97,14 @@ def quantize_model(
         asked = quantizer_config(config, backend=AUTO, **settings)
     back = _fallback(fallback, scored=score is not None)
     batches = module_batches(model, data, rows)
+    if any(module.training for module in model.modules()):
+        warn_user(["the model is in train mode, and a copy of it in eval mode is quantized: compare with model.eval()"])
     plain = _ready(model)
     console = Console(stderr=True)
     console.quiet = not (console.is_terminal if progress is None else progress)
-    call = CallForm.of(plain, output_of(plain, batches[0]))
+    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batches[0].items())
+    output = called(f"batch 0 ({shapes}): {type(plain).__name__}.forward", output_of, plain, batches[0])
+    call = CallForm.of(plain, output)
     wanted = _run_config(model, batches, asked, threads, back)
     parent = Path(tempfile.mkdtemp(prefix="quantizer-"))
     try:

@@ -92,7 +92,8 @@ class QuantizedModel:
             width: the columns of the text.
         """
         text = StringIO()
-        print_record(self.record, self.saved, Console(file=text, width=width))
+        # In a notebook rich would show the text, and write nothing into the file.
+        print_record(self.record, self.saved, Console(file=text, width=width, force_jupyter=False))
         return text.getvalue()
 
     def report(self, path: str | os.PathLike[str]) -> Path:
