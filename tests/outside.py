@@ -16,7 +16,7 @@ from functools import cache
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-__all__ = ["run_outside", "run_script", "write_guide_module"]
+__all__ = ["fork_server", "run_outside", "run_script", "write_guide_module"]
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guide"
 _TIMEOUT_S = 300
@@ -39,7 +39,7 @@ def run_outside(folder: Path, text: str) -> str:
 def run_script(folder: Path, name: str, *words: str) -> str:
     """Return what a script of a folder printed, run there as ``python NAME WORDS``; it must end with 0."""
     output = folder.parent / f"{folder.name}.printed"
-    process = _server().Process(target=_run, args=(folder, name, words, output))
+    process = fork_server().Process(target=_run, args=(folder, name, words, output))
     process.start()
     process.join(_TIMEOUT_S)
     ended = process.exitcode
@@ -50,7 +50,8 @@ def run_script(folder: Path, name: str, *words: str) -> str:
 
 
 @cache
-def _server() -> ForkServerContext:
+def fork_server() -> ForkServerContext:
+    """Return the one that forks processes from a server with torch, transformers and ONNX in it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
     return context
