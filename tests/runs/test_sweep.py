@@ -74,7 +74,7 @@ def at(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def done(place: Path, translated_once: None) -> Path:
+def done(place: Path) -> Path:
     """The folder of a sweep of two percentiles and two exclusions, one of which matches nothing; its calibrations."""
     calibrations: list[Any] = []
     calibrate = Quantizer.calibrate
