@@ -12,11 +12,16 @@ import os
 import re
 import runpy
 import sys
+from collections.abc import Callable
 from functools import cache
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-__all__ = ["fork_server", "run_outside", "run_script", "write_guide_module"]
+import pytest
+import torch
+import torch.multiprocessing
+
+__all__ = ["fork_server", "run_outside", "run_ranks", "run_script", "write_guide_module"]
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guide"
 _TIMEOUT_S = 300
@@ -47,6 +52,14 @@ def run_script(folder: Path, name: str, *words: str) -> str:
     printed = output.read_text(encoding="utf-8")
     assert ended == 0, f"{name} {' '.join(words)} ended with {ended} (None: not in {_TIMEOUT_S} s):\n{printed}"
     return printed
+
+
+def run_ranks(work: Callable[..., None], folder: Path) -> None:
+    """Call ``work(rank, folder)`` in two processes of one training, or skip the test where torch has no gloo."""
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    fork_server()
+    torch.multiprocessing.start_processes(work, (str(folder),), nprocs=2, start_method="forkserver")
 
 
 @cache
