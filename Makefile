@@ -17,7 +17,7 @@ demo: $(INSTALLED)
 
 # One thread a process: torch, OpenVINO and pytest-xdist would otherwise fight over the cores.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --max-worker-restart=0 --dist loadfile -m "not nightly and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --max-worker-restart=0 --dist loadfile --no-loadscope-reorder -m "not nightly and not gpu"
 
 # Damaged files of every kind that is read on one core, kills and full disks on the other, half an hour in all. Run again
 # it goes on; make torture SEED=... does the same damage again.
@@ -34,7 +34,7 @@ torture-faults: $(INSTALLED)
 
 # What make test leaves out: see docs/testing.md.
 nightly: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --max-worker-restart=0 --dist loadfile -m "nightly and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --max-worker-restart=0 --dist loadfile --no-loadscope-reorder -m "nightly and not gpu"
 
 # Rooms, arrows between them, long files: figures of the package's structure.
 structure: $(INSTALLED)

@@ -20,6 +20,7 @@ import pytest
 import torch
 from helpers import BYTE_PRODUCTS_ARE_EXACT
 from hypothesis import settings
+from translated import translate_once
 
 from quantizer.targets.profiles import profiles
 
@@ -74,6 +75,16 @@ def _torch_reads_its_translations_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(from_torchlib))
+        yield
+
+
+@pytest.fixture(scope="module")
+def translated_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Models are translated for ONNX once, whichever process needs one first: for tests that are not about exports."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "translated"
+    folder.mkdir(exist_ok=True)
+    with translate_once(folder):
         yield
 
 

@@ -12,11 +12,16 @@ import os
 import re
 import runpy
 import sys
+from collections.abc import Callable
 from functools import cache
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-__all__ = ["run_outside", "run_script", "write_guide_module"]
+import pytest
+import torch
+import torch.multiprocessing
+
+__all__ = ["fork_server", "run_outside", "run_ranks", "run_script", "write_guide_module"]
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guide"
 _TIMEOUT_S = 300
@@ -39,7 +44,7 @@ def run_outside(folder: Path, text: str) -> str:
 def run_script(folder: Path, name: str, *words: str) -> str:
     """Return what a script of a folder printed, run there as ``python NAME WORDS``; it must end with 0."""
     output = folder.parent / f"{folder.name}.printed"
-    process = _server().Process(target=_run, args=(folder, name, words, output))
+    process = fork_server().Process(target=_run, args=(folder, name, words, output))
     process.start()
     process.join(_TIMEOUT_S)
     ended = process.exitcode
@@ -49,8 +54,17 @@ def run_script(folder: Path, name: str, *words: str) -> str:
     return printed
 
 
+def run_ranks(work: Callable[..., None], folder: Path) -> None:
+    """Call ``work(rank, folder)`` in two processes of one training, or skip the test where torch has no gloo."""
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    fork_server()
+    torch.multiprocessing.start_processes(work, (str(folder),), nprocs=2, start_method="forkserver")
+
+
 @cache
-def _server() -> ForkServerContext:
+def fork_server() -> ForkServerContext:
+    """Return the one that forks processes from a server with torch, transformers and ONNX in it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
     return context

@@ -18,6 +18,7 @@ from helpers import Snapshot
 from helpers import assert_same
 from helpers import batch
 from helpers import tiny
+from outside import run_ranks
 from torch import Tensor
 from torch import nn
 
@@ -247,9 +248,7 @@ def _one_of_two(rank: int, folder: str) -> None:
 
 
 def test_two_processes_share_their_gradients(tmp_path: Path) -> None:
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        pytest.skip("this torch has no gloo")
-    torch.multiprocessing.spawn(_one_of_two, (str(tmp_path),), nprocs=2)
+    run_ranks(_one_of_two, tmp_path)
     (even, first), (odd, second) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert len(first) == 2 + 2 + 4  # the biases of the frozen part, the head, the off proxy
     assert_same(first, second)

@@ -135,7 +135,7 @@ def test_padding_is_compiled_and_traced() -> None:
 
 
 @needs_exact_byte_products
-@pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])
+@pytest.mark.parametrize("engine", ["openvino", pytest.param("onnxruntime", marks=pytest.mark.nightly)])
 def test_padding_is_exported(engine: str, tmp_path: Path) -> None:
     pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
     pytest.importorskip(engine, reason=f"needs enginequant[{engine}]")

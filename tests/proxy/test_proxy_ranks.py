@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import forget_checksums
+from outside import run_ranks
 from safetensors.torch import load_file
 from safetensors.torch import save_file
 from torch import Tensor
@@ -166,17 +167,11 @@ def _disagree(rank: int, folder: str) -> None:
     _leave()
 
 
-def _spawn(work: Any, folder: Path) -> None:
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        pytest.skip("this torch has no gloo")
-    torch.multiprocessing.spawn(work, (str(folder),), nprocs=2)
-
-
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What each of two processes decided, each from its half of the data."""
     folder = tmp_path_factory.mktemp("halves")
-    _spawn(_calibrate_half, folder)
+    run_ranks(_calibrate_half, folder)
     return folder
 
 
@@ -217,7 +212,7 @@ def test_both_ranks_save_the_same(halves: Path) -> None:
 
 
 def test_in_place(tmp_path: Path) -> None:
-    _spawn(_calibrate_in_place, tmp_path)
+    run_ranks(_calibrate_in_place, tmp_path)
     first, second = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))
     q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "mse"})
     q.calibrate(_model(), _data())
@@ -230,7 +225,7 @@ def test_in_place(tmp_path: Path) -> None:
 
 
 def test_ranks_that_do_not_agree(tmp_path: Path) -> None:
-    _spawn(_disagree, tmp_path)
+    run_ranks(_disagree, tmp_path)
 
 
 # -- going on after a load ---------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def test_a_resumed_training_of_adapters(trained: tuple[nn.Module, nn.Module, Any
     assert history[0] == history[1]
 
 
-@pytest.mark.parametrize("scales", ["average", "learned"])
+@pytest.mark.parametrize("scales", [pytest.param("average", marks=pytest.mark.nightly), "learned"])
 def test_scales_that_move_are_in_no_checkpoint_of_adapters(scales: Any, tmp_path: Path) -> None:
     model = adapted()
     proxy = calibrated(model).qat(model, scales=scales)

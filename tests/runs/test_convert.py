@@ -44,7 +44,7 @@ from quantizer.runs.progress import stage_timer  # noqa: E402
 SIZES = ["--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]
 BACKENDS = ("openvino", "onnxruntime")
 
-pytestmark = pytest.mark.usefixtures("exact_byte_products")
+pytestmark = pytest.mark.usefixtures("exact_byte_products", "translated_once")
 
 
 @dataclass(frozen=True)

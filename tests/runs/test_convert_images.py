@@ -36,7 +36,7 @@ from quantizer.runs.convert import measure  # noqa: E402
 MADE = {"vit": "openvino", "resnet": "onnxruntime"}
 """Which of the two is converted for which backend."""
 
-pytestmark = pytest.mark.usefixtures("exact_byte_products")
+pytestmark = pytest.mark.usefixtures("exact_byte_products", "translated_once")
 
 
 @dataclass(frozen=True)

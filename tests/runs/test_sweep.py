@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ for _package in ("transformers", "sklearn", "onnx", "onnxscript", "onnxruntime",
     pytest.importorskip(_package, reason="a sweep needs enginequant[hf,onnx,onnxruntime,report]")
 
 import transformers  # noqa: E402
+from outside import fork_server  # noqa: E402
 from tiny_run import tiny_run  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
@@ -36,6 +38,7 @@ from quantizer.errors import EngineError  # noqa: E402
 from quantizer.report import read_record  # noqa: E402
 from quantizer.report.verdict import Verdict  # noqa: E402
 from quantizer.runs.sweep import launchers  # noqa: E402
+from quantizer.runs.sweep import processes  # noqa: E402
 from quantizer.runs.sweep.one_run import Outcome  # noqa: E402
 from quantizer.runs.sweep.pace import Pace  # noqa: E402
 from quantizer.runs.sweep.pace import time_left  # noqa: E402
@@ -44,7 +47,7 @@ from quantizer.runs.sweep.shared_work import shared_work  # noqa: E402
 from quantizer.runs.workload.float_engines import FloatEngines  # noqa: E402
 from quantizer.tasks.embedding_classification import EmbeddingClassification  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("exact_byte_products")
+pytestmark = pytest.mark.usefixtures("exact_byte_products", "translated_once")
 
 PERCENTILES = "quantizer.activations.percentile=99.9,60"
 FIRST, SECOND = "percentile=99.9", "percentile=60"
@@ -211,7 +214,13 @@ def test_thousands_of_runs(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert not (at / "runs").exists()
 
 
-def test_in_several_processes(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("start", ["forkserver", pytest.param("spawn", marks=pytest.mark.nightly)])
+def test_in_several_processes(
+    start: str, at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if start == "forkserver":
+        # Processes that need not import torch, which is half of this test.
+        monkeypatch.setattr(processes, "multiprocessing", SimpleNamespace(get_context=lambda _: fork_server()))
     values = "quantizer.exclude.names=[classifier],[nothing.like.it]"
     assert main(["run", "tiny.yaml", values, "--output", "swept", "--jobs", "2"]) == 1
     said = capsys.readouterr().out
@@ -223,10 +232,16 @@ def test_in_several_processes(at: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.promise("`--launcher submitit --jobs 6` hands the runs to Slurm in six jobs")
-def test_in_jobs_of_a_launcher(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    # Without Slurm submitit starts its jobs on this machine.
-    pytest.importorskip("submitit", reason="pip install 'enginequant[submitit]'")
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*logs/DEBUG_:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("cluster", ["debug", pytest.param("local", marks=pytest.mark.nightly)])
+def test_in_jobs_of_a_launcher(
+    cluster: str, at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Without Slurm submitit starts its jobs on this machine; those of "debug" in this process, their logs left open.
+    submitit = pytest.importorskip("submitit", reason="pip install 'enginequant[submitit]'")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    if cluster == "debug":
+        monkeypatch.setattr(submitit, "AutoExecutor", partial(submitit.AutoExecutor, cluster="debug"))
     assert main(["run", "tiny.yaml", "--launcher", "submitit"]) == 1
     assert "--launcher is for a sweep" in capsys.readouterr().err
     values = "quantizer.exclude.names=[classifier],[nothing.like.it]"
@@ -272,6 +287,7 @@ def test_a_ranking_is_made_once(at: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("quantizer.runs.sweep.late_causes.verdict_of", lambda record: Verdict(levels[record.name], ()))
     levels = {"num=1": "usable", "num=2": "look at this"}
     command = ["run", "tiny.yaml", "amp={}", "fallback={}", "fallback.num=1,2", "--output", "swept"]
+    command += ["quantizer.activations.percentile=99.9"]
     assert main(command) == 0
     records = {name: read_record(at / "swept" / name / "report.json") for name in levels}
     stages = {name: [stage.name for stage in record.stages] for name, record in records.items()}
@@ -358,9 +374,10 @@ def test_head_and_float_export_are_made_once(place: Path, at: Path, monkeypatch:
 
     counted(EmbeddingClassification, "fit_head")
     counted(run_engines, "export_onnx")
-    assert main(["run", "head.yaml", PERCENTILES, "--output", "swept"]) == 0
+    assert main(["run", "head.yaml", "report.bootstrap=50,60", "--output", "swept"]) == 0
     assert sorted(made) == ["export_onnx", "fit_head"]
-    scores = [read_record(at / "swept" / name / "report.json").scores[0].value for name in (FIRST, SECOND)]
+    names = ("bootstrap=50", "bootstrap=60")
+    scores = [read_record(at / "swept" / name / "report.json").scores[0].value for name in names]
     assert scores[0] == scores[1]
 
 

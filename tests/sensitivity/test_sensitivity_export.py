@@ -41,7 +41,7 @@ def test_groups_put_back_have_no_quantizers_in_the_file(tmp_path: Path) -> None:
     assert counts[0] > counts[1] > counts[2] == 0
 
 
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [pytest.param("int8", marks=pytest.mark.nightly), "fp8"])
 def test_an_engine_builds_of_what_is_left(dtype: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx_bindings", reason="needs enginequant[tensorrt-rtx]")
     model, data = tiny("bert"), batch("bert")

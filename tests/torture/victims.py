@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 import yaml
 from tiny_run import tiny_run
 from tiny_run import write_rows
-from torch import nn
+from translated import translate_once
 
 from quantizer import Quantizer
 from quantizer.cli.main import main
@@ -77,7 +76,7 @@ def _make_training(folder: Path) -> None:
 def _run(inputs: Path, out: Path, former: bool) -> int:
     import quantizer.runs.measure as measure
 
-    _translate_once(inputs)
+    translate_once(inputs).__enter__()
     # Seconds each, and no part of what is compared.
     memory = SimpleNamespace(peak_mib=2.0, baseline_mib=1.0)
     mock.patch.multiple(measure, peak_memory_mib=lambda *_, **__: memory, _LATENCY_ROUNDS=1).start()
@@ -88,7 +87,7 @@ def _run(inputs: Path, out: Path, former: bool) -> int:
 def _convert(inputs: Path, out: Path, former: bool) -> int:
     import quantizer.runs.convert.measure as measure
 
-    _translate_once(inputs)
+    translate_once(inputs).__enter__()
     mock.patch.object(measure, "_SECONDS", 0.01).start()
     words = [
         "convert",
@@ -103,40 +102,6 @@ def _convert(inputs: Path, out: Path, former: bool) -> int:
     words += ["--calibration", f"text-csv:{inputs / 'calibration.csv'}", "--tolerance", "1"]
     sizes = ["--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]
     return main([*words, *sizes, "-o", str(out), "--force"])
-
-
-def _translate_once(folder: Path) -> None:
-    """Keep what torch makes of a model by all of its tensors: it takes longer than the rest of a run together.
-
-    A tensor that is another after an interruption is translated anew, and gives another file.
-    """
-    import onnx_ir
-
-    import quantizer.export.exporter as onnx_file
-
-    translate = onnx_file._export
-
-    def known(module: nn.Module, args: Any, keywords: Any, opset: int, *others: Any) -> Any:
-        file = folder / f"{_digest(module, keywords, opset)}.onnx"
-        if not file.exists():
-            part = file.with_suffix(f".{os.getpid()}")
-            onnx_ir.save(translate(module, args, keywords, opset, *others).model, part)
-            part.rename(file)
-        return SimpleNamespace(model=onnx_ir.load(file))
-
-    mock.patch.object(onnx_file, "_export", known).start()
-
-
-def _digest(module: nn.Module, keywords: dict[str, torch.Tensor], opset: int) -> str:
-    """Of all tensors that a module holds, of its text, and of its inputs' names and shapes."""
-    found = hashlib.sha256(f"{module} {opset} {[(name, value.shape) for name, value in keywords.items()]}".encode())
-    for name, inner in module.named_modules():
-        held = {**vars(inner), **inner._parameters, **inner._buffers}
-        for attribute, value in sorted(held.items()):
-            if isinstance(value, torch.Tensor):
-                found.update(f"{name}.{attribute} {value.dtype} {tuple(value.shape)}".encode())
-                found.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def _files(out: Path) -> Result:
