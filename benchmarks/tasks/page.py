@@ -45,8 +45,9 @@ def page(results: Sequence[Result]) -> str:
     """The page, in Markdown."""
     real = [result for result in results if result.case.real]
     made = [result for result in results if not result.case.real]
-    parts = (_scores(real), [_MADE.strip("\n")], _scores(made), _where(results))
-    return _INTRO + "\n" + "\n\n".join("\n".join(part) for part in parts) + "\n"
+    parts = (_scores(real), [_MADE.strip("\n")], _scores(made), _where(results), _missing(results))
+    texts = ("\n".join(part) for part in parts)
+    return _INTRO + "\n" + "\n\n".join(filter(None, texts)) + "\n"
 
 
 def _scores(results: Sequence[Result]) -> Iterator[str]:
@@ -82,6 +83,13 @@ def _where(results: Sequence[Result]) -> Iterator[str]:
     machine = records[0].machine if records else collect_machine()
     when = " to ".join(days[:1] + days[1:][-1:])
     yield f"Machine: {machine['cpu']} ({machine['instructions']}), {machine['cores']} cores; {when}."
+
+
+def _missing(results: Sequence[Result]) -> Iterator[str]:
+    """The tasks without a record."""
+    names = [f"`{result.case.task}`" for result in results if result.run is None and result.convert is None]
+    if names:
+        yield f"Not measured yet, of those in `benchmarks/tasks/cases.py`: {', '.join(names)}."
 
 
 def _head(*names: str) -> Iterator[str]:
