@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 
 from cases import Case
 
@@ -89,7 +90,7 @@ def _missing(results: Sequence[Result]) -> Iterator[str]:
     """The tasks without a record."""
     names = [f"`{result.case.task}`" for result in results if result.run is None and result.convert is None]
     if names:
-        yield f"Not measured yet, of those in `benchmarks/tasks/cases.py`: {', '.join(names)}."
+        yield from wrap(f"Not measured yet, of those in `benchmarks/tasks/cases.py`: {', '.join(names)}.", 120)
 
 
 def _head(*names: str) -> Iterator[str]:
