@@ -112,9 +112,17 @@ def shape(labels: str) -> tuple[int, ...]:
     return tuple(SIZES[label] for label in labels)
 
 
-@pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])
+WEIGHTS_ALONE: dict[str, Any] = {"formats": [{"activations": "float", "weights": "int8"}]}
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"formats": [{"activations": "float", "weights": "int8"}]}], ids=["all", "weights"]
+    ("engine", "options"),
+    [
+        pytest.param("openvino", {}, id="openvino-all"),
+        pytest.param("onnxruntime", {}, id="onnxruntime-all"),
+        pytest.param("openvino", WEIGHTS_ALONE, id="openvino-weights"),
+        pytest.param("onnxruntime", WEIGHTS_ALONE, id="onnxruntime-weights", marks=pytest.mark.nightly),
+    ],
 )
 @pytest.mark.parametrize(("model", "x", "weight", "matrices"), MODELS, ids=[entry[0].__name__ for entry in MODELS])
 def test_engines_compute_what_the_proxy_computes(

@@ -16,15 +16,20 @@ pytest.importorskip("transformers", reason="some of the nets are transformers mo
 pytest.importorskip("onnx", reason="the nets are exported: install enginequant[onnx]")
 
 
-OTHERS = tuple(sorted({*BACKENDS} - {*EXPORTED}))
+# Half a minute of exports each: one of the two targets, the other one is in make nightly.
+LARGE = {"decoder": "tensorrt-rtx", "encoder": "openvino", "packed": "openvino", "vision": "tensorrt-rtx"}
+DAILY = {name: (LARGE[name],) if name in LARGE else EXPORTED for name in sorted(NETS)}
 Golden = tuple[str, dict[str, dict[str, Any]]]
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        *(pytest.param((name, EXPORTED), id=name) for name in sorted(NETS)),
-        *(pytest.param((name, OTHERS), id=f"{name}-others", marks=pytest.mark.nightly) for name in sorted(NETS)),
+        *(pytest.param((name, backends), id=name) for name, backends in DAILY.items()),
+        *(
+            pytest.param((name, tuple(sorted({*BACKENDS} - {*some}))), id=f"{name}-others", marks=pytest.mark.nightly)
+            for name, some in DAILY.items()
+        ),
     ],
 )
 def golden(request: pytest.FixtureRequest) -> Golden:

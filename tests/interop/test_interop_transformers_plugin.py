@@ -303,6 +303,7 @@ def test_registering_twice_is_harmless(bert, tmp_path):
 # -- a real model --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_real_classifier_comes_back_bit_for_bit(tmp_path):
     source, data = SHARED / "models" / "minilm-sst2", SHARED / "data" / "sst2"
     if not (source.is_dir() and data.is_dir()):
