@@ -80,7 +80,7 @@ import pytest
 from quantizer.config import load_run
 from quantizer.errors import ConfigError
 
-with pytest.raises(ConfigError, match="'depth-estimation' or 'object-detection'"):
+with pytest.raises(ConfigError, match="'audio-classification' or 'automatic-speech-recognition'"):
     load_run("run.yaml")
 import macro_f1
 

@@ -137,7 +137,7 @@ def test_a_plan_with_groups_put_back_is_predicted(block: tuple[Quantizer, nn.Mod
     amp = q.amp(model)
     amp(x)
     assert prices.estimated
-    assert prices.where == "sm80 (A100), 4096 x 128, floats in 16 bits"
+    assert prices.where == "sm80 (A100), batch 4096, floats in 16 bits"
     gains = {name: price.gain_us for name, price in prices.groups.items()}
     assert gains["second.forward.linear_0"] > gains["first.forward.linear_0"] > 0
     assert prices.slower() == {}

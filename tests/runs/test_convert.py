@@ -440,7 +440,10 @@ BAD = {
     ),
     "format for no CPU": ((*DATA, "--backend", "auto", "--dtype", "fp8"), "--dtype fp8: onnxruntime does not compute"),
     "backend twice": (("--backend", "openvino", "openvino"), "expected at least one, each of them once"),
-    "task": (("--task", "poetry"), "--task poetry: unknown; expected one of depth-estimation, fill-mask"),
+    "task": (
+        ("--task", "poetry"),
+        "--task poetry: unknown; expected one of audio-classification, automatic-speech-recognition",
+    ),
     "budget without rows": ((*DATA, "--max-drop", "0.1"), "there is nothing to score on"),
     "budget without labels": ((*DATA, "--max-drop", "0.1", "--tuning", "texts.txt"), "texts alone cannot be scored"),
     "rows without budget": ((*DATA, "--tuning", "text-csv:a.csv"), "is used by --max-drop only"),
@@ -507,4 +510,4 @@ def test_an_architecture_that_does_not_tell_the_task(
     code, said = convert("-o", "out", model="masked")
     assert code == 1
     assert "its architecture is BertForPreTraining, which does not tell the task" in said
-    assert "--task with one of depth-estimation, fill-mask" in said
+    assert "--task with one of audio-classification, automatic-speech-recognition" in said

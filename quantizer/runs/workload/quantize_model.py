@@ -92,19 +92,13 @@ def quantize_model(
         QuantizerError: an ONNX file cannot be read, the model cannot be exported, or no engine is right and runs here.
     """
     model = _float_model(model)
-    asked = quantizer_config(config, **settings)
-    if "backend" not in asked.model_fields_set:
-        asked = quantizer_config(config, backend=AUTO, **settings)
+    asked = _configured(config, settings)
     back = _fallback(fallback, scored=score is not None)
     batches = module_batches(model, data, rows)
-    if any(module.training for module in model.modules()):
-        warn_user(["the model is in train mode, and a copy of it in eval mode is quantized: compare with model.eval()"])
     plain = _ready(model)
     console = Console(stderr=True)
     console.quiet = not (console.is_terminal if progress is None else progress)
-    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batches[0].items())
-    output = called(f"batch 0 ({shapes}): {type(plain).__name__}.forward", output_of, plain, batches[0])
-    call = CallForm.of(plain, output)
+    call = _call_form(plain, batches[0])
     wanted = _run_config(model, batches, asked, threads, back)
     parent = Path(tempfile.mkdtemp(prefix="quantizer-"))
     try:
@@ -115,6 +109,15 @@ def quantize_model(
     except BaseException:
         shutil.rmtree(parent)
         raise
+
+
+def _configured(
+    config: str | os.PathLike[str] | Mapping[str, Any] | QuantizerConfig | None, settings: Mapping[str, Any]
+) -> QuantizerConfig:
+    """Return the configuration of the quantizer, for the fastest backend if none is named."""
+    asked = quantizer_config(config, **settings)
+    named = "backend" in asked.model_fields_set
+    return asked if named else quantizer_config(config, backend=AUTO, **settings)
 
 
 def _float_model(model: Any) -> nn.Module:
@@ -136,9 +139,18 @@ def _ready(model: nn.Module) -> nn.Module:
 
     What it returns in train mode, dropout and all, is nothing to compare with.
     """
+    in_training = any(module.training for module in model.modules())
+    if in_training:
+        warn_user(["the model is in train mode, and a copy of it in eval mode is quantized: compare with model.eval()"])
     is_elsewhere = any(parameter.device.type != "cpu" for parameter in model.parameters())
-    is_ready = not is_elsewhere and not any(module.training for module in model.modules())
-    return model if is_ready else copy.deepcopy(model).cpu().eval()
+    return copy.deepcopy(model).cpu().eval() if is_elsewhere or in_training else model
+
+
+def _call_form(model: nn.Module, batch: Batch) -> CallForm:
+    """Return how a model is called and what it returns; raise ``TaskError`` if it fails on the batch, the first one."""
+    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
+    where = f"batch 0 ({shapes}): {type(model).__name__}.forward"
+    return CallForm.of(model, called(where, output_of, model, batch))
 
 
 def _fallback(given: Mapping[str, Any] | None, *, scored: bool) -> FallbackConfig | None:
