@@ -62,6 +62,7 @@ class SourceFile:
         self.rewritten_name = f"<quantizer {name}{variant}>"
         self._index = LineIndex(patched.text)
         self._loaded = _by_key(_compiled(self.text, path, flags))
+        self._loaded_singly: dict[Key, types.CodeType] | None = None
         self.functions: dict[Key, FunctionSource] = find_functions(
             tree, self._index, namespace, path, qualified, self._loaded
         )
@@ -93,7 +94,12 @@ class SourceFile:
 
     def holds_code(self, code: types.CodeType) -> bool:
         """Return whether ``code`` was compiled from the present text."""
-        return self._loaded.get((code.co_qualname, code.co_firstlineno)) == code
+        key = (code.co_qualname, code.co_firstlineno)
+        if self._loaded.get(key) == code:
+            return True
+        if self._loaded_singly is None:
+            self._loaded_singly = _by_key_singly(self.text, self.path, self._flags)
+        return self._loaded_singly.get(key) == code
 
     def rewritten_text(self, only: Collection[Key] | None = None) -> str:
         """Return the text with the sites of all functions, or of ``only`` some, wrapped."""
@@ -151,10 +157,12 @@ def definition_of(function: types.FunctionType) -> ast.FunctionDef | None:
     text = read_source(code.co_filename, function.__globals__)
     try:
         tree = _compiled(text, code.co_filename, ast.PyCF_ONLY_AST)
-        loaded = _by_key(_compiled(text, code.co_filename, future_flags(code)))
+        whole = _by_key(_compiled(text, code.co_filename, future_flags(code)))
+        singly = _by_key_singly(text, code.co_filename, future_flags(code))
     except SyntaxError:
         return None
-    if loaded.get((code.co_qualname, code.co_firstlineno)) != code:
+    key = (code.co_qualname, code.co_firstlineno)
+    if code not in (whole.get(key), singly.get(key)):
         return None
     definitions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     return next((node for node in definitions if first_line(node) == code.co_firstlineno), None)
@@ -165,7 +173,7 @@ def future_flags(code: types.CodeType) -> int:
     return code.co_flags & __future__.annotations.compiler_flag
 
 
-def _compiled(text: str, name: str, flags: int) -> Any:
+def _compiled(text: str | ast.Module, name: str, flags: int) -> Any:
     with warnings.catch_warnings():
         # Python gave these warnings when it first compiled the file, such as for a wrong escape in a string.
         warnings.simplefilter("ignore")
@@ -174,6 +182,19 @@ def _compiled(text: str, name: str, flags: int) -> Any:
 
 def _by_key(code: types.CodeType) -> dict[Key, types.CodeType]:
     return {(inner.co_qualname, inner.co_firstlineno): inner for inner in _codes(code)}
+
+
+def _by_key_singly(text: str, path: str, flags: int) -> dict[Key, types.CodeType]:
+    """Return the code of the functions of ``text``, compiled statement by statement as a notebook compiles a cell.
+
+    It is other bytecode than that of the whole text: CPython calls ``F.relu`` in another way where it sees that the
+    same text imports ``F``.
+    """
+    statements: list[ast.stmt] = _compiled(text, path, ast.PyCF_ONLY_AST).body
+    codes: dict[Key, types.CodeType] = {}
+    for statement in statements:
+        codes |= _by_key(_compiled(ast.Module([statement], []), path, flags))
+    return codes
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

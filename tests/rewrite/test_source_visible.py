@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib.util
 import inspect
@@ -536,6 +537,17 @@ def test_a_notebook_cell_has_its_source_in_linecache() -> None:
     name = "<ipython-input-1-sample>"
     linecache.cache[name] = (len(_EXECUTED), None, _EXECUTED.splitlines(keepends=True), name)
     exec(compile(_EXECUTED, name, "exec"), namespace)
+    _check(namespace["Executed"](), "linear.forward.linear_0", "forward.matmul_0")
+
+
+def test_a_notebook_cell_that_imports_is_compiled_statement_by_statement() -> None:
+    text = "import torch.nn.functional as F\n" + _EXECUTED.replace("@ x.T", "@ F.relu(x).T")
+    assert "F.relu" in text
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    name = "<ipython-input-2-sample>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    for statement in ast.parse(text).body:
+        exec(compile(ast.Module([statement], []), name, "exec"), namespace)
     _check(namespace["Executed"](), "linear.forward.linear_0", "forward.matmul_0")
 
 
