@@ -212,7 +212,8 @@ def test_a_helper_without_source_is_reported(tmp_path: Path) -> None:
     exec(compile("def attend(q, k): return q @ k.T", "<nowhere>", "exec"), vars(module))
     q = _check(module.Made(), "linear.forward.linear_0")
     assert _reasons(q) == {
-        "(the model)": "<nowhere>: the source cannot be read, so what its functions compute stays in float"
+        "(the model)": "<nowhere>: the source cannot be read, so what its functions compute stays in float; "
+        "define them in a file or a notebook's cell to have it quantized"
     }
 
 

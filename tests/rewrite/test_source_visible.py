@@ -529,7 +529,10 @@ def test_a_class_without_source_is_reported_and_the_rest_works() -> None:
     exec(compile(_EXECUTED, "<nowhere>", "exec"), namespace)
     q = _check(namespace["Executed"](), "linear.forward.linear_0")
     rows = {row.name: row.reason for row in q.coverage if not row.quantized}
-    assert rows == {"(the model)": "<nowhere>: the source cannot be read, so what its functions compute stays in float"}
+    assert rows == {
+        "(the model)": "<nowhere>: the source cannot be read, so what its functions compute stays in float; "
+        "define them in a file or a notebook's cell to have it quantized"
+    }
 
 
 def test_a_notebook_cell_has_its_source_in_linecache() -> None:
