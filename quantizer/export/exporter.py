@@ -20,6 +20,7 @@ from torch import Tensor
 from torch import nn
 from torch.utils import _pytree
 
+from quantizer.common.interrupts import interrupts_end_the_block
 from quantizer.errors import ExportError
 from quantizer.errors import MissingDependencyError
 from quantizer.export.dynamic_axes import Axes
@@ -258,7 +259,7 @@ def _export(
     dynamic: Any,
     output_names: list[str] | None,
 ) -> Any:
-    with _quiet(), _without_collection(), torch.no_grad():
+    with interrupts_end_the_block(), _quiet(), _without_collection(), torch.no_grad():
         try:
             program = torch.onnx.export(
                 model,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from quantizer.common.interrupts import interrupts_end_the_block
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.measure.dummy_inputs import made_up_inputs
 from quantizer.engines.torch_engine.lowering.node_shapes import prepacking_without_data
@@ -56,8 +57,13 @@ def compile_graph(module: fx.GraphModule, specs: Sequence[TensorSpec], batch: in
     axes = tuple({axis: dynamic for axis, size in enumerate(spec.shape) if size is None} for spec in specs)
     arrays = made_up_inputs(specs, batch, sequence)
     inputs = tuple(torch.from_numpy(arrays[spec.name]) for spec in specs)
-    quiet = warnings.catch_warnings()
-    with tempfile.TemporaryDirectory(prefix="quantizer-") as folder, torch.no_grad(), prepacking_without_data(), quiet:
+    with (
+        interrupts_end_the_block(),
+        tempfile.TemporaryDirectory(prefix="quantizer-") as folder,
+        torch.no_grad(),
+        prepacking_without_data(),
+        warnings.catch_warnings(),
+    ):
         path = Path(folder) / "compiled.pt2"
         try:
             # Inductor warns of its own deprecated calls.
