@@ -11,6 +11,7 @@ folder.py      atomic writing of a folder, which may replace a former one
 from __future__ import annotations
 
 from quantizer.files.folder import checked_folder
+from quantizer.files.folder import require_sole_writer
 from quantizer.files.folder import restore_folder
 from quantizer.files.folder import said_complete
 from quantizer.files.folder import write_folder
@@ -26,6 +27,7 @@ __all__ = [
     "checked_file",
     "checked_folder",
     "require_room",
+    "require_sole_writer",
     "require_writable",
     "restore_folder",
     "said_complete",

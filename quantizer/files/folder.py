@@ -34,9 +34,10 @@ from quantizer.files.temporary import NEW
 from quantizer.files.temporary import OLD
 from quantizer.files.temporary import leftovers
 from quantizer.files.temporary import new_name
+from quantizer.files.temporary import other_writer
 from quantizer.files.temporary import remove_leftovers
 
-__all__ = ["checked_folder", "restore_folder", "said_complete", "write_folder"]
+__all__ = ["checked_folder", "require_sole_writer", "restore_folder", "said_complete", "write_folder"]
 
 _SHOWN = 3
 
@@ -66,6 +67,19 @@ def checked_folder(folder: str | os.PathLike[str], kind: str, *, replace: bool) 
             f"{folder} exists already; choose another folder, or replace it with --force, in Python replace=True"
         )
     return place
+
+
+def require_sole_writer(folder: str | os.PathLike[str]) -> None:
+    """Check before long work that no other process of this machine is writing the same folder.
+
+    Raises:
+        QuantizerError: one is.
+    """
+    owner = other_writer(real_place(folder))
+    if owner is not None:
+        raise QuantizerError(
+            f"{folder} is being written by process {owner} now: wait for it, end it, or choose another folder"
+        )
 
 
 def write_folder(

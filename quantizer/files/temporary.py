@@ -24,7 +24,7 @@ from pathlib import Path
 
 from quantizer.files.marker import discard
 
-__all__ = ["NEW", "OLD", "leftovers", "new_name", "remove_leftovers", "temporary_beside"]
+__all__ = ["NEW", "OLD", "leftovers", "new_name", "other_writer", "remove_leftovers", "temporary_beside"]
 
 NEW = ".part"
 OLD = ".old"
@@ -63,6 +63,19 @@ def remove_leftovers(target: Path) -> None:
 
 def leftovers(target: Path, ending: str) -> list[Path]:
     """Return the temporary folders of ``target`` with this ending whose owners are not alive."""
+    return [folder for folder, name in _temporaries(target, ending) if _is_left(folder, name)]
+
+
+def other_writer(target: Path) -> int | None:
+    """Return the number of a process or thread of this machine that fills a folder for ``target`` now; None if none."""
+    for folder, name in _temporaries(target, NEW):
+        if name["machine"] == _machine() and int(name["owner"]) != _this() and not _is_left(folder, name):
+            return int(name["owner"])
+    return None
+
+
+def _temporaries(target: Path, ending: str) -> list[tuple[Path, re.Match[str]]]:
+    """Return the temporary folders of ``target`` with this ending, and the parts of their names."""
     pattern = re.compile(
         re.escape(f".{_stem(target)}.")
         + r"(?P<machine>[0-9a-f]{8})-(?P<owner>[0-9]{1,9})-(?P<start>[0-9]+)-[0-9a-f]{8}"
@@ -72,8 +85,8 @@ def leftovers(target: Path, ending: str) -> list[Path]:
     with suppress(OSError), os.scandir(target.parent) as scan:
         for entry in scan:
             match = pattern.fullmatch(entry.name)
-            if match is not None and entry.is_dir(follow_symlinks=False) and _is_left(Path(entry.path), match):
-                found.append(Path(entry.path))
+            if match is not None and entry.is_dir(follow_symlinks=False):
+                found.append((Path(entry.path), match))
     return found
 
 

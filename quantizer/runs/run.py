@@ -31,6 +31,7 @@ from quantizer.engines import runs_here
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import EngineError
 from quantizer.files import checked_folder
+from quantizer.files import require_sole_writer
 from quantizer.files import restore_folder
 from quantizer.files import said_complete
 from quantizer.files import write_folder
@@ -124,6 +125,7 @@ def carry_out(config: RunConfig, folder: Path, force: bool, console: Console, lo
     check_run(config)
     restore_folder(folder)
     checked_folder(folder, RUN, replace=force)
+    require_sole_writer(folder)
     record: list[RunRecord] = []
     searches = config.fallback is not None and config.fallback.max_drop is not None
     with resume_files(folder, searches=searches, trains=config.qat is not None) as kept:

@@ -12,6 +12,8 @@ import pytest
 from folders import names
 from folders import write
 
+from quantizer.errors import QuantizerError
+from quantizer.files import require_sole_writer
 from quantizer.files import temporary
 from quantizer.files import temporary_beside
 from quantizer.files.temporary import leftovers
@@ -142,3 +144,17 @@ def test_what_only_looks_like_one_stays(tmp_path: Path) -> None:
     write(tmp_path / "out", "new")
     assert names(tmp_path) == sorted([*before, "out"])
     assert (tmp_path / "mine" / "folder" / "half").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs a system that tells when a process began")
+def test_a_folder_that_another_process_writes_is_told(tmp_path: Path) -> None:
+    out, parent = tmp_path / "out", os.getppid()
+    require_sole_writer(out)
+    # One of a process that has ended, and one of one's own, which an interruption left, are no writers.
+    _left(out, owner=parent, start=1)
+    _left(out)
+    require_sole_writer(out)
+    _left(out, owner=parent, start=temporary._started(parent))
+    with pytest.raises(QuantizerError, match=rf"out is being written by process {parent} now: wait for it, end it"):
+        require_sole_writer(out)
+    require_sole_writer(tmp_path / "other")

@@ -20,6 +20,7 @@ from quantizer.errors import ConfigError
 from quantizer.errors import EngineError
 from quantizer.errors import QuantizerError
 from quantizer.files import checked_folder
+from quantizer.files import require_sole_writer
 from quantizer.files import restore_folder
 from quantizer.runs.convert.data import DataSource
 from quantizer.targets import AUTO
@@ -115,6 +116,7 @@ class ConversionRequest:
         try:
             restore_folder(self.output)
             checked_folder(self.output, CONVERSION, replace=self.force)
+            require_sole_writer(self.output)
         except QuantizerError as error:
             problems.append(str(error))
         if problems:

@@ -25,6 +25,7 @@ from quantizer.engines.candidates import cpu_candidates
 from quantizer.engines.int8_saturation import saturates
 from quantizer.errors import TaskError
 from quantizer.files import checked_folder
+from quantizer.files import require_sole_writer
 from quantizer.files import require_writable
 from quantizer.files import restore_folder
 from quantizer.runs.measure import build_options
@@ -85,6 +86,7 @@ def ready_to_run(config: RunConfig, folder: Path, kind: str, *, force: bool | No
         _check_checkpoint(faults, config.model, config.model.task, rows)
     restore_folder(folder)
     faults.of(lambda: checked_folder(folder, kind, replace=force is not False))
+    faults.of(lambda: require_sole_writer(folder))
     faults.of(lambda: require_writable(folder))
     faults.raise_all("the run cannot start")
     notes = list(_notes(config))
