@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-EXTRAS := hf,onnx,openvino,onnxruntime,report,notebook,test,lint,docs
+EXTRAS := hf,datasets,onnx,openvino,onnxruntime,report,notebook,test,lint,docs
 INSTALLED := .venv/.installed
 
 # pip installs without bytecode, which takes a minute; the first import of a module writes its own, unless the

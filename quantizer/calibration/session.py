@@ -23,7 +23,7 @@ from quantizer.common.distributed import get_rank
 from quantizer.common.distributed import get_world_size
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.fingerprint import warn_of_other_weights
-from quantizer.common.tensor_version import tensor_version
+from quantizer.common.tensor_stamp import tensor_version
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
 from quantizer.float16.float32_modules import Float32Modules

@@ -1,4 +1,4 @@
-"""The stamp of a tensor, which shows a later look whether it is the same memory with the same values.
+"""The version of a tensor, and its stamp, which shows a later look whether it is the same memory and values.
 
 torch counts in-place operations, but not what ``.data`` or a numpy view writes, so a stamp has a checksum of all values
 as well. It has to be faster than what it saves, which for the range of a weight is two passes at the speed of memory:
@@ -20,12 +20,15 @@ import torch
 from torch import Tensor
 from torch import nn
 
-from quantizer.common.tensor_version import tensor_version
-
-__all__ = ["TensorStamp"]
+__all__ = ["TensorStamp", "tensor_version"]
 
 _P, _Q = 503, 509
 """P and Q: odd, so that all signs changed do not add up to no change, and of a part that the caches hold."""
+
+
+def tensor_version(tensor: Tensor) -> int:
+    """Return torch's count of in-place changes, without those by ``.data``; 0 for a tensor of inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ _TAIL = """\
 | `audio-folder` | labelled recordings: a folder with one folder of `.wav` files a class, mixed | `path` |
 | `audio-csv` | labelled recordings: a CSV file with the header `path,label`, paths from its own folder on | `path` |
 | `transcripts` | recordings and their words: a `.csv` with the header `path,text`, or `.jsonl` with both | `path` |
+| `hf` | what Hugging Face's `datasets` reads, its rows told by their columns | `path`, `subset`, `split` |
 | `vader` | labelled texts, fetched once by pip into a cache, hash checked | `subset`, `split` |
 
 `text-csv`, `sst2-text` and `vader` fit the tasks `sequence-classification` and `embedding-classification`; `stsb-csv`

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from quantizer.calibrators.histogram import in_memory_order
-from quantizer.common.tensor_version import tensor_version
+from quantizer.common.tensor_stamp import tensor_version
 from quantizer.float16.bounds import MASKS
 from quantizer.float16.bounds import beyond
 from quantizer.float16.bounds import is_mask

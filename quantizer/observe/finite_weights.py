@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from quantizer.common.tensor_version import tensor_version
+from quantizer.common.tensor_stamp import tensor_version
 from quantizer.errors import CalibrationError
 from quantizer.proxy.weight import non_finite
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch import nn
 
-from quantizer.common.tensor_version import tensor_version
+from quantizer.common.tensor_stamp import tensor_version
 from quantizer.errors import ProxyError
 from quantizer.proxy.local_hook import LocalHook
 

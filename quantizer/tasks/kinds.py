@@ -12,16 +12,16 @@ __all__ = ["rows_of_kind"]
 
 Kind = TypeVar("Kind")
 DATASETS = {
-    "Audio": "'audio-folder', 'audio-csv'",
-    "Choices": "'choices-jsonl'",
-    "Image": "'image-folder', 'image-csv'",
+    "Audio": "'audio-folder', 'audio-csv', 'hf'",
+    "Choices": "'choices-jsonl', 'hf'",
+    "Image": "'image-folder', 'image-csv', 'hf'",
     "Masked": "'image-masks'",
-    "Pair": "'stsb-csv'",
-    "Plain": "'text-lines'",
-    "Question": "'squad-json'",
-    "Speech": "'transcripts'",
-    "Text": "'sst2-text', 'text-csv', 'vader'",
-    "Words": "'conll'",
+    "Pair": "'stsb-csv', 'hf'",
+    "Plain": "'text-lines', 'hf'",
+    "Question": "'squad-json', 'hf'",
+    "Speech": "'transcripts', 'hf'",
+    "Text": "'sst2-text', 'text-csv', 'vader', 'hf'",
+    "Words": "'conll', 'hf'",
 }
 
 

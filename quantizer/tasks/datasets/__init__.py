@@ -9,6 +9,7 @@ from quantizer.tasks.datasets import sst2
 from quantizer.tasks.datasets import stsb
 from quantizer.tasks.datasets import text_csv
 from quantizer.tasks.datasets import vader
+from quantizer.tasks.datasets.files import hf
 from quantizer.tasks.datasets.files import image_masks
 from quantizer.tasks.datasets.files import labelled_csv
 from quantizer.tasks.datasets.files import labelled_folder
@@ -48,6 +49,7 @@ __all__ = [
     "conll",
     "datasets",
     "folder_holds",
+    "hf",
     "image_masks",
     "labelled_csv",
     "labelled_folder",
