@@ -12,6 +12,7 @@ from common import MINILM
 from common import SHARED
 from task_data import animals_csv
 from task_data import made_masks
+from task_data import made_objects
 from task_data import made_texts
 from task_data import squad
 from task_data import wikitext
@@ -62,6 +63,7 @@ class Case:
 
 
 _MASKS = _made("image-masks", made_masks)
+_OBJECTS = _made("coco-json", made_objects)
 
 CASES = (
     Case(
@@ -148,7 +150,8 @@ CASES = (
         task="object-detection",
         model="YOLOS of 2 layers",
         source=checkpoints.detection,
-        calibration=_MASKS,
+        calibration=_OBJECTS,
+        evaluation=_OBJECTS,
         real=False,
         shape=(4, 0),
     ),

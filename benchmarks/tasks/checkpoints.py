@@ -204,7 +204,8 @@ def segmentation(folder: Path) -> None:
 
 
 def detection(folder: Path) -> None:
-    """A random YOLOS."""
+    """A random YOLOS of 3 classes."""
+    names = {at: f"class {at}" for at in range(3)}
     config = YolosConfig(
         hidden_size=64,
         num_hidden_layers=2,
@@ -212,6 +213,8 @@ def detection(folder: Path) -> None:
         intermediate_size=128,
         image_size=[SIDE, SIDE],
         num_detection_tokens=10,
+        id2label=names,
+        label2id={name: at for at, name in names.items()},
     )
     YolosForObjectDetection(config).save_pretrained(folder)
     YolosImageProcessorPil(size={"height": SIDE, "width": SIDE}, do_pad=False).save_pretrained(folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from common import SHARED
 
-__all__ = ["SIDE", "animals", "animals_csv", "made_masks", "made_texts", "squad", "wikitext"]
+__all__ = ["SIDE", "animals", "animals_csv", "made_masks", "made_objects", "made_texts", "squad", "wikitext"]
 
 SIDE = 64
 """Of made-up images, in pixels."""
@@ -92,3 +92,27 @@ def made_masks(folder: Path) -> Path:
             (at / part).mkdir(parents=True, exist_ok=True)
             Image.fromarray(values.astype(np.uint8)).save(at / part / f"{number}.png")
     return at
+
+
+def made_objects(folder: Path) -> Path:
+    """Images of noise with one to three coloured rectangles, and the box and class of each in the format of COCO."""
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    at = folder / "objects"
+    (at / "images").mkdir(parents=True, exist_ok=True)
+    images, boxes = [], []
+    for number in range(_IMAGES):
+        pixels = draw.normal(128, 20, (SIDE, SIDE, 3))
+        for _ in range(draw.integers(1, 4)):
+            kind, (width, height) = int(draw.integers(0, 3)), draw.integers(SIDE // 8, SIDE // 2, 2)
+            x, y = draw.integers(0, SIDE - width), draw.integers(0, SIDE - height)
+            pixels[y : y + height, x : x + width] = np.eye(3)[kind] * 200
+            box = [int(x), int(y), int(width), int(height)]
+            boxes.append({"image_id": number, "category_id": kind, "bbox": box})
+        Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).save(at / "images" / f"{number}.png")
+        images.append({"id": number, "file_name": f"{number}.png"})
+    kinds = [{"id": kind, "name": f"class {kind}"} for kind in range(3)]
+    document = {"images": images, "categories": kinds, "annotations": boxes}
+    (at / "labels.json").write_text(json.dumps(document), encoding="utf-8")
+    return at / "labels.json"

@@ -11,6 +11,7 @@ from quantizer.tasks.audio import speech_recognition
 from quantizer.tasks.audio.audio_inputs import Recordings
 from quantizer.tasks.checkpoints.timm_models import save_processor
 from quantizer.tasks.datasets import Audio
+from quantizer.tasks.datasets import Boxes
 from quantizer.tasks.datasets import Choices
 from quantizer.tasks.datasets import Image
 from quantizer.tasks.datasets import Masked
@@ -29,6 +30,7 @@ from quantizer.tasks.datasets import read_recordings
 from quantizer.tasks.datasets import read_texts
 from quantizer.tasks.datasets import text_files
 from quantizer.tasks.image_inputs import read_image
+from quantizer.tasks.images import object_detection
 from quantizer.tasks.images import segmentation
 from quantizer.tasks.images import unscored
 from quantizer.tasks.images import zero_shot
@@ -61,6 +63,7 @@ from quantizer.tasks.tokens import token_classification
 __all__ = [
     # rows
     "Audio",
+    "Boxes",
     "Choices",
     "Image",
     "Masked",
@@ -110,6 +113,7 @@ __all__ = [
     "image_classification",
     "multiple_choice",
     "question_answering",
+    "object_detection",
     "segmentation",
     "sentence_similarity",
     "sequence_classification",

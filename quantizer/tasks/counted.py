@@ -1,4 +1,4 @@
-"""The base of tasks whose score is a ratio of sums over rows: entity F1, exact match, perplexity, mean IoU.
+"""The base of tasks that judge each row once: what is slow, such as finding entities, and scores ratios of counts.
 
 Shapes: N rows, R resamples, K counts of a row.
 """
@@ -18,19 +18,40 @@ from quantizer.tasks.task import Predictions
 from quantizer.tasks.task import Task
 from quantizer.tasks.task import require_rows
 
-__all__ = ["CountedTask"]
+__all__ = ["CountedTask", "JudgedTask"]
 
 
-class CountedTask(Task):
-    """A task that counts in each row, and scores the sums of its counts.
+class JudgedTask(Task):
+    """A task that judges each row, and scores what came of that.
 
-    A resample of rows is scored by the counts of its rows: what is slow, such as finding entities, is done once a row,
-    and once for a score, its differences and its intervals.
+    What is slow, such as finding entities or matching boxes, is done once a row, and once for a score, its differences
+    and its intervals.
     """
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
-        self._known: WeakKeyDictionary[Predictions, tuple[list[Row], npt.NDArray[np.float64]]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Predictions, tuple[list[Row], npt.NDArray[Any]]] = WeakKeyDictionary()
+
+    @abstractmethod
+    def judge(self, predictions: Predictions, rows: Sequence[Row]) -> npt.NDArray[Any]:
+        """Return what ``metric`` takes of each row [N x ...]."""
+
+    def judged(self, predictions: Predictions, rows: Sequence[Row]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Return what came of each row [N x ...], twice: it holds what is right already.
+
+        Raises:
+            TaskError: the predictions are of other rows.
+        """
+        require_rows(predictions, rows)
+        known = self._known.get(predictions)
+        if known is None or known[0] != list(rows):
+            known = (list(rows), self.judge(predictions, rows))
+            self._known[predictions] = known
+        return known[1], known[1]
+
+
+class CountedTask(JudgedTask):
+    """A task that counts in each row, and scores the sums of its counts: entity F1, perplexity, mean IoU."""
 
     @abstractmethod
     def counts(self, predictions: Predictions, rows: Sequence[Row]) -> npt.NDArray[np.float64]:
@@ -40,18 +61,8 @@ class CountedTask(Task):
     def ratio(self, sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the scores [...] of sums of counts [... x K]."""
 
-    def judged(self, predictions: Predictions, rows: Sequence[Row]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return the counts of each row [N x K], twice: they hold what is right already.
-
-        Raises:
-            TaskError: the predictions are of other rows.
-        """
-        require_rows(predictions, rows)
-        known = self._known.get(predictions)
-        if known is None or known[0] != list(rows):
-            known = (list(rows), self.counts(predictions, rows))
-            self._known[predictions] = known
-        return known[1], known[1]
+    def judge(self, predictions: Predictions, rows: Sequence[Row]) -> npt.NDArray[Any]:
+        return self.counts(predictions, rows)
 
     def metric(self, decisions: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the score of counts [N x K], or those of resamples [R x N x K]."""

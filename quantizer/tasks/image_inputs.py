@@ -20,11 +20,13 @@ from quantizer.errors import TaskError
 from quantizer.tasks.inputs import EXAMPLE_ROWS
 from quantizer.tasks.inputs import Batch
 
-__all__ = ["ImageInputs", "read_image", "read_mask", "require_pillow"]
+__all__ = ["ImageInputs", "read_image", "read_mask", "read_size", "require_pillow"]
 
 _INPUT = "pixel_values"
 _BYTES, _WORDS = 2**8 - 1, 2**16 - 1
 """The largest values of 8 and 16 bits."""
+_ORIENTATION, _TURNED = 0x0112, 5
+"""The tag of EXIF for the orientation, and the first of its values that swaps width and height."""
 _ASPECTS = ((96, 64), (64, 96))
 """Width and height of two test images, which a processor must bring to one size."""
 
@@ -130,6 +132,18 @@ def read_mask(path: Path) -> Any:
         if file.mode not in ("L", "P", "1", "I", "I;16"):
             raise ValueError(f"its pixels are {file.mode}, expected one number each, as of a grey image or a palette")
         return np.asarray(file).astype(np.int64)
+
+
+def read_size(path: Path) -> tuple[int, int]:
+    """Return width and height of an image in pixels, turned by its EXIF orientation as ``read_image`` turns it.
+
+    Raises:
+        TaskError: the file does not exist or is no image.
+        MissingDependencyError: Pillow is not installed.
+    """
+    with _opened(path) as file:
+        width, height = file.size
+        return (height, width) if file.getexif().get(_ORIENTATION, 1) >= _TURNED else (width, height)
 
 
 @contextmanager

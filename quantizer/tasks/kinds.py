@@ -13,6 +13,7 @@ __all__ = ["rows_of_kind"]
 Kind = TypeVar("Kind")
 DATASETS = {
     "Audio": "'audio-folder', 'audio-csv', 'hf'",
+    "Boxes": "'coco-json'",
     "Choices": "'choices-jsonl', 'hf'",
     "Image": "'image-folder', 'image-csv', 'hf'",
     "Masked": "'image-masks'",

@@ -141,11 +141,6 @@ def test_what_gives_no_class_for_each_place(task: Task, data: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "config", "name"),
     [
-        (
-            transformers.YolosForObjectDetection,
-            transformers.YolosConfig(image_size=[SIZE, SIZE], num_detection_tokens=5),
-            "object-detection",
-        ),
         (transformers.GLPNForDepthEstimation, transformers.GLPNConfig(), "depth-estimation"),
     ],
 )

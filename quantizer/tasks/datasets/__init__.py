@@ -9,6 +9,7 @@ from quantizer.tasks.datasets import sst2
 from quantizer.tasks.datasets import stsb
 from quantizer.tasks.datasets import text_csv
 from quantizer.tasks.datasets import vader
+from quantizer.tasks.datasets.files import coco_json
 from quantizer.tasks.datasets.files import hf
 from quantizer.tasks.datasets.files import image_masks
 from quantizer.tasks.datasets.files import labelled_csv
@@ -19,6 +20,7 @@ from quantizer.tasks.datasets.files.paths import read_images
 from quantizer.tasks.datasets.files.paths import read_recordings
 from quantizer.tasks.datasets.load import load_rows
 from quantizer.tasks.datasets.rows import Audio
+from quantizer.tasks.datasets.rows import Boxes
 from quantizer.tasks.datasets.rows import Choices
 from quantizer.tasks.datasets.rows import Image
 from quantizer.tasks.datasets.rows import Masked
@@ -35,6 +37,7 @@ from quantizer.tasks.datasets.texts import text_files
 
 __all__ = [
     "Audio",
+    "Boxes",
     "Choices",
     "Image",
     "Masked",
@@ -46,6 +49,7 @@ __all__ = [
     "Text",
     "Words",
     "choices",
+    "coco_json",
     "conll",
     "datasets",
     "folder_holds",

@@ -24,6 +24,7 @@ from quantizer.errors import TaskError
 
 __all__ = [
     "Audio",
+    "Boxes",
     "Choices",
     "Image",
     "Masked",
@@ -127,10 +128,23 @@ class Masked:
     mask: Path
 
 
+@dataclass(frozen=True)
+class Boxes:
+    """One image file, and its objects: boxes as (x, y, width, height) in pixels, and the class of each.
+
+    A crowd is a box around many objects: what is found in it counts neither as right nor as wrong.
+    """
+
+    path: Path
+    boxes: tuple[tuple[float, float, float, float], ...]
+    labels: tuple[str, ...]
+    crowds: tuple[bool, ...]
+
+
 _MOST_DIGITS = 9
 """The limit on the digits of a class number: no model has so many classes, and more may not fit in 64 bits."""
 
-Row: TypeAlias = Audio | Choices | Image | Masked | Pair | Plain | Question | Speech | Text | Words
+Row: TypeAlias = Audio | Boxes | Choices | Image | Masked | Pair | Plain | Question | Speech | Text | Words
 
 
 def content_of(rows: Sequence[Row]) -> str:
@@ -142,7 +156,7 @@ def content_of(rows: Sequence[Row]) -> str:
     whole = hashlib.sha256()
     for row in rows:
         whole.update(repr(row).encode())
-        if isinstance(row, Audio | Image | Masked | Speech):
+        if isinstance(row, Audio | Boxes | Image | Masked | Speech):
             whole.update(_file_digest(row.path))
         if isinstance(row, Masked):
             whole.update(_file_digest(row.mask))

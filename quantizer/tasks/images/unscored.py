@@ -1,4 +1,4 @@
-"""Tasks of images that are converted and compared with the float model, and not scored: distances and objects."""
+"""Tasks of images that are converted and compared with the float model, and not scored: distances."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quantizer.tasks.task import Predictions
 from quantizer.tasks.task import Task
 from quantizer.tasks.task import tasks
 
-__all__ = ["DepthEstimation", "ObjectDetection", "UnscoredTask"]
+__all__ = ["DepthEstimation", "UnscoredTask"]
 
 
 class UnscoredTask(Task):
@@ -69,14 +69,3 @@ class DepthEstimation(UnscoredTask):
     auto_class = "AutoModelForDepthEstimation"
     output_name = "predicted_depth"
     why = "most of these models tell distances up to a factor and an offset, which each benchmark fits in its own way"
-
-
-@tasks.add("object-detection")
-class ObjectDetection(UnscoredTask):
-    """Images to logits and boxes of candidates; what is made of these stays outside of the engine, in float."""
-
-    name = "object-detection"
-    auto_class = "AutoModelForObjectDetection"
-    output_name = "logits"
-    labels = "part"
-    why = "mean average precision is not built in"

@@ -1,0 +1,74 @@
+"""The data set ``coco-json``: objects in images, in the format of COCO.
+
+    {"images": [{"id": 1, "file_name": "one.jpg"}],
+     "categories": [{"id": 3, "name": "car"}],
+     "annotations": [{"image_id": 1, "category_id": 3, "bbox": [10, 20, 30, 40]}]}
+
+A box is its upper left corner, width and height in pixels; ``iscrowd`` marks one around many objects. Images are beside
+the file, or in the folder ``images`` there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantizer.common.paths import is_file
+from quantizer.common.plain_values import json_values
+from quantizer.errors import TaskError
+from quantizer.tasks.datasets.rows import Boxes
+from quantizer.tasks.datasets.rows import Row
+from quantizer.tasks.datasets.rows import datasets
+from quantizer.tasks.datasets.rows import read_lines
+from quantizer.tasks.datasets.rows import refuse_options
+from quantizer.tasks.datasets.rows import require_file
+
+__all__ = ["read_coco"]
+
+
+@datasets.add("coco-json")
+def read_coco(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+    """Return all images that a file names, with their objects, in the order of the file.
+
+    Raises:
+        TaskError: the file or an image does not exist, or the file has another form.
+    """
+    refuse_options("coco-json", split=split, subset=subset)
+    file = require_file("coco-json", path)
+    try:
+        told: Any = json_values("".join(read_lines("coco-json", file)))
+        names = {one["id"]: str(one["name"]) for one in told["categories"]}
+        objects: dict[Any, list[tuple[tuple[float, float, float, float], str, bool]]] = {
+            one["id"]: [] for one in told["images"]
+        }
+        for one in told["annotations"]:
+            objects[one["image_id"]].append((_box(one), names[one["category_id"]], bool(one.get("iscrowd", 0))))
+        images = [(one["id"], str(one["file_name"])) for one in told["images"]]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        raise TaskError(
+            f"data set 'coco-json': {file} is not in the format of COCO ({what}); expected images with id and "
+            "file_name, categories with id and name, and annotations with image_id, category_id and bbox"
+        ) from error
+    rows: list[Row] = []
+    for number, name in images:
+        boxes, labels, crowds = zip(*objects[number], strict=True) if objects[number] else ((), (), ())
+        rows.append(Boxes(_image(file, name), boxes, labels, crowds))
+    return rows
+
+
+def _box(annotation: Mapping[str, Any]) -> tuple[float, float, float, float]:
+    x, y, width, height = map(float, annotation["bbox"])
+    if not all(map(math.isfinite, (x, y, width, height))) or width < 0 or height < 0:
+        raise ValueError(f"a box is {annotation['bbox']}, expected x, y, width and height")
+    return x, y, width, height
+
+
+def _image(file: Path, name: str) -> Path:
+    places = [file.parent / name, file.parent / "images" / name]
+    found = next(filter(is_file, places), None)
+    if found is None:
+        raise TaskError(f"data set 'coco-json': {file} names {name}, but there is no {places[0]} and no {places[1]}")
+    return found

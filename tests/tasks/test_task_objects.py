@@ -1,0 +1,215 @@
+"""Object detection: rows in the format of COCO, mean average precision as pycocotools has it, and its intervals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image as Picture
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from quantizer.errors import TaskError
+from quantizer.tasks import Boxes
+from quantizer.tasks import Image
+from quantizer.tasks import Task
+from quantizer.tasks import build_task
+from quantizer.tasks import load_rows
+from quantizer.tasks.image_inputs import read_size
+from quantizer.tasks.images.average_precision import Found
+from quantizer.tasks.images.average_precision import average_precision
+from quantizer.tasks.images.average_precision import match_objects
+
+NAME = "object-detection"
+CLASSES = ("cat", "dog", "bird")
+SIZE = 64
+
+
+class _Detector(torch.nn.Module):
+    """Takes images, and is asked for nothing else: what it finds is made up by each test."""
+
+    config = transformers.YolosConfig(id2label=dict(enumerate(CLASSES)))
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return pixel_values
+
+
+@pytest.fixture
+def task() -> Task:
+    processor = transformers.YolosImageProcessorPil(size={"height": SIZE, "width": SIZE}, do_pad=False)
+    return build_task(NAME, _Detector(), processor, batch_size=2)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> list[Boxes]:
+    """Images of several sizes with up to four objects; the first has none, and the last a crowd."""
+    pick = np.random.default_rng(0)
+    made = []
+    for at in range(12):
+        width, height = int(pick.integers(60, 100)), int(pick.integers(60, 100))
+        Picture.new("RGB", (width, height)).save(tmp_path / f"{at}.png")
+        count = 0 if at == 0 else int(pick.integers(1, 5))
+        boxes = [tuple(map(float, pick.uniform(1, 30, 4))) for _ in range(count)]
+        labels = tuple(CLASSES[kind] for kind in pick.integers(0, 3, count))
+        made.append(Boxes(tmp_path / f"{at}.png", tuple(boxes), labels, (at == 11,) * count))  # type: ignore[arg-type]
+    return made
+
+
+def _found(rows: list[Boxes], seed: int) -> list[Found]:
+    """What a mediocre model finds: each object shifted, sometimes of another class, and some that are not there."""
+    pick = np.random.default_rng(seed)
+    made = []
+    for row in rows:
+        boxes = [np.add(box, pick.normal(0, 1, 4)) for box in row.boxes]
+        kinds = [CLASSES.index(label) if pick.random() < 0.8 else 0 for label in row.labels]
+        boxes += list(pick.uniform(1, 30, (3, 4)))
+        kinds += list(pick.integers(0, 3, 3))
+        made.append(Found(np.abs(np.array(boxes)), np.array(kinds), pick.random(len(boxes))))
+    return made
+
+
+def _coco(found: list[Found], rows: list[Boxes]) -> float:
+    """The score as pycocotools sums it up itself, each image as one of its own."""
+    truth = COCO()
+    truth.dataset = {"info": {}, "images": [{"id": at} for at in range(len(rows))], "annotations": []}
+    truth.dataset["categories"] = [{"id": at, "name": name} for at, name in enumerate(CLASSES)]
+    for at, row in enumerate(rows):
+        for box, label, crowd in zip(row.boxes, row.labels, row.crowds, strict=True):
+            told = {"image_id": at, "category_id": CLASSES.index(label), "bbox": list(box), "area": box[2] * box[3]}
+            number = len(truth.dataset["annotations"]) + 1
+            truth.dataset["annotations"].append({**told, "iscrowd": int(crowd), "id": number})
+    said = [
+        {"image_id": at, "category_id": int(kind), "bbox": [*map(float, box)], "score": float(score)}
+        for at, one in enumerate(found)
+        for box, kind, score in zip(one.boxes, one.classes, one.scores, strict=True)
+    ]
+    with redirect_stdout(StringIO()):
+        truth.createIndex()
+        judged = COCOeval(truth, truth.loadRes(said), "bbox")
+        judged.evaluate()
+        judged.accumulate()
+        judged.summarize()
+    return float(judged.stats[0])
+
+
+def test_the_score_is_that_of_pycocotools_for_all_rows_and_for_resamples(rows: list[Boxes]) -> None:
+    found = _found(rows, seed=1)
+    matches = match_objects(found, rows, CLASSES)
+    draws = [np.arange(len(rows)), *np.random.default_rng(2).integers(len(rows), size=(5, len(rows)))]
+    weights = np.array([np.bincount(draw, minlength=len(rows)) for draw in draws])
+    expected = [_coco([found[at] for at in draw], [rows[at] for at in draw]) for draw in draws]
+    assert 0.1 < expected[0] < 0.9
+    np.testing.assert_allclose(average_precision(matches, weights), expected, atol=1e-12)
+
+
+def _runs(rows: list[Boxes], found: list[Found]) -> Callable[[dict[str, torch.Tensor]], object]:
+    """A model that gives what was found as candidates: logits with a last class for nothing, boxes by their middles."""
+    called = iter(range(0, len(rows), 2))
+
+    def run(batch: dict[str, torch.Tensor]) -> object:
+        start = next(called)
+        logits = torch.full((2, 8, len(CLASSES) + 1), -30.0)
+        logits[..., -1] = 0.0
+        boxes = torch.zeros(2, 8, 4)
+        for at in range(2):
+            width, height = read_size(rows[start + at].path)
+            one = found[start + at]
+            for place, (box, kind, score) in enumerate(zip(one.boxes, one.classes, one.scores, strict=True)):
+                x, y, wide, high = box / np.array([width, height, width, height])
+                boxes[at, place] = torch.tensor([x + wide / 2, y + high / 2, wide, high])
+                logits[at, place, kind] = float(np.log(score / (1 - score)))
+        return {"logits": logits, "pred_boxes": boxes}
+
+    return run
+
+
+@pytest.mark.promise("the image processor makes objects of them, in float, and pycocotools says which are right.")
+def test_objects_of_a_model_are_scored_with_intervals(task: Task, rows: list[Boxes]) -> None:
+    found = _found(rows, seed=1)
+    predictions = task.predict(_runs(rows, found), rows)
+    assert task.score(predictions, rows) == pytest.approx(_coco(found, rows), abs=1e-6)
+    perfect = [
+        Found(
+            np.array(row.boxes).reshape(-1, 4),
+            np.array([CLASSES.index(one) for one in row.labels]),
+            np.full(len(row.labels), 0.9),
+        )
+        for row in rows
+    ]
+    best = task.predict(_runs(rows, perfect), rows)
+    assert task.score(best, rows) == pytest.approx(1.0, abs=1e-6)
+    low, high = task.difference_interval(best, predictions, rows, n=200)
+    assert low < task.score(predictions, rows) - task.score(best, rows) < high < 0
+    assert task.difference_interval(best, best, rows, n=20) == (0.0, 0.0)
+
+
+def test_the_paired_figure_counts_objects_that_are_lost(task: Task, rows: list[Boxes]) -> None:
+    box, other = np.array([[0.1, 0.1, 0.4, 0.4]]), np.array([[0.6, 0.6, 0.2, 0.2]])
+
+    def one(boxes: Any, kind: int, score: float) -> Any:
+        made = np.empty(1, dtype=object)
+        made[0] = Found(boxes, np.array([kind]), np.array([score]))
+        return type("Told", (), {"decisions": made})
+
+    assert task.paired(one(box, 0, 0.9), one(box + 0.01, 0, 0.6)) == {"objects_lost": 0.0}
+    for lost in (one(box, 1, 0.9), one(other, 0, 0.9), one(box, 0, 0.4)):
+        assert task.paired(one(box, 0, 0.9), lost) == {"objects_lost": 1.0}
+    assert task.paired(one(box, 0, 0.4), one(box, 0, 0.9)) == {}
+
+
+def _file(folder: Path, **changes: Any) -> Path:
+    told = {
+        "images": [{"id": 7, "file_name": "a.png"}, {"id": 8, "file_name": "b.png"}],
+        "categories": [{"id": 3, "name": "dog"}],
+        "annotations": [{"image_id": 7, "category_id": 3, "bbox": [1, 2, 3, 4], "iscrowd": 1}],
+    }
+    (folder / "images").mkdir()
+    for path in (folder / "a.png", folder / "images" / "b.png"):
+        Picture.new("RGB", (8, 8)).save(path)
+    (folder / "labels.json").write_text(json.dumps({**told, **changes}))
+    return folder / "labels.json"
+
+
+def test_files_of_coco_are_read(tmp_path: Path) -> None:
+    first = Boxes(tmp_path / "a.png", ((1.0, 2.0, 3.0, 4.0),), ("dog",), (True,))
+    assert load_rows("coco-json", path=_file(tmp_path)) == [first, Boxes(tmp_path / "images" / "b.png", (), (), ())]
+
+
+WRONG = {
+    "no categories": ({"categories": []}, r"is not in the format of COCO \(there is no 3\); expected images with id"),
+    "no image": (
+        {"images": [{"id": 7, "file_name": "gone.png"}]},
+        r"names gone.png, but there is no .*gone.png and no",
+    ),
+    "box": (
+        {"annotations": [{"image_id": 7, "category_id": 3, "bbox": [1, 2, -3, 4]}]},
+        r"a box is \[1, 2, -3, 4\], expected x, y, width and height",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_files_of_another_form_are_refused(tmp_path: Path, fault: str) -> None:
+    changes, message = WRONG[fault]
+    with pytest.raises(TaskError, match=message):
+        load_rows("coco-json", path=_file(tmp_path, **changes))
+
+
+def test_rows_and_models_that_do_not_fit(task: Task, rows: list[Boxes]) -> None:
+    with pytest.raises(TaskError, match=r"the class 'fish', which the model does not have; it has cat, dog, bird"):
+        task.targets([Boxes(rows[0].path, ((1.0, 1.0, 1.0, 1.0),), ("fish",), (False,))])
+    with pytest.raises(TaskError, match=r"needs rows of kind Boxes, got Image: use a data set .* 'coco-json'"):
+        task.targets([Image(rows[0].path, "cat")])
+    with pytest.raises(TaskError, match=r"expected logits \[batch, candidates, classes\] and pred_boxes"):
+        task.predict(lambda batch: {"logits": torch.zeros(2, 5, 4), "pred_boxes": torch.zeros(2, 4, 4)}, rows)
+    plain = transformers.ViTImageProcessorPil(size={"height": SIZE, "width": SIZE})
+    with pytest.raises(TaskError, match="ViTImageProcessorPil makes no objects of a model's candidates"):
+        build_task(NAME, _Detector(), plain)
