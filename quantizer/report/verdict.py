@@ -9,6 +9,7 @@ from quantizer.report.output_record import FURTHER_DB
 from quantizer.report.output_record import worst_output
 from quantizer.report.placement_record import Placement
 from quantizer.report.ratios import quantized_entry
+from quantizer.report.ratios import reference_words
 from quantizer.report.record import RunRecord
 from quantizer.report.record import Score
 from quantizer.report.search.budget_record import BudgetOutcome
@@ -151,9 +152,9 @@ def _engine(record: RunRecord) -> list[tuple[str, str]]:
 
 def _speed(record: RunRecord) -> list[tuple[str, str]]:
     entry = quantized_entry(record.latency.engines) if record.latency else None
-    if entry is None:
+    if entry is None or record.latency is None:
         return []
-    ratio = entry.ratio_to_float
+    ratio, told = entry.ratio_to_float, reference_words(record.latency)
     if ratio < 1:
-        return [(LOOK, f"INT8 is no faster than float here ({ratio:.2f}x): deploy float.engine")]
-    return [(USABLE, f"{ratio:.2f}x as fast as the float engine")]
+        return [(LOOK, f"INT8 is no faster than float here, {ratio:.2f}x as fast as {told}: deploy float.engine")]
+    return [(USABLE, f"{ratio:.2f}x as fast as {told}")]

@@ -187,7 +187,7 @@ def test_the_record_has_latency_and_scores_of_each_backend(place: Place) -> None
     assert [entry["backend"] for entry in record["backends"]] == list(BACKENDS)
     for entry in record["backends"]:
         assert [set(shape["milliseconds"]) for shape in entry["latency"]] == [
-            {"PyTorch float", "float engine", "engine"}
+            {"PyTorch float", f"{entry['backend']} float32", "engine"}
         ] * 3
         assert [score["which"] for score in entry["scores"]] == ["float", "proxy", "engine"]
         assert all(score["rows"] == 24 for score in entry["scores"])

@@ -232,9 +232,9 @@ class _Run:
         if made.engine is not None:
             models: dict[str, nn.Module | Engine] = {PYTORCH: self.model}
             if made.quantized is not None:
-                plain = maker.plain_engine(variant).engine
-                assert plain is not None
-                models["float engine"] = plain
+                plain = maker.plain_engine(variant)
+                assert plain.engine is not None
+                models[plain.variant.name] = plain.engine
             models["engine"] = made.engine
             with self.stage("measure latency"):
                 latency = tuple(measure_latency(models, batch, self.asked.threads) for batch in self.check_batches)
