@@ -19,6 +19,7 @@ from quantizer.report.tables.text import drop
 from quantizer.report.tables.text import error
 from quantizer.report.tables.text import percent
 from quantizer.report.tables.text import score
+from quantizer.report.tables.text import shape
 from quantizer.report.tables.text import signed
 from quantizer.report.tables.text import times
 
@@ -100,7 +101,9 @@ def _accuracy(record: RunRecord) -> tuple[str, str]:
     if worst.sqnr_db is None:
         return USABLE, "the outputs are those of the float model"
     level = USABLE if worst.sqnr_db >= _DB else LOOK if worst.sqnr_db >= _FEW_DB else NOT
-    which = f" of {worst.output}" if len(record.outputs) > 1 else ""
+    which = f" of {worst.output}" if len({one.output for one in record.outputs}) > 1 else ""
+    if len({(one.batch, one.sequence) for one in record.outputs}) > 1:
+        which += f" at {shape(worst.batch, worst.sequence)}"
     return level, (
         f"the output{which} is {decibels(worst.sqnr_db)} dB from float, cosine {worst.cosine:.4f}; a score on rows "
         "with labels says more"

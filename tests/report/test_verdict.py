@@ -149,6 +149,13 @@ def test_nothing_is_quantized() -> None:
     assert str(verdict) == "do not use: nothing is quantized; 2.00x as fast as the float engine"
 
 
+def test_without_a_score_the_worst_shape_is_judged() -> None:
+    usual, large = _output(sqnr_db=30.0, batch=8, sequence=128), _output(sqnr_db=17.0, batch=32, sequence=512)
+    verdict = verdict_of(bare_record(outputs=(usual, large), **FAST))
+    assert verdict.level == "look at this"
+    assert "the output at 32 x 512 is 17.0 dB from float" in str(verdict)
+
+
 @pytest.mark.parametrize(
     ("reference", "words"),
     [
