@@ -203,7 +203,9 @@ def test_each_backend_has_a_report_with_a_verdict(
         record = read_record(folder / "report.json")
         assert [entry.name for entry in record.latency.engines] == ["float", "engine"]  # type: ignore[union-attr]
         assert [score.which for score in record.scores] == ["float", "proxy", "engine"]
-        assert [(one.output, one.batch, one.sequence) for one in record.outputs] == [("logits", 2, 24)]
+        assert [(one.output, one.batch, one.sequence) for one in record.outputs] == [
+            ("logits", *shape) for shape in ((1, 16), (2, 24), (4, 32))
+        ]
         assert record.coverage
         assert record.inspection is not None
         page = (folder / "report.html").read_text(encoding="utf-8")
