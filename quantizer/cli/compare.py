@@ -15,14 +15,14 @@ class Compare:
     """Verb that compares finished runs: a table here, a page, and a CSV file."""
 
     name = "compare"
-    help = "compare finished runs: scores with intervals of their differences, speed, size, and what differs"
+    help = "compare finished runs: scores or outputs, speed, size, and what differs; --html FILE writes a page"
     rest: str | None = "runs"
     epilog = """\
 examples:
-  quantizer compare runs/fast runs/balanced --csv runs.csv
+  quantizer compare runs/fast runs/balanced --html runs.html --csv runs.csv
   quantizer compare runs/sst2
 
-Scores on other rows, and times of other machines or shapes, are shown and not compared; the page says so."""
+Scores on other rows, and times of other machines or shapes, are shown and not compared, and it is said."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument(
@@ -36,8 +36,7 @@ Scores on other rows, and times of other machines or shapes, are shown and not c
             "--html",
             metavar="FILE",
             type=Path,
-            default=Path("comparison.html"),
-            help="page to write (default: %(default)s)",
+            help="page to write, with all settings that differ and all pairs (default: none)",
         )
         parser.add_argument("--csv", metavar="FILE", type=Path, help="CSV file to write, a line for each run")
 
@@ -49,6 +48,6 @@ Scores on other rows, and times of other machines or shapes, are shown and not c
 
         # After an option these are texts, which argparse did not convert.
         found = compare(read_runs([Path(run) for run in args.runs]))
-        write_comparison(found, args.html, args.csv, args.html.stem)
+        write_comparison(found, args.html, args.csv, "comparison" if args.html is None else args.html.stem)
         print_comparison(found, args.html, console)
         return 0

@@ -18,6 +18,7 @@ from quantizer.config import RunConfig
 from quantizer.config import dump_yaml
 from quantizer.config import load_run
 from quantizer.config.feasibility import check_run
+from quantizer.config.load import valid_sections
 from quantizer.config.sweep import SweepRun
 from quantizer.config.sweep import read_sweep
 from quantizer.errors import ConfigError
@@ -64,7 +65,12 @@ example:
                 sweep = read_sweep([path], overrides)
                 runs = [] if sweep.is_single else sweep.runs(Path(sweep.folder()))
                 configs = [run.config for run in runs] or [load_run(path, overrides)]
-                for config in configs:
+            except ConfigError as error:
+                print_error(error if args.file_only else _with_others(error, path, overrides))
+                code = 1
+                continue
+            try:
+                for config in configs if args.file_only or runs else ():
                     check_run(config)
                 told = [] if args.file_only else _sweep_checked_here(runs) if runs else _checked_here(configs[0])
             except ConfigError as error:
@@ -81,6 +87,19 @@ example:
             if args.verbose:
                 console.out("\n".join(map(dump_yaml, configs)), highlight=False)
         return code
+
+
+def _with_others(error: ConfigError, path: str, overrides: Sequence[str]) -> ConfigError:
+    """Return the problems of a file with what can be told of the sections that have none."""
+    from quantizer.runs.preflight.run_ready import faults_of
+
+    try:
+        others = faults_of(valid_sections(path, overrides))
+    except ConfigError:
+        # It cannot be read, or an override has several values.
+        return error
+    told = "\n".join(error.problems)
+    return ConfigError([*error.problems, *(f"{path}: {other}" for other in others if other not in told)])
 
 
 def _sweep_checked_here(runs: Sequence[SweepRun]) -> list[str]:

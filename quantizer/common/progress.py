@@ -6,6 +6,7 @@ A loop inside another one has no bar of its own. A command that prints its own p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,13 +111,24 @@ def loop(title: str, *, unit: str, total: int | None = None, done: int = 0, show
 
 @contextmanager
 def counted(
-    items: Iterable[Item], title: str, *, unit: str, total: int | None = None, show: bool | None = None
+    items: Iterable[Item],
+    title: str,
+    *,
+    unit: str,
+    total: int | None = None,
+    show: bool | None = None,
+    note: Callable[[Item], str] = lambda _: "",
 ) -> Iterator[Iterator[Item]]:
-    """Yield the items of a loop, each counted once the next one is asked for; arguments as of ``loop``."""
+    """Yield the items of a loop, each counted once the next one is asked for; other arguments as of ``loop``.
+
+    Args:
+        note: gives a few words on an item, which are shown while it is under way.
+    """
     with loop(title, unit=unit, total=_length(items) if total is None else total, show=show) as opened:
 
         def steps() -> Iterator[Item]:
             for item in items:
+                opened.reach(opened.done, note=note(item))
                 yield item
                 opened.step()
 

@@ -27,9 +27,11 @@ from quantizer.config.section import Text
 from quantizer.config.section import TextList
 from quantizer.config.section import reject
 
-__all__ = ["MOST_SECONDS", "DataConfig", "DatasetConfig", "ModelConfig", "is_function_name"]
+__all__ = ["MODULE", "MOST_SECONDS", "DataConfig", "DatasetConfig", "ModelConfig", "is_function_name"]
 
 _TASKS = OneOf(TASKS)
+MODULE = "module"
+"""What stands for the task of a model that was given in Python."""
 MOST_SECONDS = 3600
 """The limit on the length of recordings, an hour."""
 

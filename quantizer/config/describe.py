@@ -29,15 +29,25 @@ __all__ = ["KeyPath", "Slot", "nearest", "path_text", "paths_ending_in", "slot_a
 KeyPath = tuple[str | int, ...]
 """The path of a value: keys, and indices in lists."""
 
-# Common abbreviations that are too different from the name for a search by letters.
-_ABBREVIATIONS = {
+_OTHER_NAMES = {
     "bf16": "bfloat16",
     "fp16": "float16",
     "fp32": "float32",
     "half": "float16",
     "ort": "onnxruntime",
     "trt": "tensorrt",
+    # Names that the pipelines of transformers have for tasks.
+    "asr": "automatic-speech-recognition",
+    "causal-lm": "text-generation",
+    "feature-extraction": "sentence-similarity",
+    "image-segmentation": "semantic-segmentation",
+    "masked-lm": "fill-mask",
+    "ner": "token-classification",
+    "sentiment-analysis": "sequence-classification",
+    "text-classification": "sequence-classification",
+    "zero-shot-classification": "sequence-classification",
 }
+"""Common names that are too different from ours for a search by letters, or nearer to another one of ours."""
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -151,7 +161,7 @@ def _paths(schema: type[Section]) -> dict[str, list[KeyPath]]:
 def nearest(name: str, known: Sequence[str]) -> str | None:
     """Return the name in ``known`` that is most similar to ``name``; None if none is similar."""
     plain = name.lower()
-    return next(iter(get_close_matches(_ABBREVIATIONS.get(plain, plain), known, n=1)), None)
+    return next(iter(get_close_matches(_OTHER_NAMES.get(plain, plain), known, n=1)), None)
 
 
 def path_text(path: KeyPath) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+from contextlib import suppress
 from os import PathLike
 from os import fspath
 from os.path import abspath
@@ -12,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from quantizer.common.paths import is_there
+from quantizer.config.data_section import MODULE
+from quantizer.config.data_section import DataConfig
 from quantizer.config.data_section import DatasetConfig
 from quantizer.config.data_section import is_function_name
+from quantizer.config.describe import Slot
 from quantizer.config.describe import nearest
 from quantizer.config.describe import words_for
 from quantizer.config.origin import Draft
@@ -31,6 +36,7 @@ from quantizer.errors import ConfigError
 from quantizer.targets import AUTO
 
 __all__ = ["SWEEP", "dump_yaml", "fallback_config", "finished_run", "load_run", "quantizer_config", "run_draft"]
+__all__ += ["valid_sections"]
 
 SWEEP = "sweep"
 """The section of a file that makes several runs of it; see ``read_sweep``."""
@@ -52,14 +58,52 @@ def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunCon
     Raises:
         ConfigError: a list of all problems of the file and the overrides, each with its place.
     """
-    draft = run_draft(path, read_yaml(path))
-    for text in overrides:
-        draft.override(text)
+    draft = _overridden(path, overrides)
     if SWEEP in draft.value:
         text = "makes several runs, and one is expected here: `quantizer run` carries out all, ~sweep leaves it out"
         draft.add((SWEEP,), text)
         del draft.value[SWEEP]
     return finished_run(draft, path)
+
+
+def valid_sections(path: str | PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Section]:
+    """Return the sections of a file that has problems which are valid by themselves, by name, for further checks.
+
+    Where ``data`` is not, its own sections are there by names such as ``data.evaluation``.
+
+    Args:
+        path: the file, which ``load_run`` refuses.
+        overrides: as of ``load_run``.
+
+    Raises:
+        ConfigError: the file cannot be read at all.
+    """
+    draft = _overridden(path, overrides)
+    _refuse_given_in_python(draft)
+    found = _valid(RunConfig, draft.value)
+    data = draft.value.get("data")
+    if "data" not in found and isinstance(data, dict):
+        found |= {f"data.{name}": section for name, section in _valid(DataConfig, data).items()}
+    return found
+
+
+def _valid(schema: type[Section], value: Mapping[str, Any]) -> dict[str, Section]:
+    """Return the sections of a mapping that are valid by themselves."""
+    found: dict[str, Section] = {}
+    for name, field in schema.model_fields.items():
+        section = Slot.of(field.annotation).section
+        if section is not None and value.get(name) is not None:
+            with suppress(ValidationError):
+                found[name] = section.model_validate(value[name])
+    return found
+
+
+def _overridden(path: str | PathLike[str], overrides: Sequence[str]) -> Draft:
+    """Return the draft of a run's file with the overrides."""
+    draft = run_draft(path, read_yaml(path))
+    for text in overrides:
+        draft.override(text)
+    return draft
 
 
 def run_draft(path: str | PathLike[str], document: Document) -> Draft:
@@ -75,13 +119,35 @@ def run_draft(path: str | PathLike[str], document: Document) -> Draft:
 
 def finished_run(draft: Draft, path: str | PathLike[str]) -> RunConfig:
     """Return the configuration of a draft, with the defaults of the file of this path; see ``load_run``."""
+    _refuse_given_in_python(draft)
     draft.value.setdefault("output", f"runs/{Path(path).stem}")
+    fallback = draft.value.get("fallback")
+    if isinstance(fallback, dict) and fallback.get("names") is None and draft.value.get("amp") is None:
+        # What a group costs orders those to choose from.
+        draft.set(("amp",), {}, "default")
     if _is_of_functions(draft.value.get("model")):
         draft.value.setdefault("data", {})
     section = draft.value.get("quantizer", {})
     if isinstance(section, dict) and "backend" not in section:
         draft.set(("quantizer", "backend"), AUTO, "default")
     return _with_absolute_paths(finish(draft, RunConfig))
+
+
+def _refuse_given_in_python(draft: Draft) -> None:
+    """Raise for the configuration of a run whose model was an object in Python.
+
+    Raises:
+        ConfigError: it is; its other problems all come of that.
+    """
+    model = draft.value.get("model")
+    if isinstance(model, dict) and model.get("task") == MODULE:
+        draft.add(
+            ("model", "task"),
+            "is that of a model given in Python: quantize_model wrote this file, and no file can hold the model and "
+            "its batches. Call quantize_model again; or write model: {source: 'my_pkg.nets:build', inputs: "
+            "'my_pkg.data:batches'} with functions that return them, and leave out task and data",
+        )
+        raise ConfigError([draft.problems[-1][1]])
 
 
 def _is_of_functions(model: Any) -> bool:

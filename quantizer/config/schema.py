@@ -132,7 +132,9 @@ class RunConfig(Section):
     quantizer: QuantizerConfig = Field(default=QuantizerConfig(), description="What is quantized, and how.")
     amp: AmpConfig | None = Field(default=None, description="Measure what each group costs; null: do not.")
     fallback: FallbackConfig | None = Field(
-        default=None, description="Put groups back to the fallback type; null: none. All but names need amp."
+        default=None,
+        description="Put groups back to the fallback type; null: none. All but names measure amp, with the defaults "
+        "of that where a file has none.",
     )
     qat: QatConfig | None = Field(
         default=None, description="Train the model with rounded operands before it is exported; null: do not."

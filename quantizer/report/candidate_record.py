@@ -52,7 +52,7 @@ class EngineChoice(Record):
     """A choice of the fastest engine that computes what it should."""
 
     headline: str
-    """What was chosen, and what it gains over the fastest engine in float, or why nothing does."""
+    """What was chosen, and the fastest engine in float, or why nothing in low precision is faster."""
     instructions: str | None
     """The CPU's instruction sets for which the choice holds; null if the system does not tell."""
     shapes: tuple[str, ...]

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from quantizer.errors import QuantizerError
+from quantizer.report.record import Latency
 from quantizer.report.record import LatencyEntry
 from quantizer.report.record import MemoryEntry
 from quantizer.report.record import SizeEntry
 
-__all__ = ["latency_entries", "memory_entries", "quantized_entry", "reference_entry", "size_entries"]
+__all__ = ["latency_entries", "memory_entries", "quantized_entry", "reference_entry", "reference_words", "size_entries"]
 
 _FEWEST_FOR_QUARTILES = 4
 
@@ -71,6 +72,14 @@ def quantized_entry(entries: Sequence[Entry]) -> Entry | None:
     reference = reference_entry(entries)
     others = [entry for entry in entries if entry is not reference]
     return next(iter(named or others[::-1]), None)
+
+
+def reference_words(latency: Latency) -> str:
+    """Return what speed-ups are relative to: ``the float engine (openvino bfloat16)``, ``the model in PyTorch``."""
+    told = latency.reference
+    if told is not None and told.startswith("PyTorch"):
+        return "the model in PyTorch, in float"
+    return "the float engine" if told is None else f"the float engine ({told})"
 
 
 def _quartiles(times: Sequence[float]) -> tuple[float, float] | None:

@@ -139,6 +139,9 @@ class Latency(Record):
     """Tokens in each example; null for a model without a sequence."""
     threads: int
     """Threads that each engine may use."""
+    reference: str | None = None
+    """What the speed-ups are relative to, the entry ``float``: the float engine's backend and type, such as ``openvino
+    float32`` or ``openvino bfloat16``, or ``PyTorch float``; null in a report of an older version."""
     engines: tuple[LatencyEntry, ...]
     """One entry per engine, the float reference first."""
 

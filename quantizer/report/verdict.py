@@ -9,6 +9,7 @@ from quantizer.report.output_record import FURTHER_DB
 from quantizer.report.output_record import worst_output
 from quantizer.report.placement_record import Placement
 from quantizer.report.ratios import quantized_entry
+from quantizer.report.ratios import reference_words
 from quantizer.report.record import RunRecord
 from quantizer.report.record import Score
 from quantizer.report.search.budget_record import BudgetOutcome
@@ -18,6 +19,7 @@ from quantizer.report.tables.text import drop
 from quantizer.report.tables.text import error
 from quantizer.report.tables.text import percent
 from quantizer.report.tables.text import score
+from quantizer.report.tables.text import shape
 from quantizer.report.tables.text import signed
 from quantizer.report.tables.text import times
 
@@ -99,7 +101,9 @@ def _accuracy(record: RunRecord) -> tuple[str, str]:
     if worst.sqnr_db is None:
         return USABLE, "the outputs are those of the float model"
     level = USABLE if worst.sqnr_db >= _DB else LOOK if worst.sqnr_db >= _FEW_DB else NOT
-    which = f" of {worst.output}" if len(record.outputs) > 1 else ""
+    which = f" of {worst.output}" if len({one.output for one in record.outputs}) > 1 else ""
+    if len({(one.batch, one.sequence) for one in record.outputs}) > 1:
+        which += f" at {shape(worst.batch, worst.sequence)}"
     return level, (
         f"the output{which} is {decibels(worst.sqnr_db)} dB from float, cosine {worst.cosine:.4f}; a score on rows "
         "with labels says more"
@@ -151,9 +155,9 @@ def _engine(record: RunRecord) -> list[tuple[str, str]]:
 
 def _speed(record: RunRecord) -> list[tuple[str, str]]:
     entry = quantized_entry(record.latency.engines) if record.latency else None
-    if entry is None:
+    if entry is None or record.latency is None:
         return []
-    ratio = entry.ratio_to_float
+    ratio, told = entry.ratio_to_float, reference_words(record.latency)
     if ratio < 1:
-        return [(LOOK, f"INT8 is no faster than float here ({ratio:.2f}x): deploy float.engine")]
-    return [(USABLE, f"{ratio:.2f}x as fast as the float engine")]
+        return [(LOOK, f"INT8 is no faster than float here, {ratio:.2f}x as fast as {told}: deploy float.engine")]
+    return [(USABLE, f"{ratio:.2f}x as fast as {told}")]

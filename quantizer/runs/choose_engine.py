@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from quantizer.engines import Engine
 from quantizer.engines import Inspection
+from quantizer.engines.candidates import Variant
 from quantizer.engines.cpu import cpu_flags
 from quantizer.engines.int8_saturation import saturates
 from quantizer.errors import EngineError
@@ -28,6 +29,7 @@ __all__ = [
     "candidate_line",
     "choose",
     "failed",
+    "named",
     "not_built",
     "require_sites",
     "slow_ones",
@@ -150,6 +152,11 @@ def candidate_line(candidate: Candidate, names: Sequence[str], seconds: float) -
     return f"{name}  {near}{scored}  {seconds:5.1f} s"
 
 
+def named(variant: Variant) -> str:
+    """Return the note on a candidate that is being made, for the line of progress."""
+    return f"now {variant.name}"
+
+
 def not_built(candidate: Candidate, why: str) -> Candidate:
     """Return the record of a candidate that cannot win."""
     return replace(candidate, milliseconds=(), verdict=f"not built: {why}")
@@ -166,7 +173,7 @@ def _time(candidate: Candidate) -> float:
 
 
 def _headline(ran: Sequence[Candidate]) -> str:
-    """Return what the first of them, the fastest, gains over float."""
+    """Return the first of them, the fastest, and the fastest in float; the speed-up is measured later, in the end."""
     best = ran[0]
     floats = [candidate for candidate in ran if candidate.is_float]
     quantized = [candidate for candidate in ran if not candidate.is_float]
@@ -178,8 +185,7 @@ def _headline(ran: Sequence[Candidate]) -> str:
         )
     if best.is_float or not floats:
         return f"{best.name} is the fastest"
-    gain = text.times(floats[0].times_of(best))
-    return f"{best.name} is the fastest, {gain} as fast as the fastest engine in float, {floats[0].name}"
+    return f"{best.name} is the fastest; in float it is {floats[0].name}"
 
 
 def bound(choice: EngineChoice, inspect: Callable[[Candidate], Inspection]) -> EngineChoice:

@@ -40,6 +40,7 @@ __all__ = [
     "Reference",
     "Tolerance",
     "check_engine",
+    "distances_of",
     "output_distances",
     "reference_outputs",
     "token_outputs",
@@ -150,7 +151,7 @@ def reference_outputs(model: nn.Module, batches: Iterable[Batch], names: Sequenc
 
 
 def check_engine(
-    engine: Engine, expected: Sequence[Reference], of_float: Sequence[Reference], bound: Tolerance
+    engine: Engine, expected: Sequence[Reference], of_float: Sequence[Reference], bound: Tolerance, hint: str = ""
 ) -> list[OutputCheck]:
     """Compare an engine's outputs with the reference, except at masked tokens.
 
@@ -158,6 +159,7 @@ def check_engine(
         expected: the reference outputs.
         of_float: the float model's outputs for the same batches.
         bound: the condition on each output.
+        hint: what sets another one, in words, where something does.
 
     Raises:
         EngineError: an output fails ``bound``, has NaN, or other infinite values than PyTorch's; or PyTorch's has NaN.
@@ -173,7 +175,7 @@ def check_engine(
                 raise EngineError(
                     f"{_where(f'{engine.name} engine', name, reference)}: SQNR {check.sqnr_db:.1f} dB against "
                     f"PyTorch{_to_float(check, bound)}; expected an {bound}: the engine does not compute what the "
-                    "model computes. Nothing was written; --tolerance sets another bound"
+                    "model computes{f'. {hint}' if hint else ''}"
                 )
             checks += [] if _is_cache(name) else [check]
     return checks
@@ -230,6 +232,16 @@ def output_distances(
     of_tokens = token_outputs([expected])
     shown = [name for name in given if not _is_cache(name)]
     checks = [_compared("the output", name, given[name], expected, plain, name in of_tokens) for name in shown]
+    return distances_of(checks, engine=engine is not None)
+
+
+def distances_of(checks: Sequence[OutputCheck], *, engine: bool) -> tuple[OutputDistance, ...]:
+    """Return the record of compared outputs.
+
+    Args:
+        checks: the outputs, at one shape or several.
+        engine: whether they are an engine's; if not, they are its proxy's.
+    """
     return tuple(
         OutputDistance(
             output=check.output,
@@ -239,7 +251,7 @@ def output_distances(
             cosine=check.cosine,
             proxy_sqnr_db=check.proxy_float_db,
             engine_to_proxy_db=check.sqnr_db,
-            engine=engine is not None,
+            engine=engine,
         )
         for check in checks
     )

@@ -74,8 +74,17 @@ def engine_file(backend: str, built: BuildResult, *, ran: bool, scored: bool) ->
     return EngineFile(backend=backend, path=built.path.name, build_seconds=built.seconds, verified=verified)
 
 
-def measure_latency(context: RunContext, config: RunConfig, engines: Mapping[str, Engine]) -> Latency | None:
-    """Return the latency of each engine at the shape of the configuration; None if there are no engines."""
+def measure_latency(
+    context: RunContext, config: RunConfig, engines: Mapping[str, Engine], reference: str
+) -> Latency | None:
+    """Return the latency of each engine at the shape of the configuration; None if there are no engines.
+
+    Args:
+        context: the model.
+        config: the configuration.
+        engines: the engines by name, among them ``float``.
+        reference: the backend and the type of that one.
+    """
     report = config.report
     if not engines:
         return None
@@ -87,6 +96,7 @@ def measure_latency(context: RunContext, config: RunConfig, engines: Mapping[str
         batch=report.latency_batch,
         sequence=batch_shape(batch)[1],
         threads=config.engine.threads,
+        reference=reference,
         engines=latency_entries({name: [1000 * s for s in times] for name, times in seconds.items()}),
     )
 
@@ -106,7 +116,7 @@ def with_deployed(choice: EngineChoice | None, latency: Latency | None, backend:
     ratio = entries["engine"].ratio_to_float
     if ratio >= 1:
         return replace(choice, deploy=f"{low}, {text.times(ratio)} as fast as {plain} beside it")
-    best, lost = choice.candidates[0], f"{plain}, {text.times(1 / ratio)} as fast as the quantized {low} beside it"
+    best, lost = choice.candidates[0], f"{plain}; the quantized {low} beside it has {text.times(ratio)} its speed"
     other = f"; {best.name} was faster than both" if best.is_float and best.backend != backend else ""
     return replace(choice, deploy=f"{lost}{other}")
 

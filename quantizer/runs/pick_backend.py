@@ -36,6 +36,7 @@ from quantizer.runs.choose_engine import bound
 from quantizer.runs.choose_engine import candidate_line
 from quantizer.runs.choose_engine import choose
 from quantizer.runs.choose_engine import failed
+from quantizer.runs.choose_engine import named
 from quantizer.runs.choose_engine import not_built
 from quantizer.runs.choose_engine import require_sites
 from quantizer.runs.choose_engine import timed
@@ -170,6 +171,7 @@ def pick_backend(
         config = _with_variant(config, low.variant, used)
         both = RunEngines(context, config, folder)
         if plain is not None:
+            both.float_name = plain.variant.name
             both.adopt("float", plain.onnx, plain.built, plain.engine)
         both.adopt("engine", low.onnx, low.built, low.engine)
     return Picked(config, used, choice, both)
@@ -207,7 +209,7 @@ class _Maker:
         fallback = self._config.fallback
         budget = fallback is not None and fallback.max_drop is not None
         names = [variant.name for variant in variants]
-        with counted(variants, "candidates", unit="engine") as steps:
+        with counted(variants, "candidates", unit="engine", note=named) as steps:
             for variant in steps:
                 candidate, start = Candidate(backend=variant.backend, format=variant.format), time.perf_counter()
                 if variant.dynamic and not budget and f"{variant.backend} {variant.dtype}" in tried:

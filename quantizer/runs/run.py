@@ -36,6 +36,7 @@ from quantizer.files import restore_folder
 from quantizer.files import said_complete
 from quantizer.files import write_folder
 from quantizer.quantizer import Quantizer
+from quantizer.report import Latency
 from quantizer.report import RunRecord
 from quantizer.report import Score
 from quantizer.report import collect_machine
@@ -196,7 +197,9 @@ class _Run:
         inspection = self._inspect(built["engine"])
         scores = self.scoring.scores({**forms, **nearest_form(loaded, quantizer, self.model)})
         outputs = self._outputs(next(reversed(forms.values())), loaded.get("engine"))
-        record = replace(self._record(quantizer, course, scores, built, loaded, inspection), outputs=outputs)
+        latency = measure_latency(self.context, self.config, loaded, engines.float_name)
+        record = self._record(quantizer, course, scores, built, latency, inspection)
+        record = replace(record, outputs=outputs)
         # A sweep looks for them when the folder is in its place.
         if self.work.calibrations is None:
             record = replace(record, causes=causes_of(self.context, self.config, quantizer, self.rows.calibration))
@@ -310,12 +313,11 @@ class _Run:
         course: TrainingResult | None,
         scores: tuple[Score, ...],
         built: Mapping[str, BuildResult],
-        engines: Mapping[str, Engine],
+        latency: Latency | None,
         inspection: Inspection,
     ) -> RunRecord:
-        """Return the record of the run, after measuring latency and memory."""
+        """Return the record of the run, after measuring memory."""
         config, coverage, chosen = self.config, quantizer.coverage, quantizer.chosen_fallback
-        latency = measure_latency(self.context, config, engines)
         return RunRecord(
             name=self.name,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -324,7 +326,7 @@ class _Run:
             scores=scores,
             latency=latency,
             size=sizes_of(built),
-            memory=measure_memory(self.context, config, built) if engines else (),
+            memory=measure_memory(self.context, config, built) if latency else (),
             coverage=site_records(coverage),
             covered_share=coverage.share,
             escaped=coverage.escaped.rows,
@@ -335,7 +337,7 @@ class _Run:
             training=None if course is None else course.record(self.context.task),
             choice=with_deployed(self.choice, latency, config.quantizer.backend),
             placement=self.placement.record(quantizer),
-            engine=engine_file(config.quantizer.backend, built["engine"], ran=bool(engines), scored=bool(scores)),
+            engine=engine_file(config.quantizer.backend, built["engine"], ran=latency is not None, scored=bool(scores)),
             inspection=inspection,
             diff=quantizer.diff(self.model),
             versions=collect_versions(),

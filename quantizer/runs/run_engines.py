@@ -14,6 +14,7 @@ from quantizer.engines import BuildResult
 from quantizer.engines import Engine
 from quantizer.engines import load_engine
 from quantizer.engines import runs_here
+from quantizer.engines.candidates import Variant
 from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
 from quantizer.runs.measure import FLOAT_STEM
@@ -35,11 +36,17 @@ class RunEngines:
         config: the configuration, with the backend.
         folder: the folder of the run.
         built: the engines of the float model and of the plan without a fallback, which lie in the folder already.
+
+    Attributes:
+        float_name: the backend and the type of the float engine, such as ``openvino bfloat16``.
     """
 
     def __init__(
         self, context: RunContext, config: RunConfig, folder: Path, built: dict[str, BuildResult] | None = None
     ) -> None:
+        self.float_name = Variant(
+            backend=config.quantizer.backend, dtype=None, precision=config.engine.inference_precision
+        ).name
         self._context = context
         self._config = config
         self._folder = folder

@@ -50,6 +50,12 @@ def test_without_a_terminal_nothing_is_written(monkeypatch: pytest.MonkeyPatch) 
     assert "calibration" in plain.getvalue()
 
 
+def test_the_item_under_way_is_named() -> None:
+    with counted(["openvino int8", "torch int8"], "candidates", unit="engine", note="now {}".format) as steps:
+        said = [str(open_loops()[0]) for _ in steps]
+    assert said == ["engine 0 of 2, now openvino int8", "engine 1 of 2, now torch int8"]
+
+
 def test_a_command_with_its_own_display_has_no_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _terminal(monkeypatch)
     with own_display(), loop("search", unit="try") as tries, counted([1, 2], "rows", unit="batch") as steps:

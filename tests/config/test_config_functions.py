@@ -77,10 +77,6 @@ def test_a_file_of_functions_needs_no_task_and_no_data(tmp_path: Path, monkeypat
         ),
         ({"model": SCORED, "qat": {}}, ["qat: trains checkpoints; remove it"]),
         (
-            {"model": SCORED, "fallback": {"max_drop": 0.1}},
-            ["fallback: needs the ranking that amp measures"],
-        ),
-        (
             {
                 "model": MODEL,
                 "export": {"dynamic": {"batch": [1, 4, 8]}},

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from quantizer.config import AmpConfig
 from quantizer.config import FallbackConfig
 from quantizer.config import QatConfig
 from quantizer.config import QuantizerConfig
@@ -215,8 +216,37 @@ def test_fallback_needs_amp_and_one_choice(write: Write) -> None:
     assert problems == [
         "good.yaml:9: fallback: num is 3 and ratio is 0.5; expected exactly one of them: remove the other"
     ]
-    (alone,) = _problems(lambda: load_run(write(GOOD), ["~amp"]))
-    assert alone.startswith("good.yaml:9: fallback: needs the ranking that amp measures; expected an amp section")
+
+
+@pytest.mark.parametrize("change", ["~amp", "amp=null"])
+def test_a_fallback_implies_amp(write: Write, change: str) -> None:
+    assert load_run(write(GOOD), [change]).amp == AmpConfig()
+    assert load_run(write(GOOD), [change, "~fallback"]).amp is None
+    assert load_run(write(GOOD), [change, "fallback={names: [classifier]}"]).amp is None
+
+
+def test_the_configuration_of_a_model_given_in_python_is_refused(write: Write) -> None:
+    (only,) = _problems(lambda: load_run(write(GOOD), ["model.task=module", "data.calibration.name=given in Python"]))
+    assert "is that of a model given in Python: quantize_model wrote this file" in only
+    assert "write model: {source: 'my_pkg.nets:build', inputs: 'my_pkg.data:batches'}" in only
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("text-classification", "sequence-classification"),
+        ("sentiment-analysis", "sequence-classification"),
+        ("zero-shot-classification", "sequence-classification"),
+        ("ner", "token-classification"),
+        ("feature-extraction", "sentence-similarity"),
+        ("image-segmentation", "semantic-segmentation"),
+        ("asr", "automatic-speech-recognition"),
+        ("fill_mask", "fill-mask"),
+    ],
+)
+def test_names_of_pipelines_lead_to_our_tasks(write: Write, name: str, ours: str) -> None:
+    (only,) = _problems(lambda: load_run(write(GOOD), [f"model.task={name}"]))
+    assert only.endswith(f"did you mean {ours!r}?")
 
 
 # -- which groups go back ------------------------------------------------------------------------------------------
@@ -352,7 +382,7 @@ def test_problems_of_rows_and_budget_come_together(write: Write) -> None:
     text = GOOD.replace("rows: 128", "rows: 0").replace("{num: 3}", "{max_drop: x}") + "output: 3\n"
     assert len(_problems(lambda: load_run(write(text)))) == 3
     twice = _problems(lambda: load_run(write(GOOD.replace("{num: 3}", "{max_drop: 0.1}")), ["~amp"]))
-    assert [problem.split(": ")[1] for problem in twice] == ["data.tuning", "fallback"]
+    assert [problem.split(": ")[1] for problem in twice] == ["data.tuning"]
 
 
 SAME = "data.tuning: has rows of data.evaluation: "

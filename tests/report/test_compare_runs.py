@@ -24,6 +24,7 @@ from quantizer.report import ModelInfo
 from quantizer.report import Score
 from quantizer.report import html_from_record
 from quantizer.report import latency_entries
+from quantizer.report import size_entries
 from quantizer.report import write_record
 from quantizer.report.compare.compared_run import failed_run
 from quantizer.report.compare.compared_run import read_runs
@@ -35,6 +36,7 @@ from quantizer.report.compare.resamples import read_resamples
 from quantizer.report.compare.resamples import write_resamples
 from quantizer.report.compare.short_names import short_names
 from quantizer.report.compare.tables import csv_text
+from quantizer.report.output_record import OutputDistance
 from quantizer.report.page.compare_page import html_from_comparison
 from quantizer.report.page.compare_page import write_comparison
 from quantizer.tasks.metrics import accuracy
@@ -273,6 +275,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     write_run(tmp_path / "one" / "run", 0.9, 2.0)
     write_run(tmp_path / "two" / "run", 0.895, 1.0)
     assert main(["compare", "one/run", "two/run/report.json", "--csv", "all.csv"]) == 0
+    assert not Path("comparison.html").exists()
     said = capsys.readouterr().out
     assert "1  one/run: usable, 0.00 s, on the frontier" in said
     assert "~-0.0050" in said
@@ -281,9 +284,52 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         rows = list(csv.DictReader(stream))
     assert [row["run"] for row in rows] == ["one/run", "two/run"]
     assert float(rows[1]["difference_to_best"]) == pytest.approx(-0.005)
-    assert "within noise" in Path("comparison.html").read_text()
     # After an option the runs go on.
     assert main(["compare", "one/run", "--html", "page.html", "two/run"]) == 0
+    assert "within noise" in Path("page.html").read_text()
+
+
+def _timed(reference: str) -> Latency:
+    entries = latency_entries({"float": [4.0], "engine": [2.0]})
+    return Latency(batch=8, sequence=16, threads=1, reference=reference, engines=entries)
+
+
+@pytest.mark.promise("Where the float engines of the runs differ, the comparison says that speeds cannot be compared")
+def test_speeds_relative_to_other_float_engines(tmp_path: Path) -> None:
+    told = {"a": "openvino float32", "b": "openvino bfloat16", "c": "openvino float32"}
+    runs = [write_run(tmp_path / name, 0.9, 2.0, latency=_timed(one)) for name, one in told.items()]
+    found = compare(read_runs(runs))
+    note = (
+        "speeds are not comparable, for they are relative to different float engines: openvino float32 (a, c); "
+        "openvino bfloat16 (b); compare ms"
+    )
+    assert note in found.notes
+    assert "openvino bfloat16 (b)" in html_from_comparison(found, "two", tmp_path)
+    assert [row["speedup_over"] for row in csv.DictReader(csv_text(found).splitlines())] == list(told.values())
+    assert not [note for note in compare(read_runs([runs[0], runs[2]])).notes if "speeds" in note]
+
+
+def _output(sqnr_db: float | None) -> OutputDistance:
+    return OutputDistance(output="y", batch=8, sqnr_db=sqnr_db, cosine=0.99, engine=True)
+
+
+def test_without_a_score_the_outputs_are_compared(tmp_path: Path) -> None:
+    told = {"a": (_output(17.0), _output(31.0)), "b": (_output(40.6),), "c": (_output(None),)}
+    for name, outputs in told.items():
+        size = size_entries({"float": 4000, "engine": 1000})
+        write_run(tmp_path / name, 0.9, 2.0, kept=False, scores=(), outputs=outputs, size=size)
+    found = compare(read_runs([tmp_path / name for name in told]))
+    console = Console(file=io.StringIO(), width=80)
+    print_comparison(found, None, console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    rows = [line.split() for line in said.splitlines()]
+    assert [row for row in rows if row[:1] == ["dB"]] == [["dB", "ms", "speed", "size"]]
+    assert [row[1] for row in rows if row[-1:] == ["KiB"]] == ["equal", "40.6", "17.0"]
+    assert "1.0 KiB" in said
+    page = html_from_comparison(found, "three", tmp_path)
+    assert "The outputs of c are the nearest: equal to those of its float model." in page
+    assert "SQNR, dB" in page
+    assert [row["sqnr_db"] for row in csv.DictReader(csv_text(found).splitlines())] == ["17.0", "40.6", "inf"]
 
 
 @pytest.mark.promise("`compare` takes the folder of a sweep as all its finished runs")

@@ -35,7 +35,8 @@ def test_scores_are_metadata_and_figures_a_table(tmp_path: Path) -> None:
     ]
     assert {"name", "type"} == set(result["dataset"])
     assert record.latency is not None
-    assert f"| latency, median, batch {record.latency.batch} x {record.latency.sequence}, threads: 1 |" in body
+    told = f"batch {record.latency.batch} x {record.latency.sequence}, threads: 1, float is openvino float32"
+    assert f"| latency, median, {told} |" in body
     assert "| peak memory |" in body
     assert str(record.machine["cpu"]) in body
     assert f"distribution `enginequant` {quantizer.__version__} or later with the extra `openvino`" in body

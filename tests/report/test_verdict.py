@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +149,30 @@ def test_nothing_is_quantized() -> None:
     assert str(verdict) == "do not use: nothing is quantized; 2.00x as fast as the float engine"
 
 
+def test_without_a_score_the_worst_shape_is_judged() -> None:
+    usual, large = _output(sqnr_db=30.0, batch=8, sequence=128), _output(sqnr_db=17.0, batch=32, sequence=512)
+    verdict = verdict_of(bare_record(outputs=(usual, large), **FAST))
+    assert verdict.level == "look at this"
+    assert "the output at 32 x 512 is 17.0 dB from float" in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ("openvino bfloat16", "2.00x as fast as the float engine (openvino bfloat16)"),
+        ("PyTorch float", "2.00x as fast as the model in PyTorch, in float"),
+    ],
+)
+def test_a_speed_up_names_what_it_is_relative_to(reference: str, words: str) -> None:
+    latency = replace(_latency(float=2.0, engine=1.0), reference=reference)
+    assert words in verdict_of(bare_record(outputs=(_output(),), engine=ENGINE, latency=latency)).reasons
+
+
 def test_an_engine_that_is_no_faster() -> None:
     record = bare_record(outputs=(_output(),), engine=ENGINE, latency=_latency(float=2.0, engine=4.0))
     verdict = verdict_of(record)
     assert verdict.level == "look at this"
-    assert "no faster than float here (0.50x): deploy float.engine" in verdict.reasons[0]
+    assert "no faster than float here, 0.50x as fast as the float engine: deploy float.engine" in verdict.reasons[0]
 
 
 def test_an_engine_that_is_not_its_proxy() -> None:

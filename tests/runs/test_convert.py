@@ -187,7 +187,7 @@ def test_the_record_has_latency_and_scores_of_each_backend(place: Place) -> None
     assert [entry["backend"] for entry in record["backends"]] == list(BACKENDS)
     for entry in record["backends"]:
         assert [set(shape["milliseconds"]) for shape in entry["latency"]] == [
-            {"PyTorch float", "float engine", "engine"}
+            {"PyTorch float", f"{entry['backend']} float32", "engine"}
         ] * 3
         assert [score["which"] for score in entry["scores"]] == ["float", "proxy", "engine"]
         assert all(score["rows"] == 24 for score in entry["scores"])
@@ -203,7 +203,9 @@ def test_each_backend_has_a_report_with_a_verdict(
         record = read_record(folder / "report.json")
         assert [entry.name for entry in record.latency.engines] == ["float", "engine"]  # type: ignore[union-attr]
         assert [score.which for score in record.scores] == ["float", "proxy", "engine"]
-        assert [(one.output, one.batch, one.sequence) for one in record.outputs] == [("logits", 2, 24)]
+        assert [(one.output, one.batch, one.sequence) for one in record.outputs] == [
+            ("logits", *shape) for shape in ((1, 16), (2, 24), (4, 32))
+        ]
         assert record.coverage
         assert record.inspection is not None
         page = (folder / "report.html").read_text(encoding="utf-8")

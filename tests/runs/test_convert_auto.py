@@ -100,7 +100,7 @@ def test_the_fastest_is_kept(convert: Callable[..., tuple[int, str]], place: Pat
     budget = ("--max-drop", "0.5", "--tuning", f"text-csv:{place / 'calibration.csv'}")
     code, said = convert(TIMES, "--evaluation", f"text-csv:{place / 'evaluation.csv'}", *budget)
     assert code == 0, said
-    gain = f"{ONNXRUNTIME} int8 is the fastest, 2.00x as fast as the fastest engine in float, {OPENVINO} float32"
+    gain = f"{ONNXRUNTIME} int8 is the fastest; in float it is {OPENVINO} float32"
     assert gain in " ".join(said.split())
     assert {path.name for path in Path("out").iterdir() if path.is_dir()} == {ONNXRUNTIME, "quantizer"}
     document = _read("out/conversion.json")
@@ -115,7 +115,7 @@ def test_the_fastest_is_kept(convert: Callable[..., tuple[int, str]], place: Pat
     assert [one["score_difference"] for one in choice["candidates"] if one["format"] == "float32"] == [0.0, 0.0]
     assert all(one["score_difference"] is not None for one in choice["candidates"])
     (entry,) = document["backends"]
-    assert list(entry["latency"][0]["milliseconds"]) == ["PyTorch float", "float engine", "engine"]
+    assert list(entry["latency"][0]["milliseconds"]) == ["PyTorch float", f"{ONNXRUNTIME} float32", "engine"]
     assert [score["which"] for score in entry["scores"]] == ["float", "proxy", "engine"]
     assert entry["quantization"]["budget"][0]["drop"] <= 0.5
     saved = Quantizer.load("out/quantizer")
@@ -311,13 +311,13 @@ def test_ranges_at_run_time_compete_under_a_budget(convert: Callable[..., tuple[
     times = {f"{ONNXRUNTIME} float32": 5.0, f"{ONNXRUNTIME} int8": 2.0, f"{ONNXRUNTIME} int8 dynamic": 1.5}
     code, said = convert(times)
     assert code == 0, said
-    assert f"{ONNXRUNTIME} int8 is the fastest, 2.50x as fast" in said
+    assert f"{ONNXRUNTIME} int8 is the fastest" in said
     choice = _read("out/conversion.json")["choice"]
     assert choice["candidates"][-1]["verdict"] == "not built: no faster than int8"
     budget = ("--max-drop", "0.9", "--tuning", f"text-csv:{place / 'calibration.csv'}")
     code, said = convert(times, *budget, "--force")
     assert code == 0, said
-    assert f"{ONNXRUNTIME} int8 dynamic is the fastest, 3.33x as fast" in said
+    assert f"{ONNXRUNTIME} int8 dynamic is the fastest" in said
     config = _read(f"out/{ONNXRUNTIME}/config.json")
     assert config["quantization"]["ranges"] == "dynamic"
     model = onnx_library.load(f"out/{ONNXRUNTIME}/model.onnx")
@@ -332,7 +332,7 @@ def test_a_rest_in_bf16_competes(convert: Callable[..., tuple[int, str]]) -> Non
     times = {"float32": 5.0, "bfloat16": 4.0, "int8": 2.0, "int8+bfloat16": 1.5}
     code, said = convert({f"{OPENVINO} {form}": value for form, value in times.items()})
     assert code == 0, said
-    gain = f"{OPENVINO} int8+bfloat16 is the fastest, 2.67x as fast as the fastest engine in float, {OPENVINO} bfloat16"
+    gain = f"{OPENVINO} int8+bfloat16 is the fastest; in float it is {OPENVINO} bfloat16"
     assert gain in " ".join(said.split())
     config = _read(f"out/{OPENVINO}/config.json")
     assert config["inference_precision"] == "bfloat16"

@@ -158,6 +158,27 @@ def test_validate_tells_all_of_it(values: dict[str, Any], tmp_path: Path, capsys
     assert main(["validate", "--file-only", path]) == 0
 
 
+@pytest.mark.promise("`validate` tells mistakes of the file together with what it lacks here")
+def test_a_mistake_in_the_file_hides_no_other(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values["data"]["evaluation"]["rowz"] = 3
+    values["engine"] = {"inference_precision": "bf16"}
+    values["quantizer"] = {"backend": "openvino", "dtype": "fp8"}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(values))
+    (tmp_path / "calibration.csv").unlink()
+    (tmp_path / "model" / "config.json").unlink()
+    assert main(["validate", str(path)]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: 6 problems in the configuration:\n")
+    for told in ("data.evaluation.rowz: unknown key", "did you mean 'bfloat16'", "has no weights in fp8"):
+        assert told in err
+    assert f"{path}: data.calibration: " in err
+    assert main(["validate", "--file-only", str(path)]) == 1
+    assert capsys.readouterr().err.startswith("error: 2 problems in the configuration:\n")
+
+
 @pytest.mark.promise("`quantizer run` and `quantizer convert` begin with the same")
 def test_a_run_begins_with_it(values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _config(values, tmp_path)

@@ -94,7 +94,7 @@ def test_the_run_goes_on_with_the_fastest(
     said = capsys.readouterr().out
     assert record.choice.headline in " ".join(said.split())
     assert said.splitlines()[-1] == f"deploy  {record.choice.deploy}"
-    assert record.choice.headline.split(",")[0][1:] in (at / "done" / "report.html").read_text()
+    assert record.choice.headline.split(";")[0][1:] in (at / "done" / "report.html").read_text()
 
 
 @pytest.mark.promise("the run says so and goes on with its backend, so that `float.engine` is the fastest of all")
@@ -115,9 +115,9 @@ def test_float_wins_and_is_named_in_the_end(
     assert record.choice.headline.startswith(
         f"nothing in INT8 is faster than float here, and {ONNXRUNTIME} float32 is delivered"
     )
-    assert record.choice.deploy == "float.engine, 2.00x as fast as the quantized model.engine beside it"
+    assert record.choice.deploy == "float.engine; the quantized model.engine beside it has 0.50x its speed"
     assert said.splitlines()[-1] == f"deploy  {record.choice.deploy}"
-    assert "To deploy: float.engine, 2.00" in (at / "done" / "report.html").read_text()
+    assert "To deploy: float.engine; the quantized" in (at / "done" / "report.html").read_text()
     assert (at / "done" / "float.engine").exists()
     assert (at / "done" / "model.engine").exists()
 

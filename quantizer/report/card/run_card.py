@@ -73,12 +73,13 @@ def _figures(record: RunRecord) -> list[str]:
         before, after = reference_entry(record.latency.engines), quantized_entry(record.latency.engines)
         if before is not None and after is not None:
             shape = text.shape(record.latency.batch, record.latency.sequence)
-            name = f"latency, median, batch {shape}, threads: {record.latency.threads}"
+            told = "" if record.latency.reference is None else f", float is {record.latency.reference}"
+            name = f"latency, median, batch {shape}, threads: {record.latency.threads}{told}"
             times = text.milliseconds(before.median_ms), text.milliseconds(after.median_ms)
             found.append(figure(name, *times, after.ratio_to_float))
     small, large = quantized_entry(record.size), reference_entry(record.size)
     if small is not None and large is not None:
-        found.append(figure("size", text.mebibytes(large.bytes), text.mebibytes(small.bytes), small.ratio))
+        found.append(figure("size", text.file_size(large.bytes), text.file_size(small.bytes), small.ratio))
     little, much = quantized_entry(record.memory), reference_entry(record.memory)
     if little is not None and much is not None:
         found.append(figure("peak memory", f"{much.peak_mib:,.0f} MiB", f"{little.peak_mib:,.0f} MiB", little.ratio))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from quantizer.report.compare.resamples import Resamples
 from quantizer.report.compare.resamples import read_resamples
 from quantizer.report.compare.run_folders import run_folders
 from quantizer.report.json_file import read_record
+from quantizer.report.output_record import worst_output
 from quantizer.report.ratios import quantized_entry
 from quantizer.report.record import LatencyEntry
 from quantizer.report.record import RunRecord
@@ -86,6 +88,19 @@ class ComparedRun:
         """The latency of the engine; None if it was not timed."""
         timed = None if self.record is None else self.record.latency
         return None if timed is None else quantized_entry(timed.engines)
+
+    @property
+    def reference(self) -> str | None:
+        """The float engine to which the speed of the engine is relative; None: not timed, or not recorded."""
+        return None if self.record is None or self.record.latency is None else self.record.latency.reference
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """The SQNR of its worst output in dB, infinite if it is equal to float's; None: it was not measured."""
+        worst = None if self.record is None else worst_output(self.record.outputs)
+        if worst is None:
+            return None
+        return math.inf if worst.sqnr_db is None else worst.sqnr_db
 
     @property
     def verdict(self) -> str | None:

@@ -76,6 +76,11 @@ class Comparison:
     notes: tuple[str, ...]
 
     @property
+    def by_output(self) -> bool:
+        """True if a run has no score, so that the outputs have to tell its accuracy."""
+        return any(run.score is None and run.sqnr_db is not None for run in self.runs)
+
+    @property
     def failed(self) -> tuple[ComparedRun, ...]:
         """The runs that failed, or missed a goal."""
         return tuple(run for run in self.runs if run.error)
@@ -203,6 +208,15 @@ def _notes(runs: Sequence[ComparedRun], scored: Sequence[ComparedRun], timed: Se
         named = ", ".join(f"{source} ({task})" for source, task in models)
         notes.append(f"the runs are of {len(models)} models, so that more than the settings differs: {named}")
     notes += _score_notes(scored)
+    references: dict[str, list[str]] = {}
+    for run in ran:
+        if run.reference is not None:
+            references.setdefault(run.reference, []).append(run.name)
+    if len(references) > 1:
+        named = "; ".join(f"{told} ({', '.join(names)})" for told, names in references.items())
+        notes.append(
+            f"speeds are not comparable, for they are relative to different float engines: {named}; compare ms"
+        )
     elsewhere = [run.name for run in ran if timed and run.timed_on not in (None, timed[0].timed_on)]
     if elsewhere:
         notes.append(

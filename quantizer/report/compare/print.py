@@ -12,6 +12,7 @@ from rich.text import Text
 from quantizer.report.compare.compared_run import ComparedRun
 from quantizer.report.compare.comparison import Comparison
 from quantizer.report.compare.short_names import short_names
+from quantizer.report.compare.tables import decibels_or_equal
 from quantizer.report.compare.tables import in_order
 from quantizer.report.compare.tables import setting
 from quantizer.report.tables import text
@@ -25,8 +26,14 @@ _NUMBER, _LEAST_NAME = 5, 32
 """Columns before a name, and those that a name gets where an error or many settings leave none."""
 
 
-def print_comparison(comparison: Comparison, page: Path, console: Console) -> None:
-    """Print the table of the runs, the runs by their numbers, what cannot be compared, and the path of the page."""
+def print_comparison(comparison: Comparison, page: Path | None, console: Console) -> None:
+    """Print the table of the runs, the runs by their numbers, what cannot be compared, and the path of the page.
+
+    Args:
+        comparison: the comparison.
+        page: the page that was written; None: none was.
+        console: where it is printed.
+    """
     console.print(_table(comparison))
     for line in _lines(comparison, console.width):
         console.print(Text(line), soft_wrap=True)
@@ -34,28 +41,41 @@ def print_comparison(comparison: Comparison, page: Path, console: Console) -> No
         console.print("  ~  within noise of the best: the 95% interval of the pair holds 0", highlight=False)
     for note in comparison.notes:
         console.print(Text(note), soft_wrap=True)
-    console.print(Text("comparison  ", style="bold") + Text(str(page)), soft_wrap=True)
+    if page is not None:
+        console.print(Text("comparison  ", style="bold") + Text(str(page)), soft_wrap=True)
 
 
 def _table(comparison: Comparison) -> Table:
     metric = next((run.score.metric for run in comparison.runs if run.score is not None), "score")
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("", metric, "to float", "95% interval", "to best", "ms", "speed", "MiB"):
+    scored = any(run.score is not None for run in comparison.runs)
+    titles = [*((metric, "to float", "95% interval", "to best") if scored else ())]
+    titles += ["dB"] if comparison.by_output else []
+    for title in ("", *titles, "ms", "speed", "size"):
         table.add_column(Text(title), justify="right", no_wrap=True)
     for number, run in enumerate(in_order(comparison), start=1):
-        score, latency, size = run.score, run.latency, run.size
+        latency, size = run.latency, run.size
         cells = [
             str(number),
-            "-" if score is None else text.score(score.value),
-            "-" if score is None or score.difference is None else text.signed(score.difference),
-            "-" if score is None or score.interval is None else text.interval(score.interval),
-            _to_best(run, comparison),
+            *(_scores(run, comparison) if scored else ()),
+            *(("-" if run.sqnr_db is None else decibels_or_equal(run.sqnr_db),) if comparison.by_output else ()),
             "-" if latency is None else text.significant(latency.median_ms, 3),
             "-" if latency is None else text.times(latency.ratio_to_float),
-            "-" if size is None else f"{size.bytes / 2**20:,.1f}",
+            "-" if size is None else text.file_size(size.bytes),
         ]
         table.add_row(*map(Text, cells), style="bold" if run.name in comparison.front else None)
     return table
+
+
+def _scores(run: ComparedRun, comparison: Comparison) -> list[str]:
+    """Return the cells of a score: it, its difference to float with the interval, and that to the best one."""
+    score = run.score
+    return [
+        "-" if score is None else text.score(score.value),
+        "-" if score is None or score.difference is None else text.signed(score.difference),
+        "-" if score is None or score.interval is None else text.interval(score.interval),
+        _to_best(run, comparison),
+    ]
 
 
 def _to_best(run: ComparedRun, comparison: Comparison) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from quantizer.report.tables.tables import html_table
 from quantizer.report.verdict import NOT
 from quantizer.report.verdict import USABLE
 
-__all__ = ["csv_text", "in_order", "pairs_html", "runs_html", "settings_html", "setting"]
+__all__ = ["csv_text", "decibels_or_equal", "in_order", "pairs_html", "runs_html", "settings_html", "setting"]
 
 
 def runs_html(comparison: Comparison, links: Mapping[str, str]) -> str:
@@ -74,11 +75,11 @@ def csv_text(comparison: Comparison) -> str:
 
 
 def in_order(comparison: Comparison) -> list[ComparedRun]:
-    """Return the runs with the best score first, then those without one."""
+    """Return the runs with the best score first, then those without one, the nearest to float first."""
 
     def place(run: ComparedRun) -> tuple[bool, float]:
         if run.score is None:
-            return (True, 0.0)
+            return (True, math.inf if run.sqnr_db is None else -run.sqnr_db)
         return (False, -run.score.value if run.score.higher_is_better else run.score.value)
 
     return sorted(comparison.runs, key=place)
@@ -94,9 +95,11 @@ def _runs(comparison: Comparison, links: Mapping[str, str]) -> tuple[list[Column
         Column(title="to float", numeric=True, show=text.signed),
         Column(title="95% interval", numeric=True, show=text.interval),
         Column(title="to the best", numeric=True, show=text.signed),
+        *((Column(title="SQNR, dB", numeric=True, show=decibels_or_equal),) if comparison.by_output else ()),
         Column(title="ms", numeric=True, show=lambda value: text.significant(value, 3)),
         Column(title="speed", numeric=True, show=text.times),
-        Column(title="size", numeric=True, show=text.mebibytes),
+        Column(title="over"),
+        Column(title="size", numeric=True, show=text.file_size),
         Column(title="run took", numeric=True, show=text.seconds),
     ]
     return columns, [_row(run, comparison) for run in in_order(comparison)]
@@ -113,8 +116,10 @@ def _row(run: ComparedRun, comparison: Comparison) -> list[Any]:
         None if score is None else score.difference,
         None if score is None else score.interval,
         0.0 if run is comparison.best else None if pair is None else pair.difference,
+        *((run.sqnr_db,) if comparison.by_output else ()),
         None if latency is None else latency.median_ms,
         None if latency is None else latency.ratio_to_float,
+        run.reference,
         None if size is None else size.bytes,
         run.seconds,
     ]
@@ -133,6 +138,11 @@ def _remarks(run: ComparedRun, pair: Pair | None, comparison: Comparison) -> Ite
         yield "noisy timing"
     if run.name in comparison.front:
         yield "on the frontier"
+
+
+def decibels_or_equal(value: float) -> str:
+    """Return the SQNR of a run: ``40.6``, or ``equal`` where its outputs are those of the float model."""
+    return "equal" if value == math.inf else text.decibels(value)
 
 
 def _wrapped(_: str) -> str:
@@ -163,9 +173,11 @@ _CSV: dict[str, Callable[[ComparedRun, Pair | None], Any]] = {
     "difference_to_best": lambda _, pair: None if pair is None else pair.difference,
     "low_to_best": lambda _, pair: None if pair is None or pair.interval is None else pair.interval[0],
     "high_to_best": lambda _, pair: None if pair is None or pair.interval is None else pair.interval[1],
+    "sqnr_db": lambda run, _: run.sqnr_db,
     "median_ms": lambda run, _: None if run.latency is None else run.latency.median_ms,
     "noisy_timing": lambda run, _: None if run.latency is None else run.is_noisy,
     "speedup": lambda run, _: None if run.latency is None else run.latency.ratio_to_float,
+    "speedup_over": lambda run, _: run.reference,
     "bytes": lambda run, _: None if run.size is None else run.size.bytes,
     "seconds": lambda run, _: run.seconds,
 }

@@ -11,6 +11,7 @@ from quantizer.report.charts.runs_plot import RunPoint
 from quantizer.report.charts.runs_plot import runs_svg
 from quantizer.report.compare.comparison import Comparison
 from quantizer.report.compare.tables import csv_text
+from quantizer.report.compare.tables import decibels_or_equal
 from quantizer.report.compare.tables import in_order
 from quantizer.report.compare.tables import pairs_html
 from quantizer.report.compare.tables import runs_html
@@ -23,12 +24,12 @@ from quantizer.report.verdict import THRESHOLDS
 __all__ = ["html_from_comparison", "write_comparison"]
 
 
-def write_comparison(comparison: Comparison, page: Path, table: Path | None, title: str) -> None:
+def write_comparison(comparison: Comparison, page: Path | None, table: Path | None, title: str) -> None:
     """Write the page, and the figures as CSV, each atomically.
 
     Args:
         comparison: the comparison.
-        page: the HTML file.
+        page: the HTML file; None: no such file.
         table: the CSV file; None: no such file.
         title: the title of the page.
 
@@ -36,7 +37,8 @@ def write_comparison(comparison: Comparison, page: Path, table: Path | None, tit
         MissingDependencyError: jinja2 is not installed.
         QuantizerError: a file cannot be written.
     """
-    write_text_atomic(page, html_from_comparison(comparison, title, page.absolute().parent))
+    if page is not None:
+        write_text_atomic(page, html_from_comparison(comparison, title, page.absolute().parent))
     if table is not None:
         write_text_atomic(table, csv_text(comparison))
 
@@ -60,7 +62,7 @@ def _view(comparison: Comparison, title: str, folder: Path) -> dict[str, Any]:
     return {
         "title": title,
         "runs": text.counted(len(comparison.runs), "run"),
-        "verdict": text.typeset(_verdict(comparison)) if best is not None else "No run has a score.",
+        "verdict": text.typeset(_verdict(comparison)) if best is not None else _nearest(comparison),
         "notes": [text.typeset(note[:1].upper() + note[1:]) for note in comparison.notes],
         "thresholds": f"How runs were judged: {THRESHOLDS[:1].lower()}{THRESHOLDS[1:]}",
         "table": runs_html(comparison, _links(comparison, folder)),
@@ -80,6 +82,16 @@ def _links(comparison: Comparison, folder: Path) -> dict[str, str]:
         if run.record is not None and report.is_file():
             links[run.name] = quote(Path(os.path.relpath(report, folder)).as_posix()) if near else report.as_uri()
     return links
+
+
+def _nearest(comparison: Comparison) -> str:
+    """Return, where no run has a score, whose outputs are nearest to those of its float model."""
+    measured = [run for run in in_order(comparison) if run.sqnr_db is not None]
+    if not measured or measured[0].sqnr_db is None:
+        return "No run has a score."
+    far = decibels_or_equal(measured[0].sqnr_db)
+    told = "equal to" if far == "equal" else f"{far} dB from"
+    return f"No run has a score. The outputs of {measured[0].name} are the nearest: {told} those of its float model."
 
 
 def _verdict(comparison: Comparison) -> str:

@@ -34,7 +34,7 @@ from quantizer.report.page.page_tables import score_table
 from quantizer.report.page.page_tables import sensitivity_table
 from quantizer.report.ratios import quantized_entry
 from quantizer.report.ratios import reference_entry
-from quantizer.report.record import LatencyEntry
+from quantizer.report.record import Latency
 from quantizer.report.record import MemoryEntry
 from quantizer.report.record import OutputDistance
 from quantizer.report.record import RunRecord
@@ -203,7 +203,7 @@ def _sites(record: RunRecord) -> dict[str, Any]:
 def tiles(record: RunRecord) -> tuple[Tile, ...]:
     """Return the figures of the header: speed, size, memory, score, coverage."""
     return (
-        _speed_tile(record.latency.engines if record.latency else ()),
+        _speed_tile(record.latency),
         _size_tile(record.size),
         _memory_tile(record.memory),
         _score_tile(quantized_score(record.scores)) if record.scores else _output_tile(record.outputs),
@@ -211,11 +211,13 @@ def tiles(record: RunRecord) -> tuple[Tile, ...]:
     )
 
 
-def _speed_tile(entries: Sequence[LatencyEntry]) -> Tile:
+def _speed_tile(latency: Latency | None) -> Tile:
+    entries = () if latency is None else latency.engines
     entry, float_entry = quantized_entry(entries), reference_entry(entries)
-    if entry is None or float_entry is None:
+    if latency is None or entry is None or float_entry is None:
         return _tile("Speed-up", None)
-    medians = f"{text.milliseconds(entry.median_ms)}, float {text.milliseconds(float_entry.median_ms)}"
+    plain = latency.reference or "float"
+    medians = f"{text.milliseconds(entry.median_ms)}, {plain} {text.milliseconds(float_entry.median_ms)}"
     return _tile("Speed-up", text.times(entry.ratio_to_float), medians)
 
 
@@ -223,7 +225,7 @@ def _size_tile(entries: Sequence[SizeEntry]) -> Tile:
     entry, float_entry = quantized_entry(entries), reference_entry(entries)
     if entry is None or float_entry is None:
         return _tile("Times smaller", None)
-    sizes = f"{text.mebibytes(entry.bytes)}, float {text.mebibytes(float_entry.bytes)}"
+    sizes = f"{text.file_size(entry.bytes)}, float {text.file_size(float_entry.bytes)}"
     return _tile("Times smaller", text.times(entry.ratio), sizes)
 
 

@@ -83,6 +83,7 @@ def outputs_table(record: RunRecord) -> str:
 def cost_table(record: RunRecord) -> str:
     """Return a table with a row for each engine or form: latency, size and peak memory, with ratios to float."""
     latency = {entry.name: entry for entry in record.latency.engines} if record.latency else {}
+    reference = record.latency.reference if record.latency else None
     spread = {entry.name: spread_words(entry) for entry in latency.values()}
     size = {entry.name: entry for entry in record.size}
     memory = {entry.name: entry for entry in record.memory}
@@ -90,7 +91,8 @@ def cost_table(record: RunRecord) -> str:
     if not names:
         return ""
     columns = [Column(title="Engine")]
-    cells: dict[str, list[Any]] = {name: [name] for name in names}
+    told = {"float": f"float ({reference})"} if reference else {}
+    cells: dict[str, list[Any]] = {name: [told.get(name, name)] for name in names}
     for title, entries, parts in (
         ("Speed-up", latency, ("ratio_to_float", "median_ms", "spread")),
         ("Times smaller", size, ("ratio", "bytes")),
@@ -106,13 +108,13 @@ def cost_table(record: RunRecord) -> str:
 
 
 def _mebibytes(peak_mib: float) -> str:
-    return f"{peak_mib:,.1f} MiB"
+    return text.file_size(peak_mib * 2**20)
 
 
 _COST_COLUMNS = {
     "median_ms": Column(title="Median", numeric=True, show=text.milliseconds),
     "spread": Column(title="Middle half", numeric=True),
-    "bytes": Column(title="Size", numeric=True, show=text.mebibytes),
+    "bytes": Column(title="Size", numeric=True, show=text.file_size),
     "peak_mib": Column(title="Peak memory", numeric=True, show=_mebibytes),
 }
 

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from quantizer.reasons import counted
 from quantizer.report.ratios import quantized_entry
 from quantizer.report.ratios import reference_entry
+from quantizer.report.ratios import reference_words
 from quantizer.report.record import RunRecord
 from quantizer.report.record import Score
 from quantizer.report.record import Site
 from quantizer.report.tables import text
 from quantizer.report.tables.spread import noise_sentence
-from quantizer.report.tables.text import mebibytes
+from quantizer.report.tables.text import file_size
 from quantizer.report.tables.text import percent
 from quantizer.report.tables.text import score
 from quantizer.report.tables.text import signed
@@ -54,19 +55,19 @@ def _speed(record: RunRecord) -> list[str]:
         return ["Speed was not measured."]
     size = text.shape(record.latency.batch, record.latency.sequence, " tokens")
     where = f"on a batch of {size} with {text.counted(record.latency.threads, 'thread')}"
-    ratio = entry.ratio_to_float
+    ratio, told = entry.ratio_to_float, reference_words(record.latency)
     if ratio >= 1 + _SAME:
-        return [f"The quantized engine runs {ratio:.2f} times as fast as the float model {where}."]
+        return [f"The quantized engine runs {ratio:.2f} times as fast as {told} {where}."]
     if ratio > 1 - _SAME:
-        return [f"The quantized engine is no faster than the float model: {ratio:.2f} times its speed {where}."]
-    return [f"The quantized engine is slower than the float model: {ratio:.2f} times its speed {where}."]
+        return [f"The quantized engine is no faster than {told}: {ratio:.2f} times its speed {where}."]
+    return [f"The quantized engine is slower than {told}: {ratio:.2f} times its speed {where}."]
 
 
 def _size(record: RunRecord) -> list[str]:
     entry, reference = quantized_entry(record.size), reference_entry(record.size)
     if entry is None or reference is None:
         return ["Size was not measured."]
-    figures = f"{mebibytes(entry.bytes)} against {mebibytes(reference.bytes)}"
+    figures = f"{file_size(entry.bytes)} against {file_size(reference.bytes)}"
     return [f"On disk it is {_compare(entry.ratio, 'smaller', 'larger')} ({figures})."]
 
 

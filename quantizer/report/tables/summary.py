@@ -111,7 +111,7 @@ def _table(record: RunRecord) -> Table:
     if not record.scores:
         return _table_of_outputs(record)
     metric = record.scores[0].metric
-    table = _headed(record.name, ("", metric, "to float", "95% interval", "speed", "size"))
+    table = _headed(record, ("", metric, "to float", "95% interval", "speed", "size"))
     scores = {entry.which: entry for entry in record.scores}
     costs = _costs(record)
     headline = quantized_score(record.scores)
@@ -129,7 +129,7 @@ def _table(record: RunRecord) -> Table:
 
 def _table_of_outputs(record: RunRecord) -> Table:
     """Return the table where nothing was scored: the worst output in the place of the score."""
-    table = _headed(record.name, ("", "SQNR", "cosine", "speed", "size"))
+    table = _headed(record, ("", "SQNR", "cosine", "speed", "size"))
     costs = _costs(record)
     worst = worst_output(record.outputs)
     for name in ("float", "engine"):
@@ -143,7 +143,9 @@ def _table_of_outputs(record: RunRecord) -> Table:
     return table
 
 
-def _headed(name: str, titles: Sequence[str]) -> Table:
+def _headed(record: RunRecord, titles: Sequence[str]) -> Table:
+    reference = None if record.latency is None else record.latency.reference
+    name = record.name if reference is None else f"{record.name}; speed over {reference}"
     # Without the empty lines around it: the result is to fit the last ten or so of a terminal.
     table = Table(title=Text(name), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title in titles:
@@ -161,6 +163,6 @@ def _costs(record: RunRecord) -> dict[str, tuple[str, str]]:
     ):
         costs[name] = (
             "not measured" if speed is None else text.times(speed.ratio_to_float),
-            "not measured" if size is None else f"{text.times(size.ratio)} ({text.mebibytes(size.bytes)})",
+            "not measured" if size is None else f"{text.times(size.ratio)} ({text.file_size(size.bytes)})",
         )
     return costs

@@ -14,11 +14,11 @@ __all__ = [
     "decibels",
     "drop",
     "error",
+    "file_size",
     "format_name",
     "granularity",
     "interval",
     "listed",
-    "mebibytes",
     "milliseconds",
     "percent",
     "plain",
@@ -94,9 +94,10 @@ def seconds(value: float) -> str:
     return f"{minutes} min {rest:02d} s"
 
 
-def mebibytes(size_bytes: float) -> str:
-    """Return a size in bytes as ``22.9 MiB``."""
-    return f"{size_bytes / 2**20:,.1f} MiB"
+def file_size(size_bytes: float) -> str:
+    """Return a size in bytes as ``22.9 MiB``; under 0.1 MiB as ``12.3 KiB``."""
+    kib = size_bytes / 2**10
+    return f"{kib:,.1f} KiB" if kib < 0.1 * 2**10 else f"{kib / 2**10:,.1f} MiB"
 
 
 def count(value: int) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from quantizer.report.output_record import worst_output
 from quantizer.report.record import RunRecord
 from quantizer.report.tables.headline import covered_share
 
@@ -43,9 +44,11 @@ def metrics_of(record: RunRecord) -> dict[str, float]:
         found[f"size_mib.{size.name}"] = size.bytes / _MIB
     for memory in record.memory:
         found[f"memory_mib.{memory.name}"] = memory.peak_mib
-    for output in record.outputs:
-        found[f"sqnr_db.{output.output}"] = output.sqnr_db
-        found[f"cosine.{output.output}"] = output.cosine
+    for name in dict.fromkeys(output.output for output in record.outputs):
+        output = worst_output([one for one in record.outputs if one.output == name])
+        assert output is not None
+        found[f"sqnr_db.{name}"] = output.sqnr_db
+        found[f"cosine.{name}"] = output.cosine
     return {name: float(value) for name, value in found.items() if value is not None}
 
 

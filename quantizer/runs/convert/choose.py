@@ -28,6 +28,7 @@ from quantizer.runs.choose_engine import bound
 from quantizer.runs.choose_engine import candidate_line
 from quantizer.runs.choose_engine import choose
 from quantizer.runs.choose_engine import failed
+from quantizer.runs.choose_engine import named
 from quantizer.runs.choose_engine import not_built
 from quantizer.runs.choose_engine import slow_ones
 from quantizer.runs.choose_engine import timed
@@ -85,11 +86,15 @@ class Chooser:
         Raises:
             EngineError: none is.
         """
-        names = [variant.name for variant in self._asked.variants]
-        with self._stage("choose the engine"), counted(self._asked.variants, "candidates", unit="engine") as steps:
+        variants = self._asked.variants
+        with (
+            self._stage("choose the engine"),
+            counted(variants, "candidates", unit="engine", note=named) as steps,
+        ):
             for variant in steps:
                 start = time.perf_counter()
                 self._try(variant)
+                names = [one.name for one in variants]
                 line = candidate_line(self._records[variant.name], names, time.perf_counter() - start)
                 self._stage.tell(line)
         latency = self._timed()
@@ -211,7 +216,7 @@ class Chooser:
         plain = [one for one in choice.candidates if one.is_float and one.backend == backend]
         plain = [one for one in plain if len(one.milliseconds) == every]
         if plain and best.variant.dtype is not None:
-            names[plain[0].name] = "float engine"
+            names[plain[0].name] = plain[0].name
         names[choice.candidates[0].name] = "engine"
         return tuple(shape.named(names) for shape in latency)
 

@@ -105,7 +105,8 @@ def _latency(shape: ShapeLatency, threads: int) -> Latency:
     """Return the latency of the engine and of the float engine; if this one failed, of the float model in PyTorch."""
     *_, plain, low = shape.milliseconds
     times = shape.named({plain: "float", low: "engine"}).times_ms
-    return Latency(batch=shape.batch, sequence=shape.sequence, threads=threads, engines=latency_entries(times))
+    entries = latency_entries(times)
+    return Latency(batch=shape.batch, sequence=shape.sequence, threads=threads, reference=plain, engines=entries)
 
 
 def write_report(record: RunRecord, folder: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from quantizer.common.label_texts import TEMPLATE
 from quantizer.common.label_texts import label_problem
 from quantizer.config.data_section import MOST_SECONDS
+from quantizer.config.describe import nearest
 from quantizer.engines import backends
 from quantizer.engines.candidates import Variant
 from quantizer.engines.candidates import cpu_candidates
@@ -157,7 +158,9 @@ class ConversionRequest:
         if not (self.backends or self.chooses) or len(set(self.backends)) < len(self.backends):
             yield f"--backend {' '.join(self.backends) or '(none)'}: expected at least one, each of them once"
         if self.task is not None and self.task not in convertible_tasks():
-            yield f"--task {self.task}: unknown; expected one of {', '.join(convertible_tasks())}"
+            near = nearest(self.task, convertible_tasks())
+            hint = f"; did you mean {near!r}?" if near else ""
+            yield f"--task {self.task}: unknown; expected one of {', '.join(convertible_tasks())}{hint}"
         ahead_of_time = [name for name in profiles.names() if profile(name).capabilities]
         chosen = [name for name in ahead_of_time if name in self.backends]
         if self.compute_capability is not None and not chosen:

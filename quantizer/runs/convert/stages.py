@@ -17,8 +17,6 @@ from quantizer.targets import profile
 
 __all__ = ["conversion_outlook", "conversion_stages"]
 
-_JUDGED = ("compare the outputs", "inspect the engine")
-
 
 def conversion_outlook(asked: ConversionRequest, facts: ConversionInputs, folder: Path) -> Outlook:
     """Return the stages of a conversion into a folder, with the times of an earlier one of the same model."""
@@ -38,7 +36,7 @@ def conversion_stages(asked: ConversionRequest) -> Iterator[str]:
     if asked.chooses:
         yield from ("choose the engine", "measure latency")
         if asked.quantization:
-            yield from (*(("score the proxy",) if asked.evaluation is not None else ()), *_JUDGED)
+            yield from (*(("score the proxy",) if asked.evaluation is not None else ()), "inspect the engine")
         return
     exported: set[tuple[str, int]] = set()
     scored = False
@@ -50,7 +48,8 @@ def conversion_stages(asked: ConversionRequest) -> Iterator[str]:
             yield from (f"score the {form}" for form in (*(() if scored else ("float",)), *forms))
             scored = True
         if asked.quantization:
-            yield from _JUDGED
+            # What runs here was compared when it was checked.
+            yield from (*(() if runs_here(name) else ("compare the outputs",)), "inspect the engine")
         exported.add(kind)
 
 

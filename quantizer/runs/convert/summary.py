@@ -33,9 +33,10 @@ def print_result(result: BackendResult, console: Console) -> None:
         far = [_decibels(value) for value in (check.sqnr_db, check.float_db, check.proxy_float_db)]
         table.add_row(_shape(check), Text(check.output), *far, f"{check.cosine:.4f}")
     console.print(table)
-    console.print("latency in ms, median of rounds that take turns")
-    table = _table()
     names = list(result.latency[0].milliseconds)
+    told = f"latency in ms, median of rounds that take turns; speed-up over {names[-2]}"
+    print_lines([told], console, first="")
+    table = _table()
     for title in ("shape", *names, "speed-up", "rounds"):
         table.add_column(title, justify="right")
     for shape in result.latency:
@@ -75,7 +76,7 @@ def _not_verified(result: BackendResult) -> str:
 
 
 def _costs(result: BackendResult) -> str:
-    size = f"engine {text.mebibytes(result.engine_bytes)}"
+    size = f"engine in {result.inference_precision or result.float_dtype}, {text.file_size(result.engine_bytes)}"
     if not result.latency:
         return size
     # The usual shape is the middle one of three. There are fewer if shapes are equal.

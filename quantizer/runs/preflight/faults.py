@@ -46,13 +46,18 @@ class Faults:
         Raises:
             QuantizerError: as said.
         """
-        texts = list(dict.fromkeys(self._texts()))
+        texts = self.texts
         if len(self._found) == 1:
             raise self._found[0]
         if len(texts) == 1:
             raise QuantizerError(texts[0])
         if texts:
             raise QuantizerError(f"{what}, for {len(texts)} reasons:\n" + "\n".join(f"  - {text}" for text in texts))
+
+    @property
+    def texts(self) -> list[str]:
+        """All faults in words, each once."""
+        return list(dict.fromkeys(self._texts()))
 
     def _texts(self) -> Iterable[str]:
         missing = {error.package: error.extra for error in self._found if isinstance(error, MissingDependencyError)}

@@ -14,15 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
-from quantizer.config import DataConfig
 from quantizer.config import DatasetConfig
 from quantizer.config import ModelConfig
+from quantizer.config import QuantizerConfig
 from quantizer.config import RunConfig
 from quantizer.config.feasibility import check_run
+from quantizer.config.section import Section
 from quantizer.engines import backend
 from quantizer.engines import runs_here
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.engines.int8_saturation import saturates
+from quantizer.errors import ConfigError
 from quantizer.errors import TaskError
 from quantizer.files import checked_folder
 from quantizer.files import require_sole_writer
@@ -47,7 +49,10 @@ from quantizer.tasks import require_labels
 from quantizer.tasks import tasks
 from quantizer.tasks.sequence_classification import require_classes
 
-__all__ = ["Ready", "ready_to_run"]
+__all__ = ["Ready", "faults_of", "ready_to_run"]
+
+
+_ROWS = tuple(field.name for field in fields(RunRows))
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ def ready_to_run(config: RunConfig, folder: Path, kind: str, *, force: bool | No
     """
     faults = Faults()
     _check_packages(faults, config)
-    rows = _checked_data(faults, config.data)
+    rows = _checked_data(faults, {name: part for name in _ROWS if (part := getattr(config.data, name)) is not None})
     if config.model.task is None:
         check_functions(faults, config.model)
     else:
@@ -94,6 +99,28 @@ def ready_to_run(config: RunConfig, folder: Path, kind: str, *, force: bool | No
         notes.append(f"{folder} exists already: run replaces it only with --force")
     estimate = None if config.model.task is None else run_estimate(config, rows)
     return Ready(RunRows(**{"calibration": [], "evaluation": []} | rows), tuple(notes), estimate)
+
+
+def faults_of(sections: Mapping[str, Section]) -> list[str]:
+    """Return what is wrong with the data, the checkpoint and the target of a file that has other problems.
+
+    Args:
+        sections: the sections of the file that are valid, by name.
+    """
+    faults = Faults()
+    data, model = sections.get("data"), sections.get("model")
+    parts = {name: sections.get(f"data.{name}", getattr(data, name, None)) for name in _ROWS}
+    rows = _checked_data(faults, {name: part for name, part in parts.items() if isinstance(part, DatasetConfig)})
+    if isinstance(model, ModelConfig) and model.task is None:
+        check_functions(faults, model)
+    elif isinstance(model, ModelConfig) and model.task is not None:
+        _check_checkpoint(faults, model, model.task, rows)
+    wanted = sections.get("quantizer")
+    if isinstance(wanted, QuantizerConfig):
+        others = {name: sections[name] for name in ("export", "engine") if name in sections}
+        config = RunConfig.model_construct(quantizer=wanted).model_copy(update=others)
+        faults.of(lambda: check_run(config))
+    return faults.texts
 
 
 def _check_packages(faults: Faults, config: RunConfig) -> None:
@@ -123,20 +150,21 @@ def _check_checkpoint(faults: Faults, model: ModelConfig, task: str, rows: Mappi
             faults.of(partial(_check_labels, name, rows.get(name) or (), len(checkpoint.labels)))
 
 
-def _checked_data(faults: Faults, data: DataConfig) -> dict[str, list[Row]]:
+def _checked_data(faults: Faults, sections: Mapping[str, DatasetConfig]) -> dict[str, list[Row]]:
     """Return the rows of each section that has data which can be read."""
     found = {}
-    for field in fields(RunRows):
-        section: DatasetConfig | None = getattr(data, field.name)
-        rows = None if section is None else faults.of(partial(_rows, field.name, section))
+    for name, section in sections.items():
+        rows = faults.of(partial(_rows, name, section))
         if rows is not None:
-            found[field.name] = rows
+            found[name] = rows
     return found
 
 
 def _rows(name: str, section: DatasetConfig) -> list[Row]:
     try:
         return rows_of(section)
+    except ConfigError as error:
+        raise TaskError(f"data.{name}: {'; '.join(error.problems)}") from error
     except TaskError as error:
         raise TaskError(f"data.{name}: {error}") from error
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from quantizer.common.data.batches_of import batches_of
+from quantizer.config.data_section import MODULE
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import RunContext
@@ -24,10 +25,7 @@ from quantizer.runs.workload.workload import Workload
 from quantizer.tasks import Batch
 from quantizer.tasks import rows_at
 
-__all__ = ["MODULE", "module_batches", "module_workload", "output_of", "scored_workload"]
-
-MODULE = "module"
-"""The word in a record for the task of a module that is no checkpoint."""
+__all__ = ["module_batches", "module_workload", "output_of", "scored_workload"]
 
 
 def module_batches(model: nn.Module, data: Any, rows: int | None = None) -> list[Batch]:

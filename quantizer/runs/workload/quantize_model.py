@@ -25,6 +25,7 @@ from quantizer.config import ModelConfig
 from quantizer.config import QuantizerConfig
 from quantizer.config import RunConfig
 from quantizer.config import quantizer_config
+from quantizer.config.data_section import MODULE
 from quantizer.config.load import fallback_config
 from quantizer.errors import ConfigError
 from quantizer.errors import QuantizerError
@@ -34,7 +35,6 @@ from quantizer.runs.run import carry_out
 from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.batch_shapes import fitted
 from quantizer.runs.workload.function_scorer import FunctionScorer
-from quantizer.runs.workload.module_workload import MODULE
 from quantizer.runs.workload.module_workload import module_batches
 from quantizer.runs.workload.module_workload import module_workload
 from quantizer.runs.workload.module_workload import output_of
