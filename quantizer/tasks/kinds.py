@@ -19,6 +19,7 @@ DATASETS = {
     "Pair": "'stsb-csv'",
     "Plain": "'text-lines'",
     "Question": "'squad-json'",
+    "Rewritten": "'text-pairs'",
     "Speech": "'transcripts'",
     "Text": "'sst2-text', 'text-csv', 'vader'",
     "Words": "'conll'",

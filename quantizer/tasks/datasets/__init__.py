@@ -12,6 +12,7 @@ from quantizer.tasks.datasets import vader
 from quantizer.tasks.datasets.files import image_masks
 from quantizer.tasks.datasets.files import labelled_csv
 from quantizer.tasks.datasets.files import labelled_folder
+from quantizer.tasks.datasets.files import text_pairs
 from quantizer.tasks.datasets.files import transcripts
 from quantizer.tasks.datasets.files.paths import folder_holds
 from quantizer.tasks.datasets.files.paths import read_images
@@ -24,6 +25,7 @@ from quantizer.tasks.datasets.rows import Masked
 from quantizer.tasks.datasets.rows import Pair
 from quantizer.tasks.datasets.rows import Plain
 from quantizer.tasks.datasets.rows import Question
+from quantizer.tasks.datasets.rows import Rewritten
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import Speech
 from quantizer.tasks.datasets.rows import Text
@@ -40,6 +42,7 @@ __all__ = [
     "Pair",
     "Plain",
     "Question",
+    "Rewritten",
     "Row",
     "Speech",
     "Text",
@@ -60,6 +63,7 @@ __all__ = [
     "stsb",
     "text_csv",
     "text_files",
+    "text_pairs",
     "transcripts",
     "vader",
 ]

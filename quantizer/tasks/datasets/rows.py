@@ -30,6 +30,7 @@ __all__ = [
     "Pair",
     "Plain",
     "Question",
+    "Rewritten",
     "Row",
     "Speech",
     "Text",
@@ -93,6 +94,14 @@ class Plain:
 
 
 @dataclass(frozen=True)
+class Rewritten:
+    """A text, and the text that is to be written for it: its translation, its summary."""
+
+    text: str
+    target: str
+
+
+@dataclass(frozen=True)
 class Words:
     """One text in words, with the tag of each, such as ``B-person``."""
 
@@ -130,7 +139,7 @@ class Masked:
 _MOST_DIGITS = 9
 """The limit on the digits of a class number: no model has so many classes, and more may not fit in 64 bits."""
 
-Row: TypeAlias = Audio | Choices | Image | Masked | Pair | Plain | Question | Speech | Text | Words
+Row: TypeAlias = Audio | Choices | Image | Masked | Pair | Plain | Question | Rewritten | Speech | Text | Words
 
 
 def content_of(rows: Sequence[Row]) -> str:
