@@ -29,7 +29,15 @@ from quantizer.targets.feasibility import Problem
 from quantizer.targets.feasibility import engine_problems
 from quantizer.tasks import tasks
 
-__all__ = ["BATCH_SIZES", "CONVERSION", "SEQUENCE_LENGTHS", "WRITTEN_BATCH_SIZES", "ConversionRequest", "Sizes", "convertible_tasks"]
+__all__ = [
+    "BATCH_SIZES",
+    "CONVERSION",
+    "SEQUENCE_LENGTHS",
+    "WRITTEN_BATCH_SIZES",
+    "ConversionRequest",
+    "Sizes",
+    "convertible_tasks",
+]
 
 Sizes = tuple[int, int, int]
 """Least, usual and most."""
@@ -70,8 +78,8 @@ class ConversionRequest:
             each token of the vocabulary
         seq_len: least, usual and most tokens in a row of text; None: 16, 128, 512, or less if the model has fewer
             positions.
-        new_tokens: the most tokens that a model in parts writes for a row; None: 128, or less where its decoder has fewer
-            positions.
+        new_tokens: the most tokens that a model in parts writes for a row; None: 128, or less where its decoder has
+            fewer positions.
         seconds: the length to which recordings are cut or filled; None: that of their feature extractor, or 10.
         labels: the labels to choose from, for a task that takes them from the request.
         template: the text of each of them, with {} in its place.

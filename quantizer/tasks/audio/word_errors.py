@@ -5,7 +5,7 @@ Shapes: N rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from importlib import import_module
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 __all__ = ["error_rate", "word_errors"]
 
 
-def word_errors(said: Sequence[str], right: Sequence[str]) -> npt.NDArray[np.float64]:
+def word_errors(said: Iterable[str], right: Iterable[str]) -> npt.NDArray[np.float64]:
     """Return the words of each row that are wrong, missing or too many, and the words that are right for it [N x 2]."""
     rate = import_module("torchmetrics.functional.text").word_error_rate
     found = []

@@ -11,7 +11,7 @@ from quantizer.tasks.task import tasks
 
 __all__ = ["read_by", "task_of"]
 
-_MAPPINGS = {"AutoModelForSeq2SeqLM": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",)}
+_MAPPINGS = {"AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM"}
 """Names of mappings that are not those of their class."""
 
 
@@ -43,8 +43,9 @@ def task_of(architecture: str | None, model_type: str, reads: Sequence[str]) -> 
 
 def _architectures(auto_class: str, model_type: str) -> tuple[str, ...]:
     """Return the classes that an auto class builds for a model type: "AutoModelForCTC" by ``MODEL_FOR_CTC_...``."""
-    words = _MAPPINGS.get(auto_class) or re.findall("[A-Z]+(?![a-z])|[A-Z][a-z]*|[0-9]", auto_class.removeprefix("Auto"))
-    names = getattr(_auto(), f"{'_'.join(words).upper()}_MAPPING_NAMES", {})
+    words = re.findall("[A-Z]+(?![a-z])|[A-Z][a-z]*|[0-9]", auto_class.removeprefix("Auto"))
+    mapping = _MAPPINGS.get(auto_class, "_".join(words).upper())
+    names = getattr(_auto(), f"{mapping}_MAPPING_NAMES", {})
     made = names.get(model_type, ())
     return (made,) if isinstance(made, str) else tuple(made)
 

@@ -24,6 +24,7 @@ from quantizer.common.decoder_cache import PRESENT
 from quantizer.errors import TaskError
 from quantizer.tasks.checkpoints.sources import transformers_package
 from quantizer.tasks.inputs import Batch
+from quantizer.tasks.task import tasks
 
 __all__ = [
     "DECODER",
@@ -37,6 +38,7 @@ __all__ = [
     "halves",
     "keep",
     "parts_of",
+    "require_one_part",
     "require_parts",
 ]
 
@@ -125,6 +127,10 @@ def require_parts(model: Any, batch: Batch) -> None:
     Raises:
         TaskError: it is not.
     """
+    if not getattr(model.config, "is_encoder_decoder", False):
+        raise TaskError(
+            f"{type(model).__name__} is no encoder with a decoder: choose another checkpoint, or task text-generation"
+        )
     with torch.no_grad():
         hidden = parts_of(model)[ENCODER](**batch)["last_hidden_state"]
         first = torch.zeros(len(hidden), 1, dtype=torch.long)
@@ -138,6 +144,20 @@ def require_parts(model: Any, batch: Batch) -> None:
             f"{type(model).__name__} keeps {', '.join(sorted(strange)) or type(made).__name__} of former tokens, "
             "expected the keys and values of all of them, of its own attention and of that to the encoder: such a "
             "model cannot be taken apart"
+        )
+
+
+def require_one_part(task: str) -> None:
+    """Raise if a model for a task becomes several engines, where one is wanted.
+
+    Raises:
+        ConfigError: no task has this name.
+        TaskError: it does.
+    """
+    if tasks[task].in_parts:
+        raise TaskError(
+            f"task {task!r} is of models in several parts, an engine for each, which quantizer convert makes, and "
+            "quantizer run does not: quantizer convert -m MODEL --quantization --calibration DATA"
         )
 
 

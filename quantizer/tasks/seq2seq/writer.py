@@ -37,11 +37,11 @@ class Writer(nn.Module):
         super().__init__()
         self.model = model
         self.tokens = tokens
-        self.least = {"min_new_tokens": tokens} if exactly else {}
+        self.least: dict[str, int] = {"min_new_tokens": tokens} if exactly else {}
 
     def forward(self, **batch: Tensor) -> dict[str, Tensor]:
         """Return the tokens of each row, filled with padding at its end."""
-        return {"sequences": self.model.generate(**batch, max_new_tokens=self.tokens, do_sample=False, **self.least)}
+        return {"sequences": _generated(self.model, batch, self.tokens, **self.least)}
 
 
 def in_parts(model: Any, parts: Mapping[str, PartRun]) -> Any:
@@ -143,7 +143,7 @@ class Steps(nn.Module):
             self.model(
                 encoder_outputs=encoded, decoder_input_ids=ids, past_key_values=cache, use_cache=True, **options
             ).logits
-            for ids in (written[:, : self.first], *written[:, self.first :].split(1, dim=1))
+            for ids in (written[:, : self.first], *written[:, self.first :, None].unbind(1))
         ]
         return {"logits": torch.cat(logits, dim=1)}
 
@@ -168,10 +168,22 @@ def read_tokens(model: Any, batch: Batch, tokens: int, *, exactly: bool = False)
     try:
         # One beam: the rows stay in their order.
         least = {"min_new_tokens": tokens} if exactly else {}
-        model.generate(**batch, max_new_tokens=tokens, do_sample=False, num_beams=1, **least)
+        _generated(model, batch, tokens, num_beams=1, **least)
     finally:
         hook.remove()
     return seen
+
+
+def _generated(model: Any, batch: Batch, tokens: int, **options: int) -> Tensor:
+    """Return what a model generates without sampling; hints of transformers on how it is called are for its callers."""
+    logging: Any = transformers_package().utils.logging
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        made: Tensor = model.generate(**batch, max_new_tokens=tokens, do_sample=False, **options)
+    finally:
+        logging.set_verbosity(level)
+    return made
 
 
 def written_tokens(sequences: Tensor, padding: int | None) -> list[Tensor]:

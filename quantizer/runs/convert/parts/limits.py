@@ -30,8 +30,8 @@ def require_possible(asked: ConversionRequest, facts: ConversionInputs) -> None:
 def _problems(asked: ConversionRequest, facts: ConversionInputs) -> Iterator[str]:
     if asked.max_drop is not None:
         yield (
-            f"--max-drop {asked.max_drop:g}: task {facts.task} is of a model in several parts, for which nothing is put "
-            "back to float; leave it and --tuning out, and give --evaluation to see the score"
+            f"--max-drop {asked.max_drop:g}: task {facts.task} is of a model in several parts, for which nothing is "
+            "put back to float; leave it and --tuning out, and give --evaluation to see the score"
         )
     for name in asked.backends:
         if profile(name).float_dtype != "float32":

@@ -73,9 +73,7 @@ class ConvertedParts:
             raise QuantizerError("generate() takes a list of texts or paths, and was given one: put it into a list")
         (fewest, _, most), longest = self.config["dimensions"]["batch"], self.config["tokens"]
         if not fewest <= len(samples) <= most:
-            raise QuantizerError(
-                f"{len(samples)} samples at once, and these engines were built for {fewest} to {most}"
-            )
+            raise QuantizerError(f"{len(samples)} samples at once, and these engines were built for {fewest} to {most}")
         if tokens is not None and not 1 <= tokens <= longest:
             raise QuantizerError(
                 f"{tokens} tokens, and these engines were built to write 1 to {longest}: ask for fewer, or convert the "

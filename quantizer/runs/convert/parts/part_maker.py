@@ -222,7 +222,8 @@ class PartMaker:
     @cached_property
     def dimensions(self) -> dict[str, dict[str, tuple[int, int, int]]]:
         """The sizes of the dynamic dimensions of each part."""
-        beams = self.context.model.generation_config.num_beams or 1  # type: ignore[union-attr]
+        model: Any = self.context.model
+        beams = model.generation_config.num_beams or 1
         least, usual, most = self.facts.batch
         batch = {"batch": (least, usual * beams, most * beams)}
         first = self.example.first

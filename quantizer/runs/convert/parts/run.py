@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from dataclasses import asdict
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +113,7 @@ class _Run:
         self.target = target
         self.choice: EngineChoice | None = None
         self.results: list[PartsResult] = []
+        self.calibrated: Quantizer | None = None
         self.stage = stage = StageTimer(console)
         with stage("load the model"), resume_files(target, searches=False, trains=False) as kept:
             sizes = facts.sequence
@@ -129,7 +129,8 @@ class _Run:
                 needed_for="what is written for this model",
                 sizes={**lengths, "batch_size": facts.batch[1], "seconds": facts.seconds},
             )
-        self.task, self.model = self.context.task, self.context.model
+        self.task = self.context.task
+        self.model: Any = self.context.model
         self.tokens = most_tokens(asked, self.model.config)
         evaluation = read_labelled(asked.evaluation, "--evaluation")
         check_rows(self.task, evaluation, [] if data is None else data.rows)
@@ -160,9 +161,14 @@ class _Run:
         }
         write_json(self.target / "conversion.json", document)
 
-    @cached_property
-    def _calibrated(self) -> Quantizer:
-        """The quantizer of the first backend, calibrated on what the model writes for the calibration data."""
+    def _quantizer(self, name: str) -> Quantizer:
+        """Return the quantizer for a backend; all are from one calibration, on what the model itself writes."""
+        if self.calibrated is None:
+            self.calibrated = self._calibrate()
+        is_it = self.calibrated.config.backend == name
+        return self.calibrated if is_it else self.calibrated.for_backend(name)
+
+    def _calibrate(self) -> Quantizer:
         quantizer = Quantizer(backend=self.asked.backends[0], dtype=self.asked.dtype or "int8")
         with self.stage("write what calibrates"):
             batches = calibration_batches(self.model, self.task.sample_batches(self.calibration), self.tokens)
@@ -172,10 +178,6 @@ class _Run:
             quantizer.calibrate(self.model, batches)
             quantizer.save(self.target / "quantizer")
         return quantizer
-
-    def _quantizer(self, name: str) -> Quantizer:
-        calibrated = self._calibrated
-        return calibrated if calibrated.config.backend == name else calibrated.for_backend(name)
 
     def _each(self, maker: PartMaker, name: str) -> None:
         """Make the engines of one backend, in a folder of its own."""
@@ -236,8 +238,8 @@ class _Run:
             for file in part.onnx.parent.glob(f"{part.onnx.name}*"):
                 shutil.copy2(file, folder / MODEL / file.name)
             part.built.path.replace(folder / f"{name}.engine")
-        self.model.config.save_pretrained(folder / MODEL)
-        self.model.generation_config.save_pretrained(folder / MODEL)
+        for told in (self.model.config, self.model.generation_config):
+            told.save_pretrained(folder / MODEL)
         save_processor(self.context.processor, self.model.config, folder / processor_folder(self.facts.task))
         result = PartsResult(
             backend=made.variant.backend,
