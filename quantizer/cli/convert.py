@@ -90,6 +90,9 @@ processor/, config.json and a report; it is complete when the command ends well,
             target.add_argument(option, nargs=3, type=int, metavar=_THREE, help=meaning)
         data.add_argument("--labels", nargs="+", metavar="LABEL", help="labels that CLIP and its like choose from")
         data.add_argument("--template", help="text of a label, with {} in its place (default: This is a photo of {}.)")
+        target.add_argument(
+            "--new-tokens", type=int, help="tokens that a model of text or speech to text writes at most (default: 128)"
+        )
         target.add_argument("--seconds", type=float, help="length of recordings (default: the extractor's own, or 10)")
         target.add_argument(
             "--compute-capability", metavar="SM", help="GPU for tensorrt-rtx to build for, such as sm89"

@@ -25,6 +25,8 @@ TASKS: Registry[Any] = Registry(
         "token-classification",
         "question-answering",
         "multiple-choice",
+        # Before fill-mask: transformers lists BART for both, and it writes text.
+        "text-to-text",
         "fill-mask",
         "text-generation",
         "text-generation-with-past",
@@ -35,5 +37,6 @@ TASKS: Registry[Any] = Registry(
         "object-detection",
         "audio-classification",
         "automatic-speech-recognition",
+        "speech-to-text",
     ),
 )

@@ -18,6 +18,7 @@ from quantizer.tasks.datasets import Masked
 from quantizer.tasks.datasets import Pair
 from quantizer.tasks.datasets import Plain
 from quantizer.tasks.datasets import Question
+from quantizer.tasks.datasets import Rewritten
 from quantizer.tasks.datasets import Row
 from quantizer.tasks.datasets import Speech
 from quantizer.tasks.datasets import Text
@@ -46,6 +47,8 @@ from quantizer.tasks.models import read_checkpoint
 from quantizer.tasks.models import require_labels
 from quantizer.tasks.models import resolve_source
 from quantizer.tasks.outputs import first_output
+from quantizer.tasks.seq2seq import speech_to_text
+from quantizer.tasks.seq2seq import text_to_text
 from quantizer.tasks.task import Batch
 from quantizer.tasks.task import Predictions
 from quantizer.tasks.task import Progress
@@ -71,6 +74,7 @@ __all__ = [
     "Plain",
     "Question",
     "Recordings",
+    "Rewritten",
     "Row",
     "Speech",
     "Text",
@@ -118,7 +122,9 @@ __all__ = [
     "sentence_similarity",
     "sequence_classification",
     "speech_recognition",
+    "speech_to_text",
     "text_generation",
+    "text_to_text",
     "token_classification",
     "unscored",
     "zero_shot",

@@ -43,11 +43,12 @@ _CHARACTERS_PER_TOKEN = 8
 def batch_shape(batch: Batch) -> tuple[int, int | None]:
     """Return the number of rows of a batch, and that of its tokens; None for images and other values.
 
-    Tokens in a decoder's cache count, too: those that its mask tells from padding.
+    Tokens in a decoder's cache count, too.
     """
     first = next(iter(batch.values()))
-    if any(name.startswith(CACHE) for name in batch):
-        return first.shape[0], batch["attention_mask"].shape[1]
+    kept = next((value.shape[2] for name, value in batch.items() if name.startswith(CACHE)), None)
+    if kept is not None:
+        return first.shape[0], kept + first.shape[1]
     return first.shape[0], first.shape[1] if first.dim() == 2 and not first.is_floating_point() else None
 
 

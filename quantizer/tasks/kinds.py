@@ -20,6 +20,7 @@ DATASETS = {
     "Pair": "'stsb-csv', 'hf'",
     "Plain": "'text-lines', 'hf'",
     "Question": "'squad-json', 'hf'",
+    "Rewritten": "'text-pairs', 'hf'",
     "Speech": "'transcripts', 'hf'",
     "Text": "'sst2-text', 'text-csv', 'vader', 'hf'",
     "Words": "'conll', 'hf'",

@@ -35,6 +35,7 @@ from quantizer.tasks.task import tasks
 
 __all__ = [
     "Checkpoint",
+    "empty_model",
     "load_audio_processor",
     "load_image_processor",
     "load_model",
@@ -48,6 +49,7 @@ __all__ = [
 _CAUSAL = "AutoModelForCausalLM"
 _ENCODER = "AutoModel"
 _CTC = "AutoModelForCTC"
+_SPEECH = "AutoModelForSpeechSeq2Seq"
 
 _NO_CODE = {"trust_remote_code": False}
 """For every ``from_pretrained``: without it transformers asks on standard input whether to run the folder's code."""
@@ -95,6 +97,22 @@ def load_model(
     if entry.auto_class == _ENCODER:
         model.sentence_pooling = read_pooling(source)
     return entry.module_of(model.eval(), tokenizer, texts).eval()
+
+
+def empty_model(source: str, task: str) -> Any:
+    """Return a model for a task without values, for its class, its config and how it generates.
+
+    Raises:
+        TaskError: its config cannot be read, or needs code that comes with it.
+    """
+    read_checkpoint(source, task)
+    package, where = transformers_package(), resolve_source(source)
+    with explained(source, "config"), torch.device("meta"):
+        model = getattr(package, tasks[task].auto_class).from_config(
+            package.AutoConfig.from_pretrained(where, **_NO_CODE), **_NO_CODE
+        )
+        model.generation_config = package.GenerationConfig.from_pretrained(where)
+    return model
 
 
 def require_labels(task: str, texts: Collection[str]) -> None:
@@ -189,7 +207,8 @@ def load_processor(source: str, task: str) -> Any:
     if tasks[task].reads == "image":
         return load_image_processor(source)
     if tasks[task].reads == "audio":
-        return load_audio_processor(source, writes=tasks[task].auto_class == _CTC)
+        writers = {_CTC: "Wav2Vec2Processor", _SPEECH: "WhisperProcessor"}
+        return load_audio_processor(source, writers.get(tasks[task].auto_class))
     return load_tokenizer(source, goes_on=tasks[task].auto_class == _CAUSAL)
 
 
@@ -207,12 +226,13 @@ def load_image_processor(source: str) -> Any:
         return transformers_package().AutoImageProcessor.from_pretrained(where, backend="pil", **_NO_CODE)
 
 
-def load_audio_processor(source: str, *, writes: bool) -> Any:
+def load_audio_processor(source: str, writer: str | None) -> Any:
     """Return the feature extractor that comes with a model.
 
     Args:
         source: see ``resolve_source``.
-        writes: whether the model writes what is said: it has a tokenizer, too, and both are one processor.
+        writer: the class of transformers that is extractor and tokenizer, if the model writes what is said; None: it
+            does not, and has no tokenizer.
 
     Raises:
         TaskError: there is none, or it makes no recordings of one length.
@@ -223,10 +243,10 @@ def load_audio_processor(source: str, *, writes: bool) -> Any:
     with explained(source, "feature extractor"):
         extractor = package.AutoFeatureExtractor.from_pretrained(where, **_NO_CODE)
         require_extractor(extractor)
-    if not writes:
+    if writer is None:
         return extractor
     # Not by AutoProcessor: where a language model comes with it, that needs packages of its own.
-    return package.Wav2Vec2Processor(feature_extractor=extractor, tokenizer=load_tokenizer(source))
+    return getattr(package, writer)(feature_extractor=extractor, tokenizer=load_tokenizer(source))
 
 
 def load_tokenizer(source: str, *, goes_on: bool = False) -> Any:

@@ -95,6 +95,8 @@ class Task(ABC):
     """Whether the output has a value for each token of the vocabulary at each place, which makes it large."""
     names_labels: ClassVar[bool] = False
     """Whether the labels are those of the request, and not the model's own."""
+    in_parts: ClassVar[bool] = False
+    """Whether a model becomes several engines, which together write text token by token."""
     needs_head: ClassVar[bool] = False
     """Whether ``fit_head`` must be called before ``predict``."""
 

@@ -22,6 +22,7 @@ from quantizer.tasks import Image
 from quantizer.tasks import Pair
 from quantizer.tasks import Plain
 from quantizer.tasks import Question
+from quantizer.tasks import Rewritten
 from quantizer.tasks import Row
 from quantizer.tasks import Speech
 from quantizer.tasks import Text
@@ -52,6 +53,7 @@ def _names(*names: str) -> Any:
 SQUAD = {"answers": [{"text": ["Paris"], "answer_start": [3]}], "question": ["Where?"], "context": ["In Paris"]}
 TABLES: dict[str, tuple[dict[str, Any], list[Row]]] = {
     "texts": ({**TEXTS, "idx": [0, 1]}, [Text("a good film", 1), Text("a bad film", 0)]),
+    "summaries": ({"article": ["long"], "highlights": ["short"]}, [Rewritten("long", "short")]),
     "plain": ({"text": ["one", "two"]}, [Plain("one"), Plain("two")]),
     "words": ({"tokens": [["In", "Paris"]], "tags": [["O", "B-place"]]}, [Words(("In", "Paris"), ("O", "B-place"))]),
     "questions": (SQUAD, [Question("Where?", "In Paris", (("Paris", 3),))]),

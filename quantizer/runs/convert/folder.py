@@ -28,6 +28,7 @@ from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
 from quantizer.report import collect_machine
+from quantizer.runs.convert.parts.loaded import ConvertedParts
 from quantizer.runs.serving.generate import CACHED
 from quantizer.runs.serving.generate import empty_cache
 from quantizer.runs.serving.generate import greedy
@@ -36,6 +37,8 @@ from quantizer.tasks import Sample
 from quantizer.tasks import load_processor
 from quantizer.tasks import read_image
 from quantizer.tasks import tasks
+from quantizer.tasks.seq2seq.parts import ENCODER
+from quantizer.tasks.seq2seq.parts import PARTS
 
 __all__ = ["CONFIG", "ENGINE", "ONNX", "Converted", "load_converted", "processor_folder", "write_json"]
 
@@ -56,6 +59,7 @@ class _Told:
     dimensions: Mapping[str, tuple[int, int, int]]
     labels: tuple[str, ...]
     seconds: float | None = None
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -157,8 +161,8 @@ class Converted:
         return tasks[self.config["task"]].reads
 
 
-def load_converted(folder: str | Path, *, threads: int = 1, verify: bool = True) -> Converted:
-    """Return the engine that ``quantizer convert`` wrote for one backend, ready to run.
+def load_converted(folder: str | Path, *, threads: int = 1, verify: bool = True) -> Converted | ConvertedParts:
+    """Return the engine that ``quantizer convert`` wrote for one backend, or those of a model in parts, ready to run.
 
     Args:
         folder: the folder ``OUT/BACKEND``.
@@ -197,7 +201,11 @@ def load_converted(folder: str | Path, *, threads: int = 1, verify: bool = True)
     processor = load_processor(str(path / processor_folder(task)), task)
     # One warning is enough.
     load = backend(config["backend"]).load if other else partial(load_engine, config["backend"])
-    return Converted(config, load(path / ENGINE, threads=threads, verify=verify), processor)
+    load = partial(load, threads=threads, verify=verify)
+    if not tasks[task].in_parts:
+        return Converted(config, load(path / ENGINE), processor)
+    engines = {name: load(path / f"{name}.engine") for name in PARTS}
+    return ConvertedParts(config, engines, processor, Converted(config, engines[ENCODER], processor).inputs, path)
 
 
 def _check(config: dict[str, Any]) -> None:
@@ -212,6 +220,8 @@ def _check(config: dict[str, Any]) -> None:
     expected = {"batch", "sequence"} if tasks[told.task].reads == "text" else {"batch"}
     if set(told.dimensions) != expected:
         raise ValueError(f"{CONFIG}.dimensions: expected sizes of {' and '.join(sorted(expected))}")
+    if tasks[told.task].in_parts and (told.tokens is None or told.tokens < 1):
+        raise ValueError(f"{CONFIG}.tokens: expected 1 or more, got {told.tokens}")
     for name, (least, usual, most) in told.dimensions.items():
         if not 1 <= least <= usual <= most:
             raise ValueError(f"{CONFIG}.dimensions.{name}: expected 1 <= least <= usual <= most")

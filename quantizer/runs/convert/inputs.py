@@ -8,6 +8,7 @@ from functools import partial
 from quantizer.errors import TaskError
 from quantizer.runs.convert.request import BATCH_SIZES
 from quantizer.runs.convert.request import SEQUENCE_LENGTHS
+from quantizer.runs.convert.request import WRITTEN_BATCH_SIZES
 from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.convert.request import Sizes
 from quantizer.runs.convert.request import convertible_tasks
@@ -85,13 +86,16 @@ def conversion_inputs(asked: ConversionRequest, name: str) -> ConversionInputs:
         )
     require_labels(task, asked.labels)
     labels = asked.labels or (checkpoint.labels if tasks[task].labels is not None else ())
+    if asked.new_tokens is not None and not tasks[task].in_parts:
+        raise TaskError(f"--new-tokens {asked.new_tokens}: task {task} writes no text; leave it out")
+    usual = WRITTEN_BATCH_SIZES if tasks[task].in_parts else BATCH_SIZES
     facts = partial(ConversionInputs, name=name, source=asked.model, task=task, labels=labels)
     if asked.seconds is not None and reads != "audio":
         raise TaskError(f"--seconds {asked.seconds:g} is for recordings, and task {task} for {reads}s: leave it out")
     if reads != "text":
         if asked.seq_len is not None:
             raise TaskError(f"--seq-len {' '.join(map(str, asked.seq_len))}: task {task} is for {_SIZE[reads]}")
-        return facts(batch=asked.batch_size or BATCH_SIZES, sequence=None, seconds=asked.seconds)
+        return facts(batch=asked.batch_size or usual, sequence=None, seconds=asked.seconds)
     most = checkpoint.positions
     if asked.seq_len is not None and most is not None and asked.seq_len[2] > most:
         raise TaskError(
@@ -100,7 +104,7 @@ def conversion_inputs(asked: ConversionRequest, name: str) -> ConversionInputs:
         )
     sequence = asked.seq_len or _lowered(SEQUENCE_LENGTHS, most)
     values = sequence[2] * (checkpoint.vocabulary or 0) if tasks[task].gives_vocabulary else 0
-    return facts(batch=asked.batch_size or _lowered(BATCH_SIZES, _most_rows(values)), sequence=sequence)
+    return facts(batch=asked.batch_size or _lowered(usual, _most_rows(values)), sequence=sequence)
 
 
 def _most_rows(values: int) -> int | None:

@@ -31,7 +31,15 @@ from quantizer.targets.feasibility import Problem
 from quantizer.targets.feasibility import engine_problems
 from quantizer.tasks import tasks
 
-__all__ = ["BATCH_SIZES", "CONVERSION", "SEQUENCE_LENGTHS", "ConversionRequest", "Sizes", "convertible_tasks"]
+__all__ = [
+    "BATCH_SIZES",
+    "CONVERSION",
+    "SEQUENCE_LENGTHS",
+    "WRITTEN_BATCH_SIZES",
+    "ConversionRequest",
+    "Sizes",
+    "convertible_tasks",
+]
 
 Sizes = tuple[int, int, int]
 """Least, usual and most."""
@@ -40,6 +48,8 @@ CONVERSION = "conversion"
 """The kind of the folder, in its marker."""
 
 BATCH_SIZES: Sizes = (1, 8, 32)
+WRITTEN_BATCH_SIZES: Sizes = (1, 4, 8)
+"""Of models that write token by token, each row with a cache of its own."""
 SEQUENCE_LENGTHS: Sizes = (16, 128, 512)
 
 
@@ -70,6 +80,8 @@ class ConversionRequest:
             each token of the vocabulary
         seq_len: least, usual and most tokens in a row of text; None: 16, 128, 512, or less if the model has fewer
             positions.
+        new_tokens: the most tokens that a model in parts writes for a row; None: 128, or less where its decoder has
+            fewer positions.
         seconds: the length to which recordings are cut or filled; None: that of their feature extractor, or 10.
         labels: the labels to choose from, for a task that takes them from the request.
         template: the text of each of them, with {} in its place.
@@ -100,6 +112,7 @@ class ConversionRequest:
     evaluation: DataSource | None = None
     batch_size: Sizes | None = None
     seq_len: Sizes | None = None
+    new_tokens: int | None = None
     seconds: float | None = None
     labels: tuple[str, ...] = ()
     template: str = TEMPLATE
@@ -213,7 +226,7 @@ class ConversionRequest:
                 yield f"{option} {shown}: expected the least, the usual and the most, with 1 <= least <= usual <= most"
         if self.seq_len is not None and self.seq_len[0] == 1:
             yield "--seq-len 1 ...: expected 2 or more; a text has a first and a last token at least"
-        for option, value in (("--rows", self.rows), ("--threads", self.threads)):
+        for option, value in (("--rows", self.rows), ("--threads", self.threads), ("--new-tokens", self.new_tokens)):
             if value is not None and value < 1:
                 yield f"{option} {value}: expected 1 or more"
         if self.seconds is not None and not 0 < self.seconds <= MOST_SECONDS:

@@ -46,6 +46,7 @@ from quantizer.runs.convert.folder import write_json
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.measure import measure_latency
+from quantizer.runs.convert.parts.run import convert_parts
 from quantizer.runs.convert.ready import ready_to_convert
 from quantizer.runs.convert.record import conversion_record
 from quantizer.runs.convert.record import write_report
@@ -68,6 +69,7 @@ from quantizer.runs.run_context import resume_files
 from quantizer.runs.scoring import Scoring
 from quantizer.targets import profile
 from quantizer.tasks import save_processor
+from quantizer.tasks import tasks
 
 __all__ = ["convert"]
 
@@ -87,6 +89,8 @@ def convert(asked: ConversionRequest, console: Console) -> Path:
     data, facts, told = ready_to_convert(asked, folder)
     for line in filter(None, [told]):
         console.print(line, highlight=False, markup=False)
+    if tasks[facts.task].in_parts:
+        return convert_parts(asked, facts, data, folder, console)
     made: list[_Done] = []
     with resume_files(folder, searches=asked.max_drop is not None, trains=False) as kept:
         write_folder(

@@ -47,6 +47,7 @@ from quantizer.tasks import Text
 from quantizer.tasks import read_checkpoint
 from quantizer.tasks import require_labels
 from quantizer.tasks import tasks
+from quantizer.tasks.seq2seq.parts import require_one_part
 from quantizer.tasks.sequence_classification import require_classes
 
 __all__ = ["Ready", "faults_of", "ready_to_run"]
@@ -143,6 +144,7 @@ def _check_packages(faults: Faults, config: RunConfig) -> None:
 
 def _check_checkpoint(faults: Faults, model: ModelConfig, task: str, rows: Mapping[str, Sequence[Row]]) -> None:
     """Check a checkpoint for a task, and the labels of the rows where it has classes."""
+    faults.of(lambda: require_one_part(task))
     checkpoint = faults.of(lambda: read_checkpoint(model.source, task))
     faults.of(lambda: require_labels(task, model.labels))
     if checkpoint is not None and tasks[task].labels == "row" and checkpoint.labels:

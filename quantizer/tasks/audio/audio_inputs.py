@@ -22,7 +22,7 @@ from quantizer.errors import TaskError
 from quantizer.tasks.inputs import EXAMPLE_ROWS
 from quantizer.tasks.inputs import Batch
 
-__all__ = ["AudioInputs", "Recordings", "read_recording", "require_extractor"]
+__all__ = ["AudioInputs", "Recordings", "read_recording", "require_extractor", "require_whole"]
 
 _SECONDS = 10.0
 """The length of recordings, in seconds, where neither the request nor the feature extractor says one."""
@@ -188,6 +188,16 @@ def read_recording(path: Path) -> tuple[int, npt.NDArray[np.float32]]:
     if not wave_RC.size or not np.isfinite(wave_RC).all():
         raise TaskError(f"{path} holds {'values that are not finite' if wave_RC.size else 'no samples'}: mend the file")
     return int(rate), wave_RC.mean(axis=1, dtype=np.float32)
+
+
+def require_whole(path: Path, seconds: float) -> None:
+    """Raise ``TaskError`` if a recording is longer than what is read of it."""
+    rate, wave = read_recording(path)
+    if len(wave) > seconds * rate:
+        raise TaskError(
+            f"{path} is {len(wave) / rate:.1f} s long, and recordings are read up to {seconds:g} s, so its last words "
+            "would be missed: set more seconds, or cut it"
+        )
 
 
 def _from_minus_one_to_one(data: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

@@ -6,7 +6,6 @@ Shapes: N rows, B recordings in a batch, T steps in time of the longest row, V t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from math import ceil
 from typing import Any
 
@@ -16,7 +15,9 @@ import torch
 
 from quantizer.errors import TaskError
 from quantizer.tasks.audio.audio_inputs import AudioInputs
-from quantizer.tasks.audio.audio_inputs import read_recording
+from quantizer.tasks.audio.audio_inputs import require_whole
+from quantizer.tasks.audio.word_errors import error_rate
+from quantizer.tasks.audio.word_errors import word_errors
 from quantizer.tasks.classification import compare_classifiers
 from quantizer.tasks.counted import CountedTask
 from quantizer.tasks.datasets.rows import Row
@@ -74,12 +75,7 @@ class SpeechRecognition(CountedTask):
                     f"{row.path}: its words have the letter {unknown[0]!r}, which the model never writes; expected "
                     f"words in its own letters, {shown[:60]}"
                 )
-            rate, wave = read_recording(row.path)
-            if len(wave) > longest * rate:
-                raise TaskError(
-                    f"{row.path} is {len(wave) / rate:.1f} s long, and recordings are read up to {longest:g} s, so its "
-                    "last words would be missed: set more seconds, or cut it"
-                )
+            require_whole(row.path, longest)
             found[at] = row.text
         return found
 
@@ -101,17 +97,12 @@ class SpeechRecognition(CountedTask):
 
     def counts(self, predictions: Predictions, rows: Sequence[Row]) -> npt.NDArray[np.float64]:
         """Return the wrong words of each row, and the words that are right for it [N x 2]."""
-        rate = import_module("torchmetrics.functional.text").word_error_rate
-        found = []
-        for tokens, text in zip(predictions.decisions, self.targets(rows), strict=True):
-            said = self._tokenizer.decode(tokens[tokens >= 0].tolist())
-            words = len(text.split())
-            found.append((round(float(rate(said, text)) * words), words))
-        return np.array(found, dtype=np.float64)
+        said = [self._tokenizer.decode(tokens[tokens >= 0].tolist()) for tokens in predictions.decisions]
+        return word_errors(said, self.targets(rows))
 
     def ratio(self, sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the word error rate: words that are wrong, missing or too many, by the words that are right."""
-        return np.asarray(sums[..., 0] / sums[..., 1])
+        return error_rate(sums)
 
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
         """Return the figures of a classifier, over all steps."""

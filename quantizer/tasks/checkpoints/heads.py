@@ -11,6 +11,9 @@ from quantizer.tasks.task import tasks
 
 __all__ = ["read_by", "task_of"]
 
+_MAPPINGS = {"AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM"}
+"""Names of mappings that are not those of their class."""
+
 
 def read_by(config: Any) -> tuple[str, ...]:
     """Return what a model of this config can read, some or none of "text", "image" and "audio"."""
@@ -41,7 +44,8 @@ def task_of(architecture: str | None, model_type: str, reads: Sequence[str]) -> 
 def _architectures(auto_class: str, model_type: str) -> tuple[str, ...]:
     """Return the classes that an auto class builds for a model type: "AutoModelForCTC" by ``MODEL_FOR_CTC_...``."""
     words = re.findall("[A-Z]+(?![a-z])|[A-Z][a-z]*|[0-9]", auto_class.removeprefix("Auto"))
-    names = getattr(_auto(), f"{'_'.join(words).upper()}_MAPPING_NAMES", {})
+    mapping = _MAPPINGS.get(auto_class, "_".join(words).upper())
+    names = getattr(_auto(), f"{mapping}_MAPPING_NAMES", {})
     made = names.get(model_type, ())
     return (made,) if isinstance(made, str) else tuple(made)
 

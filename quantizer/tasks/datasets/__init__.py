@@ -14,6 +14,7 @@ from quantizer.tasks.datasets.files import hf
 from quantizer.tasks.datasets.files import image_masks
 from quantizer.tasks.datasets.files import labelled_csv
 from quantizer.tasks.datasets.files import labelled_folder
+from quantizer.tasks.datasets.files import text_pairs
 from quantizer.tasks.datasets.files import transcripts
 from quantizer.tasks.datasets.files.paths import folder_holds
 from quantizer.tasks.datasets.files.paths import read_images
@@ -27,6 +28,7 @@ from quantizer.tasks.datasets.rows import Masked
 from quantizer.tasks.datasets.rows import Pair
 from quantizer.tasks.datasets.rows import Plain
 from quantizer.tasks.datasets.rows import Question
+from quantizer.tasks.datasets.rows import Rewritten
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import Speech
 from quantizer.tasks.datasets.rows import Text
@@ -44,6 +46,7 @@ __all__ = [
     "Pair",
     "Plain",
     "Question",
+    "Rewritten",
     "Row",
     "Speech",
     "Text",
@@ -66,6 +69,7 @@ __all__ = [
     "stsb",
     "text_csv",
     "text_files",
+    "text_pairs",
     "transcripts",
     "vader",
 ]

@@ -31,6 +31,7 @@ __all__ = [
     "Pair",
     "Plain",
     "Question",
+    "Rewritten",
     "Row",
     "Speech",
     "Text",
@@ -94,6 +95,14 @@ class Plain:
 
 
 @dataclass(frozen=True)
+class Rewritten:
+    """A text, and the text that is to be written for it: its translation, its summary."""
+
+    text: str
+    target: str
+
+
+@dataclass(frozen=True)
 class Words:
     """One text in words, with the tag of each, such as ``B-person``."""
 
@@ -144,7 +153,7 @@ class Boxes:
 _MOST_DIGITS = 9
 """The limit on the digits of a class number: no model has so many classes, and more may not fit in 64 bits."""
 
-Row: TypeAlias = Audio | Boxes | Choices | Image | Masked | Pair | Plain | Question | Speech | Text | Words
+Row: TypeAlias = Audio | Boxes | Choices | Image | Masked | Pair | Plain | Question | Rewritten | Speech | Text | Words
 
 
 def content_of(rows: Sequence[Row]) -> str:

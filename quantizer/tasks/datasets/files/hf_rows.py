@@ -20,6 +20,7 @@ from quantizer.tasks.datasets.rows import Image
 from quantizer.tasks.datasets.rows import Pair
 from quantizer.tasks.datasets.rows import Plain
 from quantizer.tasks.datasets.rows import Question
+from quantizer.tasks.datasets.rows import Rewritten
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import Speech
 from quantizer.tasks.datasets.rows import Text
@@ -75,6 +76,10 @@ _KINDS: Sequence[tuple[tuple[Field, ...], Callable[..., Row]]] = (
     (
         (("audio",), ("text", "sentence", "transcription")),
         lambda file, text: Speech(_file(file), " ".join(text.split())),
+    ),
+    (
+        (("source", *_TEXT, "document", "article"), ("target", "summary", "highlights")),
+        lambda text, target: Rewritten(str(text), str(target)),
     ),
     ((_TEXT, _LABEL), _text),
     ((_TEXT,), lambda text: Plain(str(text))),

@@ -1,0 +1,65 @@
+"""What a conversion of a model in parts takes of a request, and how many tokens its engines write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from quantizer.errors import ConfigError
+from quantizer.errors import TaskError
+from quantizer.runs.convert.inputs import ConversionInputs
+from quantizer.runs.convert.request import ConversionRequest
+from quantizer.targets import profile
+
+__all__ = ["most_tokens", "require_possible"]
+
+_TOKENS = 128
+"""The most tokens that are written, unless the request says otherwise."""
+
+
+def require_possible(asked: ConversionRequest, facts: ConversionInputs) -> None:
+    """Raise if a request asks for something that models in parts cannot have.
+
+    Raises:
+        ConfigError: it does; all problems are listed.
+    """
+    if problems := list(_problems(asked, facts)):
+        raise ConfigError(problems)
+
+
+def _problems(asked: ConversionRequest, facts: ConversionInputs) -> Iterator[str]:
+    if asked.max_drop is not None:
+        yield (
+            f"--max-drop {asked.max_drop:g}: task {facts.task} is of a model in several parts, for which nothing is "
+            "put back to float; leave it and --tuning out, and give --evaluation to see the score"
+        )
+    for name in asked.backends:
+        if profile(name).float_dtype != "float32":
+            yield (
+                f"--backend {name}: it computes in {profile(name).float_dtype}, and task {facts.task} is of a model in "
+                "several parts, which are made for engines in float32: openvino, onnxruntime or torch"
+            )
+
+
+def most_tokens(asked: ConversionRequest, config: Any) -> int:
+    """Return how many tokens are written for a row at most.
+
+    Args:
+        asked: the request.
+        config: that of the model.
+
+    Raises:
+        TaskError: the decoder has not so many positions.
+    """
+    positions = [getattr(config, name, None) for name in ("max_target_positions", "max_position_embeddings")]
+    most = next((one for one in positions if isinstance(one, int)), None)
+    # Some are for the tokens that the decoder begins with.
+    room = None if most is None else most - min(8, most // 2)
+    if room is None or asked.new_tokens is None:
+        return asked.new_tokens or min(_TOKENS, room or _TOKENS)
+    if asked.new_tokens > room:
+        raise TaskError(
+            f"--new-tokens {asked.new_tokens}: the decoder has {most} positions, the first of them for what it begins "
+            f"with; give {room} or less"
+        )
+    return asked.new_tokens

@@ -1,0 +1,90 @@
+"""What the engines of a model in parts write beside the float model, and how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from quantizer.engines import Engine
+from quantizer.runs.convert.choose import PYTORCH
+from quantizer.runs.convert.measure import ShapeLatency
+from quantizer.runs.convert.measure import measure_latency
+from quantizer.runs.convert.parts.part_maker import PartMaker
+from quantizer.runs.convert.parts.part_maker import PartsMade
+from quantizer.runs.convert.parts.result import Agreement
+from quantizer.runs.convert.parts.result import WholeLatency
+from quantizer.tasks import Batch
+from quantizer.tasks import Task
+from quantizer.tasks.seq2seq.writer import Writer
+from quantizer.tasks.seq2seq.writing import equal_texts
+from quantizer.tasks.seq2seq.writing import equal_tokens
+
+__all__ = ["agreements", "part_latency", "whole_latency"]
+
+_TIMED_TOKENS = 32
+"""How many tokens are written to be timed, if engines write so many."""
+
+
+def agreements(
+    task: Task, models: Mapping[str, Any], batches: Sequence[Batch], tokens: int, float_model: Any
+) -> dict[str, Agreement]:
+    """Return how far the texts of models are those of the float model, by the names of the models.
+
+    Args:
+        task: the task.
+        models: models of transformers, in parts or not.
+        batches: what their encoders read.
+        tokens: the most tokens that they write.
+        float_model: the float model.
+    """
+    right = _written(task, float_model, batches, tokens)
+    made = {}
+    for name, model in models.items():
+        found = _written(task, model, batches, tokens)
+        made[name] = Agreement(len(right), equal_tokens(right, found), equal_texts(right, found))
+    return made
+
+
+def _written(task: Task, model: Any, batches: Sequence[Batch], tokens: int) -> Any:
+    writer = Writer(model, tokens)
+    with torch.no_grad():
+        rows = [row.numpy() for batch in batches for row in task.collect(writer(**batch), batch)]
+    longest = max(map(len, rows))
+    filled = [np.pad(row, (0, longest - len(row)), constant_values=np.nan) for row in rows]
+    return task.decide(np.stack(filled))
+
+
+def whole_latency(maker: PartMaker, models: Mapping[str, Any]) -> WholeLatency:
+    """Return the time to write a number of tokens for the batch of the usual shape, models in turns.
+
+    Args:
+        maker: what made the engines.
+        models: models of transformers by name, in parts or not.
+    """
+    tokens = min(_TIMED_TOKENS, maker.tokens)
+    writers: dict[str, nn.Module | Engine] = {
+        name: Writer(model, tokens, exactly=True) for name, model in models.items()
+    }
+    batch = maker.checked_on[len(maker.checked_on) // 2].read
+    return WholeLatency(tokens, measure_latency(writers, batch, maker.asked.threads))
+
+
+def part_latency(maker: PartMaker, name: str, made: PartsMade, plain: PartsMade | None) -> tuple[ShapeLatency, ...]:
+    """Return the latency of a part at each shape: in PyTorch, in its engine, and in that of the float model.
+
+    Args:
+        maker: what made the engines.
+        name: the part.
+        made: the engines.
+        plain: those of the float model; None: they are these.
+    """
+    models: dict[str, nn.Module | Engine] = {PYTORCH: maker.parts[name]}
+    if plain is not None:
+        models["float engine"] = plain.parts[name].engine
+    models["engine"] = made.parts[name].engine
+    return tuple(measure_latency(models, one.parts[name], maker.asked.threads) for one in maker.checked_on)

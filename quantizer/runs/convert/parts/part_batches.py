@@ -1,0 +1,99 @@
+"""The batches of a model in parts: what calibrates it, and what each part reads at a shape.
+
+Shapes: B rows, S tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.common.decoder_cache import CACHE
+from quantizer.common.decoder_cache import PRESENT
+from quantizer.common.progress import loop
+from quantizer.tasks import Batch
+from quantizer.tasks import rows_at
+from quantizer.tasks.seq2seq.parts import DECODER
+from quantizer.tasks.seq2seq.parts import ENCODER
+from quantizer.tasks.seq2seq.parts import WITH_PAST
+from quantizer.tasks.seq2seq.writer import read_tokens
+
+__all__ = ["PartBatches", "calibration_batches", "part_batches"]
+
+
+@dataclass(frozen=True)
+class PartBatches:
+    """What is read at one shape.
+
+    Attributes:
+        read: the batch of the encoder, which is that of the whole model.
+        parts: the batch of each part, by its name.
+        written: tokens that the decoder reads one by one [B x S].
+        first: how many of them it reads at once at the beginning.
+    """
+
+    read: Batch
+    parts: dict[str, Batch]
+    written: Tensor
+    first: int
+
+    @property
+    def steps(self) -> Batch:
+        """The batch of ``Steps``."""
+        return {**self.read, "written": self.written}
+
+
+def calibration_batches(model: Any, batches: Sequence[Batch], tokens: int) -> list[Batch]:
+    """Return the batches that calibrate a whole model: what its encoder reads, and what it writes itself for that.
+
+    A decoder reads the tokens of a row at once, which gives the same ranges as one by one with a cache.
+
+    Args:
+        model: the float model.
+        batches: what its encoder reads.
+        tokens: the most tokens that it writes.
+    """
+    made = []
+    with loop("write", unit="batch") as writing:
+        for done, batch in enumerate(batches, start=1):
+            ids = torch.cat(read_tokens(model, batch, tokens), dim=1)
+            mask = batch.get("attention_mask")
+            if mask is not None and mask.shape == ids.shape and ids.shape[1] > 1:
+                # Of two sequences of one length it cannot be told whose padding a mask is of.
+                ids = ids[:, :-1]
+            made.append({**batch, "decoder_input_ids": ids})
+            writing.reach(done, len(batches))
+    return made
+
+
+def part_batches(model: Any, parts: dict[str, nn.Module], read: Batch, steps: int) -> PartBatches:
+    """Return what each part reads, for a batch of the encoder, after a few tokens were written.
+
+    Args:
+        model: the float model.
+        parts: its parts.
+        read: the batch of the encoder; the tokens are those that are written for its first row.
+        steps: how many tokens are written, 2 or more.
+    """
+    rows = len(next(iter(read.values())))
+    seen = read_tokens(model, rows_at(read, (0,)), steps, exactly=True)
+    first, written = seen[0].shape[1], torch.cat(seen, dim=1).repeat(rows, 1)
+    mask = {"encoder_attention_mask": read["attention_mask"]} if "attention_mask" in read else {}
+    if mask and read["attention_mask"].shape == written.shape:
+        # Values at tokens are told from others by their number.
+        written = written[:, :-1]
+    with torch.no_grad():
+        encoded = {"encoder_hidden_states": parts[ENCODER](**read)["last_hidden_state"], **mask}
+        made = parts[DECODER](input_ids=written[:, :-1], **encoded)
+    past = {f"{CACHE}{name.removeprefix(PRESENT)}": one for name, one in made.items() if name.startswith(PRESENT)}
+    batches = {
+        ENCODER: read,
+        DECODER: {"input_ids": written[:, :first], **encoded},
+        WITH_PAST: {"input_ids": written[:, -1:], **mask, **past},
+    }
+    return PartBatches(read, batches, written, first)

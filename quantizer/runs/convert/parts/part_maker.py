@@ -1,0 +1,261 @@
+"""The engines of a model in parts: exported, built, loaded and checked, for one way to build them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from functools import partial
+from pathlib import Path
+from typing import Any
+from typing import cast
+
+import torch
+from torch import nn
+
+from quantizer.common.decoder_cache import PAST
+from quantizer.engines import BuildOptions
+from quantizer.engines import BuildResult
+from quantizer.engines import Engine
+from quantizer.engines import load_engine
+from quantizer.engines.candidates import Variant
+from quantizer.engines.measure.trial import tried_build
+from quantizer.errors import EngineError
+from quantizer.export import export_onnx
+from quantizer.quantizer import Quantizer
+from quantizer.runs.compare_outputs import OutputCheck
+from quantizer.runs.compare_outputs import Reference
+from quantizer.runs.compare_outputs import Tolerance
+from quantizer.runs.compare_outputs import check_engine
+from quantizer.runs.compare_outputs import reference_outputs
+from quantizer.runs.compare_outputs import tolerance
+from quantizer.runs.convert.inputs import ConversionInputs
+from quantizer.runs.convert.parts.loaded import engine_run
+from quantizer.runs.convert.parts.part_batches import PartBatches
+from quantizer.runs.convert.parts.part_batches import part_batches
+from quantizer.runs.convert.request import ConversionRequest
+from quantizer.runs.run_context import RunContext
+from quantizer.targets import profile
+from quantizer.tasks import Batch
+from quantizer.tasks.seq2seq.parts import DECODER
+from quantizer.tasks.seq2seq.parts import ENCODER
+from quantizer.tasks.seq2seq.parts import ENCODER_STEPS
+from quantizer.tasks.seq2seq.parts import WITH_PAST
+from quantizer.tasks.seq2seq.parts import dynamic_axes
+from quantizer.tasks.seq2seq.parts import parts_of
+from quantizer.tasks.seq2seq.writer import Steps
+from quantizer.tasks.seq2seq.writer import in_parts
+
+__all__ = ["PartMade", "PartMaker", "PartsMade"]
+
+_STEPS = 16
+_EXAMPLE_STEPS = 4
+"""Tokens that are written for a check and for an export."""
+
+GENERATED = "generated"
+"""What stands for the whole in the place of a part."""
+
+
+@dataclass(frozen=True)
+class PartMade:
+    """The engine of one part: its files, itself, and its outputs against PyTorch's."""
+
+    onnx: Path
+    built: BuildResult
+    engine: Engine
+    checks: tuple[OutputCheck, ...]
+
+
+@dataclass(frozen=True)
+class PartsMade:
+    """The engines of all parts.
+
+    Attributes:
+        variant: how they are built.
+        parts: each part, by its name.
+        model: a model of transformers that generates with them.
+        quantized: the frozen proxy of the whole model; None: they are the float model's.
+        steps: the logits at each token of a text that is read one by one, against PyTorch's.
+    """
+
+    variant: Variant
+    parts: dict[str, PartMade]
+    model: Any
+    quantized: nn.Module | None
+    steps: tuple[OutputCheck, ...]
+
+    @property
+    def checks(self) -> list[OutputCheck]:
+        """All checks of outputs."""
+        return [*(check for part in self.parts.values() for check in part.checks), *self.steps]
+
+
+class PartMaker:
+    """Maker of the engines of all parts.
+
+    Args:
+        asked: the request.
+        facts: the sizes that they are built for.
+        context: the float model and its task.
+        samples: what is read at each of the shapes, for the checks.
+        tokens: the most tokens that are written.
+        scratch: a folder for all files.
+    """
+
+    def __init__(
+        self,
+        asked: ConversionRequest,
+        facts: ConversionInputs,
+        context: RunContext,
+        samples: list[Any],
+        tokens: int,
+        scratch: Path,
+    ) -> None:
+        self.asked = asked
+        self.facts = facts
+        self.context = context
+        self.tokens = tokens
+        self.scratch = scratch
+        self.parts = parts_of(context.model)
+        self._samples = samples
+        self._references: dict[str, list[Reference]] = {}
+
+    @cached_property
+    def checked_on(self) -> list[PartBatches]:
+        """What the parts read at each shape."""
+        steps = max(2, min(_STEPS, self.tokens))
+        inputs = self.context.task.inputs
+        reads = [inputs.filled(self._samples, *shape) for shape in self.facts.shapes]
+        return [part_batches(self.context.model, self.parts, read, steps) for read in reads]
+
+    @cached_property
+    def example(self) -> PartBatches:
+        """What the parts read for an export."""
+        return part_batches(self.context.model, self.parts, self.context.task.example(), _EXAMPLE_STEPS)
+
+    def variant(self, name: str) -> Variant:
+        """Return how the engines of a backend are built that was asked for by its name."""
+        precision = self.asked.inference_precision if profile(name).inference_precisions else None
+        dtype = (self.asked.dtype or "int8") if self.asked.quantization else None
+        return Variant(backend=name, dtype=dtype, precision=precision)
+
+    def made(self, variant: Variant, quantizer: Quantizer | None) -> PartsMade:
+        """Export, build and check the engines of all parts.
+
+        Args:
+            variant: how they are built.
+            quantizer: the calibrated quantizer of its backend; None: they are the float model's.
+
+        Raises:
+            QuantizerError: one cannot be made, or is wrong.
+        """
+        stage, quantized = self.context.timer, None
+        if quantizer is not None:
+            with stage("quantize"):
+                quantized = quantizer.quantize(self.context.model)
+        modules = self.parts if quantized is None else parts_of(quantized)
+        folder = self.scratch / variant.file_name
+        folder.mkdir()
+        files = self._exported(variant, quantizer, modules)
+        built = {name: self._built(variant, path, folder / f"{name}.engine") for name, path in files.items()}
+        engines = {
+            name: load_engine(variant.backend, one.path, threads=self.asked.threads) for name, one in built.items()
+        }
+        model = in_parts(self.context.model, {name: partial(engine_run, one) for name, one in engines.items()})
+        bound = self.tolerance(variant)
+        with stage("check the outputs against PyTorch"):
+            parts = {
+                name: PartMade(files[name], built[name], one, self._checked(name, one, modules[name], bound))
+                for name, one in engines.items()
+            }
+            steps = Steps(model, self.checked_on[0].first, variant.backend)
+            base = Steps(self.context.model if quantized is None else quantized, steps.first, "PyTorch")
+            return PartsMade(variant, parts, model, quantized, self._checked(GENERATED, cast(Any, steps), base, bound))
+
+    def options(self, variant: Variant, dynamic: Mapping[str, Sequence[int]] | None = None) -> BuildOptions:
+        """Return the options of a build."""
+        return BuildOptions(dynamic=dynamic or {}, inference_precision=variant.precision, compiled=variant.compiled)
+
+    def tolerance(self, variant: Variant) -> Tolerance:
+        """Return the tolerance of engines, by the precision in which they compute floats."""
+        dtype = torch.float32 if variant.precision is None else getattr(torch, variant.precision)
+        return tolerance(self.asked.tolerance, variant.dtype is not None, dtype)
+
+    def _exported(
+        self, variant: Variant, quantizer: Quantizer | None, modules: Mapping[str, nn.Module]
+    ) -> dict[str, Path]:
+        """Return the ONNX file of each part; engines of one kind share them."""
+        target = profile(variant.backend)
+        kind = f"{variant.backend}-{variant.dtype}" if quantizer is not None else f"float-{target.opset}"
+        folder = self.scratch / f"{kind}-onnx"
+        files = {name: folder / f"{name}.onnx" for name in modules}
+        if folder.exists():
+            return files
+        folder.mkdir()
+        fixed = self.facts.sequence is None
+        with self.context.timer("export" if quantizer is not None else "export the float model"):
+            for name, module in modules.items():
+                batch = self._example(name)
+                axes = dynamic_axes(name, batch, fixed_steps=fixed)
+                if quantizer is None:
+                    export_onnx(module, files[name], batch, opset=target.opset, dtype=target.torch_dtype, axes=axes)
+                else:
+                    quantizer.export(module, files[name], batch, dynamic_axes=axes)
+        return files
+
+    def _example(self, name: str) -> Batch:
+        batch = self.example.parts[name]
+        # A dynamic axis needs two tokens in the example.
+        return {**batch, "input_ids": self.example.written[:, :-1]} if name == DECODER else batch
+
+    def _built(self, variant: Variant, onnx: Path, engine: Path) -> BuildResult:
+        options = self.options(variant, self.dimensions[onnx.stem])
+        with self.context.timer("build the engine"):
+            if not self.asked.chooses:
+                return self.context.timer.build(variant.backend, onnx, engine, options)
+            # Where others can take its place, a candidate may crash or hang.
+            sequence, batch = 16 if self.facts.sequence is None else self.facts.sequence[0], self.facts.batch[0]
+            threads = self.asked.threads
+            return tried_build(variant.backend, onnx, engine, options, threads=threads, batch=batch, sequence=sequence)
+
+    @cached_property
+    def dimensions(self) -> dict[str, dict[str, tuple[int, int, int]]]:
+        """The sizes of the dynamic dimensions of each part."""
+        model: Any = self.context.model
+        beams = model.generation_config.num_beams or 1
+        least, usual, most = self.facts.batch
+        batch = {"batch": (least, usual * beams, most * beams)}
+        first = self.example.first
+        steps = {} if self.facts.sequence is None else {ENCODER_STEPS: self.facts.sequence}
+        past = (1, max(1, self.tokens // 2), self.tokens + first)
+        return {
+            ENCODER: self.facts.dimensions,
+            DECODER: {**batch, **steps, "sequence": (1, first, max(first, self.tokens))},
+            WITH_PAST: {**batch, **steps, PAST: past},
+        }
+
+    def _checked(self, name: str, engine: Engine, module: nn.Module, bound: Tolerance) -> tuple[OutputCheck, ...]:
+        """Return the outputs of a part's engine against those of its module in PyTorch, at each shape.
+
+        Raises:
+            EngineError: they are too far from them.
+        """
+        plain = self._plain(name, engine)
+        expected = plain
+        if module.model is not self.context.model:
+            expected = reference_outputs(module, self._batches(name), engine.output_names)
+        try:
+            return tuple(check_engine(engine, expected, plain, bound))
+        except EngineError as error:
+            raise EngineError(f"{name}: {error}") from error
+
+    def _plain(self, name: str, engine: Engine) -> list[Reference]:
+        """Return what the float model computes for a part, which is the same for all engines."""
+        if name not in self._references:
+            module = self.parts.get(name) or Steps(self.context.model, self.checked_on[0].first, "PyTorch")
+            self._references[name] = reference_outputs(module, self._batches(name), engine.output_names)
+        return self._references[name]
+
+    def _batches(self, name: str) -> list[Batch]:
+        return [one.steps if name == GENERATED else one.parts[name] for one in self.checked_on]

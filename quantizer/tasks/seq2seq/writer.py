@@ -1,0 +1,192 @@
+"""Generation with parts: transformers' own ``generate``, over modules or engines in the place of a model's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.common.decoder_cache import CACHE
+from quantizer.common.decoder_cache import PRESENT
+from quantizer.tasks.checkpoints.sources import transformers_package
+from quantizer.tasks.inputs import Batch
+from quantizer.tasks.seq2seq.parts import DECODER
+from quantizer.tasks.seq2seq.parts import ENCODER
+from quantizer.tasks.seq2seq.parts import WITH_PAST
+from quantizer.tasks.seq2seq.parts import PartRun
+from quantizer.tasks.seq2seq.parts import cached
+from quantizer.tasks.seq2seq.parts import halves
+from quantizer.tasks.seq2seq.parts import keep
+
+__all__ = ["Steps", "Writer", "in_parts", "read_tokens", "written_tokens"]
+
+
+class Writer(nn.Module):
+    """A model as a module of what it writes: a batch -> ``sequences`` [B x S], without sampling.
+
+    Args:
+        model: a model of transformers that generates.
+        tokens: the most tokens that it writes.
+        exactly: whether it writes so many in any case, as to be timed.
+    """
+
+    def __init__(self, model: Any, tokens: int, *, exactly: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.tokens = tokens
+        self.least: dict[str, int] = {"min_new_tokens": tokens} if exactly else {}
+
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
+        """Return the tokens of each row, filled with padding at its end."""
+        return {"sequences": _generated(self.model, batch, self.tokens, **self.least)}
+
+
+def in_parts(model: Any, parts: Mapping[str, PartRun]) -> Any:
+    """Return a model of transformers that generates by its parts, whatever runs them.
+
+    Args:
+        model: the model: its class, its config and its generation config are read, and no weights.
+        parts: what runs each part, by its name.
+    """
+    kind = type(model)
+    with torch.device("meta"):
+        shell = kind(model.config)
+    shell.generation_config = model.generation_config
+    shell.__class__ = type(kind.__name__, (_InParts, kind), {})
+    shell.parts = dict(parts)
+    return shell.eval()
+
+
+class _InParts:
+    """What a class of transformers does by the parts of its model."""
+
+    parts: Mapping[str, PartRun]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its inputs: the layers of the class itself have no values, and do not run."""
+        return torch.device("cpu")
+
+    def get_encoder(self, *_: Any, **__: Any) -> nn.Module:
+        """Return what runs as the encoder."""
+        return _EncoderPart(self.parts[ENCODER])
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        encoder_outputs: Any = None,
+        past_key_values: Any = None,
+        **others: Any,
+    ) -> Any:
+        """Return the logits of the tokens that are read, as the class itself does; the cache is filled in place."""
+        package = transformers_package()
+        if encoder_outputs is None:
+            read = {"input_ids": input_ids, "attention_mask": attention_mask, **others}
+            encoder_outputs = self.get_encoder()(**read)
+        assert decoder_input_ids is not None
+        batch: Batch = {"input_ids": decoder_input_ids}
+        if attention_mask is not None:
+            batch["encoder_attention_mask"] = attention_mask
+        if past_key_values is None:
+            past_key_values = package.EncoderDecoderCache(package.DynamicCache(), package.DynamicCache())
+        if past_key_values.get_seq_length():
+            made = self.parts[WITH_PAST]({**batch, **cached(past_key_values, CACHE)})
+        else:
+            made = self.parts[DECODER]({**batch, "encoder_hidden_states": encoder_outputs[0]})
+        for name, half in halves(past_key_values).items():
+            keep(half, made, PRESENT, name)
+        return package.modeling_outputs.Seq2SeqLMOutput(logits=made["logits"], past_key_values=past_key_values)
+
+
+class _EncoderPart(nn.Module):
+    """The encoder's part, called as the encoder of a model is."""
+
+    def __init__(self, run: PartRun) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, **kwargs: Any) -> Any:
+        batch = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
+        made = self.run(batch)["last_hidden_state"]
+        return transformers_package().modeling_outputs.BaseModelOutput(last_hidden_state=made)
+
+
+class Steps(nn.Module):
+    """A model as a module that reads tokens one by one with its own cache: it cannot stray from their path.
+
+    Args:
+        model: a model of transformers, or what ``in_parts`` returned.
+        first: how many tokens are read at once at the beginning.
+        name: the name of what runs it, for messages.
+    """
+
+    output_names = ("logits",)
+
+    def __init__(self, model: Any, first: int, name: str) -> None:
+        super().__init__()
+        self.model = model
+        self.first = first
+        self.name = name
+
+    def forward(self, written: Tensor, **batch: Tensor) -> dict[str, Tensor]:
+        """Return the logits [B x S x V] at each of the tokens [B x S], for what the encoder reads."""
+        package = transformers_package()
+        cache = package.EncoderDecoderCache(package.DynamicCache(), package.DynamicCache())
+        encoded, mask = self.model.get_encoder()(**batch), batch.get("attention_mask")
+        options = {} if mask is None else {"attention_mask": mask}
+        logits = [
+            self.model(
+                encoder_outputs=encoded, decoder_input_ids=ids, past_key_values=cache, use_cache=True, **options
+            ).logits
+            for ids in (written[:, : self.first], *written[:, self.first :, None].unbind(1))
+        ]
+        return {"logits": torch.cat(logits, dim=1)}
+
+
+def read_tokens(model: Any, batch: Batch, tokens: int, *, exactly: bool = False) -> list[Tensor]:
+    """Return what a float model's decoder reads while it writes: the first tokens [B x S], and each one [B x 1] after.
+
+    Args:
+        model: a model of transformers.
+        batch: what its encoder reads.
+        tokens: the most tokens that it writes.
+        exactly: whether it writes so many in any case.
+    """
+    seen: list[Tensor] = []
+
+    def look(_: nn.Module, __: tuple[Any, ...], given: dict[str, Any]) -> None:
+        # A model may look at a recording for its language first, without a cache.
+        if given.get("past_key_values") is not None:
+            seen.append(given["decoder_input_ids"])
+
+    hook = model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        # One beam: the rows stay in their order.
+        least = {"min_new_tokens": tokens} if exactly else {}
+        _generated(model, batch, tokens, num_beams=1, **least)
+    finally:
+        hook.remove()
+    return seen
+
+
+def _generated(model: Any, batch: Batch, tokens: int, **options: int) -> Tensor:
+    """Return what a model generates without sampling; hints of transformers on how it is called are for its callers."""
+    logging: Any = transformers_package().utils.logging
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        made: Tensor = model.generate(**batch, max_new_tokens=tokens, do_sample=False, **options)
+    finally:
+        logging.set_verbosity(level)
+    return made
+
+
+def written_tokens(sequences: Tensor, padding: int | None) -> list[Tensor]:
+    """Return the tokens of each row without the padding at its end, B tensors [S]."""
+    own = torch.ones_like(sequences) if padding is None else sequences != padding
+    return [row[: int(kept.nonzero().max()) + 1 if kept.any() else 0] for row, kept in zip(sequences, own, strict=True)]
