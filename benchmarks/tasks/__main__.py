@@ -85,8 +85,12 @@ def _checkpoint(case: Case, work: Path) -> str:
 def _config(case: Case, source: str, work: Path) -> dict[str, object]:
     batch, sequence = case.shape
     assert case.evaluation is not None
+    model: dict[str, object] = {"source": source, "task": case.task}
+    model |= {"max_length": case.max_length} if sequence else {}
+    model |= {"labels": list(case.labels)} if case.labels else {}
+    model |= {"seconds": case.seconds} if case.seconds is not None else {}
     return {
-        "model": {"source": source, "task": case.task, "max_length": case.max_length},
+        "model": model,
         "data": {
             "calibration": case.calibration(work / "data"),
             "evaluation": case.evaluation(work / "data"),
@@ -105,6 +109,8 @@ def _words(case: Case, source: str, work: Path) -> list[str]:
     words += ["--calibration", f"{rows['name']}:{rows['path']}", "--rows", str(rows.get("rows", 32))]
     words += ["--batch-size", "1", str(batch), str(2 * batch)]
     words += ["--seq-len", "8", str(sequence), str(max(sequence, case.max_length))] if sequence else []
+    words += ["--labels", *case.labels] if case.labels else []
+    words += ["--seconds", str(case.seconds)] if case.seconds is not None else []
     if case.evaluation is not None:
         scored = case.evaluation(work / "data")
         words += ["--evaluation", f"{scored['name']}:{scored['path']}"]

@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import random_checkpoints
 from common import MINILM
 from common import SHARED
+from task_data import COLOURS
 from task_data import animals_csv
+from task_data import made_choices
+from task_data import made_images
 from task_data import made_masks
 from task_data import made_objects
+from task_data import made_sounds
+from task_data import made_speech
 from task_data import made_texts
 from task_data import squad
 from task_data import wikitext
@@ -46,6 +52,8 @@ class Case:
         real: whether weights and rows are real ones, so that the score means something.
         data: more of the section ``data``.
         max_length: tokens of a row.
+        labels: the names to choose among, of a task that takes them.
+        seconds: of a recording.
         shape: of the latency: rows in a batch, and tokens.
         convertible: whether ``convert`` takes the task.
     """
@@ -58,11 +66,17 @@ class Case:
     real: bool = True
     data: Callable[[Path], dict[str, Rows]] = lambda _: {}
     max_length: int = 128
+    labels: tuple[str, ...] = ()
+    seconds: float | None = None
     shape: tuple[int, int] = (8, 128)
     convertible: bool = True
 
 
 _MASKS = _made("image-masks", made_masks)
+_IMAGES = _made("image-folder", made_images)
+_CHOICES = _made("choices-jsonl", made_choices)
+_SOUNDS = _made("audio-folder", made_sounds)
+_SPEECH = _made("transcripts", made_speech)
 _OBJECTS = _made("coco-json", made_objects)
 
 CASES = (
@@ -131,7 +145,7 @@ CASES = (
     Case(
         task="fill-mask",
         model="BERT of 2 layers",
-        source=checkpoints.fill_mask,
+        source=random_checkpoints.fill_mask,
         calibration=_made("text-lines", made_texts, rows=32),
         evaluation=_made("text-lines", made_texts),
         real=False,
@@ -140,7 +154,7 @@ CASES = (
     Case(
         task="semantic-segmentation",
         model="Segformer of 4 blocks",
-        source=checkpoints.segmentation,
+        source=random_checkpoints.segmentation,
         calibration=_MASKS,
         evaluation=_MASKS,
         real=False,
@@ -149,7 +163,7 @@ CASES = (
     Case(
         task="object-detection",
         model="YOLOS of 2 layers",
-        source=checkpoints.detection,
+        source=random_checkpoints.detection,
         calibration=_OBJECTS,
         evaluation=_OBJECTS,
         real=False,
@@ -158,9 +172,48 @@ CASES = (
     Case(
         task="depth-estimation",
         model="GLPN of 4 blocks",
-        source=checkpoints.depth,
+        source=random_checkpoints.depth,
         calibration=_MASKS,
         real=False,
+        shape=(4, 0),
+    ),
+    Case(
+        task="multiple-choice",
+        model="BERT of 2 layers",
+        source=random_checkpoints.choices,
+        calibration=_CHOICES,
+        evaluation=_CHOICES,
+        real=False,
+        shape=(8, 64),
+    ),
+    Case(
+        task="zero-shot-image-classification",
+        model="CLIP of 2 layers",
+        source=random_checkpoints.images_and_texts,
+        calibration=_IMAGES,
+        evaluation=_IMAGES,
+        real=False,
+        labels=COLOURS,
+        shape=(4, 0),
+    ),
+    Case(
+        task="audio-classification",
+        model="Wav2Vec2 of 2 layers",
+        source=random_checkpoints.sounds,
+        calibration=_SOUNDS,
+        evaluation=_SOUNDS,
+        real=False,
+        seconds=1,
+        shape=(4, 0),
+    ),
+    Case(
+        task="automatic-speech-recognition",
+        model="Wav2Vec2 of 2 layers, CTC",
+        source=random_checkpoints.speech,
+        calibration=_SPEECH,
+        evaluation=_SPEECH,
+        real=False,
+        seconds=1,
         shape=(4, 0),
     ),
 )

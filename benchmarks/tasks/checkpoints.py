@@ -1,4 +1,4 @@
-"""Checkpoints for the tasks: heads of MiniLM fine-tuned in minutes, models from packages, and small random ones."""
+"""Checkpoints for the tasks: heads of MiniLM fine-tuned in minutes, and models from packages."""
 
 from __future__ import annotations
 
@@ -13,25 +13,13 @@ import torch
 import torch.nn.functional as F
 from common import SHARED
 from data import smollm2_and_tokens
-from task_data import SIDE
 from task_data import animals
 from task_data import squad
 from transformers import AutoImageProcessor
 from transformers import AutoModelForQuestionAnswering
 from transformers import AutoModelForTokenClassification
 from transformers import AutoTokenizer
-from transformers import BertConfig
-from transformers import BertForMaskedLM
 from transformers import Dinov2ForImageClassification
-from transformers import GLPNConfig
-from transformers import GLPNForDepthEstimation
-from transformers import SegformerConfig
-from transformers import SegformerForSemanticSegmentation
-from transformers import SegformerImageProcessorPil
-from transformers import ViTImageProcessorPil
-from transformers import YolosConfig
-from transformers import YolosForObjectDetection
-from transformers import YolosImageProcessorPil
 
 from quantizer.tasks import Question
 from quantizer.tasks import Words
@@ -40,12 +28,8 @@ from quantizer.tasks import read_image
 
 __all__ = [
     "animal_or_object",
-    "depth",
-    "detection",
-    "fill_mask",
     "named_entities",
     "questions",
-    "segmentation",
     "smollm2",
 ]
 
@@ -182,46 +166,3 @@ def smollm2(folder: Path) -> None:
     model.load_state_dict(read.state_dict())
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def fill_mask(folder: Path) -> None:
-    """A random BERT with the tokenizer of MiniLM."""
-    tokenizer = AutoTokenizer.from_pretrained(_SST2)
-    config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128
-    )
-    BertForMaskedLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def segmentation(folder: Path) -> None:
-    """A random Segformer of 5 classes."""
-    names = {at: f"class {at}" for at in range(5)}
-    widths = [16, 32, 40, 64]
-    config = SegformerConfig(num_encoder_blocks=4, hidden_sizes=widths, decoder_hidden_size=64, id2label=names)
-    SegformerForSemanticSegmentation(config).save_pretrained(folder)
-    SegformerImageProcessorPil(size={"height": SIDE, "width": SIDE}).save_pretrained(folder)
-
-
-def detection(folder: Path) -> None:
-    """A random YOLOS of 3 classes."""
-    names = {at: f"class {at}" for at in range(3)}
-    config = YolosConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=128,
-        image_size=[SIDE, SIDE],
-        num_detection_tokens=10,
-        id2label=names,
-        label2id={name: at for at, name in names.items()},
-    )
-    YolosForObjectDetection(config).save_pretrained(folder)
-    YolosImageProcessorPil(size={"height": SIDE, "width": SIDE}, do_pad=False).save_pretrained(folder)
-
-
-def depth(folder: Path) -> None:
-    """A random GLPN."""
-    config = GLPNConfig(hidden_sizes=[16, 32, 40, 64], decoder_hidden_size=32)
-    GLPNForDepthEstimation(config).save_pretrained(folder)
-    ViTImageProcessorPil(size={"height": SIDE, "width": SIDE}).save_pretrained(folder)

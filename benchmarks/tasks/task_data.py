@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from common import SHARED
 
-__all__ = ["SIDE", "animals", "animals_csv", "made_masks", "made_objects", "made_texts", "squad", "wikitext"]
+__all__ = [
+    "COLOURS",
+    "SIDE",
+    "animals",
+    "animals_csv",
+    "made_choices",
+    "made_images",
+    "made_masks",
+    "made_objects",
+    "made_sounds",
+    "made_speech",
+    "made_texts",
+    "squad",
+    "wikitext",
+]
 
+COLOURS = ("red", "green", "blue")
+"""The classes of made-up images, and of made-up sounds."""
 SIDE = 64
 """Of made-up images, in pixels."""
 _FIRST_OBJECT = 398
@@ -116,3 +133,62 @@ def made_objects(folder: Path) -> Path:
     document = {"images": images, "categories": kinds, "annotations": boxes}
     (at / "labels.json").write_text(json.dumps(document), encoding="utf-8")
     return at / "labels.json"
+
+
+def made_images(folder: Path) -> Path:
+    """Images of noise in three colours, by their colour."""
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    for number in range(_IMAGES):
+        kind = number % len(COLOURS)
+        at = folder / "colours" / COLOURS[kind]
+        at.mkdir(parents=True, exist_ok=True)
+        pixels = np.clip(draw.normal(60, 30, (SIDE, SIDE, 3)) + 120 * np.eye(3)[kind], 0, 255)
+        Image.fromarray(pixels.astype(np.uint8)).save(at / f"{number}.png")
+    return folder / "colours"
+
+
+def made_choices(folder: Path) -> Path:
+    """Questions that mean nothing, with two to four answers."""
+    draw = np.random.default_rng(0)
+    texts = made_texts(folder).read_text(encoding="utf-8").splitlines()
+    path = folder / "choices.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for text in texts:
+            answers = [" ".join(draw.choice(text.split(), 5)) for _ in range(draw.integers(2, 5))]
+            row = {"question": text, "choices": answers, "label": int(draw.integers(len(answers)))}
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def made_sounds(folder: Path) -> Path:
+    """Tones of three heights with noise, half a second to one long, by their height."""
+    list(_recordings(folder / "sounds", lambda number: Path(COLOURS[number % 3], f"{number}.wav")))
+    return folder / "sounds"
+
+
+def made_speech(folder: Path) -> Path:
+    """The same tones, with two words of the letters a to h that nobody speaks."""
+    draw = np.random.default_rng(1)
+    path = folder / "speech.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["path", "text"])
+        for recording in _recordings(folder / "speech", lambda number: Path(f"{number}.wav")):
+            words = ["".join(draw.choice([*"abcdefgh"], draw.integers(2, 6))) for _ in range(2)]
+            writer.writerow([recording.relative_to(folder), " ".join(words)])
+    return path
+
+
+def _recordings(folder: Path, name: Callable[[int], Path]) -> Iterator[Path]:
+    from scipy.io import wavfile
+
+    draw, rate = np.random.default_rng(0), 16_000
+    for number in range(_IMAGES):
+        seconds = np.arange(int(rate * draw.uniform(0.5, 1))) / rate
+        wave = 0.5 * np.sin(2 * np.pi * 300 * 3 ** (number % 3) * seconds) + draw.normal(0, 0.05, len(seconds))
+        path = folder / name(number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        wavfile.write(path, rate, (wave * 2**14).astype(np.int16))
+        yield path
