@@ -114,7 +114,7 @@ def _of_sound(**options: object) -> Wav2Vec2Config:
 
 def sounds(folder: Path) -> None:
     """A random Wav2Vec2 that tells three kinds of sound apart."""
-    names = {at: name for at, name in enumerate(COLOURS)}
+    names = dict(enumerate(COLOURS))
     config = _of_sound(id2label=names, label2id={name: at for at, name in names.items()})
     Wav2Vec2ForSequenceClassification(config).save_pretrained(folder)
     Wav2Vec2FeatureExtractor(return_attention_mask=True).save_pretrained(folder)
