@@ -35,7 +35,7 @@ class Validate:
     """
 
     name = "validate"
-    help = "check YAML files and what their runs need here: lists every problem, estimates time and memory"
+    help = "check YAML files and what their runs need here: lists every problem, estimates memory"
     rest: str | None = "overrides"
     epilog = """\
 example:

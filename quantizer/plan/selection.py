@@ -107,7 +107,12 @@ def matched(
             found.setdefault(name, ("sites", wanted))
         if not hits:
             names = [site.path for site in sites]
-            problems.append(_nothing(f"{section}.sites", wanted, "no site of this name", names))
+            below = [name for name in names if matches(f"{wanted}.**", name)]
+            problem = _nothing(f"{section}.sites", wanted, "no site of this name", () if below else names)
+            if below:
+                rest = f" and {len(below) - 1} more" if len(below) > 1 else ""
+                problem += f"; it is a module, for {section}.names, with the site {below[0]!r}{rest}"
+            problems.append(problem)
     return found
 
 

@@ -259,6 +259,8 @@ class Stage(Record):
     """Name of the stage."""
     seconds: float
     """How long it took, in seconds."""
+    inside: str | None = None
+    """The stage that it was a part of, whose time holds its own; null: it stands by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -265,9 +265,9 @@ class _Maker:
             if key not in self.quantizers:
                 ranges = "dynamic" if variant.dynamic else None
                 self.quantizers[key] = self._calibrated.for_backend(variant.backend, ranges=ranges)
-            proxy = self.quantizers[key].quantize(self._context.model)
             if variant.dynamic:
                 require_sites(self.quantizers[key])
+            proxy = self.quantizers[key].quantize(self._context.model)
             self.quantizers[key].export(proxy, path, example, opset=opset)
             self._frozen[key] = proxy
         return self._frozen[key], path

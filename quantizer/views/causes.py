@@ -184,7 +184,11 @@ class _Trial:
 
     def _in_float(self, group: str) -> list[Cure]:
         sites = sorted(path for path in self._plan if group in self._groups_of(path))
-        gain = self.sqnr(with_fallback(self._plan, {group: ""})) - self._whole
+        left = with_fallback(self._plan, {group: ""})
+        if not any(entry.quantized for entry in left.values()):
+            # To quantize nothing is no cure.
+            return []
+        gain = self.sqnr(left) - self._whole
         if gain < _LEAST_DB / 2:
             return []
         setting = whole_setting(self._config, {"exclude": {"sites": sites}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -228,6 +229,13 @@ def test_one_operand_of_an_add() -> None:
 def test_one_operand_of_a_product_cannot_be_chosen() -> None:
     with pytest.raises(ConfigError, match="matches nothing: no site of this name"):
         Quantizer(preset="fast", exclude={"sites": ["layer.0.attention.forward.matmul_0.lhs"]}).calib(Model())
+
+
+def test_a_module_among_the_sites_leads_to_its_site() -> None:
+    said = r"'linear' matches nothing: no site .*; it is a module, for exclude\.names, with the site "
+    model = nn.Sequential(OrderedDict(linear=nn.Linear(8, 8)))
+    with pytest.raises(ConfigError, match=rf"{said}'linear\.forward\.linear_0'$"):
+        Quantizer(preset="fast", exclude={"sites": ["linear"]}).calib(model)
 
 
 def test_the_first_rule_is_named_when_two_match() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -53,8 +54,10 @@ def test_a_run_that_can_start(values: dict[str, Any], tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     ready = _ready(values, tmp_path)
     assert not ready.notes
-    assert ready.estimate.startswith("at least about 1 s of forward passes: 312 rows of about ")
-    assert " GiB of memory: 5 copies of 0.0 M parameters in float32" in ready.estimate
+    assert ready.estimate.startswith("time: not known before a first run; 312 rows of about ")
+    assert " GiB, for 5 copies of 0.0 M parameters in float32" in ready.estimate
+    # The same each time: no measurement is in it.
+    assert _ready(values, tmp_path).estimate == ready.estimate
     assert {*tmp_path.rglob("*")} - {*before} == {tmp_path / "run.yaml"}
 
 
@@ -144,12 +147,27 @@ def test_no_estimate_without_weights(values: dict[str, Any], tmp_path: Path) -> 
     assert run_estimate(config, {"evaluation": RunRows.of(config.data).evaluation}) is None
 
 
+@pytest.mark.parametrize(
+    ("change", "known"), [({}, True), ({"amp": {}}, False), ({"quantizer": {"backend": "torch"}}, False)]
+)
+def test_the_time_is_that_of_an_earlier_run_of_the_same_work(
+    values: dict[str, Any], tmp_path: Path, change: dict[str, Any], known: bool
+) -> None:
+    config = _config(values, tmp_path).model_dump(mode="json")
+    stages = [{"name": "export", "seconds": 61.0}, {"name": "check", "seconds": 30.0, "inside": "export"}]
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "report.json").write_text(json.dumps({"config": config, "choice": None, "stages": stages}))
+    estimate = _ready(values | change, tmp_path).estimate
+    assert estimate.startswith("time: about 1 min, as the same took before; memory: about ") is known
+    assert estimate.startswith("time: not known before a first run; ") is not known
+
+
 def test_validate_tells_all_of_it(values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "run.yaml")
     _config(values, tmp_path)
     assert main(["validate", path]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"ok: {path}\n  at least about 1 s of forward passes")
+    assert out.startswith(f"ok: {path}\n  time: not known before a first run; ")
     (tmp_path / "calibration.csv").unlink()
     (tmp_path / "evaluation.csv").unlink()
     assert main(["validate", path]) == 1

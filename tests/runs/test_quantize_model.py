@@ -22,6 +22,7 @@ from quantizer.engines.candidates import cpu_candidates  # noqa: E402
 from quantizer.errors import CalibrationError  # noqa: E402
 from quantizer.errors import CalibrationWarning  # noqa: E402
 from quantizer.errors import ConfigError  # noqa: E402
+from quantizer.errors import EngineError  # noqa: E402
 from quantizer.errors import QuantizerError  # noqa: E402
 from quantizer.errors import TaskError  # noqa: E402
 from quantizer.report import read_record  # noqa: E402
@@ -175,7 +176,7 @@ def test_names_types_and_lengths_of_several_inputs() -> None:
         torch.testing.assert_close(given["pooled"], expected["pooled"], rtol=0.1, atol=0.05)
     assert {one.output for one in result.record.outputs} == {"hidden", "pooled"}
     assert result.record.latency.sequence == 6
-    with pytest.raises(CalibrationError, match=r"the input does not fit Pairs.forward\(.*missing a required argument"):
+    with pytest.raises(EngineError, match=r"the input does not fit Pairs.forward\(.*missing a required argument"):
         result.engine(batches[0]["tokens"])
 
 

@@ -20,7 +20,6 @@ for _package in ("onnx", "onnxscript", "onnxruntime", "jinja2"):
 import quantizer  # noqa: E402
 from quantizer.engines import load_engine  # noqa: E402
 from quantizer.engines.candidates import cpu_candidates  # noqa: E402
-from quantizer.errors import CalibrationError  # noqa: E402
 from quantizer.errors import ConfigError  # noqa: E402
 from quantizer.errors import EngineError  # noqa: E402
 from quantizer.errors import QuantizerError  # noqa: E402
@@ -98,8 +97,20 @@ def test_a_saved_engine_is_called_as_the_model(made: Any, saved: Path) -> None:
     with torch.no_grad():
         expected = made.model(**batch)
     torch.testing.assert_close(plain(**batch)["out"], expected["out"], rtol=1e-4, atol=1e-4)
-    with pytest.raises(CalibrationError, match=r"the input does not fit Parts.forward\(x, \*, weight\)"):
+    with pytest.raises(EngineError, match=r"the input does not fit Parts.forward\(x, \*, weight\)"):
         engine(batch["x"], batch["weight"])
+    with pytest.raises(EngineError, match=r"x is a numpy array; expected a tensor, as torch\.from_numpy makes of it"):
+        engine(batch["x"].numpy(), weight=batch["weight"])
+
+
+def test_the_parent_of_a_folder_that_can_be_loaded_leads_to_it(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(QuantizerError, match=r'a run lies in it: quantizer\.load\(".*parts"\)$'):
+        quantizer.load(saved.parent)
+    (tmp_path / "openvino").mkdir()
+    (tmp_path / "openvino" / "model.engine").touch()
+    (tmp_path / "openvino" / "config.json").touch()
+    with pytest.raises(QuantizerError, match=r'load_converted\(".*openvino"\) loads the engine that `quantizer conv'):
+        quantizer.load(tmp_path)
 
 
 def test_a_file_of_another_backend_is_named(saved: Path) -> None:

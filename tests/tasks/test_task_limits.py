@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from PIL import Image as Picture
 from tiny_vision import tiny_vit
 from transformers import BertForSequenceClassification
 
+from quantizer.engines.base import TensorSpec
 from quantizer.errors import QuantizerError
 from quantizer.errors import TaskError
 from quantizer.runs.convert.folder import Converted
@@ -62,6 +64,15 @@ def test_a_converted_folder_with_one_output_has_no_labels() -> None:
     converted = Converted({"name": "m", "labels": ["LABEL_0"], "task": "sequence-classification"}, None, None)
     with pytest.raises(QuantizerError, match="m has one output and no classes: call it for its outputs instead"):
         converted.labels(["a text"])
+
+
+def test_a_converted_folder_is_shown_in_a_line() -> None:
+    spec = TensorSpec("input_ids", np.dtype("int64"), (None, None))
+    engine = SimpleNamespace(inputs=(spec,), output_names=("logits",))
+    config = {"name": "m", "task": "sequence-classification", "backend": "openvino", "checks": ["x" * 3000]}
+    assert repr(Converted(config, engine, None)) == (  # type: ignore[arg-type]
+        f"Converted('m', sequence-classification, openvino: {spec} -> logits)"
+    )
 
 
 # -- lengths ---------------------------------------------------------------------------------------------------------

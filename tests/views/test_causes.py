@@ -108,6 +108,14 @@ def test_a_healthy_model_has_costs_and_float_alone_mends_them() -> None:
     assert "cure: leave it in float, exclude={" in causes.text()
 
 
+def test_to_leave_all_groups_in_float_is_no_cure() -> None:
+    torch.manual_seed(0)
+    model, rows = nn.Sequential(nn.Linear(_WIDTH, _WIDTH)).eval(), _rows(_plain, 1)
+    (only,) = make_calibrated(model, rows, backend="openvino", activations={"calibrator": "max"}).causes(model, rows)
+    assert only.cure is None
+    assert cause_lines([only])[0].endswith("dB alone; nothing stands out in its inputs")
+
+
 class _Unfoldable(nn.Module):
     """A tensor that a linear and a product of two activations read: its outliers cannot move."""
 

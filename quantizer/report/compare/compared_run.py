@@ -120,7 +120,9 @@ class ComparedRun:
     @property
     def seconds(self) -> float | None:
         """The seconds that the stages of the run took; None if it failed."""
-        return None if self.record is None else sum(stage.seconds for stage in self.record.stages)
+        return (
+            None if self.record is None else sum(stage.seconds for stage in self.record.stages if stage.inside is None)
+        )
 
     @property
     def timed_on(self) -> tuple[object, ...] | None:

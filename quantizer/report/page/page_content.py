@@ -41,6 +41,7 @@ from quantizer.report.record import RunRecord
 from quantizer.report.record import Score
 from quantizer.report.record import Site
 from quantizer.report.record import SizeEntry
+from quantizer.report.record import Stage
 from quantizer.report.shown_setting import is_from_python
 from quantizer.report.shown_setting import shown_setting
 from quantizer.report.tables import text
@@ -107,7 +108,6 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
     Raises:
         MissingDependencyError: jinja2 (which brings markupsafe) is not installed.
     """
-    stages = [(stage.name, stage.seconds) for stage in record.stages]
     config = mapping_from_record(record)["config"]
     return {
         "record": record,
@@ -143,7 +143,7 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=100) if config else "",
         "versions_table": _safe(_pairs("Package", "Version", record.versions)),
         "machine_table": _safe(_pairs("Fact", "Value", record.machine)),
-        "stages_table": _safe(_stages(stages)),
+        "stages_table": _safe(_stages(record.stages)),
         "glossary": GLOSSARY,
     }
 
@@ -309,10 +309,11 @@ def _pairs(left: str, right: str, values: Any) -> str:
     return html_table([left, Column(title=right)], rows, label=left, style=False) if rows else ""
 
 
-def _stages(stages: Sequence[tuple[str, float]]) -> str:
+def _stages(stages: Sequence[Stage]) -> str:
     if not stages:
         return ""
-    rows = [*stages, ("all", sum(duration for _, duration in stages))]
+    named = [(f"{one.name}, in: {one.inside}" if one.inside else one.name, one.seconds) for one in stages]
+    rows = [*named, ("all", sum(one.seconds for one in stages if one.inside is None))]
     return html_table(["Stage", Column(title="Time", show=text.seconds)], rows, label="Stages", style=False)
 
 

@@ -24,11 +24,12 @@ _ROOM = 20
 def print_choice(choice: EngineChoice, console: Console) -> None:
     """Print what was chosen, and all candidates in a table."""
     print_lines([choice.headline], console, first="", style="bold")
-    told = "latency in ms, medians of rounds that take turns; outputs and score against float"
+    told = "latency in ms, medians of rounds that take turns; dB of the outputs against float"
+    scored = any(candidate.score_difference is not None for candidate in choice.candidates)
+    told += "; to float: the difference of the score" if scored else ""
     print_lines([told], console, first="")
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
-    scored = any(candidate.score_difference is not None for candidate in choice.candidates)
-    for title in ("engine", *choice.shapes, "dB", *(("score",) if scored else ())):
+    for title in ("engine", *choice.shapes, "dB", *(("to float",) if scored else ())):
         table.add_column(title, justify="left" if title == "engine" else "right", no_wrap=True)
     table.add_column("verdict")
     for candidate in choice.candidates:

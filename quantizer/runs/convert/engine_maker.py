@@ -190,9 +190,9 @@ class EngineMaker:
     def _quantized(self, variant: Variant, quantizer: Quantizer, folder: Path) -> Made:
         """Quantize, export and build."""
         with self.stage("quantize"):
-            quantized = quantizer.quantize(self.context.model)
             if variant.dynamic:
                 require_sites(quantizer)
+            quantized = quantizer.quantize(self.context.model)
         with self.stage("export"):
             quantizer.export(quantized, folder / ONNX, self.context.task.example())
         built = self._built(variant, folder / ONNX, folder / ENGINE)

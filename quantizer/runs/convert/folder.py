@@ -76,6 +76,11 @@ class Converted:
     engine: Engine
     processor: Any
 
+    def __repr__(self) -> str:
+        inputs, outputs = ", ".join(map(str, self.engine.inputs)), ", ".join(self.engine.output_names)
+        told = f"{self.config['name']!r}, {self.config['task']}, {self.config['backend']}"
+        return f"Converted({told}: {inputs} -> {outputs})"
+
     def inputs(self, samples: Sequence[Sample]) -> dict[str, Array]:
         """Return the engine's inputs for files, or for texts, padded to the longest within the engine's lengths."""
         if self._reads == "audio":

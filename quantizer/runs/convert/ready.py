@@ -13,6 +13,7 @@ from quantizer.runs.convert.data import read_labelled
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.inputs import conversion_inputs
 from quantizer.runs.convert.request import ConversionRequest
+from quantizer.runs.convert.stages import earlier_conversion
 from quantizer.runs.preflight.estimate import FORMS
 from quantizer.runs.preflight.estimate import calibration_passes
 from quantizer.runs.preflight.estimate import estimate
@@ -43,4 +44,5 @@ def ready_to_convert(asked: ConversionRequest, folder: Path) -> tuple[Samples | 
     calibration = [] if data is None else data.calibration
     passes = calibration_passes(QuantizerConfig().preset, len(calibration)) + FORMS * len(evaluation)
     longest = 0 if facts.sequence is None else facts.sequence[2]
-    return data, facts, estimate(asked.model, [*calibration, *tuning, *evaluation], passes, longest)
+    rows = [*calibration, *tuning, *evaluation]
+    return data, facts, estimate(asked.model, rows, passes, longest, earlier_conversion(asked, facts, folder))

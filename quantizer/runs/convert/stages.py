@@ -9,23 +9,35 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.engines import runs_here
+from quantizer.report import Stage
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.progress.earlier_times import earlier_stages
 from quantizer.runs.progress.outlook import Outlook
 from quantizer.targets import profile
 
-__all__ = ["conversion_outlook", "conversion_stages"]
+__all__ = ["conversion_outlook", "conversion_stages", "earlier_conversion"]
 
 
 def conversion_outlook(asked: ConversionRequest, facts: ConversionInputs, folder: Path) -> Outlook:
     """Return the stages of a conversion into a folder, with the times of an earlier one of the same model."""
+    return Outlook(list(conversion_stages(asked)), earlier_conversion(asked, facts, folder))
+
+
+def earlier_conversion(asked: ConversionRequest, facts: ConversionInputs, folder: Path) -> list[Stage]:
+    """Return the stages of the last conversion of the same model for the same backends; none if there is none."""
     wanted = asdict(facts) | {"name": None}
+    backends = None if asked.chooses else set(asked.backends)
 
     def same(report: Mapping[str, Any]) -> bool:
-        return report["model"] | {"name": None} == wanted and (report["choice"] is not None) == asked.chooses
+        if report["model"] | {"name": None} != wanted or (report["choice"] is not None) != asked.chooses:
+            return False
+        made = report["backends"]
+        quantized = any(one["quantization"] is not None for one in made)
+        alike = asked.chooses or quantized == asked.quantization
+        return alike and (backends is None or {one["backend"] for one in made} == backends)
 
-    return Outlook(list(conversion_stages(asked)), earlier_stages(folder, "conversion.json", same))
+    return earlier_stages(folder, "conversion.json", same)
 
 
 def conversion_stages(asked: ConversionRequest) -> Iterator[str]:

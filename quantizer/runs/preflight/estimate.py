@@ -1,18 +1,15 @@
-"""An estimate of a run's time and memory, from its rows and the weights of its checkpoint; nothing is loaded.
+"""An estimate of a run's time and memory, from an earlier run and the weights of its checkpoint; nothing is loaded.
 
-The time is that of the forward passes alone: each row of text goes through the model a known number of times, a pass
-multiplies each of its tokens by each weight outside the embeddings, and how fast this machine multiplies is measured.
-Convolutions use a weight many times a row, so models of images get no time.
+The time is what the same work took before. Where nothing did it, none is told: most of a run is neither counted nor
+known before it, such as the builds of engines and their timing.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -20,6 +17,8 @@ from safetensors import safe_open
 
 from quantizer.config import RunConfig
 from quantizer.errors import QuantizerError
+from quantizer.report import Stage
+from quantizer.runs.progress.outlook import rounded_time
 from quantizer.tasks import Pair
 from quantizer.tasks import Row
 from quantizer.tasks import Sample
@@ -41,28 +40,23 @@ _COPIES = 5
 """Copies of the parameters in float32 at the peak: the model, its export in both forms, and the two engines."""
 _LIBRARIES_GIB = 1.8
 """Libraries, batches and what is observed: what a run of MiniLM takes at its peak beside the copies."""
-_SIDE = 512
-_MINUTES = 90
-"""Longer times are told in minutes."""
 
 
-class _Weights(NamedTuple):
-    parameters: int
-    multiplied: int
-
-
-def run_estimate(config: RunConfig, rows: Mapping[str, Sequence[Row]]) -> str | None:
+def run_estimate(config: RunConfig, rows: Mapping[str, Sequence[Row]], earlier: Sequence[Stage] = ()) -> str | None:
     """Return the estimate of a run; see ``estimate``.
 
     Args:
         config: the configuration.
         rows: its rows, by section.
+        earlier: the stages of an earlier run that did the same; empty: there is none.
     """
     every = [row for part in rows.values() for row in part]
-    return estimate(config.model.source, every, row_passes(config, rows), config.model.max_length)
+    return estimate(config.model.source, every, row_passes(config, rows), config.model.max_length, earlier)
 
 
-def estimate(source: str, rows: Sequence[Row | Sample], passes: float, max_length: int) -> str | None:
+def estimate(
+    source: str, rows: Sequence[Row | Sample], passes: float, max_length: int, earlier: Sequence[Stage] = ()
+) -> str | None:
     """Return about how long it takes and how much memory, and on what basis; None: the weights cannot be counted.
 
     Args:
@@ -70,26 +64,23 @@ def estimate(source: str, rows: Sequence[Row | Sample], passes: float, max_lengt
         rows: the rows, or plain samples, of which the number of tokens is taken.
         passes: how many rows go through the model.
         max_length: the most tokens of a row.
+        earlier: the stages of an earlier command that did the same; empty: there is none.
     """
-    weights = _weights(source)
-    if weights is None:
+    parameters = _parameters(source)
+    if parameters is None:
         return None
-    gib = _LIBRARIES_GIB + _COPIES * 4 * weights.parameters / 2**30
-    count = f"{weights.parameters / 1e6:.1f} M parameters"
+    gib = _LIBRARIES_GIB + _COPIES * 4 * parameters / 2**30
     memory = (
-        f"about {gib:.1f} GiB of memory: {_COPIES} copies of {count} in float32, and "
+        f"memory: about {gib:.1f} GiB, for {_COPIES} copies of {parameters / 1e6:.1f} M parameters in float32, and "
         f"{_LIBRARIES_GIB:.1f} GiB of libraries and batches"
     )
+    if words := rounded_time(sum(stage.seconds for stage in earlier)):
+        return f"time: about {words}, as the same took before; {memory}"
     texts = [row for row in rows if isinstance(row, Text | Pair | str)]
-    if not texts:
-        return memory
-    speed = _multiply_adds_per_second()
-    tokens = min(statistics.mean(map(_tokens, texts)), max_length)
-    seconds = passes * tokens * weights.multiplied / speed
+    length = f" of about {min(statistics.mean(map(_tokens, texts)), max_length):.0f} tokens" if texts else ""
     return (
-        f"at least {_time(seconds)} of forward passes: {passes:,.0f} rows of about {tokens:.0f} tokens, times "
-        f"{weights.multiplied / 1e6:.1f} M weights, at {speed / 1e9:.0f} billion multiply-adds a second, as measured "
-        f"just now. On top come observation, export, engines and their timing, minutes for a small model. And {memory}"
+        f"time: not known before a first run; {passes:,.0f} rows{length} go through the model at least, and export, "
+        f"engines, their scores and their timing come on top; {memory}"
     )
 
 
@@ -111,8 +102,8 @@ def row_passes(config: RunConfig, rows: Mapping[str, Sequence[Row]]) -> float:
     return passes
 
 
-def _weights(source: str) -> _Weights | None:
-    """Return the number of a local checkpoint's parameters, and of those that are multiplied with."""
+def _parameters(source: str) -> int | None:
+    """Return the number of a local checkpoint's parameters; None: they cannot be counted."""
     try:
         folder = resolve_source(source)
     except QuantizerError:
@@ -128,25 +119,9 @@ def _weights(source: str) -> _Weights | None:
         except (SafetensorError, OSError):
             # That it is damaged is told when it is loaded.
             return None
-    multiplied = sum(size for name, size in sizes.items() if "embedding" not in name)
-    return _Weights(sum(sizes.values()), multiplied) if sizes else None
-
-
-def _multiply_adds_per_second() -> float:
-    """Return how fast a product of two matrices of floats is computed here, at best of a few times."""
-    one = torch.ones(_SIDE, _SIDE)
-    best = float("inf")
-    for _ in range(5):
-        started = time.perf_counter()
-        torch.mm(one, one)
-        best = min(best, time.perf_counter() - started)
-    return _SIDE**3 / best
+    return sum(sizes.values()) or None
 
 
 def _tokens(row: Text | Pair | str) -> float:
     text = row if isinstance(row, str) else row.text if isinstance(row, Text) else f"{row.first} {row.second}"
     return _TOKENS_PER_WORD * len(text.split()) + 2
-
-
-def _time(seconds: float) -> str:
-    return f"about {max(seconds, 1):.0f} s" if seconds < _MINUTES else f"about {seconds / 60:.0f} min"

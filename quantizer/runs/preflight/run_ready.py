@@ -37,6 +37,7 @@ from quantizer.runs.preflight.faults import Faults
 from quantizer.runs.preflight.faults import require_package
 from quantizer.runs.preflight.packages import check_export_packages
 from quantizer.runs.preflight.packages import check_packages
+from quantizer.runs.progress.run_stages import earlier_run
 from quantizer.runs.run_context import RunRows
 from quantizer.runs.run_context import rows_of
 from quantizer.runs.workload.function_source import check_functions
@@ -98,7 +99,11 @@ def ready_to_run(config: RunConfig, folder: Path, kind: str, *, force: bool | No
     notes = list(_notes(config))
     if force is None and folder.exists():
         notes.append(f"{folder} exists already: run replaces it only with --force")
-    estimate = None if config.model.task is None else run_estimate(config, rows)
+    estimate = (
+        None
+        if config.model.task is None
+        else run_estimate(config, rows, earlier_run(config, folder, chooses=chooses(config)))
+    )
     return Ready(RunRows(**{"calibration": [], "evaluation": []} | rows), tuple(notes), estimate)
 
 

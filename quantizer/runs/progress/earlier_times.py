@@ -20,6 +20,8 @@ _MOST = 10
 def earlier_stages(folder: Path, report: str, same: Callable[[Mapping[str, Any]], bool]) -> list[Stage]:
     """Return the stages of the run that stands in a folder, or else of the last one beside it; none if there is none.
 
+    Parts of stages are left out.
+
     Args:
         folder: the folder that is to be written.
         report: the name of the file in it that tells the stages of a run.
@@ -27,10 +29,11 @@ def earlier_stages(folder: Path, report: str, same: Callable[[Mapping[str, Any]]
     """
     for path in [folder / report, *_beside(folder, report)]:
         # What cannot be read, or was written by something else, tells no times.
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             content = json_values(path.read_bytes())
             if same(content):
-                return [Stage(name=str(stage["name"]), seconds=float(stage["seconds"])) for stage in content["stages"]]
+                stages = [stage for stage in content["stages"] if stage.get("inside") is None]
+                return [Stage(name=str(stage["name"]), seconds=float(stage["seconds"])) for stage in stages]
     return []
 
 

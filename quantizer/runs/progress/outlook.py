@@ -17,8 +17,8 @@ _MINUTE = 60
 class Outlook:
     """The stages ahead of a command.
 
-    Stages may be left out, or come again as a search goes on: the number of all of them then changes. What a stage
-    takes is told by an earlier run of the same command, or by itself where it comes again; nothing else tells it.
+    Stages may be left out, or come again as a search goes on, so that nobody knows the number of all of them. What a
+    stage takes is told by an earlier run of the same command, or by itself where it comes again; nothing else tells it.
 
     Args:
         stages: the names of the stages, in order; empty: not known, and stages have no numbers.
@@ -54,8 +54,8 @@ class Outlook:
 
     @property
     def head(self) -> str:
-        """Number and name of the stage: ``[4/12] export``."""
-        return f"[{self._begun}/{self._begun + len(self._ahead)}] {self._name}" if self._numbered else self._name
+        """Number and name of the stage: ``[4] export``."""
+        return f"[{self._begun}] {self._name}" if self._numbered else self._name
 
     @property
     def elapsed(self) -> float:

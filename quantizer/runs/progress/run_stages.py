@@ -9,12 +9,16 @@ from typing import Any
 
 from quantizer.config import RunConfig
 from quantizer.engines import runs_here
+from quantizer.report import Stage
 from quantizer.runs.budget.engine_budget import CHECK_BY_FUNCTION
 from quantizer.runs.budget.engine_budget import CHECK_ON_ROWS
 from quantizer.runs.progress.earlier_times import earlier_stages
 from quantizer.runs.progress.outlook import Outlook
 
-__all__ = ["run_outlook", "run_stages"]
+__all__ = ["earlier_run", "run_outlook", "run_stages"]
+
+_WORK = ("model", "data", "amp", "fallback", "qat")
+"""The sections that tell what a run does."""
 
 
 def run_outlook(config: RunConfig, folder: Path, *, chooses: bool) -> Outlook:
@@ -25,12 +29,24 @@ def run_outlook(config: RunConfig, folder: Path, *, chooses: bool) -> Outlook:
         folder: the folder of the run.
         chooses: whether the run chooses its engine.
     """
+    return Outlook(list(run_stages(config, chooses=chooses)), earlier_run(config, folder, chooses=chooses))
+
+
+def earlier_run(config: RunConfig, folder: Path, *, chooses: bool) -> list[Stage]:
+    """Return the stages of the last run that did the same work; none if there is none. Arguments as of ``run_outlook``.
+
+    It had the same model and rows, searched and trained the same, and chose its engine, too, or had the same backend.
+    """
     wanted = config.model_dump(mode="json")
 
     def same(report: Mapping[str, Any]) -> bool:
-        return all(report["config"][section] == wanted[section] for section in ("model", "data"))
+        told, quantizer = report["config"], report["config"]["quantizer"]
+        backend = chooses or quantizer["backend"] == config.quantizer.backend
+        choice = (report["choice"] is not None) is chooses and backend
+        same_preset = quantizer["preset"] == config.quantizer.preset
+        return choice and same_preset and all(told[section] == wanted[section] for section in _WORK)
 
-    return Outlook(list(run_stages(config, chooses=chooses)), earlier_stages(folder, "report.json", same))
+    return earlier_stages(folder, "report.json", same)
 
 
 def run_stages(config: RunConfig, *, chooses: bool) -> Iterator[str]:

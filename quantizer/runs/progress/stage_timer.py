@@ -48,26 +48,26 @@ class StageTimer:
         self.done: list[Stage] = []
         self._outlook = outlook or Outlook()
         self._heartbeat = Heartbeat(console, self._under_way)
-        self._inside = False
+        self._inside: str | None = None
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Time the block as one stage, and print its name and duration."""
-        if self._inside:
+        if self._inside is not None:
             start = time.perf_counter()
             yield
-            self.done.append(Stage(name=name, seconds=time.perf_counter() - start))
+            self.done.append(Stage(name=name, seconds=time.perf_counter() - start, inside=self._inside))
             return
         self._outlook.begin(name)
         # A terminal has the line that is drawn anew, and keeps the one with the duration.
         if not self.console.is_terminal:
             self.say(self._beginning())
-        self._inside = True
+        self._inside = name
         try:
             with own_display(), self._heartbeat.beating():
                 yield
         finally:
-            self._inside = False
+            self._inside = None
         seconds = self._outlook.end()
         self.done.append(Stage(name=name, seconds=seconds))
         if self.console.is_terminal:

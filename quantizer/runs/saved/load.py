@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,9 @@ def _settings(folder: Path) -> tuple[str, int]:
     """
     config = folder / "config.yaml"
     if not config.is_file():
-        converted = (folder / "config.json").is_file()
-        hint = "; quantizer.runs.convert.load_converted loads what `quantizer convert` wrote" if converted else ""
         raise QuantizerError(
             f"{folder} is not the folder of a run: it has no config.yaml; expected what QuantizedModel.save or "
-            f"`quantizer run` wrote{hint}"
+            f"`quantizer run` wrote{_hint(folder)}"
         )
     try:
         told: Any = yaml_values(config.read_bytes())
@@ -71,3 +70,17 @@ def _settings(folder: Path) -> tuple[str, int]:
             f"{config} cannot be read ({type(error).__name__}: {error}); it is damaged: save the result again"
         ) from error
     return backend, threads
+
+
+def _hint(folder: Path) -> str:
+    """Return what loads a folder that is no run's, or which folders in it can be loaded; empty: nothing is known."""
+    loads = "quantizer.runs.convert.load_converted"
+    if (folder / "config.json").is_file():
+        return f"; {loads} loads what `quantizer convert` wrote"
+    converted = [
+        path.parent for path in sorted(folder.glob("*/config.json")) if (path.parent / "model.engine").exists()
+    ]
+    if converted:
+        return f"; {loads}({json.dumps(str(converted[0]))}) loads the engine that `quantizer convert` wrote there"
+    runs = [path.parent for path in sorted(folder.glob("*/config.yaml")) if (path.parent / "model.engine").exists()]
+    return f"; a run lies in it: quantizer.load({json.dumps(str(runs[0]))})" if runs else ""

@@ -51,10 +51,9 @@ class EngineModule(nn.Module):
         """Run the engine on the arguments of the float model.
 
         Raises:
-            CalibrationError: they do not fit it.
-            EngineError: the engine cannot take them.
+            EngineError: they do not fit it, are no tensors, or the engine cannot take them.
         """
-        batch = by_name("the input", self._call_form.model, self._call_form.signature, args, keywords)
+        batch = by_name("the input", self._call_form.model, self._call_form.signature, args, keywords, EngineError)
         given = self.engine(engine_inputs(self.engine, batch))
         values = iter([torch.as_tensor(given[name]) for name in self.engine.output_names])
         return tree_unflatten([next(values) if leaf is None else leaf.value for leaf in self._leaves], self._tree)

@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch import nn
 
 from quantizer.errors import CalibrationError
+from quantizer.errors import QuantizerError
 from quantizer.tasks import Batch
 from quantizer.tasks import rows_at
 from quantizer.tasks.inputs import EXAMPLE_ROWS
@@ -44,7 +46,12 @@ def named_batches(model: nn.Module, batches: Iterable[Any]) -> list[Batch]:
 
 
 def by_name(
-    what: str, model: str, signature: inspect.Signature, args: Sequence[Any], keywords: Mapping[str, Any]
+    what: str,
+    model: str,
+    signature: inspect.Signature,
+    args: Sequence[Any],
+    keywords: Mapping[str, Any],
+    error: type[QuantizerError] = CalibrationError,
 ) -> Batch:
     """Return the arguments of a call as tensors by name, without gradients and on the CPU.
 
@@ -54,31 +61,35 @@ def by_name(
         signature: that of its ``forward``.
         args: those by position.
         keywords: those by name.
+        error: the kind of error that is raised.
 
     Raises:
-        CalibrationError: they do not fit the signature, one is no tensor or has no rows, or has no name of its own.
+        QuantizerError: of that kind; they do not fit the signature, one is no tensor or has no rows, or has no name of
+            its own.
     """
     where = f"{what} does not fit {model}.forward{signature}"
     try:
         bound = signature.bind(*args, **keywords)
-    except TypeError as error:
-        raise CalibrationError(f"{where}: {error}") from error
+    except TypeError as refused:
+        raise error(f"{where}: {refused}") from refused
     given: dict[str, Any] = {}
     for key, value in bound.arguments.items():
         kind = signature.parameters[key].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
             given |= value
         elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
-            raise CalibrationError(
+            raise error(
                 f"{where}: {kind.description} arguments have no names, which an engine's inputs need; wrap the module "
                 "in one whose forward names them"
             )
         else:
             given[key] = value
     for key, value in given.items():
+        if isinstance(value, np.ndarray):
+            raise error(f"{where}: {key} is a numpy array; expected a tensor, as torch.from_numpy makes of it")
         if not isinstance(value, Tensor) or value.dim() == 0 or len(value) == 0:
             what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise CalibrationError(
+            raise error(
                 f"{where}: {key} is {what}; expected a tensor with the rows of the batch along axis 0. Leave out what "
                 "is None, and give what never changes to the module itself"
             )
