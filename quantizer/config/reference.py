@@ -63,6 +63,7 @@ _TAIL = """\
 | `conll` | words with tags: `word ... tag` lines, an empty line between texts | `path` |
 | `squad-json` | questions about texts, in the format of SQuAD 1.1 or 2.0 | `path` |
 | `choices-jsonl` | choices: lines of JSON with `question`, `choices`, `label`, perhaps `context` | `path` |
+| `text-pairs` | texts and what is written for them: a `.csv` with the header `source,target`, or `.jsonl` | `path` |
 | `text-lines` | texts: a `.txt` file with one a line, the column `text` of a `.csv` or `.jsonl` file | `path` |
 | `image-folder` | labelled images: a folder with one folder of images a class, in an order that mixes them | `path` |
 | `image-csv` | labelled images: a CSV file with the header `path,label`, paths from its own folder on | `path` |
@@ -79,9 +80,10 @@ fits `sentence-similarity`, `conll` `token-classification`, `squad-json` `questi
 `multiple-choice`, `image-masks` `semantic-segmentation`, `coco-json` `object-detection`, and `text-lines` `fill-mask`
 and both tasks of generation; `image-folder` and `image-csv` fit `image-classification`, `audio-folder` and
 `audio-csv` `audio-classification`, with the names that the model has for its classes, or their numbers, as labels;
-`transcripts` fits `automatic-speech-recognition`. Subsets of `vader`: `tweets`, `movieReviewSnippets`,
-`amazonReviewSnippets`, `nytEditorialSnippets`; its splits `head`, `calibration` and `evaluation` share no document.
-[Tasks](guide/tasks.md) says what each task reads, and how it is scored.
+`transcripts` fits `automatic-speech-recognition` and, in `quantizer convert`, `speech-to-text`, as `text-pairs` fits
+`text-to-text`. Subsets of `vader`: `tweets`, `movieReviewSnippets`, `amazonReviewSnippets`, `nytEditorialSnippets`;
+its splits `head`, `calibration` and `evaluation` share no document. [Tasks](guide/tasks.md) says what each task
+reads, and how it is scored.
 
 The report is always scored on all rows of `evaluation`, and calibrated on all rows of `calibration`: keep them apart.
 Rows that a search was scored on flatter its choice: `tuning` may hold no row of `evaluation`, which is an error.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ for _package in ("transformers", "scipy", "torchmetrics", "onnx", "onnxscript", 
     pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,onnxruntime]")
 
 import onnxruntime  # noqa: E402
+import transformers  # noqa: E402
 from tiny_audio import tiny_recordings  # noqa: E402
 from tiny_seq2seq import TEXTS  # noqa: E402
 from tiny_seq2seq import tiny_bart  # noqa: E402
@@ -24,9 +26,13 @@ from tiny_seq2seq import tiny_whisper  # noqa: E402
 
 from quantizer import Quantizer  # noqa: E402
 from quantizer.errors import QuantizerError  # noqa: E402
+from quantizer.errors import TaskError  # noqa: E402
+from quantizer.runs.convert import ConversionRequest  # noqa: E402
 from quantizer.runs.convert import load_converted  # noqa: E402
 from quantizer.runs.convert import measure  # noqa: E402
+from quantizer.runs.convert.inputs import conversion_inputs  # noqa: E402
 from quantizer.runs.convert.parts import part_maker  # noqa: E402
+from quantizer.runs.convert.parts.limits import most_tokens  # noqa: E402
 from quantizer.runs.convert.parts.loaded import ConvertedParts  # noqa: E402
 from quantizer.tasks import load_model  # noqa: E402
 from quantizer.tasks.seq2seq.parts import PARTS  # noqa: E402
@@ -160,7 +166,7 @@ def test_what_the_engines_were_not_built_for_is_refused(converted: Path) -> None
 def test_a_folder_that_lacks_a_part_is_refused(converted: Path, tmp_path: Path) -> None:
     config = _read(converted / "onnxruntime" / "config.json")
     (tmp_path / "config.json").write_text(json.dumps({**config, "tokens": None}))
-    with pytest.raises(QuantizerError, match=r"config.json.tokens: expected 1 or more, got None"):
+    with pytest.raises(QuantizerError, match=r"config\.json\.tokens: expected 1 or more, got None"):
         load_converted(tmp_path)
 
 
@@ -212,6 +218,18 @@ def test_what_models_in_parts_cannot_have(what: str, place: Path, capsys: pytest
     assert not (place / "refused").exists()
 
 
+@pytest.mark.promise("`--new-tokens` says how many tokens are written at most, 128 by default, and batches are of 1, 4")
+def test_default_sizes_and_limits_of_what_is_written(place: Path, tmp_path: Path) -> None:
+    request = partial(ConversionRequest, model=str(place / "t5"), output=tmp_path / "out", backends=("onnxruntime",))
+    assert conversion_inputs(request(), "out").batch == (1, 4, 8)
+    t5, whisper = transformers.T5Config(), transformers.WhisperConfig(max_target_positions=100)
+    assert most_tokens(request(), t5) == 128
+    assert most_tokens(request(), whisper) == 92
+    assert most_tokens(request(new_tokens=300), t5) == 300
+    with pytest.raises(TaskError, match=r"--new-tokens 93: the decoder has 100 positions, .*; give 92 or less"):
+        most_tokens(request(new_tokens=93), whisper)
+
+
 def test_a_run_refuses_a_model_in_parts(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = {"name": "text-pairs", "path": str(place / "pairs.csv")}
     config = {
@@ -237,6 +255,7 @@ def test_speech_is_converted_in_float_and_written_as_by_transformers(
     assert loaded.config["parts"][WITH_PAST]["inputs"][0]["shape"] == ["batch", 1]
 
 
+@pytest.mark.promise("With `--backend auto` the engines of the backend that writes it the fastest are kept")
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["openvino", "auto"])
 def test_beams_are_searched_with_engines(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

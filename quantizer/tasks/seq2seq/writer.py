@@ -61,7 +61,7 @@ def in_parts(model: Any, parts: Mapping[str, PartRun]) -> Any:
 
 
 class _InParts:
-    """What a class of transformers does by the parts of its model."""
+    """The base of classes of transformers whose models run by their parts."""
 
     parts: Mapping[str, PartRun]
 

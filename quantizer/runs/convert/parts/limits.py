@@ -1,4 +1,4 @@
-"""What a conversion of a model in parts takes of a request, and how many tokens its engines write."""
+"""The limits of a conversion of a model in parts: what a request may ask for, and how many tokens are written."""
 
 from __future__ import annotations
 

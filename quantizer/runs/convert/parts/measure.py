@@ -1,4 +1,4 @@
-"""What the engines of a model in parts write beside the float model, and how long it takes."""
+"""The texts of engines of a model in parts beside those of the float model, and how long they take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batches of a model in parts: what calibrates it, and what each part reads at a shape.
+"""The batches of a model in parts: those that calibrate it, and the inputs of each part at a shape.
 
 Shapes: B rows, S tokens.
 """
@@ -28,7 +28,7 @@ __all__ = ["PartBatches", "calibration_batches", "part_batches"]
 
 @dataclass(frozen=True)
 class PartBatches:
-    """What is read at one shape.
+    """The inputs of all parts at one shape.
 
     Attributes:
         read: the batch of the encoder, which is that of the whole model.

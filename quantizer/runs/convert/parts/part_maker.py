@@ -54,7 +54,7 @@ _EXAMPLE_STEPS = 4
 """Tokens that are written for a check and for an export."""
 
 GENERATED = "generated"
-"""What stands for the whole in the place of a part."""
+"""The name for the whole in the place of a part."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class PartMaker:
 
     @cached_property
     def checked_on(self) -> list[PartBatches]:
-        """What the parts read at each shape."""
+        """The inputs of the parts at each shape."""
         steps = max(2, min(_STEPS, self.tokens))
         inputs = self.context.task.inputs
         reads = [inputs.filled(self._samples, *shape) for shape in self.facts.shapes]
@@ -131,7 +131,7 @@ class PartMaker:
 
     @cached_property
     def example(self) -> PartBatches:
-        """What the parts read for an export."""
+        """The inputs of the parts for an export."""
         return part_batches(self.context.model, self.parts, self.context.task.example(), _EXAMPLE_STEPS)
 
     def variant(self, name: str) -> Variant:
