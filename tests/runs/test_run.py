@@ -654,7 +654,7 @@ def test_a_signal_to_end_leaves_nothing(place: Place, tmp_path: Path, number: in
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            # A slow machine is told how long it has to go: "[4] export, about 25 s".
+            # A slow machine is told how long it has to go: "[4/12] export, about 25 s".
             if line.rstrip().partition(",")[0].endswith("] export"):
                 process.send_signal(number)
                 break

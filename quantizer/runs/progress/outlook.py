@@ -17,8 +17,9 @@ _MINUTE = 60
 class Outlook:
     """The stages ahead of a command.
 
-    Stages may be left out, or come again as a search goes on, so that nobody knows the number of all of them. What a
-    stage takes is told by an earlier run of the same command, or by itself where it comes again; nothing else tells it.
+    Stages may be left out, which skips their numbers, or come again as a search goes on, under the number that was
+    reached: the number of all of them stays. What a stage takes is told by an earlier run of the same command, or by
+    itself where it comes again; nothing else tells it.
 
     Args:
         stages: the names of the stages, in order; empty: not known, and stages have no numbers.
@@ -27,15 +28,13 @@ class Outlook:
 
     def __init__(self, stages: Sequence[str] = (), earlier: Iterable[Stage] = ()) -> None:
         self._ahead = list(stages)
-        self._numbered = bool(stages)
-        self._begun = 0
+        self._count = len(self._ahead)
         self._seconds: dict[str, deque[float]] = {}
         for stage in earlier:
             self._seconds.setdefault(stage.name, deque()).append(stage.seconds)
 
     def begin(self, name: str) -> None:
         """Begin a stage; those that were to come before it are left out."""
-        self._begun += 1
         self._started = time.perf_counter()
         if name in self._ahead:
             del self._ahead[: self._ahead.index(name) + 1]
@@ -54,8 +53,9 @@ class Outlook:
 
     @property
     def head(self) -> str:
-        """Number and name of the stage: ``[4] export``."""
-        return f"[{self._begun}] {self._name}" if self._numbered else self._name
+        """Number and name of the stage: ``[4/12] export``."""
+        number = max(self._count - len(self._ahead), 1)
+        return f"[{number}/{self._count}] {self._name}" if self._count else self._name
 
     @property
     def elapsed(self) -> float:
@@ -73,7 +73,7 @@ class Outlook:
 
         Where only some of the stages have a time, it is the least that is left.
         """
-        if not self._numbered:
+        if not self._count:
             return ""
         ahead = [self._next(name) for name in self._ahead]
         current = None if self._expected is None else max(self._expected - self.elapsed, 0)

@@ -18,11 +18,11 @@ EARLIER = [Stage(name="load", seconds=4.0), Stage(name="export", seconds=24.0), 
 def test_stages_are_numbered_and_have_the_times_of_an_earlier_run() -> None:
     outlook = Outlook(["load", "export", "measure"], EARLIER)
     outlook.begin("load")
-    assert outlook.head == "[1] load"
+    assert outlook.head == "[1/3] load"
     assert outlook.left == "1 min left in all"
     outlook.end()
     outlook.begin("export")
-    assert (outlook.head, outlook.expected) == ("[2] export", 24.0)
+    assert (outlook.head, outlook.expected) == ("[2/3] export", 24.0)
     assert outlook.left == "55 s left in all"
 
 
@@ -33,7 +33,7 @@ def test_stages_may_be_left_out_or_come_again() -> None:
         outlook.begin(name)
         heads.append(outlook.head)
         outlook.end()
-    assert heads == ["[1] load", "[2] export", "[3] search", "[4] export", "[5] measure"]
+    assert heads == ["[1/4] load", "[3/4] export", "[3/4] search", "[3/4] export", "[4/4] measure"]
 
 
 def test_nothing_is_told_where_nothing_is_known() -> None:

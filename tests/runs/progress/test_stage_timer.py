@@ -35,7 +35,7 @@ def _stages(console: Console) -> StageTimer:
 def test_a_log_has_plain_lines_without_cursor_codes() -> None:
     console, stream = _console()
     timer = _stages(console)
-    assert stream.getvalue().splitlines() == ["[1] load", "  a line", "[2] export"]
+    assert stream.getvalue().splitlines() == ["[1/2] load", "  a line", "[2/2] export"]
     assert [(stage.name, stage.inside) for stage in timer.done] == [
         ("inside", "load"),
         ("load", None),
@@ -56,8 +56,8 @@ def test_a_terminal_keeps_a_line_for_each_stage() -> None:
     console, stream = _console(terminal=True)
     _stages(console)
     kept = stream.getvalue()
-    assert "[1] load: 0.0 s" in kept
-    assert "[2] export: 0 s" in kept
+    assert "[1/2] load: 0.0 s" in kept
+    assert "[2/2] export: 0 s" in kept
     # What is drawn anew is removed in the end, and the cursor is there again.
     assert kept.count("\x1b[?25l") == kept.count("\x1b[?25h") == 2
 
@@ -106,7 +106,7 @@ def test_ctrl_c_ends_a_stage_at_once(terminal: bool) -> None:
     # The next stage is no stage inside it.
     with timer("export"):
         pass
-    assert "[2] export" in stream.getvalue()
+    assert "[2/2] export" in stream.getvalue()
 
 
 class _Gone(io.StringIO):
