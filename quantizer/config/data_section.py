@@ -99,7 +99,8 @@ class ModelConfig(Section):
     metric: FunctionName | None = Field(
         default=None,
         description="Function that takes the module of a function, or an engine that is called as it is, and returns a "
-        "number, of which more is better: 'my_pkg.data:score'; null: the outputs alone are compared.",
+        "number, of which more is better, or one for each row: 'my_pkg.data:score'; null: the outputs alone are "
+        "compared.",
     )
 
     # The last field, since it reads the others, and is checked where one of these is wrong, too.

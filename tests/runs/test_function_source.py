@@ -167,7 +167,7 @@ def test_a_run_of_functions(capsys: pytest.CaptureFixture[str]) -> None:
     save_file(weights, "w.safetensors")
     assert main(["run", "run.yaml", "model.weights=w.safetensors", "--output", "out"]) == 0
     said, record = capsys.readouterr().out, _record()
-    assert "[2] " in said
+    assert "[2/14] " in said
     assert "verdict " in said
     assert str(Path("out/model.engine").absolute()) in said.replace("\n", "")
     assert [score.which for score in record.scores] == ["float", "proxy", "engine"]
@@ -287,7 +287,7 @@ def test_validate_and_inspect(capsys: pytest.CaptureFixture[str]) -> None:
             "my_pkg.data:broken(): the calibration data failed after 1 batch, with OSErr",
         ),
         ({"inputs": "my_pkg.data:small"}, "my_pkg.nets:build: forward() failed, with RuntimeError: "),
-        ({"metric": "my_pkg.data:word"}, "the score of the float is 'good'; expected a finite number"),
+        ({"metric": "my_pkg.data:word"}, "word() returned a str; expected a number, or one for each row"),
         ({"metric": "my_pkg.data:silent"}, "silent() returned a NoneType; expected a number"),
         ({"metric": "my_pkg.data:endless"}, "the score of the float is nan; expected a finite number"),
         ({"metric": "my_pkg.data:raises"}, "my_pkg.data:raises() failed, with KeyError: 'label' ("),

@@ -1,14 +1,22 @@
-"""Scores by a function that somebody gave: it takes the model, or what stands for it, and returns a number."""
+"""Scores by a function that somebody gave: it takes the model, or what stands for it.
+
+It returns a number, or one for each row that it scored: the score is then their mean, and the rows tell how far chance
+may move its difference to the float model.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
 from torch import nn
 
 from quantizer.engines import Engine
@@ -17,18 +25,33 @@ from quantizer.report import Score
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.engine_module import EngineModule
+from quantizer.tasks.metrics import paired_interval
+from quantizer.tasks.metrics import resampled_scores
 
 __all__ = ["FunctionMetric", "FunctionScorer", "ScoreFunction"]
 
-ScoreFunction: TypeAlias = Callable[[nn.Module], float]
-"""A function that takes a module and returns its score."""
+ScoreFunction: TypeAlias = Callable[[nn.Module], Any]
+"""A function that takes a module and returns its score, or those of rows [N] in a fixed order."""
+
+
+@dataclass(frozen=True)
+class FunctionScore:
+    """What a function said of a model.
+
+    Attributes:
+        value: the score.
+        rows: the scores of the rows [N], of which it is the mean; None: the function tells none.
+    """
+
+    value: float
+    rows: npt.NDArray[np.float64] | None = None
 
 
 class FunctionMetric:
     """A function as the metric of a search.
 
     Args:
-        function: takes a module and returns its score.
+        function: takes a module and returns its score, or those of rows.
         higher_is_better: whether a higher score is better.
     """
 
@@ -40,23 +63,33 @@ class FunctionMetric:
         self.name = "score" if name == "<lambda>" else name
 
     def __call__(self, model: nn.Module, which: str = "quantized model") -> float:
-        """Return the score of a model.
+        """Return the score of a model; see ``told``."""
+        return self.told(model, which).value
+
+    def told(self, model: nn.Module, which: str) -> FunctionScore:
+        """Return what the function says of a model.
 
         Args:
             model: the model.
             which: what it is, in words.
 
         Raises:
-            TaskError: the function returns no finite number.
+            TaskError: the function returns no finite number, and no row of them.
         """
         given = self.__wrapped__(model)
+        wanted = "expected a number, or one for each row"
         try:
-            score = float("nan" if isinstance(given, str) else given)
+            values = np.asarray(given.detach().double().cpu() if isinstance(given, Tensor) else given)
+            if values.dtype.kind not in "bfiu":
+                raise TypeError("it is no number")
         except (TypeError, ValueError, RuntimeError) as error:
-            raise TaskError(f"{self.name}() returned a {type(given).__name__}; expected a number") from error
-        if not math.isfinite(score):
+            raise TaskError(f"{self.name}() returned a {type(given).__name__}; {wanted}") from error
+        if not values.size or (values.ndim > 1 and values.size > 1):
+            raise TaskError(f"{self.name}() returned values of the shape {list(values.shape)}; {wanted}")
+        values = values.astype(np.float64)
+        if not np.isfinite(values).all():
             raise TaskError(f"the score of the {which} is {given!r}; expected a finite number")
-        return score
+        return FunctionScore(float(values.mean()), values if values.size > 1 else None)
 
 
 class FunctionScorer:
@@ -64,9 +97,10 @@ class FunctionScorer:
 
     Args:
         context: the float model.
-        function: takes a module and returns its score; None: nothing is scored.
+        function: takes a module and returns its score, or those of rows; None: nothing is scored.
         call: how the float model is called, and what it returns.
         higher_is_better: whether a higher score is better.
+        resamples: the resamples behind an interval, where the function tells the scores of rows.
     """
 
     def __init__(
@@ -76,11 +110,13 @@ class FunctionScorer:
         call: CallForm,
         *,
         higher_is_better: bool,
+        resamples: int = 1000,
     ) -> None:
         self._context = context
+        self._resamples = resamples
         self._metric = None if function is None else FunctionMetric(function, higher_is_better=higher_is_better)
         self.call = call
-        self._known: WeakKeyDictionary[nn.Module | Engine, float] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[nn.Module | Engine, FunctionScore] = WeakKeyDictionary()
 
     @property
     def metric(self) -> FunctionMetric:
@@ -90,7 +126,7 @@ class FunctionScorer:
 
     def for_run(self, context: RunContext, resamples: int, folder: Path) -> FunctionScorer:
         """Return a scorer for another run on the same model, which knows the scores of this one."""
-        other = FunctionScorer(context, None, self.call, higher_is_better=True)
+        other = FunctionScorer(context, None, self.call, higher_is_better=True, resamples=resamples)
         other._metric, other._known = self._metric, self._known
         return other
 
@@ -98,7 +134,7 @@ class FunctionScorer:
         """Return the score of an engine less that of the float model; None without a function or an engine."""
         if self._metric is None or engine is None:
             return None
-        return self._score(which, engine) - self._score("float", self._context.model)
+        return self._score(which, engine).value - self._score("float", self._context.model).value
 
     def take(self, forms: Mapping[str, nn.Module | Engine]) -> None:
         """Score models and engines now."""
@@ -111,20 +147,41 @@ class FunctionScorer:
             return ()
         base = self._score("float", self._context.model)
         told = {"float": base, **{name: self._score(name, form) for name, form in forms.items()}}
-        return tuple(
-            Score(
-                which=name,
-                value=value,
-                metric=self.metric.name,
-                difference=None if name == "float" else value - base,
-                higher_is_better=self.metric.higher_is_better,
-            )
-            for name, value in told.items()
+        return tuple(self._record(name, score, base) for name, score in told.items())
+
+    def _record(self, which: str, score: FunctionScore, base: FunctionScore) -> Score:
+        interval = None
+        if which != "float" and score.rows is not None and base.rows is not None:
+            first, second = (resampled_scores(_mean, one, one, self._resamples) for one in (base.rows, score.rows))
+            interval = paired_interval(first, second)
+        return Score(
+            which=which,
+            value=score.value,
+            metric=self.metric.name,
+            difference=None if which == "float" else score.value - base.value,
+            interval=interval,
+            rows=None if score.rows is None else len(score.rows),
+            higher_is_better=self.metric.higher_is_better,
         )
 
-    def _score(self, which: str, form: nn.Module | Engine) -> float:
+    def _score(self, which: str, form: nn.Module | Engine) -> FunctionScore:
         if form not in self._known:
             model = form if isinstance(form, nn.Module) else EngineModule(form, self.call)
             with self._context.timer(f"score the {which}"):
-                self._known[form] = self.metric(model, which)
+                told = self.metric.told(model, which)
+            base = told if form is self._context.model else self._score("float", self._context.model)
+            if _count(told) != _count(base):
+                raise TaskError(
+                    f"{self.metric.name}() returned {_count(told)} for the {which}, and {_count(base)} for the float "
+                    "model; expected the same rows for both"
+                )
+            self._known[form] = told
         return self._known[form]
+
+
+def _mean(scores: npt.NDArray[Any], _: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return np.asarray(scores.mean(axis=-1))
+
+
+def _count(score: FunctionScore) -> str:
+    return "a number" if score.rows is None else f"scores of {len(score.rows)} rows"

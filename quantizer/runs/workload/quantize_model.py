@@ -6,7 +6,6 @@ import copy
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,7 @@ from quantizer.runs.run import carry_out
 from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.batch_shapes import fitted
 from quantizer.runs.workload.function_scorer import FunctionScorer
+from quantizer.runs.workload.function_scorer import ScoreFunction
 from quantizer.runs.workload.module_workload import module_batches
 from quantizer.runs.workload.module_workload import module_workload
 from quantizer.runs.workload.module_workload import output_of
@@ -54,7 +54,7 @@ def quantize_model(
     model: nn.Module | str | os.PathLike[str],
     data: Any,
     *,
-    score: Callable[[nn.Module], float] | None = None,
+    score: ScoreFunction | None = None,
     higher_is_better: bool = True,
     rows: int | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | QuantizerConfig | None = None,
@@ -75,7 +75,8 @@ def quantize_model(
         data: what to calibrate on, 128 rows or more of what the model will see: a loader or another iterable of
             batches, with labels or without, a ``Dataset``, a tensor or an array, as ``Quantizer.calibrate`` takes it.
             The rows of a batch lie along axis 0.
-        score: takes the model, or a module that runs an engine and is called as the model is, and returns its score;
+        score: takes the model, or a module that runs an engine and is called as the model is, and returns its score, or
+            those of its rows [N], always the same ones in one order: the score is their mean, and has an interval.
             None: the outputs alone are compared.
         higher_is_better: whether a higher score is better.
         rows: how many rows of the data are read; None: all, and at most 4,096 of a loader that states no length.
