@@ -173,7 +173,7 @@ CASES = (
         task="depth-estimation",
         model="GLPN of 4 blocks",
         source=random_checkpoints.depth,
-        calibration=_MASKS,
+        calibration=_IMAGES,
         real=False,
         shape=(4, 0),
     ),

@@ -36,7 +36,7 @@ ScoreFunction: TypeAlias = Callable[[nn.Module], Any]
 
 @dataclass(frozen=True)
 class FunctionScore:
-    """What a function said of a model.
+    """Score that a function gave a model.
 
     Attributes:
         value: the score.
