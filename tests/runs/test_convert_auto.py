@@ -42,6 +42,7 @@ from quantizer.runs.convert import measure  # noqa: E402
 from quantizer.runs.convert import request  # noqa: E402
 from quantizer.runs.convert.engine_maker import EngineMaker  # noqa: E402
 from quantizer.runs.convert.engine_maker import Made  # noqa: E402
+from quantizer.runs.saved import kept_engines  # noqa: E402
 from quantizer.sensitivity import Fallback  # noqa: E402
 from quantizer.sensitivity import operands_of  # noqa: E402
 
@@ -131,7 +132,7 @@ def test_the_fastest_is_kept(convert: Callable[..., tuple[int, str]], place: Pat
 def test_float_is_delivered_where_it_is_faster(
     convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = maker.tried_build
+    build = kept_engines.tried_build
 
     def tried(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
         if engine.parent.name == f"{OPENVINO}-int8":
@@ -139,7 +140,7 @@ def test_float_is_delivered_where_it_is_faster(
             raise EngineError("building it crashed")
         return build(name, onnx, engine, *more, **options)
 
-    monkeypatch.setattr(maker, "tried_build", tried)
+    monkeypatch.setattr(kept_engines, "tried_build", tried)
     code, said = convert({**TIMES, f"{ONNXRUNTIME} int8": 8.0}, "--backend", "auto", OPENVINO, ONNXRUNTIME)
     assert code == 0, said
     choice = _read("out/conversion.json")["choice"]
@@ -162,7 +163,7 @@ def test_all_fail(convert: Callable[..., tuple[int, str]], monkeypatch: pytest.M
     def crash(*_: Any, **__: Any) -> BuildResult:
         raise EngineError("building it crashed")
 
-    monkeypatch.setattr(maker, "tried_build", crash)
+    monkeypatch.setattr(kept_engines, "tried_build", crash)
     monkeypatch.setattr(maker, "export_onnx", lambda _, path, *__, **___: path)
     monkeypatch.setattr(Quantizer, "export", lambda _, __, path, ___: path)
     code, said = convert(TIMES)
@@ -246,7 +247,7 @@ def _wrong(onnx: Path) -> None:
 def test_one_that_fails_is_a_row_and_leaves_nothing(
     how: str, reason: str, convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built, loaded = maker.tried_build, maker.load_engine
+    built, loaded = kept_engines.tried_build, maker.load_engine
     timing: list[str] = []
 
     def tried(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
@@ -267,7 +268,7 @@ def test_one_that_fails_is_a_row_and_leaves_nothing(
         timing.append("begun")
         return measure.measure_latency(*given)
 
-    monkeypatch.setattr(maker, "tried_build", tried)
+    monkeypatch.setattr(kept_engines, "tried_build", tried)
     monkeypatch.setattr(maker, "load_engine", load)
     monkeypatch.setattr(choose, "measure_latency", latency)
     # Without prices: the engine under test is called by the choice alone.
@@ -359,13 +360,13 @@ def test_torch_competes_on_its_eager_road(
     convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     roads: dict[str, bool | None] = {}
-    built = maker.tried_build
+    built = kept_engines.tried_build
 
     def tried(name: str, onnx: Path, engine: Path, options: BuildOptions, **more: Any) -> BuildResult:
         roads[engine.stem] = options.compiled
         return built(name, onnx, engine, options, **more)
 
-    monkeypatch.setattr(maker, "tried_build", tried)
+    monkeypatch.setattr(kept_engines, "tried_build", tried)
     monkeypatch.setattr(EngineMaker, "_prices", lambda *_: None)
     code, said = convert({f"{TORCH} float32": 5.0, f"{TORCH} int8": 2.0})
     assert code == 0, said
