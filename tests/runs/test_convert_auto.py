@@ -159,6 +159,37 @@ def test_float_is_delivered_where_it_is_faster(
         load_converted(f"out/{OPENVINO}")
 
 
+@pytest.mark.promise("the same command goes on with the engines that are built, which are kept in `OUT.engines`")
+def test_a_stopped_conversion_goes_on(convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    build = kept_engines.tried_build
+    built: list[str] = []
+
+    def tried(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
+        if len(built) == 2:
+            raise KeyboardInterrupt
+        built.append(f"{name} {engine.parent.name}")
+        return build(name, onnx, engine, *more, **options)
+
+    monkeypatch.setattr(kept_engines, "tried_build", tried)
+    times = {name: value for name, value in TIMES.items() if name != f"{OPENVINO} int8"}
+    code, said = convert(times)
+    assert code == 130
+    assert "the engines are kept in " in said
+    assert [path.name for path in Path.cwd().iterdir()] == ["out.engines"]
+    (first, second), built[:] = tuple(built), []
+    code, said = convert(times)
+    assert code == 0, said
+    # Of the three candidates one was left.
+    assert len(built) == 1
+    assert built[0] not in (first, second)
+    assert not Path("out.engines").exists()
+    assert {one["verdict"].partition(":")[0] for one in _read("out/conversion.json")["choice"]["candidates"]} == {
+        "chosen",
+        "2.50x the time",
+        "2.00x the time",
+    }
+
+
 def test_all_fail(convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(*_: Any, **__: Any) -> BuildResult:
         raise EngineError("building it crashed")
