@@ -159,5 +159,8 @@ def _speed(record: RunRecord) -> list[tuple[str, str]]:
         return []
     ratio, told = entry.ratio_to_float, reference_words(record.latency)
     if ratio < 1:
-        return [(LOOK, f"INT8 is no faster than float here, {ratio:.2f}x as fast as {told}: deploy float.engine")]
+        # A conversion, whose record has no such section, delivers no float engine beside the quantized one.
+        run = "report" in record.config or not record.config
+        deploy = "deploy float.engine" if run else "convert without --quantization"
+        return [(LOOK, f"INT8 is no faster than float here, {ratio:.2f}x as fast as {told}: {deploy}")]
     return [(USABLE, f"{ratio:.2f}x as fast as {told}")]

@@ -25,7 +25,6 @@ from quantizer.engines import medians
 from quantizer.engines.candidates import Variant
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.engines.candidates import cpu_variants
-from quantizer.engines.measure.trial import tried_build
 from quantizer.errors import EngineError
 from quantizer.quantizer import Quantizer
 from quantizer.report.candidate_record import Candidate
@@ -49,6 +48,7 @@ from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import engine_inputs
 from quantizer.runs.run_engines import RunEngines
 from quantizer.runs.run_engines import export_float
+from quantizer.runs.saved.kept_engines import KeptEngines
 from quantizer.runs.workload.workload import Scorer
 from quantizer.targets import AUTO
 from quantizer.tasks import Batch
@@ -123,6 +123,7 @@ def pick_backend(
     rows: list[Row],
     folder: Path,
     among: Sequence[str],
+    kept: KeptEngines,
 ) -> Picked:
     """Return the backend with the fastest engine, and what was tried.
 
@@ -137,6 +138,7 @@ def pick_backend(
         rows: what engines run on while their outputs are compared and they are timed.
         folder: the folder of the run.
         among: the backends to choose from; empty: all that ``auto`` tries.
+        kept: builds the engines, but those that a run before this one has built until it was stopped.
 
     Raises:
         EngineError: nothing is right and runs here, or only engines in float.
@@ -154,7 +156,7 @@ def pick_backend(
         named=bool(among),
     )
     with tempfile.TemporaryDirectory(dir=folder) as scratch, context.timer("choose the engine"):
-        maker = _Maker(context, config, quantizer, scoring, batch, Path(scratch))
+        maker = _Maker(context, config, quantizer, scoring, batch, Path(scratch), kept)
         tried, out = maker.all(variants)
         engines = {name: one.engine for name, one in tried.items()}
         times, broken = timed(engines, partial(_latency, batch), partial(_called, batch)) if engines else ({}, {})
@@ -192,6 +194,7 @@ class _Maker:
         scoring: Scorer,
         batch: Batch,
         folder: Path,
+        kept: KeptEngines,
     ) -> None:
         self.quantizers = {(calibrated.config.backend, False): calibrated}
         self._context = context
@@ -200,6 +203,7 @@ class _Maker:
         self._scoring = scoring
         self._batch = batch
         self._folder = folder
+        self._kept = kept
         self._frozen: dict[tuple[str, bool], nn.Module] = {}
 
     def all(self, variants: Sequence[Variant]) -> tuple[dict[str, _Tried], list[Candidate]]:
@@ -236,7 +240,7 @@ class _Maker:
         options = replace(build_options(config), inference_precision=variant.precision, compiled=variant.compiled)
         size = {"batch": report.latency_batch, "sequence": report.latency_sequence}
         path = self._folder / f"{variant.file_name}.engine"
-        built = tried_build(name, onnx, path, options, threads=threads, **size)
+        built = self._kept.build(name, onnx, path, options, threads=threads, **size)
         engine = load_engine(name, built.path, threads=threads)
         plain = reference_outputs(self._context.model, [self._batch], engine.output_names)
         expected = plain if proxy is None else reference_outputs(proxy, [self._batch], engine.output_names)
@@ -246,7 +250,7 @@ class _Maker:
         found = replace(
             candidate,
             sqnr_db=min(far, default=None),
-            score_difference=self._scoring.difference(variant.name, engine),
+            score_difference=self._kept.difference(built.path, partial(self._scoring.difference, variant.name, engine)),
         )
         return _Tried(variant, found, onnx, built, engine)
 

@@ -22,6 +22,7 @@ from quantizer.config import AmpConfig
 from quantizer.config import QuantizerConfig
 from quantizer.config import RunConfig
 from quantizer.config import dump_yaml
+from quantizer.config.data_section import MODULE
 from quantizer.config.feasibility import check_run
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
@@ -68,6 +69,7 @@ from quantizer.runs.run_context import sizes_of
 from quantizer.runs.run_engines import RunEngines
 from quantizer.runs.run_engines import nearest_form
 from quantizer.runs.run_reports import write_reports
+from quantizer.runs.saved.kept_engines import KeptEngines
 from quantizer.runs.search import causes_of
 from quantizer.runs.search import measure_sensitivity
 from quantizer.runs.search import search_fallback
@@ -129,7 +131,9 @@ def carry_out(config: RunConfig, folder: Path, force: bool, console: Console, lo
     require_sole_writer(folder)
     record: list[RunRecord] = []
     searches = config.fallback is not None and config.fallback.max_drop is not None
-    with resume_files(folder, searches=searches, trains=config.qat is not None) as kept:
+    # What is given in Python is written to a folder that an interrupt removes.
+    keeps = among is not None and config.model.task != MODULE
+    with resume_files(folder, searches=searches, trains=config.qat is not None, chooses=keeps) as kept:
 
         def fill(target: Path) -> None:
             timer = StageTimer(console, run_outlook(config, folder, chooses=among is not None))
@@ -173,9 +177,9 @@ class _Run:
         batches = self._calibrate(quantizer)
         engines = RunEngines(self.context, self.config, self.target)
         if among is not None:
-            picked = pick_backend(
-                self.context, self.config, quantizer, self.scoring, self.rows.evaluation, self.target, among
-            )
+            kept = KeptEngines(self.context.resume.engines, self.work.scored_rows)
+            rows = self.rows.evaluation
+            picked = pick_backend(self.context, self.config, quantizer, self.scoring, rows, self.target, among, kept)
             self.config, quantizer, self.choice = picked.config, picked.quantizer, picked.choice
             (self.target / "config.yaml").write_text(dump_yaml(self.config), encoding="utf-8")
             engines = picked.engines

@@ -34,6 +34,8 @@ from quantizer.report import Score
 from quantizer.report import SizeEntry
 from quantizer.report import size_entries
 from quantizer.runs.progress.stage_timer import StageTimer
+from quantizer.runs.saved.kept_engines import check_engines
+from quantizer.runs.saved.kept_engines import remove_engines
 from quantizer.runs.workload.float_engines import FloatEngines
 from quantizer.sensitivity.score_cache import check_scores
 from quantizer.tasks import Batch
@@ -116,16 +118,24 @@ class ResumeFiles:
         scores: the file with the scores of a search.
         training: the folder with the checkpoints of a training.
         times: the file with the times of engines, which stays, for a run that repeats this one.
+        engines: the folder with the engines of a choice; None: none is kept.
     """
 
     scores: Path
     training: Path
     times: Path
+    engines: Path | None = None
 
 
 @contextmanager
-def resume_files(folder: Path, *, searches: bool, trains: bool) -> Iterator[ResumeFiles]:
-    """Yield the files from which the same command resumes a search or a training, and remove them after the block.
+def resume_files(folder: Path, *, searches: bool, trains: bool, chooses: bool = False) -> Iterator[ResumeFiles]:
+    """Yield the files from which the same command resumes, and remove them after the block.
+
+    Args:
+        folder: the folder that is written.
+        searches: whether there is a search, whose scores are kept.
+        trains: whether there is a training, whose checkpoints are.
+        chooses: whether there is a choice of an engine. Engines are kept after an interrupt alone.
 
     Raises:
         QuantizerError: a file there was not written by this tool, or nothing can be written there.
@@ -134,14 +144,18 @@ def resume_files(folder: Path, *, searches: bool, trains: bool) -> Iterator[Resu
         scores=folder.with_name(f"{folder.name}.search.json"),
         training=folder.with_name(f"{folder.name}.training"),
         times=folder.with_name(f"{folder.name}.times.json"),
+        engines=folder.with_name(f"{folder.name}.engines") if chooses else None,
     )
     used = {"scores": kept.scores} if searches else {}
     used |= {"checkpoints": kept.training} if trains else {}
+    used |= {"engines": kept.engines} if kept.engines is not None else {}
     # These raise now, and not after the calibration or the hours of a search.
     if searches:
         check_scores(kept.scores)
     if trains:
         check_checkpoints(kept.training)
+    if kept.engines is not None:
+        check_engines(kept.engines)
     try:
         yield kept
     except KeyboardInterrupt as stop:
@@ -150,11 +164,17 @@ def resume_files(folder: Path, *, searches: bool, trains: bool) -> Iterator[Resu
         if there and not stop.args:
             raise type(stop)(f"{', and '.join(there)}; the same command goes on with them") from stop
         raise
+    except BaseException:
+        if kept.engines is not None:
+            remove_engines(kept.engines)
+        raise
     with said_complete(folder):
         if searches:
             kept.scores.unlink(missing_ok=True)
         if trains:
             remove_checkpoints(kept.training)
+        if kept.engines is not None:
+            remove_engines(kept.engines)
 
 
 def rows_of(dataset: DatasetConfig | None) -> list[Row]:

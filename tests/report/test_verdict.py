@@ -168,6 +168,13 @@ def test_a_speed_up_names_what_it_is_relative_to(reference: str, words: str) -> 
     assert words in verdict_of(bare_record(outputs=(_output(),), engine=ENGINE, latency=latency)).reasons
 
 
+def test_a_conversion_has_no_float_engine_to_deploy() -> None:
+    record = bare_record(
+        outputs=(_output(),), engine=ENGINE, latency=_latency(float=2.0, engine=4.0), config={"model": {"source": "m"}}
+    )
+    assert verdict_of(record).reasons[0].endswith("as the float engine: convert without --quantization")
+
+
 def test_an_engine_that_is_no_faster() -> None:
     record = bare_record(outputs=(_output(),), engine=ENGINE, latency=_latency(float=2.0, engine=4.0))
     verdict = verdict_of(record)

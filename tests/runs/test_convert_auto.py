@@ -42,6 +42,7 @@ from quantizer.runs.convert import measure  # noqa: E402
 from quantizer.runs.convert import request  # noqa: E402
 from quantizer.runs.convert.engine_maker import EngineMaker  # noqa: E402
 from quantizer.runs.convert.engine_maker import Made  # noqa: E402
+from quantizer.runs.saved import kept_engines  # noqa: E402
 from quantizer.sensitivity import Fallback  # noqa: E402
 from quantizer.sensitivity import operands_of  # noqa: E402
 
@@ -131,7 +132,7 @@ def test_the_fastest_is_kept(convert: Callable[..., tuple[int, str]], place: Pat
 def test_float_is_delivered_where_it_is_faster(
     convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = maker.tried_build
+    build = kept_engines.tried_build
 
     def tried(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
         if engine.parent.name == f"{OPENVINO}-int8":
@@ -139,7 +140,7 @@ def test_float_is_delivered_where_it_is_faster(
             raise EngineError("building it crashed")
         return build(name, onnx, engine, *more, **options)
 
-    monkeypatch.setattr(maker, "tried_build", tried)
+    monkeypatch.setattr(kept_engines, "tried_build", tried)
     code, said = convert({**TIMES, f"{ONNXRUNTIME} int8": 8.0}, "--backend", "auto", OPENVINO, ONNXRUNTIME)
     assert code == 0, said
     choice = _read("out/conversion.json")["choice"]
@@ -158,11 +159,42 @@ def test_float_is_delivered_where_it_is_faster(
         load_converted(f"out/{OPENVINO}")
 
 
+@pytest.mark.promise("the same command goes on with the engines that are built, which are kept in `OUT.engines`")
+def test_a_stopped_conversion_goes_on(convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    build = kept_engines.tried_build
+    built: list[str] = []
+
+    def tried(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
+        if len(built) == 2:
+            raise KeyboardInterrupt
+        built.append(f"{name} {engine.parent.name}")
+        return build(name, onnx, engine, *more, **options)
+
+    monkeypatch.setattr(kept_engines, "tried_build", tried)
+    times = {name: value for name, value in TIMES.items() if name != f"{OPENVINO} int8"}
+    code, said = convert(times)
+    assert code == 130
+    assert "the engines are kept in " in said
+    assert [path.name for path in Path.cwd().iterdir()] == ["out.engines"]
+    (first, second), built[:] = tuple(built), []
+    code, said = convert(times)
+    assert code == 0, said
+    # Of the three candidates one was left.
+    assert len(built) == 1
+    assert built[0] not in (first, second)
+    assert not Path("out.engines").exists()
+    assert {one["verdict"].partition(":")[0] for one in _read("out/conversion.json")["choice"]["candidates"]} == {
+        "chosen",
+        "2.50x the time",
+        "2.00x the time",
+    }
+
+
 def test_all_fail(convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(*_: Any, **__: Any) -> BuildResult:
         raise EngineError("building it crashed")
 
-    monkeypatch.setattr(maker, "tried_build", crash)
+    monkeypatch.setattr(kept_engines, "tried_build", crash)
     monkeypatch.setattr(maker, "export_onnx", lambda _, path, *__, **___: path)
     monkeypatch.setattr(Quantizer, "export", lambda _, __, path, ___: path)
     code, said = convert(TIMES)
@@ -246,7 +278,7 @@ def _wrong(onnx: Path) -> None:
 def test_one_that_fails_is_a_row_and_leaves_nothing(
     how: str, reason: str, convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built, loaded = maker.tried_build, maker.load_engine
+    built, loaded = kept_engines.tried_build, maker.load_engine
     timing: list[str] = []
 
     def tried(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
@@ -267,7 +299,7 @@ def test_one_that_fails_is_a_row_and_leaves_nothing(
         timing.append("begun")
         return measure.measure_latency(*given)
 
-    monkeypatch.setattr(maker, "tried_build", tried)
+    monkeypatch.setattr(kept_engines, "tried_build", tried)
     monkeypatch.setattr(maker, "load_engine", load)
     monkeypatch.setattr(choose, "measure_latency", latency)
     # Without prices: the engine under test is called by the choice alone.
@@ -359,13 +391,13 @@ def test_torch_competes_on_its_eager_road(
     convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     roads: dict[str, bool | None] = {}
-    built = maker.tried_build
+    built = kept_engines.tried_build
 
     def tried(name: str, onnx: Path, engine: Path, options: BuildOptions, **more: Any) -> BuildResult:
         roads[engine.stem] = options.compiled
         return built(name, onnx, engine, options, **more)
 
-    monkeypatch.setattr(maker, "tried_build", tried)
+    monkeypatch.setattr(kept_engines, "tried_build", tried)
     monkeypatch.setattr(EngineMaker, "_prices", lambda *_: None)
     code, said = convert({f"{TORCH} float32": 5.0, f"{TORCH} int8": 2.0})
     assert code == 0, said

@@ -32,6 +32,7 @@ from quantizer.engines.candidates import cpu_variants  # noqa: E402
 from quantizer.engines.engine_file import read_engine  # noqa: E402
 from quantizer.errors import EngineError  # noqa: E402
 from quantizer.report import read_record  # noqa: E402
+from quantizer.runs.saved import kept_engines  # noqa: E402
 
 OPENVINO, ONNXRUNTIME, TORCH = sorted(cpu_candidates()[0], key=lambda name: ("torch" in name, "onnx" in name))
 TIMES = {f"{OPENVINO} float32": 4.0, f"{OPENVINO} int8": 3.0, f"{ONNXRUNTIME} float32": 5.0, f"{ONNXRUNTIME} int8": 2.0}
@@ -123,20 +124,56 @@ def test_float_wins_and_is_named_in_the_end(
 
 
 def test_only_float_is_right(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    built = pick.tried_build
+    built = kept_engines.tried_build
 
     def crash(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
         if "int8" in engine.name:
             raise EngineError("building it crashed")
         return built(name, onnx, engine, *more, **options)
 
-    monkeypatch.setattr(pick, "tried_build", crash)
+    monkeypatch.setattr(kept_engines, "tried_build", crash)
     _taking(TIMES, monkeypatch)
     assert main(["run", "tiny.yaml"]) == 1
     said = capsys.readouterr().err
     assert "no quantized engine is right and runs here: " in said
     assert f"{ONNXRUNTIME} int8: failed: building it crashed" in said
     assert not (at / "done").exists()
+
+
+@pytest.mark.promise("After Ctrl-C the same command goes on with the engines that are built and scored")
+def test_a_stopped_choice_goes_on(
+    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    built, names = kept_engines.tried_build, []
+
+    def stopped(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
+        if len(names) == 2:
+            raise KeyboardInterrupt
+        names.append(engine.name)
+        return built(name, onnx, engine, *more, **options)
+
+    monkeypatch.setattr(kept_engines, "tried_build", stopped)
+    _taking(TIMES, monkeypatch)
+    assert main(["run", "tiny.yaml"]) == 130
+    said = capsys.readouterr().err
+    assert f"the engines are kept in {at / 'done.engines'}; the same command goes on with them" in said
+    first = list(names)
+    assert len(list((at / "done.engines").glob("*.engine"))) == 2
+
+    def counted(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
+        names.append(engine.name)
+        return built(name, onnx, engine, *more, **options)
+
+    monkeypatch.setattr(kept_engines, "tried_build", counted)
+    assert main(["run", "tiny.yaml"]) == 0
+    # None is built twice.
+    assert len(names) == len(set(names)) == len(TIMES)
+    assert names[:2] == first
+    record = read_record(at / "done" / "report.json")
+    assert record.choice is not None
+    assert {one.name for one in record.choice.candidates} == set(TIMES)
+    assert all(one.score_difference is not None for one in record.choice.candidates)
+    assert not (at / "done.engines").exists()
 
 
 def test_in_a_notebook_it_is_an_engine_for_this_cpu() -> None:

@@ -89,6 +89,34 @@ def test_what_others_put_there_is_told_before_the_work(tmp_path: Path, make: Any
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def _engines(folder: Path, error: type[BaseException] | None) -> None:
+    with resume_files(folder / "out", searches=False, trains=False, chooses=True) as kept:
+        assert kept.engines is not None
+        kept.engines.mkdir(exist_ok=True)
+        (kept.engines / f"{'0' * 64}.engine").touch()
+        if error is not None:
+            raise error("stopped") if error is not KeyboardInterrupt else error
+
+
+def test_engines_are_kept_after_an_interrupt_alone(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt, match=r"the engines are kept in .*out\.engines; the same command goes on"):
+        _engines(tmp_path, KeyboardInterrupt)
+    assert _names(tmp_path) == ["out.engines"]
+    with pytest.raises(QuantizerError, match="stopped"):
+        _engines(tmp_path, QuantizerError)
+    assert not _names(tmp_path)
+    _engines(tmp_path, None)
+    assert not _names(tmp_path)
+
+
+def test_a_folder_of_others_takes_no_engines(tmp_path: Path) -> None:
+    (tmp_path / "out.engines").mkdir()
+    (tmp_path / "out.engines" / "thesis.tex").touch()
+    with pytest.raises(QuantizerError, match=r"out\.engines holds 'thesis\.tex', and engines are kept there until"):
+        _engines(tmp_path, None)
+    assert _names(tmp_path / "out.engines") == ["thesis.tex"]
+
+
 def test_a_signal_to_end_stays_one(tmp_path: Path) -> None:
     def ended() -> None:
         with resume_files(tmp_path / "out", searches=True, trains=False) as kept:

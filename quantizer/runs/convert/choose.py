@@ -111,7 +111,8 @@ class Chooser:
                 self._drop(not_built(record, hopeless))
                 return
             made = self._candidate(variant)
-            difference = self._scoring.difference(variant.name, made.engine)
+            score = partial(self._scoring.difference, variant.name, made.engine)
+            difference = self._maker.kept.difference(made.built.path, score)
         except FAILURES as error:
             self._drop(failed(record, error))
         else:

@@ -20,7 +20,6 @@ from quantizer.engines import load_engine
 from quantizer.engines import medians
 from quantizer.engines import runs_here
 from quantizer.engines.candidates import Variant
-from quantizer.engines.measure.trial import tried_build
 from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
 from quantizer.report.record import EngineCheck
@@ -43,6 +42,7 @@ from quantizer.runs.placement.price_groups import TimeCache
 from quantizer.runs.placement.price_groups import Timing
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import engine_inputs
+from quantizer.runs.saved.kept_engines import KeptEngines
 from quantizer.runs.search import measure_sensitivity
 from quantizer.runs.search import search_fallback
 from quantizer.runs.task_metric import TaskMetric
@@ -95,6 +95,9 @@ class EngineMaker:
         checked_on: the batches of the output check, one for each shape.
         tuning: the labelled rows for ``max_drop``.
         scratch: a folder for files that are not kept.
+
+    Attributes:
+        kept: builds the engines of a choice, and keeps them for a conversion that goes on after this one is stopped.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class EngineMaker:
         self.tuning = tuning
         self.scratch = scratch
         self.stage = context.timer
+        self.kept = KeptEngines(None, None)
         self._plain: dict[Variant, Made] = {}
         self._outputs: WeakKeyDictionary[nn.Module, list[Reference]] = WeakKeyDictionary()
 
@@ -290,7 +294,7 @@ class EngineMaker:
             # Where others can take its place, a candidate may crash or hang.
             sequence = 16 if self.facts.sequence is None else self.facts.sequence[0]
             batch, threads = self.facts.batch[0], self.asked.threads
-            return tried_build(name, onnx, engine, options, threads=threads, batch=batch, sequence=sequence)
+            return self.kept.build(name, onnx, engine, options, threads=threads, batch=batch, sequence=sequence)
 
     def _loaded(self, built: BuildResult, variant: Variant) -> Engine | None:
         name = variant.backend

@@ -66,10 +66,12 @@ from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import load_context
 from quantizer.runs.run_context import resume_files
+from quantizer.runs.saved.kept_engines import KeptEngines
 from quantizer.runs.scoring import Scoring
 from quantizer.targets import profile
 from quantizer.tasks import save_processor
 from quantizer.tasks import tasks
+from quantizer.tasks.datasets.rows import content_of
 
 __all__ = ["convert"]
 
@@ -92,7 +94,8 @@ def convert(asked: ConversionRequest, console: Console) -> Path:
     if tasks[facts.task].in_parts:
         return convert_parts(asked, facts, data, folder, console)
     made: list[_Done] = []
-    with resume_files(folder, searches=asked.max_drop is not None, trains=False) as kept:
+    searches = asked.max_drop is not None
+    with resume_files(folder, searches=searches, trains=False, chooses=asked.chooses) as kept:
         write_folder(
             folder,
             lambda target: made.append(_Run(asked, facts, data, target, kept, console, folder).run()),
@@ -250,6 +253,7 @@ class _Run:
         if self.asked.quantization:
             # What is wrong with the data is no fault of a candidate.
             self._quantizer(self.asked.backends[0])
+        maker.kept = KeptEngines(self.context.resume.engines, content_of(self.evaluation))
         chooser = Chooser(maker, self.scoring, self._quantizer_of)
         chosen = chooser.choose()
         kept, folder = chosen.made, self.target / chosen.made.variant.backend

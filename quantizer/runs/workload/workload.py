@@ -29,6 +29,7 @@ from quantizer.runs.workload.calibrations import Calibrations
 from quantizer.runs.workload.function_scorer import FunctionScorer
 from quantizer.tasks import Batch
 from quantizer.tasks import Row
+from quantizer.tasks.datasets.rows import content_of
 
 __all__ = ["Load", "Scorer", "Workload"]
 
@@ -76,6 +77,13 @@ class Workload:
     metric: Callable[[Sequence[Row]], Metric]
     fit: Callable[[RunConfig], RunConfig] = _as_it_is
     calibrations: Calibrations | None = None
+
+    @property
+    def scored_rows(self) -> str | None:
+        """A hash of the rows that a score depends on; None: a function scores, of whose rows nothing is known."""
+        if isinstance(self.scorer, FunctionScorer):
+            return None
+        return content_of([*self.rows.head, *self.rows.evaluation])
 
     def budget(self, asked: float | None, *, checked: bool) -> EngineBudget:
         """Return the budget of the engine; see ``EngineBudget``."""
