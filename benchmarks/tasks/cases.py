@@ -10,11 +10,13 @@ from typing import Any
 import checkpoints
 from common import MINILM
 from common import SHARED
+from spoken import spoken
 from task_data import animals_csv
 from task_data import made_masks
 from task_data import made_texts
 from task_data import squad
 from task_data import wikitext
+from whisper_base import whisper_base
 
 __all__ = ["CASES", "Case"]
 
@@ -47,6 +49,7 @@ class Case:
         max_length: tokens of a row.
         shape: of the latency: rows in a batch, and tokens.
         convertible: whether ``convert`` takes the task.
+        runnable: whether ``run`` takes it.
     """
 
     task: str
@@ -59,6 +62,7 @@ class Case:
     max_length: int = 128
     shape: tuple[int, int] = (8, 128)
     convertible: bool = True
+    runnable: bool = True
 
 
 _MASKS = _made("image-masks", made_masks)
@@ -125,6 +129,15 @@ CASES = (
         calibration=_made("image-csv", animals_csv, "training", rows=64),
         evaluation=_made("image-csv", animals_csv, "evaluation"),
         shape=(4, 0),
+    ),
+    Case(
+        task="speech-to-text",
+        model="Whisper base, sentences of STS-B read by eSpeak NG",
+        source=whisper_base,
+        calibration=_made("transcripts", spoken, "calibration", rows=32),
+        evaluation=_made("transcripts", spoken, "evaluation"),
+        shape=(2, 0),
+        runnable=False,
     ),
     Case(
         task="fill-mask",
