@@ -54,7 +54,7 @@ def _measured(case: Case, work: Path, there: bool) -> Result:
         return Result(case=case, **{verb: read_record(path) for verb, path in reports.items() if path.exists()})
     source = _checkpoint(case, work)
     result = Result(case=case)
-    if case.evaluation is not None:
+    if case.evaluation is not None and case.runnable:
         if not reports["run"].exists():
             config = work / f"{case.task}.yaml"
             config.write_text(yaml.safe_dump(_config(case, source, work), sort_keys=False), encoding="utf-8")

@@ -11,6 +11,7 @@ import checkpoints
 import random_checkpoints
 from common import MINILM
 from common import SHARED
+from spoken import spoken
 from task_data import COLOURS
 from task_data import animals_csv
 from task_data import made_choices
@@ -22,6 +23,7 @@ from task_data import made_speech
 from task_data import made_texts
 from task_data import squad
 from task_data import wikitext
+from whisper_base import whisper_base
 
 __all__ = ["CASES", "Case"]
 
@@ -56,6 +58,7 @@ class Case:
         seconds: of a recording.
         shape: of the latency: rows in a batch, and tokens.
         convertible: whether ``convert`` takes the task.
+        runnable: whether ``run`` takes it.
     """
 
     task: str
@@ -70,6 +73,7 @@ class Case:
     seconds: float | None = None
     shape: tuple[int, int] = (8, 128)
     convertible: bool = True
+    runnable: bool = True
 
 
 _MASKS = _made("image-masks", made_masks)
@@ -141,6 +145,15 @@ CASES = (
         calibration=_made("image-csv", animals_csv, "training", rows=64),
         evaluation=_made("image-csv", animals_csv, "evaluation"),
         shape=(4, 0),
+    ),
+    Case(
+        task="speech-to-text",
+        model="Whisper base, sentences of STS-B read by eSpeak NG",
+        source=whisper_base,
+        calibration=_made("transcripts", spoken, "calibration", rows=32),
+        evaluation=_made("transcripts", spoken, "evaluation"),
+        shape=(2, 0),
+        runnable=False,
     ),
     Case(
         task="fill-mask",

@@ -27,6 +27,7 @@ from tiny_seq2seq import tiny_whisper  # noqa: E402
 from quantizer import Quantizer  # noqa: E402
 from quantizer.errors import QuantizerError  # noqa: E402
 from quantizer.errors import TaskError  # noqa: E402
+from quantizer.report import read_record  # noqa: E402
 from quantizer.runs.convert import ConversionRequest  # noqa: E402
 from quantizer.runs.convert import load_converted  # noqa: E402
 from quantizer.runs.convert import measure  # noqa: E402
@@ -138,6 +139,18 @@ def test_what_was_measured_is_written_down(converted: Path) -> None:
         (which, "rouge_l", 3) for which in ("float", "proxy", "engine")
     ]
     assert set(result["scores"][2]["paired"]) == {"equal_tokens", "equal_texts"}
+    record = read_record(converted / "onnxruntime" / "report.json")
+    assert [(one.output, one.batch) for one in record.outputs] == [
+        ("encoder_model: last_hidden_state", 2),
+        ("decoder_model: logits", 2),
+        ("decoder_with_past_model: logits", 2),
+        ("token by token: logits", 2),
+    ]
+    assert record.covered_share == facts["multiply_adds"]
+    assert record.inspection is not None
+    assert record.inspection.verified
+    assert record.latency is not None
+    assert {one.name for one in record.latency.engines} == {one.name for one in record.size} == {"float", "engine"}
 
 
 def test_loaded_engines_write_what_the_quantized_model_writes(converted: Path, place: Path) -> None:

@@ -27,12 +27,14 @@ from quantizer.report.search.search_records import fallback_record
 from quantizer.runs.convert.engine_maker import EngineMaker
 from quantizer.runs.convert.engine_maker import Made
 from quantizer.runs.convert.folder import ENGINE
+from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
+from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.measure import engine_file
 from quantizer.runs.plan_records import placement_record
 from quantizer.runs.plan_records import site_records
 
-__all__ = ["conversion_record", "write_report"]
+__all__ = ["conversion_config", "conversion_record", "write_report"]
 
 
 def conversion_record(
@@ -63,7 +65,7 @@ def conversion_record(
     return RunRecord(
         name=f"{facts.name} for {made.variant.backend}",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        config=_config(maker, made, quantizer),
+        config=conversion_config(asked, facts, made.variant.precision, quantizer),
         model=context.info(facts.source, facts.task),
         scores=scores,
         outputs=outputs,
@@ -89,15 +91,23 @@ def conversion_record(
     )
 
 
-def _config(maker: EngineMaker, made: Made, quantizer: Quantizer) -> dict[str, Any]:
-    """Return what was asked for, by the names that the configuration of a run has for it."""
-    asked, facts = maker.asked, maker.facts
+def conversion_config(
+    asked: ConversionRequest, facts: ConversionInputs, precision: str | None, quantizer: Quantizer
+) -> dict[str, Any]:
+    """Return what was asked for, by the names that the configuration of a run has for it.
+
+    Args:
+        asked: the request.
+        facts: the model.
+        precision: the type in which an engine computes what is not quantized; None: that of its file.
+        quantizer: what made the engine.
+    """
     data = {"calibration": asked.calibration, "tuning": asked.tuning, "evaluation": asked.evaluation}
     return {
         "model": {"source": facts.source, "task": facts.task},
         "data": {name: None if source is None else {"path": str(source)} for name, source in data.items()},
         "quantizer": quantizer.config.model_dump(mode="json"),
-        "engine": {"threads": asked.threads, "inference_precision": made.variant.precision},
+        "engine": {"threads": asked.threads, "inference_precision": precision},
     }
 
 

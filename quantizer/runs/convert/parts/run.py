@@ -20,9 +20,11 @@ from quantizer.files import said_complete
 from quantizer.files import write_folder
 from quantizer.qdq.signature import read_signature
 from quantizer.quantizer import Quantizer
+from quantizer.report import RunRecord
 from quantizer.report import Score
 from quantizer.report import collect_machine
 from quantizer.report import collect_versions
+from quantizer.report import print_record
 from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.tables.choice_table import print_choice
@@ -47,11 +49,13 @@ from quantizer.runs.convert.parts.measure import whole_latency
 from quantizer.runs.convert.parts.part_batches import calibration_batches
 from quantizer.runs.convert.parts.part_maker import PartMaker
 from quantizer.runs.convert.parts.part_maker import PartsMade
+from quantizer.runs.convert.parts.record import parts_record
 from quantizer.runs.convert.parts.result import PartResult
 from quantizer.runs.convert.parts.result import PartsResult
 from quantizer.runs.convert.parts.result import WholeLatency
 from quantizer.runs.convert.parts.result import parts_config
 from quantizer.runs.convert.parts.summary import print_parts
+from quantizer.runs.convert.record import write_report
 from quantizer.runs.convert.request import CONVERSION
 from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.convert.result import quantization_facts
@@ -95,10 +99,13 @@ def convert_parts(
 
     write_folder(folder, fill, kind=CONVERSION, replace=asked.force)
     with said_complete(folder):
-        if made[0].choice is not None:
-            print_choice(made[0].choice, console)
-        for result in made[0].results:
+        done = made[0]
+        if done.choice is not None and not done.records:
+            print_choice(done.choice, console)
+        for result in done.results:
             print_parts(facts, result, folder, console)
+            if (record := done.records.get(result.backend)) is not None:
+                print_record(record, folder / result.backend, console)
     return folder
 
 
@@ -113,6 +120,7 @@ class _Run:
         self.target = target
         self.choice: EngineChoice | None = None
         self.results: list[PartsResult] = []
+        self.records: dict[str, RunRecord] = {}
         self.calibrated: Quantizer | None = None
         self.stage = stage = StageTimer(console)
         with stage("load the model"), resume_files(target, searches=False, trains=False) as kept:
@@ -268,6 +276,18 @@ class _Run:
         write_json(folder / CONFIG, parts_config(self.facts, result))
         write_card(self.facts, result, None if self.asked.evaluation is None else str(self.asked.evaluation), folder)
         self.results.append(result)
+        if made.quantized is not None:
+            record = parts_record(
+                maker,
+                made,
+                plain,
+                result,
+                self._quantizer(made.variant.backend),
+                folder=folder,
+                choice=self.choice,
+            )
+            write_report(record, folder)
+            self.records[result.backend] = record
 
     def _facts(self, made: PartsMade, scores: tuple[Score, ...]) -> Any:
         if made.quantized is None:

@@ -20,15 +20,17 @@ __all__ = ["print_parts"]
 
 
 def print_parts(facts: ConversionInputs, result: PartsResult, folder: Path, console: Console) -> None:
-    """Print what came of the engines of one backend: outputs, latency, texts, scores, and where they are."""
+    """Print what came of the engines of one backend; scores and place only of the float model, which has no report."""
     console.print(Text(f"{facts.name} for {result.backend}", style="bold"))
     judged = "float" if result.quantization is None else "frozen"
     print_lines([f"outputs against the {judged} model in PyTorch: {result.tolerance}"], console, first="")
     console.print(_outputs(result))
     console.print(f"latency in ms at {_usual(result.parts[0].latency)}, medians of rounds that take turns")
     console.print(_latency(result))
-    print_lines([*_covered(result), *_texts(result), *_scores(result)], console, first="  ", rest="    ")
-    console.print(Text(f"  {folder / result.backend}"), soft_wrap=True)
+    print_lines([*_covered(result), *_texts(result)], console, first="  ", rest="    ")
+    if result.quantization is None:
+        print_lines(_scores(result), console, first="  ", rest="    ")
+        console.print(Text(f"  {folder / result.backend}"), soft_wrap=True)
 
 
 def _outputs(result: PartsResult) -> Table:

@@ -1,0 +1,109 @@
+"""The report of a converted model in parts: the record that ``quantizer run`` writes, of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC
+from datetime import datetime
+from pathlib import Path
+
+from quantizer.engines import inspect_file
+from quantizer.quantizer import Quantizer
+from quantizer.report import RunRecord
+from quantizer.report import collect_machine
+from quantizer.report import collect_versions
+from quantizer.report.candidate_record import EngineChoice
+from quantizer.report.output_record import OutputDistance
+from quantizer.report.ratios import latency_entries
+from quantizer.report.ratios import size_entries
+from quantizer.report.record import Latency
+from quantizer.runs.convert.parts.part_maker import PartMaker
+from quantizer.runs.convert.parts.part_maker import PartsMade
+from quantizer.runs.convert.parts.result import PartsResult
+from quantizer.runs.convert.record import conversion_config
+from quantizer.runs.measure import engine_file
+from quantizer.runs.plan_records import site_records
+from quantizer.tasks.seq2seq.parts import WITH_PAST
+
+__all__ = ["parts_record"]
+
+
+def parts_record(
+    maker: PartMaker,
+    made: PartsMade,
+    plain: PartsMade | None,
+    result: PartsResult,
+    quantizer: Quantizer,
+    *,
+    folder: Path,
+    choice: EngineChoice | None,
+) -> RunRecord:
+    """Return the record of quantized engines: outputs of all parts, the time of a whole text, and the step's layers.
+
+    Args:
+        maker: what made the engines.
+        made: the engines.
+        plain: those of the float model; None: they failed.
+        result: what was measured.
+        quantizer: the calibrated quantizer of their backend.
+        folder: where the engines are.
+        choice: what else was tried; None: the backend was asked for.
+    """
+    asked, facts, context, coverage = maker.asked, maker.facts, maker.context, quantizer.coverage
+    step = replace(made.parts[WITH_PAST].built, path=Path(f"{WITH_PAST}.engine"))
+    batch, sequence = facts.shapes[len(facts.shapes) // 2]
+    pair = {} if plain is None else {"float": plain, "engine": made}
+    return RunRecord(
+        name=f"{facts.name} for {result.backend}",
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        config=conversion_config(asked, facts, result.inference_precision, quantizer),
+        model=context.info(facts.source, facts.task),
+        scores=result.scores,
+        outputs=tuple(_outputs(result)),
+        latency=_latency(result, asked.threads),
+        size=size_entries({name: _bytes(one) for name, one in pair.items()}) if pair else (),
+        coverage=site_records(coverage),
+        covered_share=coverage.share,
+        escaped=coverage.escaped.rows,
+        choice=choice,
+        engine=engine_file(result.backend, step, ran=True, scored=bool(result.scores)),
+        inspection=inspect_file(
+            folder / step.path, result.backend, threads=asked.threads, batch=batch, sequence=sequence or batch
+        ),
+        diff=quantizer.diff(context.model),
+        versions=collect_versions(),
+        machine=collect_machine(),
+        stages=tuple(context.timer.done),
+    )
+
+
+def _outputs(result: PartsResult) -> Iterator[OutputDistance]:
+    """Yield how far the outputs of all parts are from the float model's, at the usual shape."""
+    for name, checks in [*((part.name, part.checks) for part in result.parts), ("token by token", result.steps)]:
+        shapes = list(dict.fromkeys((check.batch, check.sequence) for check in checks))
+        usual = shapes[len(shapes) // 2]
+        for check in checks:
+            if (check.batch, check.sequence) == usual:
+                yield OutputDistance(
+                    output=f"{name}: {check.output}",
+                    batch=check.batch,
+                    sequence=check.sequence,
+                    sqnr_db=check.float_db,
+                    cosine=check.cosine,
+                    proxy_sqnr_db=check.proxy_float_db,
+                    engine_to_proxy_db=check.sqnr_db,
+                    engine=True,
+                )
+
+
+def _latency(result: PartsResult, threads: int) -> Latency:
+    """Return the time of a whole text in the engines, and in those of the float model or, if they failed, PyTorch."""
+    shape = result.whole.latency
+    *_, plain, low = shape.milliseconds
+    times = shape.named({plain: "float", low: "engine"}).times_ms
+    return Latency(batch=shape.batch, sequence=shape.sequence, threads=threads, engines=latency_entries(times))
+
+
+def _bytes(made: PartsMade) -> int:
+    return sum(part.built.size_bytes for part in made.parts.values())
