@@ -181,7 +181,7 @@ def _headline(ran: Sequence[Candidate]) -> str:
         lost = text.times(quantized[0].times_of(best))
         return (
             f"nothing in INT8 is faster than float here, and {best.name} is delivered: {quantized[0].name} takes "
-            f"{lost} its time"
+            f"{lost} its time in the choice"
         )
     if best.is_float or not floats:
         return f"{best.name} is the fastest"

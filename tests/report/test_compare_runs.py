@@ -329,6 +329,7 @@ def test_without_a_score_the_outputs_are_compared(tmp_path: Path) -> None:
     page = html_from_comparison(found, "three", tmp_path)
     assert "The outputs of c are the nearest: equal to those of its float model." in page
     assert "SQNR, dB" in page
+    assert "95% interval</th>" not in page
     assert [row["sqnr_db"] for row in csv.DictReader(csv_text(found).splitlines())] == ["17.0", "40.6", "inf"]
 
 

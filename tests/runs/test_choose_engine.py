@@ -66,7 +66,8 @@ def test_bf16_is_an_engine_in_float() -> None:
     best, plain = _candidate("a", "bfloat16", 1.0, 1.0), _candidate("a", "float32", 2.0, 2.0)
     lost = choose([best, plain, _candidate("a", "int8+bfloat16", 3.0, 3.0)], SHAPES, ())
     assert lost.headline == (
-        "nothing in INT8 is faster than float here, and a bfloat16 is delivered: a int8+bfloat16 takes 3.00x its time"
+        "nothing in INT8 is faster than float here, and a bfloat16 is delivered: a int8+bfloat16 takes 3.00x "
+        "its time in the choice"
     )
     won = choose([best, plain, _candidate("a", "int8+bfloat16", 0.5, 0.5)], SHAPES, ())
     assert won.headline.endswith("in float it is a bfloat16")
@@ -108,7 +109,8 @@ def test_what_bounds_int8(saturates: bool, monkeypatch: pytest.MonkeyPatch) -> N
     slow = _candidate("a", "int8", 8.0, 32.0)
     choice = choose([slow, A_FLOAT], SHAPES, ())
     assert choice.headline == (
-        "nothing in INT8 is faster than float here, and a float32 is delivered: a int8 takes 2.00x its time"
+        "nothing in INT8 is faster than float here, and a float32 is delivered: a int8 takes 2.00x its time "
+        "in the choice"
     )
     asked = []
 

@@ -146,7 +146,7 @@ def test_float_is_delivered_where_it_is_faster(
     choice = _read("out/conversion.json")["choice"]
     assert choice["headline"].startswith(
         f"nothing in INT8 is faster than float here, and {OPENVINO} float32 is delivered: {ONNXRUNTIME} int8 takes "
-        f"2.00x its time. This CPU ({choice['instructions']})"
+        f"2.00x its time in the choice. This CPU ({choice['instructions']})"
     )
     assert f"the time of {ONNXRUNTIME} int8 is spent " in choice["headline"]
     assert choice["candidates"][-1]["verdict"] == "failed: building it crashed"

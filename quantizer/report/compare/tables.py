@@ -86,15 +86,11 @@ def in_order(comparison: Comparison) -> list[ComparedRun]:
 
 
 def _runs(comparison: Comparison, links: Mapping[str, str]) -> tuple[list[Column], list[list[Any]]]:
-    metric = next((run.score.metric for run in comparison.runs if run.score is not None), "score")
     columns = [
         Column(title="Run", mono=True, link=links.get, tone=_wrapped),
         Column(title="verdict", tone=_tone),
         Column(title="remarks", tone=_wrapped),
-        Column(title=metric, numeric=True, show=text.score),
-        Column(title="to float", numeric=True, show=text.signed),
-        Column(title="95% interval", numeric=True, show=text.interval),
-        Column(title="to the best", numeric=True, show=text.signed),
+        *(_score_columns(comparison) if comparison.best is not None else ()),
         *((Column(title="SQNR, dB", numeric=True, show=decibels_or_equal),) if comparison.by_output else ()),
         Column(title="ms", numeric=True, show=lambda value: text.significant(value, 3)),
         Column(title="speed", numeric=True, show=text.times),
@@ -105,17 +101,33 @@ def _runs(comparison: Comparison, links: Mapping[str, str]) -> tuple[list[Column
     return columns, [_row(run, comparison) for run in in_order(comparison)]
 
 
-def _row(run: ComparedRun, comparison: Comparison) -> list[Any]:
-    score, latency, size = run.score, run.latency, run.size
-    pair = comparison.to_best.get(run.name)
+def _score_columns(comparison: Comparison) -> list[Column]:
+    metric = next((run.score.metric for run in comparison.runs if run.score is not None), "score")
     return [
-        run.name,
-        run.verdict,
-        "; ".join(_remarks(run, pair, comparison)) or None,
+        Column(title=metric, numeric=True, show=text.score),
+        Column(title="to float", numeric=True, show=text.signed),
+        Column(title="95% interval", numeric=True, show=text.interval),
+        Column(title="to the best", numeric=True, show=text.signed),
+    ]
+
+
+def _scores(run: ComparedRun, comparison: Comparison) -> list[Any]:
+    score, pair = run.score, comparison.to_best.get(run.name)
+    return [
         None if score is None else score.value,
         None if score is None else score.difference,
         None if score is None else score.interval,
         0.0 if run is comparison.best else None if pair is None else pair.difference,
+    ]
+
+
+def _row(run: ComparedRun, comparison: Comparison) -> list[Any]:
+    latency, size = run.latency, run.size
+    return [
+        run.name,
+        run.verdict,
+        "; ".join(_remarks(run, comparison.to_best.get(run.name), comparison)) or None,
+        *(_scores(run, comparison) if comparison.best is not None else ()),
         *((run.sqnr_db,) if comparison.by_output else ()),
         None if latency is None else latency.median_ms,
         None if latency is None else latency.ratio_to_float,
