@@ -162,10 +162,8 @@ def pick_backend(
         times, broken = timed(engines, partial(_latency, batch), partial(_called, batch)) if engines else ({}, {})
         out += [failed(tried.pop(name).candidate, why) for name, why in broken.items()]
         ran = [replace(one.candidate, milliseconds=(1000 * times[name],)) for name, one in tried.items()]
-        size, sequence = batch_shape(batch)
-        shape = f"batch {size}" if sequence is None else f"{size} x {sequence}"
         choice = bound(
-            choose([*ran, *out], [shape], missing),
+            choose([*ran, *out], [_shape(batch)], missing),
             lambda candidate: _inspected(config, candidate, tried[candidate.name].built.path),
         )
         low, plain = _pair(choice, tried)
@@ -177,6 +175,11 @@ def pick_backend(
             both.adopt("float", plain.onnx, plain.built, plain.engine)
         both.adopt("engine", low.onnx, low.built, low.engine)
     return Picked(config, used, choice, both)
+
+
+def _shape(batch: Batch) -> str:
+    size, sequence = batch_shape(batch)
+    return f"batch {size}" if sequence is None else f"{size} x {sequence}"
 
 
 class _Maker:
