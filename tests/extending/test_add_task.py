@@ -80,7 +80,7 @@ import pytest
 from quantizer.config import load_run
 from quantizer.errors import ConfigError
 
-with pytest.raises(ConfigError, match="'audio-classification' or 'automatic-speech-recognition'"):
+with pytest.raises(ConfigError, match="'automatic-speech-recognition' or 'speech-to-text'"):
     load_run("run.yaml")
 import macro_f1
 
