@@ -103,6 +103,9 @@ class ReasonCode(_Template):
     DYNAMIC_BLOCKS = "{target} takes ranges of blocks of {block} at run time, and K = {size} is no multiple of that"
     VECTOR = "M = 1, a matrix-vector product: slower quantized than float on {target}"
     SMALL_PRODUCT = "{axis} = {size} is below {least}: slower quantized than float on {target}"
+    WRONG_CONVOLUTION = (
+        "a kernel {width} wide over {channels} input channels: {target} computes it wrongly in integers on {where}"
+    )
     ONE_SIDED_ADD = "{skipping} skips the block and is float ({why}): on {target} the product is rounded for nothing"
     HEAD_SIZE = "head size {head} is none of {sizes}: {target} fuses no attention in {dtype} with it"
     HEAD_MULTIPLE = "head size {head} is no multiple of {multiple}: {target} fuses no attention in {dtype} with it"

@@ -14,6 +14,7 @@ from quantizer.errors import ConfigError
 from quantizer.numerics.qtype import qtype
 from quantizer.observe.site_statistics import SiteStatistics
 from quantizer.observe.statistics import Seen
+from quantizer.operations.gemm_shape import weighted
 from quantizer.plan.decide_operands import PlanSettings
 from quantizer.plan.decide_operands import operand_plans
 from quantizer.plan.precision_groups import group_names
@@ -135,7 +136,17 @@ def _refusal(
         too_small = settings.profile.gemm_reason(depth, width, record.rows or 0)
         if too_small is not None:
             return too_small, settings.profile.rule
-    return None, None
+    wrong = _wrong_convolution(site, record, settings) if wanted.activations is not None else None
+    return (None, None) if wrong is None else (wrong, settings.profile.rule)
+
+
+def _wrong_convolution(site: Site, record: SiteStatistics, settings: PlanSettings) -> str | None:
+    """Return why the target would compute a convolution wrongly; None if it would not, or the weight is not known."""
+    operand = record.operands.get("weight")
+    if site.operation.geometry is not weighted or operand is None or operand.weight is None:
+        return None
+    shape = operand.weight.shape
+    return settings.profile.convolution_reason(shape[1], shape[-1]) if site.operation.kind == "conv" else None
 
 
 def _whole(site: Site, operands: tuple[OperandPlan, ...], wanted: Format) -> str | None:

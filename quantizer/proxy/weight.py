@@ -50,6 +50,11 @@ class Weight:
     path: str | None
     view: WeightView | None = None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the operand."""
+        return tuple(self.parameter.shape if self.view is None else (self.view.shape[at] for at in self.view.order))
+
     def tensor(self) -> Tensor:
         """Return the operand's values."""
         return self.parameter.detach() if self.view is None else self.view.of(self.parameter)

@@ -17,7 +17,7 @@ from quantizer.targets.triton_server import TritonServer
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AttentionLimits", "DynamicRanges", "FloatDtype", "SiteKind", "TargetProfile"]
+__all__ = ["AttentionLimits", "DynamicRanges", "FloatDtype", "SiteKind", "TargetProfile", "WrongConvolutions"]
 
 FloatDtype = Literal["float16", "bfloat16", "float32"]
 SiteKind = Literal["linear", "conv", "matmul", "residual_add", "embedding"]
@@ -56,6 +56,23 @@ class DynamicRanges:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WrongConvolutions:
+    """Convolutions with a weight that a library computes wrongly in integers on some CPUs.
+
+    Attributes:
+        multiple: the width of the kernel is a multiple of this.
+        channels: there are fewer input channels than this, in a group.
+        product: width times channels is this or more.
+        where: the CPUs, in words.
+    """
+
+    multiple: int
+    channels: int
+    product: int
+    where: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class TargetProfile:
     """The preferences and limits of one backend.
 
@@ -68,6 +85,7 @@ class TargetProfile:
         weight_qmax: the largest code of an INT8 weight; None: that of the format.
         min_gemm_dim: a product of [M, K] and [K, N] stays float if K or N is smaller; None: no limit.
         float_vectors: a product stays float if M is 1 for every batch size.
+        wrong_convolutions: the convolutions that stay float, since their results would be wrong; None: there are none.
         one_sided_adds: a residual add may be quantized on the side of its product only; the engine then reads the other
             operand as float.
         attention: the sizes with which attention is fused, by format; formats without an entry have no limit.
@@ -103,6 +121,7 @@ class TargetProfile:
     weight_qmax: int | None = None
     min_gemm_dim: int | None = None
     float_vectors: bool = False
+    wrong_convolutions: WrongConvolutions | None = None
     one_sided_adds: bool = True
     attention: Mapping[str, AttentionLimits] = field(default_factory=dict)
     capabilities: frozenset[int] = frozenset()
@@ -154,6 +173,18 @@ class TargetProfile:
             return None
         axis, size = ("K", k) if k < self.min_gemm_dim else ("N", n)
         return ReasonCode.SMALL_PRODUCT.text(axis=axis, size=size, least=self.min_gemm_dim, target=self.name)
+
+    def convolution_reason(self, channels: int, width: int) -> str | None:
+        """Return why a convolution stays float on this target; None if it may be quantized.
+
+        Args:
+            channels: its input channels, in a group.
+            width: the last size of its kernel.
+        """
+        wrong = self.wrong_convolutions
+        if wrong is None or width % wrong.multiple or channels >= wrong.channels or width * channels < wrong.product:
+            return None
+        return ReasonCode.WRONG_CONVOLUTION.text(width=width, channels=channels, target=self.name, where=wrong.where)
 
     def dynamic_reason(self, kind: SiteKind, k: int) -> str | None:
         """Return why a site cannot have ranges at run time on this target; None if it can.

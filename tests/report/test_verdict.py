@@ -182,10 +182,12 @@ def test_an_engine_that_is_no_faster() -> None:
     assert "no faster than float here, 0.50x as fast as the float engine: deploy float.engine" in verdict.reasons[0]
 
 
-def test_an_engine_that_is_not_its_proxy() -> None:
-    verdict = verdict_of(bare_record(outputs=(_output(sqnr_db=21.0, engine_to_proxy_db=22.0),), **FAST))
-    assert verdict.level == "look at this"
-    assert "the engine's output logits is 22.0 dB from that of the quantized model in PyTorch" in verdict.reasons[0]
+@pytest.mark.parametrize(("apart", "level"), [(22.0, "look at this"), (9.9, "do not use"), (-1.3, "do not use")])
+def test_an_engine_that_is_not_its_proxy(apart: float, level: str) -> None:
+    verdict = verdict_of(bare_record(outputs=(_output(sqnr_db=21.0, engine_to_proxy_db=apart),), **FAST))
+    assert verdict.level == level
+    said = f"the engine's output logits is {apart} dB from that of the quantized model in PyTorch"
+    assert said in verdict.reasons[0].replace("\N{MINUS SIGN}", "-")
 
 
 def test_an_engine_that_did_not_run() -> None:

@@ -88,6 +88,26 @@ def test_small_products(name: str, k: int, n: int, reason: str | None) -> None:
     assert profile(name).gemm_reason(k, n) == reason
 
 
+@pytest.mark.parametrize(
+    ("name", "channels", "width", "wrong"),
+    [
+        ("openvino", 32, 8, True),
+        ("openvino", 8, 16, True),
+        ("openvino", 60, 16, True),
+        ("openvino", 64, 8, False),
+        ("openvino", 32, 3, False),
+        ("openvino", 16, 4, False),
+        ("openvino", 3, 16, False),
+        ("openvino-avx2", 32, 8, False),
+        ("onnxruntime", 32, 8, False),
+    ],
+)
+def test_convolutions_that_a_library_computes_wrongly(name: str, channels: int, width: int, wrong: bool) -> None:
+    kernel = f"a kernel {width} wide over {channels} input channels"
+    reason = f"{kernel}: {name} computes it wrongly in integers on CPUs with"
+    assert profile(name).convolution_reason(channels, width) == (f"{reason} AMX" if wrong else None)
+
+
 def test_matrix_vector_products() -> None:
     reason = "M = 1, a matrix-vector product: slower quantized than float on tensorrt"
     assert profile("tensorrt").gemm_reason(384, 384, 1) == reason
