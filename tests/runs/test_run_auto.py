@@ -192,7 +192,7 @@ def test_a_list_narrows_the_choice(written: dict[str, Any], at: Path, monkeypatc
     names: list[tuple[str, ...]] = []
 
     def picks(*asked: Any) -> None:
-        names.append(asked[-1])
+        names.append(asked[-2])
         raise EngineError("that is enough")
 
     monkeypatch.setattr(quantizer.runs.run, "pick_backend", picks)

@@ -402,7 +402,7 @@ def test_what_a_later_run_lacks_is_told_first(at: Path, capsys: pytest.CaptureFi
     paths = f"data.evaluation.path=missing.csv,{there}"
     assert main(["run", "tiny.yaml", paths, "--output", "swept"]) == 1
     said = capsys.readouterr().out
-    assert said.index("path=missing.csv cannot start: ") < said.index("[1] ")
+    assert said.index("path=missing.csv cannot start: ") < said.index("[1/")
     assert "1 run failed" in (at / "swept" / "comparison.html").read_text()
     assert main(["run", "tiny.yaml", "data.evaluation.path=missing.csv,gone.csv", "--output", "other"]) == 1
     assert "missing.csv" in capsys.readouterr().err

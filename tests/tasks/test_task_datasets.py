@@ -91,7 +91,7 @@ def test_a_plain_file_has_no_splits(write, option):
 def test_an_unknown_data_set_lists_the_known_ones():
     with pytest.raises(
         ConfigError,
-        match="unknown data set 'glue'; known: audio-csv, audio-folder, choices-jsonl, conll, hf, image-csv",
+        match="unknown data set 'glue'; known: audio-csv, audio-folder, choices-jsonl, coco-json, conll, hf, image-csv",
     ):
         load_rows("glue")
 

@@ -40,10 +40,10 @@ def earlier_run(config: RunConfig, folder: Path, *, chooses: bool) -> list[Stage
     wanted = config.model_dump(mode="json")
 
     def same(report: Mapping[str, Any]) -> bool:
-        told, quantizer = report["config"], report["config"]["quantizer"]
-        backend = chooses or quantizer["backend"] == config.quantizer.backend
+        told, settings = report["config"], report["config"]["quantizer"]
+        backend = chooses or settings["backend"] == config.quantizer.backend
         choice = (report["choice"] is not None) is chooses and backend
-        same_preset = quantizer["preset"] == config.quantizer.preset
+        same_preset = settings["preset"] == config.quantizer.preset
         return choice and same_preset and all(told[section] == wanted[section] for section in _WORK)
 
     return earlier_stages(folder, "report.json", same)

@@ -73,13 +73,13 @@ def test_a_quiet_console_shows_nothing() -> None:
 @pytest.mark.promise("a log has plain lines, and at most one in 20 seconds while a stage is silent")
 def test_a_silent_stage_gives_a_sign_of_life() -> None:
     console, stream = _console()
-    heartbeat = Heartbeat(console, lambda: "[1] export: 20 s", seconds=0.05)
+    heartbeat = Heartbeat(console, lambda: "[1/2] export: 20 s", seconds=0.05)
     with heartbeat.beating():
         for _ in range(100):
             time.sleep(0.02)
             if stream.getvalue().count("export") >= 2:
                 break
-    assert set(stream.getvalue().splitlines()) == {"  [1] export: 20 s"}
+    assert set(stream.getvalue().splitlines()) == {"  [1/2] export: 20 s"}
     there = stream.getvalue()
     time.sleep(0.1)
     assert stream.getvalue() == there
