@@ -83,14 +83,18 @@ def _where(results: Sequence[Result]) -> Iterator[str]:
     days = sorted({record.created[:10] for record in records})
     machine = records[0].machine if records else collect_machine()
     when = " to ".join(days[:1] + days[1:][-1:])
-    yield f"Machine: {machine['cpu']} ({machine['instructions']}), {machine['cores']} cores; {when}."
+    yield from _wrapped(f"Machine: {machine['cpu']} ({machine['instructions']}), {machine['cores']} cores; {when}.")
 
 
 def _missing(results: Sequence[Result]) -> Iterator[str]:
     """The tasks without a record."""
     names = [f"`{result.case.task}`" for result in results if result.run is None and result.convert is None]
     if names:
-        yield from wrap(f"Not measured yet, of those in `benchmarks/tasks/cases.py`: {', '.join(names)}.", 120)
+        yield from _wrapped(f"Not measured yet, of those in `benchmarks/tasks/cases.py`: {', '.join(names)}.")
+
+
+def _wrapped(text: str) -> list[str]:
+    return wrap(text, 120, break_on_hyphens=False)
 
 
 def _head(*names: str) -> Iterator[str]:
