@@ -10,6 +10,7 @@ import types
 import warnings
 from collections.abc import Collection
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 from quantizer.errors import SourceError
@@ -61,10 +62,9 @@ class SourceFile:
         variant = f"{', qualified' if qualified else ''}{again}"
         self.rewritten_name = f"<quantizer {name}{variant}>"
         self._index = LineIndex(patched.text)
-        self._loaded = _by_key(_compiled(self.text, path, flags))
-        self._loaded_singly: dict[Key, types.CodeType] | None = None
+        self._loaded = _Compilation(self.text, path, flags)
         self.functions: dict[Key, FunctionSource] = find_functions(
-            tree, self._index, namespace, path, qualified, self._loaded
+            tree, self._index, namespace, path, qualified, self._loaded.whole
         )
         for key, patches in patched.applied.items():
             self.functions[key].patches = patches
@@ -94,12 +94,7 @@ class SourceFile:
 
     def holds_code(self, code: types.CodeType) -> bool:
         """Return whether ``code`` was compiled from the present text."""
-        key = (code.co_qualname, code.co_firstlineno)
-        if self._loaded.get(key) == code:
-            return True
-        if self._loaded_singly is None:
-            self._loaded_singly = _by_key_singly(self.text, self.path, self._flags)
-        return self._loaded_singly.get(key) == code
+        return self._loaded.holds(code)
 
     def rewritten_text(self, only: Collection[Key] | None = None) -> str:
         """Return the text with the sites of all functions, or of ``only`` some, wrapped."""
@@ -160,12 +155,10 @@ def definition_of(function: types.FunctionType) -> ast.FunctionDef | None:
     text = read_source(code.co_filename, function.__globals__)
     try:
         tree = _compiled(text, code.co_filename, ast.PyCF_ONLY_AST)
-        whole = _by_key(_compiled(text, code.co_filename, future_flags(code)))
-        singly = _by_key_singly(text, code.co_filename, future_flags(code))
+        held = _Compilation(text, code.co_filename, future_flags(code)).holds(code)
     except SyntaxError:
         return None
-    key = (code.co_qualname, code.co_firstlineno)
-    if code not in (whole.get(key), singly.get(key)):
+    if not held:
         return None
     definitions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     return next((node for node in definitions if first_line(node) == code.co_firstlineno), None)
@@ -174,6 +167,35 @@ def definition_of(function: types.FunctionType) -> ast.FunctionDef | None:
 def future_flags(code: types.CodeType) -> int:
     """Return the compiler flags of ``code``: a notebook compiles a cell with the __future__ imports of earlier ones."""
     return code.co_flags & __future__.annotations.compiler_flag
+
+
+class _Compilation:
+    """The code of the functions of a text, to tell whether a loaded function was compiled from it.
+
+    Attributes:
+        whole: the code by (qualified name, first line), of the text compiled as a whole.
+    """
+
+    def __init__(self, text: str, path: str, flags: int) -> None:
+        self._text, self._path, self._flags = text, path, flags
+        self.whole = _by_key(_compiled(text, path, flags))
+
+    def holds(self, code: types.CodeType) -> bool:
+        """Return whether ``code`` was compiled from the text."""
+        key = (code.co_qualname, code.co_firstlineno)
+        return code == self.whole.get(key) or code == self._singly.get(key)
+
+    @cached_property
+    def _singly(self) -> dict[Key, types.CodeType]:
+        """The code of the text compiled statement by statement, as a notebook compiles a cell.
+
+        It is other bytecode than that of the whole text: CPython calls ``F.relu`` in another way where it sees that the
+        same text imports ``F``.
+        """
+        codes: dict[Key, types.CodeType] = {}
+        for statement in _compiled(self._text, self._path, ast.PyCF_ONLY_AST).body:
+            codes |= _by_key(_compiled(ast.Module([statement], []), self._path, self._flags))
+        return codes
 
 
 def _compiled(text: str | ast.Module, name: str, flags: int) -> Any:
@@ -185,19 +207,6 @@ def _compiled(text: str | ast.Module, name: str, flags: int) -> Any:
 
 def _by_key(code: types.CodeType) -> dict[Key, types.CodeType]:
     return {(inner.co_qualname, inner.co_firstlineno): inner for inner in _codes(code)}
-
-
-def _by_key_singly(text: str, path: str, flags: int) -> dict[Key, types.CodeType]:
-    """Return the code of the functions of ``text``, compiled statement by statement as a notebook compiles a cell.
-
-    It is other bytecode than that of the whole text: CPython calls ``F.relu`` in another way where it sees that the
-    same text imports ``F``.
-    """
-    statements: list[ast.stmt] = _compiled(text, path, ast.PyCF_ONLY_AST).body
-    codes: dict[Key, types.CodeType] = {}
-    for statement in statements:
-        codes |= _by_key(_compiled(ast.Module([statement], []), path, flags))
-    return codes
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

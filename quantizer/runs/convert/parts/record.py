@@ -18,6 +18,7 @@ from quantizer.report.output_record import OutputDistance
 from quantizer.report.ratios import latency_entries
 from quantizer.report.ratios import size_entries
 from quantizer.report.record import Latency
+from quantizer.runs.compare_outputs import distances_of
 from quantizer.runs.convert.parts.part_maker import PartMaker
 from quantizer.runs.convert.parts.part_maker import PartsMade
 from quantizer.runs.convert.parts.result import PartsResult
@@ -82,19 +83,9 @@ def _outputs(result: PartsResult) -> Iterator[OutputDistance]:
     """Yield how far the outputs of all parts are from the float model's, at the usual shape."""
     for name, checks in [*((part.name, part.checks) for part in result.parts), ("token by token", result.steps)]:
         shapes = list(dict.fromkeys((check.batch, check.sequence) for check in checks))
-        usual = shapes[len(shapes) // 2]
-        for check in checks:
-            if (check.batch, check.sequence) == usual:
-                yield OutputDistance(
-                    output=f"{name}: {check.output}",
-                    batch=check.batch,
-                    sequence=check.sequence,
-                    sqnr_db=check.float_db,
-                    cosine=check.cosine,
-                    proxy_sqnr_db=check.proxy_float_db,
-                    engine_to_proxy_db=check.sqnr_db,
-                    engine=True,
-                )
+        usual = [check for check in checks if (check.batch, check.sequence) == shapes[len(shapes) // 2]]
+        named = [replace(check, output=f"{name}: {check.output}") for check in usual]
+        yield from distances_of(named, engine=True)
 
 
 def _latency(result: PartsResult, threads: int) -> Latency:
