@@ -64,6 +64,7 @@ def make_observation(proxy: Proxied) -> Observation:
         proxy.skipped,
         keep=_kept(config),
         channels=_with_channels(config),
+        all_experts=config.activations.all_experts,
     )
 
 
@@ -92,7 +93,7 @@ def _seen_with(config: QuantizerConfig) -> tuple[object, ...]:
     calibrator = calibrator_of(config, histogram=False)
     off = [kind for kind, switch in config.sites.model_dump().items() if switch is False]
     kept = (type(calibrator), calibrator.histogram is None, _kept(config), _with_channels(config))
-    return (off, config.include, config.exclude, *kept)
+    return (off, config.include, config.exclude, config.activations.all_experts, *kept)
 
 
 def replays_batches(config: QuantizerConfig) -> bool:

@@ -101,6 +101,12 @@ class ActivationsConfig(Section):
         "CPUs everywhere but in attention.",
     )
 
+    all_experts: bool = Field(
+        default=False,
+        description="In calibration, every expert of a mixture of experts sees every token, and not only those that "
+        "the router chose for it; needs as many passes through the experts as there are groups of them.",
+    )
+
     @property
     def percentiles(self) -> tuple[float, ...]:
         """The percentiles to compare; a single one if there is no search."""

@@ -21,8 +21,11 @@ from quantizer.numerics.qtype import BLOCKS_OPSET
 from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import QType
 from quantizer.numerics.qtype import qtype
+from quantizer.operations import grouped_product as _registers  # noqa: F401
 
 __all__ = ["translations"]
+
+_INT64 = 7  # in ONNX's list of element types
 
 
 def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -73,8 +76,15 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
         # Blocks are rounded by the engine itself: what it reads is a weight alone in codes.
         return spelling.op.Identity(x) if block_size is not None else spelling.rounded_at_run_time(x)
 
+    def grouped_mm(rows: Any, experts: Any, ends: Any) -> Any:
+        return spelling.grouped_product(rows, experts, ends)
+
     operators = torch.ops.quantizer
+    # What transformers calls while a graph is traced, where no site is.
+    theirs = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
     return {
+        **({} if theirs is None else {theirs.default: grouped_mm}),
+        operators.grouped_mm.default: grouped_mm,
         operators.fake_quantize.default: fake_quantize,
         operators.fake_quantize_dynamic.default: fake_quantize_dynamic,
         operators.quantize.default: quantize,
@@ -129,6 +139,40 @@ class _Spelling:
         wide = x if x.dtype == onnx_ir.DataType.FLOAT else self.op.Cast(x, to=onnx_ir.DataType.FLOAT)
         return self.like(x, self.op.DequantizeLinear(*self.op.DynamicQuantizeLinear(wide)), wide)
 
+    def grouped_product(self, rows: Any, experts: Any, ends: Any) -> Any:
+        """Return [S, N], the rows [S, K] of each expert multiplied by its matrix of [E, K, N], one after the other."""
+        op, first = self.op, self.numbers([0])
+        start, made = first, []
+        plain, again = self._before_rounding(rows)
+        for number in range(experts.shape[0]):
+            end = op.Cast(op.Slice(ends, self.numbers([number]), self.numbers([number + 1]), first), to=_INT64)
+            matrix = op.Gather(experts, op.Squeeze(self.numbers([number]), first), axis=0)
+            made.append(op.MatMul(again(op.Slice(plain, start, end, first)), matrix))
+            start = end
+        return op.Concat(*made, axis=0)
+
+    def _before_rounding(self, value: Any) -> tuple[Any, Callable[[Any], Any]]:
+        """Return what was rounded with one scale, and what rounds a part of it alike: a product reads its DQ itself.
+
+        A value that is not rounded, or by its own range, is returned as it is.
+        """
+        dequantize: Any = value.producer()
+        quantize: Any = dequantize.inputs[0].producer() if _is(dequantize, "DequantizeLinear") else None
+        if not _is(quantize, "QuantizeLinear") or len(quantize.inputs[1].shape):
+            return value, lambda part: part
+
+        def again(part: Any) -> Any:
+            codes = self.op.QuantizeLinear(part, *quantize.inputs[1:])
+            return self.op.DequantizeLinear(codes, *dequantize.inputs[1:])
+
+        return quantize.inputs[0], again
+
+    def numbers(self, values: list[int]) -> Any:
+        """Return whole numbers as a constant."""
+        import onnx
+
+        return self.op.Constant(value=onnx.helper.make_tensor("numbers", _INT64, [len(values)], values))
+
     def zeros(self, scale: Any, kind: QType) -> Any:
         """Return zero points of a format, of the scale's shape: a constant if the shape is known."""
         import onnx
@@ -139,6 +183,11 @@ class _Spelling:
         shape = scale.shape.numpy()
         raw = bytes(-(-math.prod(shape) * kind.bits // 8))
         return self.op.Constant(value=onnx.helper.make_tensor("zero", _element(kind), shape, raw, raw=True))
+
+
+def _is(node: Any, operator: str) -> bool:
+    """Return whether a node, or None, is of an operator."""
+    return node is not None and node.op_type == operator
 
 
 def _element(kind: QType) -> int:

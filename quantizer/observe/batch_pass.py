@@ -46,6 +46,7 @@ from quantizer.observe.tensor_origin import Origin
 from quantizer.observe.tensor_origin import OriginTracker
 from quantizer.operations.catalogue import kind_of
 from quantizer.operations.gemm_shape import Call
+from quantizer.operations.grouped_product import group_sizes
 from quantizer.proxy.site import Site
 from quantizer.proxy.weight import Weight
 from quantizer.proxy.weight import Weights
@@ -146,8 +147,8 @@ class Pass:
 
     # -- one site --------------------------------------------------------------------------------------------------
 
-    def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor]) -> None:
-        """Observe the operands of a call.
+    def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor], ends: Tensor | None = None) -> None:
+        """Observe the operands of a call, and the ends of its groups of rows.
 
         Raises:
             CalibrationError: an operand has NaN or an infinity.
@@ -158,6 +159,8 @@ class Pass:
         try:
             with self._lock:
                 self._see(site, values, inside)
+                if ends is not None:
+                    self._record(site).add_experts(group_sizes(ends))
         finally:
             for mode in reversed(modes):
                 _python_dispatch._push_mode(mode)

@@ -24,6 +24,7 @@ from torch.utils import _pytree
 from quantizer.calibrators import Calibrator
 from quantizer.common.data.batches_of import row_count
 from quantizer.errors import CalibrationError
+from quantizer.observe.all_experts import show_all_experts
 from quantizer.observe.batch_pass import Pass
 from quantizer.observe.batch_pass import Watched
 from quantizer.observe.completeness.product_counter import Explanations
@@ -59,6 +60,7 @@ class Observation:
         *,
         keep: Enough | None = None,
         channels: Collection[str] = (),
+        all_experts: bool = False,
     ) -> None:
         """
         Args:
@@ -69,7 +71,9 @@ class Observation:
             skipped: calls and functions that could not be rewritten.
             keep: how many batches to keep to run again (None: none).
             channels: kinds of site for whose inputs the range of each channel is kept.
+            all_experts: run each mixture with all of its experts, and not only with those that its router chose.
         """
+        self._all_experts = all_experts
         self.seen = Seen.of_sites((site.path for site in sites), None if keep is None else ReplayBatches(enough=keep))
         self.make = make
         self._watched = Watched(
@@ -97,6 +101,7 @@ class Observation:
         self._detach = [
             called_through(proxy, self._call),
             proxy.register_forward_pre_hook(LocalHook(self._begin), with_kwargs=True).remove,
+            *(show_all_experts(proxy, sites) if self._all_experts else ()),
         ]
 
     def detach(self, sites: Iterable[Site]) -> None:
@@ -191,15 +196,15 @@ class Observation:
 
     # -- one site --------------------------------------------------------------------------------------------------
 
-    def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor]) -> None:
-        """Observe the operands of a call.
+    def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor], ends: Tensor | None = None) -> None:
+        """Observe the operands of a call, and the ends of its groups of rows.
 
         Raises:
             CalibrationError: an operand has NaN or an infinity, or the pass of the call cannot be determined.
         """
         current = self._pass_of(site)
         if current is not None:
-            current.before(site, values, inside)
+            current.before(site, values, inside, ends)
 
     def after(self, site: Site, result: Any) -> None:
         """Observe the result of a call."""

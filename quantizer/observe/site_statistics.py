@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from dataclasses import field
+from itertools import zip_longest
 
 from quantizer.observe.range_group import OperandRecord
 from quantizer.operations.catalogue import Kind
@@ -32,6 +33,7 @@ class SiteStatistics:
         sequence: the length of the longest sequence, for a product of an attention; else 0.
         multiply_adds: the multiply-adds of all calls together.
         operands: the records of its operands, by name.
+        experts: how many rows each expert of a grouped product had; empty for any other product.
         left: why the site is left in float, judged by the model's output (None: it is not).
     """
 
@@ -47,7 +49,17 @@ class SiteStatistics:
     sequence: int = 0
     multiply_adds: int = 0
     operands: dict[str, OperandRecord] = field(default_factory=dict)
+    experts: list[int] = field(default_factory=list)
     left: str | None = None
+
+    def add_experts(self, rows: list[int]) -> None:
+        """Add how many rows each expert had."""
+        self.experts = [sum(pair) for pair in zip_longest(self.experts, rows, fillvalue=0)]
+
+    @property
+    def unreached(self) -> list[int]:
+        """The experts that no row of calibration reached."""
+        return [number for number, rows in enumerate(self.experts) if rows == 0]
 
     def add(self, other: SiteStatistics) -> None:
         """Add other statistics of the site, except for the groups of operands, which ``Seen`` joins."""
@@ -57,6 +69,7 @@ class SiteStatistics:
         self.fit += other.fit
         self.multiply_adds += other.multiply_adds
         self.reads |= other.reads
+        self.add_experts(other.experts)
         self.depth = merge_dimension(self.depth, other.depth)
         self.width = merge_dimension(self.width, other.width)
         self.rows = merge_dimension(self.rows, other.rows)

@@ -52,7 +52,7 @@ from quantizer.proxy.weight import WeightView
 
 __all__ = ["add_over_ranks", "restored", "snapshot"]
 
-_SITE_FIELDS = tuple(name for name in SiteStatistics.__slots__ if name not in ("reads", "operands"))
+_SITE_FIELDS = tuple(name for name in SiteStatistics.__slots__ if name not in ("reads", "operands", "experts"))
 
 
 def snapshot(seen: Seen) -> bytes:
@@ -196,6 +196,7 @@ def _plain_site(record: SiteStatistics, places: Mapping[RangeGroup, int]) -> dic
         **{name: getattr(record, name) for name in _SITE_FIELDS},
         "reads": sorted(record.reads),
         "operands": operands,
+        **({"experts": record.experts} if record.experts else {}),
     }
 
 
@@ -252,7 +253,8 @@ def _site(site: SeenSite, parameters: Mapping[str, nn.Parameter]) -> SiteStatist
         for name, operand in site.operands.items()
     }
     known = {name: getattr(site, name) for name in _SITE_FIELDS}
-    return SiteStatistics(**{**known, "reasons": list(site.reasons)}, reads=set(site.reads), operands=operands)
+    known |= {"reasons": list(site.reasons), "experts": list(site.experts)}
+    return SiteStatistics(**known, reads=set(site.reads), operands=operands)
 
 
 def _weight(seen: SeenWeight, parameters: Mapping[str, nn.Parameter]) -> Weight:

@@ -53,7 +53,7 @@ class SeenOperand:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenSite:
-    """A site, see ``SiteStatistics``. Older files have no rows, head, sequence and left."""
+    """A site, see ``SiteStatistics``. Older files have no rows, head, sequence, left and experts."""
 
     kind: Kind | None
     calls: int
@@ -68,6 +68,7 @@ class SeenSite:
     head: int | None = None
     sequence: int = 0
     left: str | None = None
+    experts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ A new operation is one more entry in ``CATALOGUE``, or is added by ``register_op
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ __all__ = [
     "Kind",
     "Operand",
     "Operation",
+    "in_graphs",
     "is_fast_path_switch",
     "kind_of",
     "operation",
@@ -64,6 +66,10 @@ class Operation:
         bias: the argument that is added to the product, with a number for each channel of the result, and stays float;
             None: the operation has none.
         channels: the axis of the result that holds these channels, from the end.
+        grouped: the argument with the ends of the groups of rows, each of which is multiplied by a matrix of its own,
+            an index of the weight's first axis; None: the operation has no groups.
+        in_graphs: the dotted name of what takes the place of a function of it where a graph is traced; None: nothing.
+        where_loaded: dotted names of callables of packages that need not be there; they count once they are imported.
     """
 
     name: str
@@ -76,6 +82,9 @@ class Operation:
     equation: bool = False
     bias: Operand | None = None
     channels: int = -1
+    grouped: Operand | None = None
+    in_graphs: str | None = None
+    where_loaded: tuple[str, ...] = ()
 
 
 def _product(
@@ -146,6 +155,16 @@ CATALOGUE: tuple[Operation, ...] = (
         equation=True,
     ),
     Operation(
+        name="grouped_mm",
+        kind="matmul",
+        operands=(Operand(name="input", index=0, keyword="mat_a"), Operand(name="weight", index=1, keyword="mat_b")),
+        geometry=gemm_shape.grouped,
+        functions=("torch.nn.functional.grouped_mm", "torch._grouped_mm"),
+        grouped=Operand(name="offs", index=2, keyword="offs"),
+        in_graphs="quantizer.operations.grouped_product.as_in_graphs",
+        where_loaded=("transformers.integrations.moe._grouped_mm",),
+    ),
+    Operation(
         name="scaled_dot_product_attention",
         kind="matmul",
         operands=(
@@ -187,6 +206,7 @@ OPERATORS = {operator: entry for entry in CATALOGUE for operator in entry.operat
 """Entries by the name of an operator's class in ``ast``."""
 
 _BY_NAME = {entry.name: entry for entry in CATALOGUE}
+_OF_OTHERS = tuple(name for entry in CATALOGUE for name in entry.where_loaded)
 
 
 def operation(name: str) -> Operation:
@@ -245,6 +265,11 @@ def is_fast_path_switch(function: object) -> bool:
     return function is _resolve("torch.backends.mha.get_fastpath_enabled")
 
 
+def in_graphs(entry: Operation) -> Callable[..., Any] | None:
+    """Return what takes the place of a function of an operation where a graph is traced; None: nothing does."""
+    return None if entry.in_graphs is None else _resolve(entry.in_graphs)
+
+
 def _resolve(dotted: str) -> Callable[..., Any]:
     module, _, attribute = dotted.rpartition(".")
     found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
@@ -252,15 +277,21 @@ def _resolve(dotted: str) -> Callable[..., Any]:
 
 
 @lru_cache(maxsize=1)
-def _by_identity() -> dict[int, Operation]:
-    return {id(function): entry for entry in _BY_NAME.values() for function in _functions(entry)}
+def _by_identity(loaded: frozenset[str]) -> dict[int, Operation]:
+    return {id(function): entry for entry in _BY_NAME.values() for function in _functions(entry, loaded)}
 
 
-def _functions(entry: Operation) -> Iterator[Callable[..., Any]]:
+def _loaded() -> frozenset[str]:
+    """Return the names of callables in packages that are imported by now."""
+    return frozenset(name for name in _OF_OTHERS if name.rpartition(".")[0] in sys.modules)
+
+
+def _functions(entry: Operation, loaded: frozenset[str] = frozenset()) -> Iterator[Callable[..., Any]]:
     yield from map(_resolve, entry.functions)
+    yield from (_resolve(name) for name in entry.where_loaded if name in loaded)
     yield from (getattr(Tensor, method) for method in entry.methods)
 
 
 def operation_of(function: object) -> Operation | None:
     """Return the entry of which ``function`` is a spelling, or None."""
-    return _by_identity().get(id(function))
+    return _by_identity(_loaded()).get(id(function))

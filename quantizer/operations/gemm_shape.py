@@ -14,11 +14,23 @@ from dataclasses import dataclass
 from quantizer.operations.einsum import labels
 from quantizer.operations.einsum import volume
 
-__all__ = ["Call", "Geometry", "GeometryOf", "attention", "einsum", "lookup", "product", "transposed", "weighted"]
+__all__ = [
+    "Call",
+    "Geometry",
+    "GeometryOf",
+    "attention",
+    "einsum",
+    "grouped",
+    "lookup",
+    "product",
+    "transposed",
+    "weighted",
+]
 
 Shape = Sequence[int]
 
 _LINEAR = 2  # axes of a linear's weight; those of a convolution have more
+_MATRIX = 2  # axes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +131,19 @@ def product(call: Call) -> Geometry:
     multiply_adds = batches * rows * depth * columns
     return Geometry(
         depth=depth, width=width, multiply_adds=multiply_adds, axis=axis, inner=inner, rows=rows if unbatched else 0
+    )
+
+
+def grouped(call: Call) -> Geometry:
+    """Return the size of [S, K] by [E, K, N], where each row is multiplied by the matrix of its expert."""
+    rows, experts = call.operands
+    weighted_last = len(rows) == _MATRIX and len(experts) == _MATRIX + 1 and call.weight == 1
+    return Geometry(
+        depth=rows[-1],
+        width=experts[-1],
+        multiply_adds=math.prod(rows) * experts[-1],
+        axis=_MATRIX if weighted_last else None,
+        inner=1 if weighted_last else None,
     )
 
 

@@ -13,7 +13,7 @@ __all__ = ["TRANSFORMERS_PATCHES"]
 
 
 def _patch(name: str, function: str, before: str, after: str, target: str, reason: str) -> OperatorPatch:
-    where = f"transformers.models.{function}"
+    where = f"transformers.{function}" if function.startswith("integrations.") else f"transformers.models.{function}"
     patch = OperatorPatch(name=name, function=where, before=before, after=after, target=target, reason=reason)
     return register_operator_patch(patch)
 
@@ -107,7 +107,29 @@ def _float_masks() -> list[OperatorPatch]:
     ]
 
 
+def _grouped_products() -> list[OperatorPatch]:
+    """Return patches for the two products of experts, which share a helper: each is a call of its own."""
+    reason = "one helper makes the products with both weights, so that neither could be told from the other"
+    weight = "selected_weights if self.is_transposed else selected_weights.transpose(-2, -1)"
+    return [
+        _patch(
+            f"product of experts by {rows}",
+            "integrations.moe:grouped_mm_experts_forward",
+            f"""_grouped_linear(
+        {rows}, selected_weights, offsets, bias=selected_biases, is_transposed=self.is_transposed
+    )""",
+            f"""_grouped_mm(
+        {rows}, {weight}, offsets
+    ); proj_out = proj_out if selected_biases is None else proj_out.add_(selected_biases)""",
+            "onnx",
+            reason,
+        )
+        for rows in ("selected_hidden_states_g", "proj_out")
+    ]
+
+
 TRANSFORMERS_PATCHES = (
+    *_grouped_products(),
     *_masked_assignments(),
     *_einsum_letters(),
     *_overflow_guards(),

@@ -88,7 +88,8 @@ def operand_plans(
                 OperandPlan(name=operand.name, role="activation", quantized=False, reason=ReasonCode.EXCLUDED.text())
             )
         elif seen.weight is not None:
-            plans.append(_weight(site, operand, seen, settings, wanted, indivisible, migration, offloaded))
+            plan = _weight(site, operand, seen, settings, wanted, indivisible, migration, offloaded)
+            plans.append(replace(plan, note="; ".join(filter(None, (plan.note, _unreached(record)))) or None))
         elif seen.group is not None:
             plans.append(_activation(site, operand.name, seen, settings, wanted))
     return tuple(plans)
@@ -115,9 +116,11 @@ def _weight(
         return refused(ReasonCode.NO_DYNAMIC.text(target=settings.profile.name))
     if block is not None:
         weight = seen.weight.tensor()
-        if axis is None or weight.dim() != _MATRIX:
+        grouped = site.operation.grouped is not None and seen.inner is not None
+        if axis is None or (weight.dim() != _MATRIX and not grouped):
             return refused(ReasonCode.NO_BLOCKS.text(axes=weight.dim()))
-        axis = 1 - axis
+        axis = seen.inner if grouped else 1 - axis
+        assert axis is not None
         if weight.shape[axis] % block:
             indivisible.append(
                 f"quantizer.{wanted.rule or 'formats'}: block_size {block} does not divide the {weight.shape[axis]} "
@@ -125,7 +128,10 @@ def _weight(
             )
             return refused(ReasonCode.INDIVISIBLE.text())
     elif not settings.per_channel and seen.spread is None:
-        axis = None
+        axis = None if site.operation.grouped is None else 0
+    elif site.operation.grouped is not None and seen.inner is not None:
+        # One scale for each channel of each expert: those of a block over all that is summed.
+        axis, block = seen.inner, seen.weight.shape[seen.inner]
     inner = seen.inner if migration is None or migration.weight_axis is None else migration.weight_axis
     assert migration is None or inner is not None
     plan = OperandPlan(
@@ -152,6 +158,15 @@ def _weight(
         return scaled
     ranged = with_range(scaled, seen.rounded.amax, settings.scale_dtype, qmax)
     return replace(ranged, codes=seen.rounded.codes, rounding=seen.rounded.text)
+
+
+def _unreached(record: SiteStatistics) -> str | None:
+    """Return the note on experts that no row of calibration reached; None if there are none."""
+    if not record.unreached:
+        return None
+    numbers = ", ".join(map(str, record.unreached))
+    count, experts = len(record.unreached), len(record.experts)
+    return f"no row of calibration reached {count} of {experts} experts ({numbers}): the others' inputs give the range"
 
 
 def _multiplies_last_axis(seen: OperandRecord) -> bool:

@@ -113,9 +113,9 @@ def _of_tensors(operand: OperandPlan) -> Iterator[str]:
         yield f"spread: its shape is {list(operand.spread.shape)}, that of scale {list(scale.shape)}"
     if scale.shape != amax.shape:
         yield f"scale: its shape is {list(scale.shape)}, that of amax {list(amax.shape)}"
-    # One scale, one for each index of an axis, or one for each block along it.
-    expected = 0 if operand.axis is None else 1 if operand.block_size is None else 2
-    if scale.dim() != expected or (expected == 0 and operand.block_size is not None):
+    # One scale, one for each index of an axis, or one for each block along it, of a matrix or of those of experts.
+    expected = (0,) if operand.axis is None else (1,) if operand.block_size is None else (2, 3)
+    if scale.dim() not in expected or (operand.axis is None and operand.block_size is not None):
         yield f"axis: is {operand.axis} with block_size {operand.block_size}, and its scales are {list(scale.shape)}"
 
 

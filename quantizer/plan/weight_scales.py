@@ -43,6 +43,8 @@ __all__ = [
 ONE_SCALE = "one scale for all channels, as no axis of it holds them alone (groups of several input channels)"
 """The note on the weight of a transposed convolution if no axis of it is that of the output channels."""
 
+_BELOW_NORMAL = "normal numbers, and are rounded up there"
+
 
 def scale_of(amax: Tensor, dtype: QType, scale_dtype: torch.dtype, qmax: int | None = None) -> Tensor:
     """Return amax / qmax, rounded to the target's float type; 1 if amax is 0 (zeros stay zeros with any scale).
@@ -83,7 +85,8 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, q
             "sound checkpoint, or train with a lower rate"
         )
     scale = scale_of(amax, kind, scale_dtype, qmax)
-    notes = [_note(scale, scale_dtype), ONE_SCALE if ONE_SCALE in (operand.note or "") else None]
+    kept = [text for text in (operand.note or "").split("; ") if text and not text.endswith(_BELOW_NORMAL)]
+    notes = [_note(scale, scale_dtype), *kept]
     reason = beyond(float(amax.max()), scale, scale_dtype)
     return replace(
         operand,
@@ -263,7 +266,7 @@ def _note(scale: Tensor, scale_dtype: torch.dtype) -> str | None:
     few = int((~is_normal(scale, scale_dtype)).sum())
     if not few:
         return None
-    return f"{few} of {scale.numel()} scales are below {_name(scale_dtype)}'s normal numbers, and are rounded up there"
+    return f"{few} of {scale.numel()} scales are below {_name(scale_dtype)}'s {_BELOW_NORMAL}"
 
 
 def _weight(model: nn.Module, operand: OperandPlan) -> Tensor | None:

@@ -17,6 +17,7 @@ from torch import nn
 from quantizer.errors import ProxyError
 from quantizer.operations.catalogue import Operand
 from quantizer.operations.catalogue import Operation
+from quantizer.operations.catalogue import in_graphs
 from quantizer.operations.catalogue import operation
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.split_attention import attention
@@ -29,8 +30,11 @@ __all__ = ["CallOverride", "Observer", "Site"]
 class Observer(Protocol):
     """A listener to each call of a site while a proxy observes."""
 
-    def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor]) -> None:
-        """Receive the operands, in the catalogue's order, None for a missing one; ``inside`` computes one more."""
+    def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor], ends: Tensor | None = None) -> None:
+        """Receive the operands, in the catalogue's order, None for a missing one; ``inside`` computes one more.
+
+        ``ends`` are those of the groups of rows, for an operation that has groups.
+        """
 
     def after(self, site: Site, result: Any) -> None:
         """Receive the result of the float operation."""
@@ -86,6 +90,7 @@ class Site(nn.Module):
             self.add_module(name, OperandQuantizer())
         # An operand without an argument is computed inside: to round it, the call is split into its products.
         self._fused = any(operand.index is None for operand in entry.operands)
+        self._in_graphs = in_graphs(entry)
         self._implied = None if source.form == "call" else _implied(source, entry)
         self.register_buffer("bias_shift", None)
         self.bias_shift: Tensor | None
@@ -138,13 +143,16 @@ class Site(nn.Module):
             function, *rest = args
         else:
             function, rest = self._implied, list(args)
+        if self._in_graphs is not None and torch.compiler.is_compiling():
+            function = self._in_graphs
         if self.active:
             return self._active(function, rest, keywords)
         if self.judge is not None:
             return self.judge(self, function, rest, keywords)
         if self.observer is None:
             return function(*rest, **keywords)
-        self.observer.before(self, self._operands(rest, keywords), partial(observed_probabilities, rest, keywords))
+        inside = partial(observed_probabilities, rest, keywords)
+        self.observer.before(self, self._operands(rest, keywords), inside, self._ends(rest, keywords))
         result = function(*rest, **keywords)
         self.observer.after(self, result)
         return result
@@ -190,6 +198,12 @@ class Site(nn.Module):
             for place, operand in enumerate(self.operation.operands)
             if operand.index is not None
         ]
+
+    def _ends(self, args: list[Any], keywords: dict[str, Any]) -> Any:
+        """Return the ends of the groups of rows; None if the operation, or the call, has no groups."""
+        grouped = self.operation.grouped
+        place = None if grouped is None else _place(grouped, args, keywords)
+        return None if place is None else place[0][place[1]]
 
     def _round(self, args: list[Any], keywords: dict[str, Any], kept: bool = False) -> None:
         """Replace the operands in ``args`` and ``keywords`` by the outputs of their quantizers.

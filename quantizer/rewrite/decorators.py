@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import ast
 import types
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from quantizer.errors import SourceError
@@ -17,7 +20,15 @@ from quantizer.rewrite.closures import copy_attributes
 from quantizer.rewrite.closures import rebound
 from quantizer.rewrite.source_file import definition_of
 
-__all__ = ["between", "clone_chain", "hand_on_keywords", "innermost", "transplant", "variables_that_lead_to"]
+__all__ = [
+    "between",
+    "clone_chain",
+    "hand_on_keywords",
+    "innermost",
+    "registries_of",
+    "transplant",
+    "variables_that_lead_to",
+]
 
 
 def innermost(function: types.FunctionType, name: str | None = None) -> types.FunctionType:
@@ -40,19 +51,33 @@ def innermost(function: types.FunctionType, name: str | None = None) -> types.Fu
 
 
 def clone_chain(
-    wrapper: types.FunctionType, inner: types.FunctionType, replacement: types.FunctionType
+    wrapper: types.FunctionType,
+    inner: types.FunctionType,
+    replacement: types.FunctionType,
+    registries: Mapping[int, Any] = types.MappingProxyType({}),
 ) -> types.FunctionType | None:
-    """Return the same wrappers around ``replacement``; None if no closure cell leads to ``inner``."""
+    """Return the same wrappers around ``replacement``; None if no closure cell leads to ``inner``.
+
+    ``registries`` take the place of others, which are given by their ids.
+    """
     # A wrapper that holds the function only as __wrapped__ calls it through something that was not cloned.
     if not any(_leads_to(value, inner, cells_only=True) for value in cells(wrapper)):
         return None
-    clone: types.FunctionType = rebound(wrapper, lambda value: replacement if value is inner else None)
+    clone: types.FunctionType = rebound(
+        wrapper, lambda value: replacement if value is inner else registries.get(id(value))
+    )
     return clone
 
 
 def between(wrapper: types.FunctionType, inner: types.FunctionType) -> list[types.FunctionType]:
     """Return the functions around ``inner``, from ``wrapper`` on."""
     return [wrapper, *(found for found in _reached(wrapper) if found is not inner and _leads_to(found, inner))]
+
+
+def registries_of(wrapper: types.FunctionType, inner: types.FunctionType) -> Iterator[MutableMapping[Any, Any]]:
+    """Yield the registries in closure cells of wrappers around ``inner``, from which they choose what to call."""
+    for function in between(wrapper, inner):
+        yield from (value for value in cells(function) if isinstance(value, MutableMapping))
 
 
 def variables_that_lead_to(inner: types.FunctionType, wrapper: types.FunctionType) -> set[str]:

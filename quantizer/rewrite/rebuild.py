@@ -9,12 +9,14 @@ replace theirs. The synthetic module is in ``sys.modules`` under its own ``__nam
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
 import types
 from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import MutableMapping
 from dataclasses import replace
 from typing import Any
 from typing import TypeGuard
@@ -24,6 +26,7 @@ from quantizer.reasons import ReasonCode
 from quantizer.rewrite.decorators import clone_chain
 from quantizer.rewrite.decorators import hand_on_keywords
 from quantizer.rewrite.decorators import innermost
+from quantizer.rewrite.decorators import registries_of
 from quantizer.rewrite.decorators import transplant
 from quantizer.rewrite.host_argument import guarded
 from quantizer.rewrite.module_globals import SyntheticModules
@@ -183,14 +186,32 @@ class Rebuilder:
     ) -> None:
         inner = innermost(function, name)
         rewritten = self._rewrite(inner, host_targets, result)
-        if rewritten is not None and inner is not function:
-            clone = clone_chain(function, inner, rewritten)
+        registries = {} if inner is function else self._registries(function, inner, result)
+        if (rewritten is not None or registries) and inner is not function:
+            clone = clone_chain(function, inner, rewritten or inner, registries)
             if clone is None:
                 raise SourceError(ReasonCode.HELD_BY_DECORATOR.text(name=inner.__qualname__))
             if result.host_is_argument and not hand_on_keywords(function, inner):
                 raise SourceError(ReasonCode.KEYWORDS_DROPPED.text(name=inner.__qualname__))
             rewritten = clone
         result.function = rewritten
+
+    def _registries(
+        self, wrapper: types.FunctionType, inner: types.FunctionType, result: Rebuilt
+    ) -> dict[int, MutableMapping[Any, Any]]:
+        """Return copies of the registries from which wrappers choose, with rewritten functions in them, by the id.
+
+        What has sites in helpers alone stays as it is: a helper that makes several products has one site for all.
+        """
+        found: dict[int, MutableMapping[Any, Any]] = {}
+        for registry in registries_of(wrapper, inner):
+            for name, value in dict(registry).items():
+                rebuilt = self.rebuild(value) if _may_be_rewritten(value) else Rebuilt()
+                if rebuilt.function is None or not any(site.edits for site in rebuilt.own):
+                    continue
+                result.helpers.append(rebuilt)
+                found.setdefault(id(registry), copy.deepcopy(registry))[name] = rebuilt.function
+        return found
 
     def _rewrite(
         self, function: types.FunctionType, host_targets: HostTargets, result: Rebuilt

@@ -26,6 +26,7 @@ __all__ = [
     "VISION",
     "Architecture",
     "TorchArchitecture",
+    "shrunk",
 ]
 
 WIDTH = 32
@@ -91,7 +92,7 @@ class Architecture:
         """The model with random weights, the same at every call, in eval mode."""
         import transformers
 
-        config = _shrunk(transformers.CONFIG_MAPPING[self.name], self.options)
+        config = shrunk(transformers.CONFIG_MAPPING[self.name], self.options)
         torch.manual_seed(1)
         if self.model is None:
             model: nn.Module = transformers.AutoModel.from_config(config)
@@ -116,17 +117,27 @@ class Architecture:
         return made
 
 
-def _shrunk(config_class: Any, options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Any:
-    """A config of ``defaults``, small values for what it has of ``COMMON``, and ``options``; sub-configs likewise."""
+def shrunk(
+    config_class: Any,
+    options: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
+    sizes: Mapping[str, Any] = COMMON,
+) -> Any:
+    """A config of ``defaults``, small values for what it has of ``sizes``, and ``options``; sub-configs likewise."""
     from transformers import CONFIG_MAPPING
 
     small: dict[str, Any] = dict(defaults or {})
     for name, known in config_class.__dataclass_fields__.items():
-        if name in COMMON:
+        if name in sizes:
             # One number for each stage of the network.
             several = isinstance(known.default, tuple)
-            small[name] = [COMMON[name]] * len(known.default) if several else COMMON[name]
-        elif name.endswith("_token_id") and isinstance(known.default, int) and known.default >= VOCABULARY:
+            small[name] = [sizes[name]] * len(known.default) if several else sizes[name]
+        elif (
+            "vocab_size" in sizes
+            and name.endswith("_token_id")
+            and isinstance(known.default, int)
+            and known.default >= VOCABULARY
+        ):
             small[name] = 1 if name == "pad_token_id" else 2
     subs = getattr(config_class, "sub_configs_defaults", {})
     for name, sub in subs.items():
@@ -135,7 +146,7 @@ def _shrunk(config_class: Any, options: Mapping[str, Any], defaults: Mapping[str
             chosen = getattr(sub, "config_class", sub)
             if not hasattr(chosen, "__dataclass_fields__") or "model_type" in wanted:
                 chosen = CONFIG_MAPPING[wanted.get("model_type", sub.model_type)]
-            small[name] = _shrunk(chosen, wanted, getattr(sub, "init_kwargs", None))
+            small[name] = shrunk(chosen, wanted, getattr(sub, "init_kwargs", None), sizes)
     return config_class(**{**small, **{name: value for name, value in options.items() if name not in subs}})
 
 

@@ -11,6 +11,7 @@ from quantizer.export.passes.clamp_masks import ClampMasks
 from quantizer.export.passes.drop_unread_nodes import DropUnreadNodes
 from quantizer.export.passes.einsum_to_matmul import EinsumToMatMul
 from quantizer.export.passes.einsum_weights import EinsumWeights
+from quantizer.export.passes.expert_weights import ExpertWeights
 from quantizer.export.passes.folding.fold_batch_norm import FoldBatchNorm
 from quantizer.export.passes.folding.fold_channel_factors import FoldChannelFactors
 from quantizer.export.passes.folding.fold_convolution_factors import FoldConvolutionFactors
@@ -28,6 +29,7 @@ __all__ = ["PASSES", "FoldChannelFactors", "GraphPass", "UnsignedActivations", "
 
 PASSES: tuple[GraphPass, ...] = (
     StoreWeights(),
+    ExpertWeights(),
     EinsumWeights(),
     EinsumToMatMul(),
     GemmToMatMul(),
