@@ -57,14 +57,18 @@ def without_former_codes(plan: Plan, changed: Collection[str]) -> Plan:
         plan: the plan.
         changed: the paths of the parameters that changed.
     """
+
+    def has_changed(operand: OperandPlan) -> bool:
+        return not set(operand.parameters).isdisjoint(changed)
+
     operands = (operand for entry in plan.values() for operand in entry.operands)
-    former = sum(o.quantized and o.codes is not None and o.parameter in changed for o in operands)
+    former = sum(o.quantized and o.codes is not None and has_changed(o) for o in operands)
     if former:
         warnings.warn(
             f"{former} weights changed since their codes were chosen and are rounded to nearest: calibrate again",
             stacklevel=5,
         )
-    return without_codes(plan, "it changed since its codes were chosen", lambda o: o.parameter in changed)
+    return without_codes(plan, "it changed since its codes were chosen", has_changed)
 
 
 def file_of_codes(codes: Tensor, dtype: str) -> Tensor:
