@@ -177,10 +177,6 @@ class ReasonCode(_Template):
         "the decorators of {name} hold it in a way that cannot be cloned, so what it computes stays in float; to "
         "quantize it, write them with functools.wraps"
     )
-    KEYWORDS_DROPPED = (
-        "{name} has no module argument, and its decorators cannot be relied on to hand one on to it, so what it "
-        "computes stays in float; to quantize it, let them pass on **kwargs"
-    )
 
     OTHER = "{text}"
 

@@ -1,4 +1,4 @@
-"""How tensors were made of parameters and buffers alone during a pass: recorded step by step, and given as data."""
+"""Records of the operations that made tensors of parameters and buffers alone during a pass, given as data."""
 
 from __future__ import annotations
 

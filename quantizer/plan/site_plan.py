@@ -100,7 +100,7 @@ class OperandPlan:
 
     @property
     def as_computed(self) -> bool:
-        """Whether a weight is no parameter as it is, so that its strides may be any."""
+        """True for a weight that is no parameter as it is, so that its strides may be any."""
         return self.view is not None or self.computation is not None
 
     @property

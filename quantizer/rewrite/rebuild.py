@@ -25,6 +25,7 @@ from quantizer.rewrite.decorators import clone_chain
 from quantizer.rewrite.decorators import hand_on_keywords
 from quantizer.rewrite.decorators import innermost
 from quantizer.rewrite.decorators import transplant
+from quantizer.rewrite.host_argument import Wrapped
 from quantizer.rewrite.host_argument import guarded
 from quantizer.rewrite.module_globals import SyntheticModules
 from quantizer.rewrite.rebuild_result import Rebuilt
@@ -188,7 +189,8 @@ class Rebuilder:
             if clone is None:
                 raise SourceError(ReasonCode.HELD_BY_DECORATOR.text(name=inner.__qualname__))
             if result.host_is_argument and not hand_on_keywords(function, inner):
-                raise SourceError(ReasonCode.KEYWORDS_DROPPED.text(name=inner.__qualname__))
+                result.function = Wrapped(function, inner, rewritten)
+                return
             rewritten = clone
         result.function = rewritten
 

@@ -111,7 +111,9 @@ def _weight(q: Quantizer) -> Any:
     return next(o for site in q.plan.values() if site.quantized for o in site.operands if o.role == "weight")
 
 
-@pytest.mark.promise("(weight normalization, spectral normalization, masks, parametrizations of torch) is a weight as any other")
+@pytest.mark.promise(
+    "(weight normalization, spectral normalization, masks, parametrizations of torch) is a weight as any other"
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_it_is_quantized_as_if_it_were_a_parameter(name: str, tmp_path: Path) -> None:
     model, twin, x = _net(name)

@@ -1,4 +1,4 @@
-"""How a weight is computed from parameters and buffers, as data: operations of torch with their arguments.
+"""Computations of weights from parameters and buffers, as data: operations of torch with their arguments.
 
 So a weight that the model computes at each call (weight normalization, a mask) has values without a call of the model:
 to choose its scale, to store it as integers, and for another model of the same parameters, when a plan is loaded.
