@@ -133,6 +133,7 @@ def test_it_is_quantized_as_if_it_were_a_parameter(name: str, tmp_path: Path) ->
     before.assert_unchanged(model)
 
 
+@pytest.mark.promise("an exported file holds the integers alone.")
 @pytest.mark.parametrize("name", ["weight_norm", "spectral_norm of old", "orthogonal", "standardized"])
 def test_the_file_holds_its_integers_alone(name: str, tmp_path: Path) -> None:
     model, twin, x = _net(name)
