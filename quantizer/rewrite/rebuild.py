@@ -155,6 +155,9 @@ class Rebuilder:
             host_targets: functions to which the methods of its class may pass their host.
         """
         if isinstance(attribute, property):
+            if str(getattr(attribute.fget, "__module__", "")).partition(".")[0] == "torch":
+                # Those of parametrized layers call modules, and hold no product themselves.
+                return Rebuilt()
             inner = self.rebuild(attribute.fget, name, host_targets)
             function = property(inner.function, attribute.fset, attribute.fdel) if inner.function else None
             return replace(inner, function=function)

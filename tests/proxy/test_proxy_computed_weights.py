@@ -123,6 +123,7 @@ def test_it_is_quantized_as_if_it_were_a_parameter(name: str, tmp_path: Path) ->
     assert weight.computation is not None
     assert torch.equal(weight.scale, expected.scale)
     assert (weight.axis, weight.minimum, weight.maximum) == (expected.axis, expected.minimum, expected.maximum)
+    assert [row.reason for row in q.coverage if row.kind == "source"] == []
     with torch.no_grad():
         assert torch.equal(q.proxy(model)(x), model(x))
         frozen = q.quantize(model)
