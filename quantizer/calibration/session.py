@@ -6,6 +6,7 @@ import logging
 import warnings
 import weakref
 from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -197,7 +198,7 @@ class CalibrationSession:
                             + ("is gone" if tensor is None else f"has {list(tensor.shape)} now")
                             + "; calibrate it again"
                         )
-                seen.weight = known.moved_to([now[name] for name in known.paths])
+                seen.weight = replace(known, parameters=tuple(now[name] for name in known.paths))
 
     def decide(self) -> Plan:
         """Return the plan for all sites; it is made once, and again only for new batches and for what changed since.

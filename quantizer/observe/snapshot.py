@@ -264,7 +264,8 @@ def _weight(seen: SeenWeight, parameters: Mapping[str, Tensor]) -> Weight:
         # An unregistered parameter is never quantized, so that its values are not needed.
         return Weight((nn.Parameter(torch.empty(0)),), ())
     if seen.computation is not None:
-        return Weight.computed(seen.computation, [parameters[path] for path in seen.computation.inputs])
+        inputs = seen.computation.inputs
+        return Weight(tuple(parameters[path] for path in inputs), inputs, computation=seen.computation)
     return Weight((parameters[seen.path],), (seen.path,), None if seen.view is None else WeightView(*seen.view))
 
 

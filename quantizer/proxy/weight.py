@@ -10,14 +10,12 @@ import math
 from collections.abc import Iterable
 from collections.abc import Sequence
 from dataclasses import dataclass
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch import nn
 
 from quantizer.calibrators.histogram import in_memory_order
-from quantizer.common.tensor_stamp import TensorStamp
 from quantizer.proxy.computed.computation import Computation
 
 __all__ = ["Weight", "WeightView", "Weights", "is_transformed", "laid_out", "non_finite", "operand_of"]
@@ -56,20 +54,17 @@ class Weight:
         paths: their paths; empty: no module registered the parameter.
         view: the operand as a view of the parameter (None: it is the parameter itself, or computed).
         computation: how the operand is computed (None: it is not).
-        stamps: of the buffers of a computation, what their values were: a model may write into buffers.
     """
 
     parameters: tuple[Tensor, ...]
     paths: tuple[str, ...]
     view: WeightView | None = None
     computation: Computation | None = None
-    stamps: tuple[object, ...] = ()
 
     @classmethod
     def computed(cls, computation: Computation, inputs: Sequence[Tensor]) -> Weight:
         """Return the weight of a computation on these parameters and buffers, with the values that they have now."""
-        stamps = (TensorStamp.of(value).values for value in inputs if not isinstance(value, nn.Parameter))
-        return cls(tuple(inputs), computation.inputs, computation=computation, stamps=tuple(stamps))
+        return cls(tuple(inputs), computation.inputs, computation=computation.with_buffers_of(inputs))
 
     @property
     def path(self) -> str | None:
@@ -88,17 +83,12 @@ class Weight:
 
     def is_same(self, other: Weight) -> bool:
         """Return whether another weight is this one: of the same parameters, in the same way."""
-        if self.view != other.view or self.computation != other.computation or self.stamps != other.stamps:
+        # With other values of buffers it is another computation: a model may write into them.
+        if self.view != other.view or self.computation != other.computation:
             return False
         both = zip(self.parameters, other.parameters, strict=True)
         # Proxies have buffers of their own.
         return all(one is two or not isinstance(one, nn.Parameter) for one, two in both)
-
-    def moved_to(self, parameters: Sequence[Tensor]) -> Weight:
-        """Return the weight of other tensors of the same paths."""
-        if self.computation is None:
-            return replace(self, parameters=tuple(parameters))
-        return Weight.computed(self.computation, parameters)
 
 
 def operand_of(parameters: Sequence[Tensor], view: WeightView | None, computation: Computation | None) -> Tensor:

@@ -156,8 +156,9 @@ def test_the_file_holds_its_integers_alone(name: str, tmp_path: Path) -> None:
     assert graphs[0] == graphs[1]
 
 
-def test_training_reaches_the_parameters_that_it_is_computed_from() -> None:
-    model, _, x = _net("weight_norm")
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
+def test_training_reaches_the_parameters_that_it_is_computed_from(name: str, tmp_path: Path) -> None:
+    model, _, x = _net(name)
     q = make_calibrated(model, [x], backend="openvino")
     proxy = q.qat(model)
     parameters = dict(model.named_parameters())
@@ -168,7 +169,11 @@ def test_training_reaches_the_parameters_that_it_is_computed_from() -> None:
     optimizer.step()
     assert not any(torch.equal(value, before[name]) for name, value in parameters.items())
     with torch.no_grad():
-        assert torch.equal(q.quantize(model)(x), proxy.eval()(x))
+        # In train mode spectral normalization changes its buffers, too.
+        proxy(x)
+        expected = q.quantize(model)(x)
+        assert torch.equal(expected, proxy.eval()(x))
+        assert torch.equal(Quantizer.load(q.save(tmp_path / "saved")).quantize(model)(x), expected)
 
 
 def test_scales_are_those_of_the_parameters_that_a_model_has_now(tmp_path: Path) -> None:
@@ -184,6 +189,47 @@ def test_scales_are_those_of_the_parameters_that_a_model_has_now(tmp_path: Path)
     other = nn.Sequential(nn.Tanh(), nn.Conv1d(32, 32, 3)).eval()
     with pytest.warns(UserWarning, match="changed"), pytest.raises(ProxyError, match=r"belongs to another model"):
         Quantizer.load(tmp_path / "saved").quantize(other)
+
+
+def test_a_mask_that_changed_is_told_and_ends_chosen_codes(tmp_path: Path) -> None:
+    model, _, x = _net("mask")
+    q = make_calibrated(model, [x], backend="openvino", weights={"rounding": "gptq"})
+    loaded = Quantizer.load(q.save(tmp_path / "saved"))
+    with torch.no_grad():
+        model[1].mask.logical_not_()
+        for one in (q, loaded):
+            with (
+                pytest.warns(UserWarning, match=r"^1 buffers that weights are computed from changed .* is 1\.mask"),
+                pytest.warns(UserWarning, match="^1 weights changed since their codes were chosen"),
+            ):
+                error = one.quantize(model)(x) - model(x)
+            assert float(error.square().mean()) < 1e-3 * float(model(x).square().mean())
+
+
+class Tables(nn.Module):
+    """Looks up rows of a computed table, and blurs with a kernel that is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, 32))
+        self.register_buffer("blur", torch.rand(32, 1, 3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.conv1d(F.embedding(ids, F.normalize(self.table)).mT, self.blur, groups=32)
+
+
+def test_computed_tables_and_buffers_are_weights() -> None:
+    torch.manual_seed(0)
+    model, ids = Tables().eval(), torch.randint(0, 9, (8, 16))
+    q = make_calibrated(model, [ids], backend="onnxruntime", sites={"embedding": True})
+    weights = {site.kind: next(o for o in site.operands if o.role == "weight") for site in q.plan.values()}
+    assert {kind: (weight.quantized, weight.parameters) for kind, weight in weights.items()} == {
+        "embedding": (True, ("table",)),
+        "conv": (True, ("blur",)),
+    }
+    with torch.no_grad():
+        error = q.quantize(model)(ids) - model(ids)
+        assert 0 < float(error.square().mean()) < 1e-3 * float(model(ids).square().mean())
 
 
 def test_what_is_frozen_stays_so() -> None:

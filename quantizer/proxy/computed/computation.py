@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import asdict
 from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.common.plain_values import json_values
+from quantizer.common.tensor_stamp import TensorStamp
 
 __all__ = ["RANDOM", "Computation", "Step", "named_tensors", "plain_arguments", "why_not_repeated"]
 
@@ -56,11 +58,24 @@ class Computation:
         inputs: the paths of the parameters and buffers.
         steps: the operations, in order; none: the first input is the tensor.
         output: which result of the last step the tensor is.
+        buffers: the buffers among the inputs, with checksums of the values that they had in calibration.
     """
 
     inputs: tuple[str, ...]
     steps: tuple[Step, ...] = ()
     output: int = 0
+    buffers: tuple[tuple[str, int], ...] = ()
+
+    def with_buffers_of(self, inputs: Sequence[Tensor]) -> Computation:
+        """Return the computation with the checksums of the buffers among its inputs."""
+        named = zip(self.inputs, inputs, strict=True)
+        found = ((path, _checksum(value)) for path, value in named if not isinstance(value, nn.Parameter))
+        return replace(self, buffers=tuple(found))
+
+    def changed_buffers(self, module: nn.Module) -> list[str]:
+        """Return the paths of buffers that have other values in a module than they had in calibration."""
+        tensors = named_tensors(module)
+        return [path for path, checksum in self.buffers if path in tensors and _checksum(tensors[path]) != checksum]
 
     def of(self, inputs: Sequence[Tensor]) -> Tensor:
         """Return the tensor computed from its inputs, without gradients.
@@ -95,7 +110,8 @@ class Computation:
     def plain(self) -> dict[str, Any]:
         """Return the computation as plain values, to be saved."""
         steps = [asdict(step) for step in self.steps]
-        return {"inputs": list(self.inputs), "steps": steps, "output": self.output}
+        buffers = [list(pair) for pair in self.buffers]
+        return {"inputs": list(self.inputs), "steps": steps, "output": self.output, "buffers": buffers}
 
     def faults(self) -> list[str]:
         """Return what is wrong with a computation from a file."""
@@ -160,6 +176,12 @@ def plain_arguments(args: Any, keywords: Any, device: torch.device, plain_tensor
         raise TypeError(f"{type(value).__name__} cannot be written down")
 
     return json.dumps([plain(args), {name: plain(value) for name, value in keywords.items()}])
+
+
+def _checksum(value: Tensor) -> int:
+    """Return a checksum of a buffer's values; 0 for those that cannot be read, as on the meta device."""
+    values = TensorStamp.of(value).values
+    return values if isinstance(values, int) else 0
 
 
 @cache
