@@ -30,6 +30,7 @@ from quantizer.plan.apply import frozen_proxy
 from quantizer.plan.apply import require_scales_of
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import with_fallback as without_groups
+from quantizer.plan.weight_codes import changed_buffers
 from quantizer.plan.weight_codes import without_codes
 from quantizer.plan.weight_codes import without_former_codes
 from quantizer.plan.weight_scales import with_scales_of_weights
@@ -212,17 +213,16 @@ class ModelSession:
         if before is not None:
             now = Fingerprint.of(model, before)
             refuse_other_shapes(before, now)
+            buffers = changed_buffers(plan, model)
             if not told:
-                warn_of_other_weights(before, now)
-            plan = without_former_codes(plan, set(changed_parameters(before, now)))
+                warn_of_other_weights(before, now, buffers)
+            plan = without_former_codes(plan, {*changed_parameters(before, now), *buffers})
         target = self._target
         return with_scales_of_weights(plan, model, target.torch_dtype, target.weight_qmax, self.decisions.weights)
 
     def decided(self) -> Plan:
         """Return the plan of calibration, with trained scales after a training, before any fallback."""
-        if self.trainable is None:
-            return self.decisions.plan()
-        return self.trainable.learned_plan()
+        return self.decisions.plan() if self.trainable is None else self.trainable.learned_plan()
 
     def replace(self, plan: Plan) -> None:
         """Use a plan with other scales from now on; a trained model stays the one that is quantized."""

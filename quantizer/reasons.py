@@ -70,7 +70,7 @@ class ReasonCode(_Template):
     NOT_TENSORS = "its operands are not floating-point tensors"
     EMPTY = "an operand was empty in every call"
     VARIES = "an operand is a parameter in one call and something else in another"
-    FROM_PARAMETERS = "an operand is computed from parameters at each call"
+    FROM_PARAMETERS = "an operand is computed from parameters at each call, {why}"
     PARAMETERS_ALONE = "its operands are parameters alone"
     TABLE = "the table of the embedding is no parameter"
     ATTENTION_PARAMETER = "an operand of the attention is a parameter"
@@ -176,10 +176,6 @@ class ReasonCode(_Template):
     HELD_BY_DECORATOR = (
         "the decorators of {name} hold it in a way that cannot be cloned, so what it computes stays in float; to "
         "quantize it, write them with functools.wraps"
-    )
-    KEYWORDS_DROPPED = (
-        "{name} has no module argument, and its decorators cannot be relied on to hand one on to it, so what it "
-        "computes stays in float; to quantize it, let them pass on **kwargs"
     )
 
     OTHER = "{text}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
 from torch import nn
 
 from quantizer.calibration.choose_ranges import make_plan
@@ -34,6 +35,7 @@ from quantizer.observe.snapshot import restored
 from quantizer.observe.snapshot import snapshot
 from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import Plan
+from quantizer.proxy.computed.computation import named_tensors
 from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.model_sharing import OwnBuffers
 
@@ -154,8 +156,9 @@ class CalibrationSession:
 
     def has_weights_of(self, model: nn.Module) -> bool:
         """Return whether the proxy's parameters are those that ``model`` has now."""
-        now = _parameters(model)
-        return all(now.get(path) is parameter for path, parameter in _parameters(self.proxy).items())
+        now = dict(model.named_parameters(remove_duplicate=False))
+        mine = self.proxy.named_parameters(remove_duplicate=False)
+        return all(now.get(path) is parameter for path, parameter in mine)
 
     def _look_at_weights(self, proxy: nn.Module, args: Any) -> None:
         """Compute the checksum at the first batch only: it costs a pass over the weights, which stay the same."""
@@ -180,21 +183,22 @@ class CalibrationSession:
         model = self._model()
         if model is None:
             return
-        now = _parameters(model)
+        now = named_tensors(model)
         for path, record in whole.records.items():
             for seen in record.operands.values():
                 known = seen.weight
-                if known is None or known.path is None or now.get(known.path) is known.parameter:
+                if known is None or all(now.get(n) is p for n, p in zip(known.paths, known.parameters, strict=False)):
                     continue
-                parameter = now.get(known.path)
-                if parameter is None or parameter.shape != known.parameter.shape:
-                    raise CalibrationError(
-                        f"the model changed since it was calibrated: {known.path} of {path} had the shape "
-                        f"{list(known.parameter.shape)}, and "
-                        + ("is gone" if parameter is None else f"has {list(parameter.shape)} now")
-                        + "; calibrate it again"
-                    )
-                seen.weight = replace(known, parameter=parameter)
+                for name, former in zip(known.paths, known.parameters, strict=True):
+                    tensor = now.get(name)
+                    if tensor is None or tensor.shape != former.shape:
+                        raise CalibrationError(
+                            f"the model changed since it was calibrated: {name} of {path} had the shape "
+                            f"{list(former.shape)}, and "
+                            + ("is gone" if tensor is None else f"has {list(tensor.shape)} now")
+                            + "; calibrate it again"
+                        )
+                seen.weight = replace(known, parameters=tuple(now[name] for name in known.paths))
 
     def decide(self) -> Plan:
         """Return the plan for all sites; it is made once, and again only for new batches and for what changed since.
@@ -280,15 +284,11 @@ def merge_across_ranks(proxy: Proxied, observation: Observation) -> Seen:
     return whole
 
 
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by path; one that is tied has several."""
-    return dict(model.named_parameters(remove_duplicate=False))
-
-
-def _weights(seen: Seen) -> list[nn.Parameter]:
-    """Return the parameters that are operands, each once, and in the order of the sites."""
+def _weights(seen: Seen) -> list[Tensor]:
+    """Return the parameters that operands are made of, each once, and in the order of the sites."""
     operands = (operand for record in seen.records.values() for operand in record.operands.values())
-    return list(dict.fromkeys(operand.weight.parameter for operand in operands if operand.weight is not None))
+    weights = (operand.weight for operand in operands if operand.weight is not None)
+    return list(dict.fromkeys(parameter for weight in weights for parameter in weight.parameters))
 
 
 def _versions(plan: Plan) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
@@ -111,14 +112,16 @@ def changed_parameters(before: Fingerprint, now: Fingerprint) -> list[str]:
     return [path for path, one, other in both if other is not None and not _alike(one, other)]
 
 
-def warn_of_other_weights(before: Fingerprint, now: Fingerprint) -> None:
-    """Warn if parameters of the same shape have other values now."""
+def warn_of_other_weights(before: Fingerprint, now: Fingerprint, buffers: Sequence[str] = ()) -> None:
+    """Warn if parameters of the same shape have other values now, or ``buffers`` that weights are computed from."""
     found = changed_parameters(before, now)
-    if found:
+    parts = [f"{len(found)} of {len(before.parameters)} parameters"] if found else []
+    parts += [f"{len(buffers)} buffers that weights are computed from"] if buffers else []
+    if parts:
         warnings.warn(
-            f"{len(found)} of {len(before.parameters)} parameters changed since the calibration, the first is "
-            f"{found[0]}: scales of weights are those of the weights that are here now, and the ranges of activations "
-            "are still those of the former ones; calibrate again if they differ by more than a little",
+            f"{' and '.join(parts)} changed since the calibration, the first is {[*found, *buffers][0]}: scales of "
+            "weights are those of the weights that are here now, and the ranges of activations are still those of the "
+            "former ones; calibrate again if they differ by more than a little",
             stacklevel=5,
         )
 

@@ -119,6 +119,8 @@ def _no_linear(entry: SitePlan, weight: OperandPlan | None, readers: dict[str, i
         return f"the weight is the operand {weight.name!r} of {entry.operation}, which is no x W^T"
     if weight.parameter is None or weight.parameter.rpartition(".")[2] != "weight":
         return f"{weight.parameter} is no module's 'weight'"
+    if weight.computation is not None:
+        return f"the weight is computed from {', '.join(weight.parameters)}"
     if readers.get(weight.parameter, 0) > 1:
         return f"several calls read {weight.parameter}"
     two_axes = weight.view is None or (len(weight.view.order) == len("oi") and weight.view.offset == 0)

@@ -28,6 +28,7 @@ from quantizer.calibrators import Calibrator
 from quantizer.errors import CalibrationError
 from quantizer.float16.overflow import OverflowTracker
 from quantizer.float16.overflow import ParameterMagnitudes
+from quantizer.observe.call_operands import CallOperands
 from quantizer.observe.completeness.call_site import callers
 from quantizer.observe.completeness.call_site import innermost_frame
 from quantizer.observe.completeness.product_counter import Explanations
@@ -41,21 +42,20 @@ from quantizer.observe.replay_batches import Batch
 from quantizer.observe.site_statistics import SiteStatistics
 from quantizer.observe.site_statistics import merge_dimension
 from quantizer.observe.site_statistics import same_weight
+from quantizer.observe.site_statistics import why_varies
 from quantizer.observe.statistics import Seen
 from quantizer.observe.tensor_origin import Origin
 from quantizer.observe.tensor_origin import OriginTracker
 from quantizer.operations.catalogue import kind_of
 from quantizer.operations.gemm_shape import Call
 from quantizer.operations.grouped_product import group_sizes
+from quantizer.proxy.computed.computation import named_tensors
 from quantizer.proxy.site import Site
 from quantizer.proxy.weight import Weight
 from quantizer.proxy.weight import Weights
-from quantizer.proxy.weight import is_transformed
-from quantizer.reasons import ReasonCode
 
 __all__ = ["Pass", "Watched"]
 
-_PRODUCT = 2  # operands of a product
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -104,6 +104,7 @@ class Pass:
         self._groups: Any = WeakIdKeyDictionary()
         self._calls: dict[int, Call | None] = {}
         self._weights = Weights()
+        self._operands = CallOperands(self._weights, {}, self._provenance)
         self._mask: Tensor | None = None
         # A model may run parts of itself in its own threads.
         self._lock = threading.RLock()
@@ -123,7 +124,8 @@ class Pass:
         self._counter.start(proxy)
         self._magnitudes = OverflowTracker(self._watched.measured, inputs)
         self._provenance = OriginTracker(self._counter, self._magnitudes, self._read)
-        self._provenance.mark_constants(proxy.buffers())
+        self._provenance.mark_constants(parameters, list(proxy.named_buffers()))
+        self._operands = CallOperands(self._weights, named_tensors(proxy), self._provenance)
         self._provenance.__enter__()  # type: ignore[no-untyped-call]
 
     def _read(self, value: Tensor) -> None:
@@ -169,13 +171,14 @@ class Pass:
         record = self._record(site)
         self._calls[threading.get_ident()] = None
         record.calls += 1
-        weights = [self._weights.find(value) for value in values]
+        weights, lost = self._operands.weights(site, values)
         for weight in weights:
             # An operand of an add may be a mask with -inf.
-            if weight is not None and weight.path is not None and site.operation.kind != "residual_add":
-                self._watched.finite.check_weight(weight.path, weight.parameter)
-        record.reads |= {weight.path for weight in weights if weight is not None and weight.path is not None}
-        reason = self._unfit(site, values, weights) or self._varies(record, site, weights)
+            if weight is not None and weight.computation is None and site.operation.kind != "residual_add":
+                for path, parameter in zip(weight.paths, weight.parameters, strict=False):
+                    self._watched.finite.check_weight(path, parameter)
+        record.reads.update(path for weight in weights if weight is not None for path in weight.paths)
+        reason = self._operands.unfit(site, values, weights) or lost or self._varies(record, site, weights)
         if reason is not None:
             if reason not in record.reasons:
                 record.reasons.append(reason)
@@ -230,34 +233,6 @@ class Pass:
             made = "product" if kind == "matmul" else "weighted"
             self._provenance.mark(result, Origin(made, site.path, direct=True, channelwise=kind == "conv"))
 
-    def _unfit(self, site: Site, values: list[Any], weights: list[Weight | None]) -> str | None:
-        if any(map(is_transformed, values)):
-            return ReasonCode.TRANSFORMED.text()
-        tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-        if any(tensor.is_nested for tensor in tensors):
-            return ReasonCode.NESTED.text()
-        if any(tensor.layout is not torch.strided for tensor in tensors):
-            return ReasonCode.SPARSE.text()
-        if len(tensors) != len(values):
-            return ReasonCode.NOT_TENSORS.text()
-        if any(tensor.numel() == 0 for tensor in tensors):
-            return ReasonCode.EMPTY.text()
-        if site.operation.kind == "residual_add":
-            return self._why_not_residual(tensors)
-        origins = [self._provenance.origin(tensor) for tensor in tensors]
-        if any(
-            origin is not None and origin.kind == "parameter" and weight is None
-            for origin, weight in zip(origins, weights, strict=True)
-        ):
-            return ReasonCode.FROM_PARAMETERS.text()
-        if site.operation.kind == "embedding":
-            return None if weights[0] is not None else ReasonCode.TABLE.text()
-        if all(weight is not None for weight in weights):
-            return ReasonCode.PARAMETERS_ALONE.text()
-        if len(weights) > _PRODUCT and any(weight is not None for weight in weights):
-            return ReasonCode.ATTENTION_PARAMETER.text()
-        return None
-
     def _varies(self, record: SiteStatistics, site: Site, weights: list[Weight | None]) -> str | None:
         """Return why a site cannot store a weight: an operand differs between calls; None if none does."""
         given = (operand for operand in site.operation.operands if operand.index is not None)
@@ -265,27 +240,7 @@ class Pass:
             seen = record.operands.get(operand.name)
             first = seen is None or (seen.weight is None and seen.group is None)
             if seen is not None and not first and not same_weight(seen.weight, weight):
-                return ReasonCode.VARIES.text()
-        return None
-
-    def _why_not_residual(self, tensors: list[Tensor]) -> str | None:
-        """Return why an add does not join two branches of the network; None if it does.
-
-        A residual add has two computed operands of the same shape. At least one comes from a weighted product, and not
-        both from the same one (a rotary embedding adds two halves of one projection). A product of two activations
-        gives scores, to which a position bias is added; an engine that fuses attention adds both in float.
-        """
-        first, second = (self._provenance.origin(tensor) for tensor in tensors)
-        if tensors[0].shape != tensors[1].shape:
-            return ReasonCode.ADD_BROADCASTS.text()
-        if any(origin is not None and origin.kind == "parameter" for origin in (first, second)):
-            return ReasonCode.ADD_PARAMETER.text()
-        if not any(origin is not None and origin.kind == "weighted" for origin in (first, second)):
-            return ReasonCode.ADD_UNWEIGHTED.text()
-        if first == second:
-            return ReasonCode.ADD_ONE_PRODUCT.text()
-        if any(origin is not None and origin.kind == "product" for origin in (first, second)):
-            return ReasonCode.ADD_SCORES.text()
+                return why_varies(seen.weight, weight)
         return None
 
     def _measure(self, site: Site, call: Call, record: SiteStatistics) -> None:

@@ -11,7 +11,7 @@ from quantizer.operations.catalogue import Kind
 from quantizer.proxy.weight import Weight
 from quantizer.reasons import ReasonCode
 
-__all__ = ["SiteStatistics", "merge_dimension", "same_weight"]
+__all__ = ["SiteStatistics", "merge_dimension", "same_weight", "why_varies"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,7 +83,7 @@ class SiteStatistics:
             if mine.weight is None and mine.group is None:
                 mine.weight = operand.weight
             elif not same_weight(mine.weight, operand.weight):
-                reasons.append(ReasonCode.VARIES.text())
+                reasons.append(why_varies(mine.weight, operand.weight))
             mine.add(operand)
         self.reasons += [reason for reason in dict.fromkeys(reasons) if reason not in self.reasons]
 
@@ -100,5 +100,11 @@ def same_weight(first: Weight | None, second: Weight | None) -> bool:
     if first is None or second is None:
         return first is second
     # An unregistered parameter has no path by which it could be compared across processes.
-    unregistered = first.path is None and second.path is None
-    return unregistered or (first.parameter is second.parameter and first.view == second.view)
+    return (first.path is None and second.path is None) or first.is_same(second)
+
+
+def why_varies(*weights: Weight | None) -> str:
+    """Return why a site stays float whose operand is not the same weight in all calls."""
+    if all(weight is not None and weight.computation is not None for weight in weights):
+        return ReasonCode.FROM_PARAMETERS.text(why="and in another way in another call")
+    return ReasonCode.VARIES.text()

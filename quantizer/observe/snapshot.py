@@ -47,6 +47,7 @@ from quantizer.observe.snapshot_fields import SeenSite
 from quantizer.observe.snapshot_fields import SeenWeight
 from quantizer.observe.snapshot_fields import seen_document
 from quantizer.observe.statistics import Seen
+from quantizer.proxy.computed.computation import named_tensors
 from quantizer.proxy.weight import Weight
 from quantizer.proxy.weight import WeightView
 
@@ -109,7 +110,7 @@ def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callab
         raise QuantizerError(
             f"what was observed cannot be read, it is damaged: {error}; calibrate afresh, with calib(model)"
         ) from error
-    parameters = dict(proxy.named_parameters())
+    parameters = named_tensors(proxy)
     _require_model(document, paths, parameters)
     seen = Seen(
         records={path: _site(site, parameters) for path, site in document.sites.items()},
@@ -152,7 +153,7 @@ def add_over_ranks(calibrators: Sequence[Calibrator]) -> None:
         calibrator.histogram = first.histogram
 
 
-def _require_model(document: SeenDocument, paths: Collection[str], parameters: Mapping[str, nn.Parameter]) -> None:
+def _require_model(document: SeenDocument, paths: Collection[str], parameters: Mapping[str, Tensor]) -> None:
     """Raise if a snapshot is of another model.
 
     Raises:
@@ -170,8 +171,9 @@ def _require_model(document: SeenDocument, paths: Collection[str], parameters: M
             if weight is None or weight.path is None:
                 continue
             parameter = parameters.get(weight.path)
-            view = weight.view
-            if parameter is None or (view is not None and view[2] + math.prod(view[0]) > parameter.numel()):
+            view, computation = weight.view, weight.computation
+            lost = computation is not None and not set(computation.inputs) <= set(parameters)
+            if lost or parameter is None or (view is not None and view[2] + math.prod(view[0]) > parameter.numel()):
                 raise CalibrationError(
                     f"what was observed belongs to another model: the weight {weight.path!r} of {path}.{name} is not "
                     "there, or is smaller; calibrate this model afresh, with calib(model)"
@@ -210,7 +212,9 @@ def _plain_equalized(seen: OperandRecord) -> dict[str, Any]:
 
 def _plain_weight(weight: Weight) -> dict[str, Any]:
     view = None if weight.view is None else [weight.view.shape, weight.view.order, weight.view.offset]
-    return {"path": weight.path, "view": view}
+    # Without a computation files are as those of earlier versions.
+    computed = {} if weight.computation is None else {"computation": weight.computation.plain()}
+    return {"path": weight.path, "view": view, **computed}
 
 
 def _plain_group(group: RangeGroup, rows: list[Tensor]) -> dict[str, Any]:
@@ -238,7 +242,7 @@ def _plain_calibrator(calibrator: Calibrator, rows: list[Tensor]) -> dict[str, A
     }
 
 
-def _site(site: SeenSite, parameters: Mapping[str, nn.Parameter]) -> SiteStatistics:
+def _site(site: SeenSite, parameters: Mapping[str, Tensor]) -> SiteStatistics:
     operands = {
         name: OperandRecord(
             weight=None if operand.weight is None else _weight(operand.weight, parameters),
@@ -257,11 +261,14 @@ def _site(site: SeenSite, parameters: Mapping[str, nn.Parameter]) -> SiteStatist
     return SiteStatistics(**known, reads=set(site.reads), operands=operands)
 
 
-def _weight(seen: SeenWeight, parameters: Mapping[str, nn.Parameter]) -> Weight:
+def _weight(seen: SeenWeight, parameters: Mapping[str, Tensor]) -> Weight:
     if seen.path is None:
         # An unregistered parameter is never quantized, so that its values are not needed.
-        return Weight(nn.Parameter(torch.empty(0)), None)
-    return Weight(parameters[seen.path], seen.path, None if seen.view is None else WeightView(*seen.view))
+        return Weight((nn.Parameter(torch.empty(0)),), ())
+    if seen.computation is not None:
+        inputs = seen.computation.inputs
+        return Weight(tuple(parameters[path] for path in inputs), inputs, computation=seen.computation)
+    return Weight((parameters[seen.path],), (seen.path,), None if seen.view is None else WeightView(*seen.view))
 
 
 def _add_group(seen: Seen, saved: SeenGroup, counts: Tensor, make: Callable[[bool], Calibrator]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from quantizer.calibrators.histogram import BINS
 from quantizer.common.plain_values import decoded
 from quantizer.operations.catalogue import Kind
+from quantizer.proxy.computed.computation import Computation
 
 __all__ = [
     "SeenCalibrator",
@@ -30,10 +31,14 @@ _EXPONENTS = range(-200, 1100)
 
 @dataclass(frozen=True, kw_only=True)
 class SeenWeight:
-    """A parameter: its path (None: no module registered it), and shape, order and offset of the view, if it is one."""
+    """A parameter: its path (None: no module registered it), and shape, order and offset of the view, if it is one.
+
+    ``computation``: how it is computed from parameters and buffers; None in older files, too.
+    """
 
     path: str | None
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None
+    computation: Computation | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +159,9 @@ def _faults(document: SeenDocument, rows: int) -> Iterator[str]:
             view = None if seen.weight is None else seen.weight.view
             if view is not None and (sorted(view[1]) != list(range(len(view[0]))) or min((*view[0], view[2])) < 0):
                 yield f"{place}.operands.{operand}.weight.view: {view} is no view of a parameter"
+            computation = None if seen.weight is None else seen.weight.computation
+            for fault in () if computation is None else computation.faults():
+                yield f"{place}.operands.{operand}.weight.computation.{fault}"
     for number, group in enumerate(document.groups):
         yield from _group_faults(f"observed.groups[{number}]", group, document, rows)
 

@@ -24,9 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizer.float16.overflow import OverflowTracker
 from quantizer.observe.completeness.product_counter import ProductCounter
+from quantizer.observe.parameter_steps import ParameterSteps
 from quantizer.operations.aten_products import PRODUCTS
 from quantizer.operations.aten_products import is_composite
 from quantizer.operations.aten_products import product_name
+from quantizer.proxy.computed.computation import Computation
 from quantizer.proxy.weight import is_transformed
 
 __all__ = ["Origin", "OriginTracker"]
@@ -59,6 +61,9 @@ _CHANNELWISE = frozenset(
     }
 )
 """Operations through which a factor of a channel of a convolution's output can move."""
+
+_NUMBERS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default})
+"""Operations that give Python code a number of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,8 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._origins: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
         self._constants: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._written: Counter[int] = Counter()
+        self._steps = ParameterSteps(self._writes_into)
+        self._number_readers: set[str] = set()
         self._counter = counter
         self._magnitudes = magnitudes
 
@@ -110,18 +117,39 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(value, Tensor):
             self._origins[id(value)] = (weakref.ref(value), origin)
 
-    def mark_constants(self, values: Iterable[Tensor]) -> None:
-        """Mark tensors as independent of the model's inputs, until something writes into them."""
-        for value in values:
-            if value.is_floating_point() and (memory := _memory(value)) is not None:
+    def mark_constants(self, parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]]) -> None:
+        """Mark the buffers of the model, by path, as independent of its inputs until something writes into them.
+
+        Those of whole numbers are not: what they look up in a parameter often depends on the length of the inputs.
+        """
+        buffers = list(buffers)
+        self._steps = ParameterSteps(self._writes_into, [*buffers, *parameters])
+        for _, value in buffers:
+            constant = value.is_floating_point() or value.dtype is torch.bool
+            if constant and (memory := _memory(value)) is not None:
                 self._constants[id(value)] = (weakref.ref(value), memory)
+
+    def computation(self, value: Tensor, path: str) -> Computation | str | None:
+        """Return how the module of a path computed a tensor from parameters and constants alone.
+
+        Or return why that cannot be repeated; None if it did not.
+        """
+        if not self._steps.hold([value]):
+            return None
+        if any(reader == path or reader.startswith(f"{path}." if path else "") for reader in self._number_readers):
+            return "and from numbers that Python code reads from parameters"
+        return self._steps.computation(value)
+
+    def _writes_into(self, value: Tensor) -> int:
+        """Return how often the memory of a tensor was written in this pass."""
+        memory = _memory(value)
+        return 0 if memory is None else self._written[memory]
 
     def version(self, value: Tensor) -> int:
         """Return how often a tensor was written; torch counts this too, but not under ``inference_mode``."""
         if not value.is_inference():
             return value._version
-        memory = _memory(value)
-        return 0 if memory is None else self._written[memory]
+        return self._writes_into(value)
 
     def origin(self, value: Tensor) -> Origin | None:
         """Return the origin of a tensor; None if it has none."""
@@ -153,17 +181,22 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             origins = map(self.origin, PRODUCTS[product].tensors(args))
             of_parameters = all(origin is not None and origin.kind == "parameter" for origin in origins)
             self._counter.count(product, args, result, of_parameters)
-        origin = _OF_SOFTMAX if func in _SOFTMAX else self._joined(_tensors((*args, *kwargs.values())))
+        inputs = _tensors((*args, *kwargs.values()))
+        origin = _OF_SOFTMAX if func in _SOFTMAX else self._joined(inputs)
+        if origin is _OF_PARAMETERS or self._steps.hold(inputs):
+            self._steps.add(func, args, kwargs, result)
+        if origin is _OF_PARAMETERS and func in _NUMBERS and (frames := self._counter.frames()):
+            self._number_readers.add(frames[-1][0])
         if origin is not None:
             if (origin.direct and func not in _PART_OF_PRODUCT) or (origin.channelwise and func not in _CHANNELWISE):
                 direct = origin.direct and func in _PART_OF_PRODUCT
                 origin = replace(origin, direct=direct, channelwise=origin.channelwise and func in _CHANNELWISE)
             for tensor in _tensors((result,)):
-                if tensor.is_floating_point():
+                if tensor.is_floating_point() or (origin is _OF_PARAMETERS and tensor.dtype is torch.bool):
                     self.mark(tensor, origin)
         self._magnitudes.see(func, args, kwargs, result, self._counter.frames)
         if self._read is not None and not func.is_view and not self._counter.in_site:
-            for tensor in _tensors((*args, *kwargs.values())):
+            for tensor in inputs:
                 made = self.origin(tensor)
                 if made is not None and made.kind == "parameter":
                     self._read(tensor)

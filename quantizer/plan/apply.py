@@ -20,6 +20,7 @@ from quantizer.plan.site_plan import SitePlan
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.eager_attention import use_python_paths
+from quantizer.proxy.frozen_operand import ComputedOperand
 from quantizer.proxy.frozen_operand import FrozenOperand
 from quantizer.proxy.generated_classes import with_listed_weights
 from quantizer.proxy.generated_classes import with_stored_weight
@@ -27,6 +28,7 @@ from quantizer.proxy.model_sharing import OwnBuffers
 from quantizer.proxy.model_sharing import take_small
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
+from quantizer.proxy.weight import operand_of
 
 __all__ = [
     "apply_factor",
@@ -75,7 +77,7 @@ def _apply_site_plan(site: Site, entry: SitePlan) -> None:
             else:
                 assert planned.scale is not None
                 quantizer.set_scale(planned.scale, planned.dtype, planned.axis, planned.block_size, planned.zero_point)
-            quantizer.is_weight, quantizer.contiguous = planned.role == "weight", planned.view is not None
+            quantizer.is_weight, quantizer.contiguous = planned.role == "weight", planned.as_computed
             quantizer.set_codes(planned.codes)
         if planned.factor is not None and (planned.quantized or entry.quantized):
             # An input in float is multiplied, too, where the weight has its factors.
@@ -116,6 +118,8 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     uses = Counter(id(parameter) for module in proxy.modules() for parameter in module._parameters.values())
     readers = Counter(path for entry in plan.values() for path in entry.reads)
     for site, quantizer, planned in planned_weights(proxy, plan):
+        if planned.computation is not None:
+            continue
         owner, name = _owner(proxy, planned)
         whole = planned.view is None and owner is proxy.get_submodule(site.host_path)
         shared = uses[id(owner._parameters[name])] != 1 or readers[planned.parameter or ""] != 1
@@ -126,11 +130,7 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     take_small(proxy, SMALL, OperandQuantizer)
     watch(proxy, "quantize", lambda parameter: parameter.numel() > SMALL)
     for site, quantizer, planned in planned_weights(proxy, plan):
-        owner, name = _owner(proxy, planned)
-        if name in owner._parameters:
-            shape = tuple(_weight(proxy, site, planned).shape)
-            offset = 0 if planned.view is None else planned.view.offset
-            quantizer.frozen = FrozenOperand(f"{site.path}.{planned.name}", owner._parameters[name], shape, offset)
+        quantizer.frozen = _frozen_operand(proxy, site, planned)
 
 
 def frozen_proxy(model: nn.Module, plan: Mapping[str, SitePlan], *, fused: bool = False) -> nn.Module:
@@ -170,14 +170,18 @@ def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Col
         quantizer.stored = torch.empty_like(weight, dtype=qtype(quantizer.dtype).storage)
         quantizer.stored_dtype = weight.dtype
         quantizer.set_codes(None)
-        if planned.parameter in dropped:
+        if planned.computation is None and planned.parameter in dropped:
             _hand_over(*_owner(proxy, planned), site, quantizer, planned)
     _list_weights(proxy, {})
 
 
 def dropped_parameters(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> list[str]:
     """Return the paths of the parameters that were removed from a frozen proxy, which reads them from its sites."""
-    weights = ((planned.parameter or "", *_owner(proxy, planned)) for _, _, planned in planned_weights(proxy, plan))
+    weights = (
+        (planned.parameter or "", *_owner(proxy, planned))
+        for _, _, planned in planned_weights(proxy, plan)
+        if planned.computation is None
+    )
     return sorted({path for path, owner, name in weights if name not in owner._parameters})
 
 
@@ -249,6 +253,14 @@ def _seal(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
 
 def _weight(proxy: nn.Module, site: Site, planned: OperandPlan) -> Tensor:
     """Return the weight as its site reads it."""
+    if planned.computation is not None:
+        try:
+            return operand_of(planned.computation.inputs_of(proxy), None, planned.computation)
+        except (KeyError, ValueError) as error:
+            raise ProxyError(
+                f"{site.path}: the calibration belongs to another model, whose weight is computed from "
+                f"{', '.join(planned.parameters)} ({error}); calibrate this model with a Quantizer of its own"
+            ) from error
     owner, name = _owner(proxy, planned)
     parameter = owner._parameters.get(name)
     if parameter is None:
@@ -257,6 +269,18 @@ def _weight(proxy: nn.Module, site: Site, planned: OperandPlan) -> Tensor:
             "calibrate this model with a Quantizer of its own"
         )
     return parameter if planned.view is None else planned.view.of(parameter)
+
+
+def _frozen_operand(proxy: nn.Module, site: Site, planned: OperandPlan) -> FrozenOperand | None:
+    """Return the check of a frozen weight; None where the module has handed its parameter over."""
+    name = f"{site.path}.{planned.name}"
+    if planned.computation is not None:
+        return ComputedOperand(name, _weight(proxy, site, planned))
+    owner, parameter = _owner(proxy, planned)
+    if parameter not in owner._parameters:
+        return None
+    shape = tuple(_weight(proxy, site, planned).shape)
+    return FrozenOperand(name, owner._parameters[parameter], shape, 0 if planned.view is None else planned.view.offset)
 
 
 def _hand_over(owner: nn.Module, name: str, site: Site, quantizer: OperandQuantizer, planned: OperandPlan) -> None:

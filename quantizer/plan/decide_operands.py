@@ -139,6 +139,7 @@ def _weight(
         role="weight",
         parameter=seen.weight.path,
         view=seen.weight.view,
+        computation=seen.weight.computation,
         quantized=True,
         dtype=wanted.weights.name,
         axis=axis,

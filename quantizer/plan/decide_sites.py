@@ -57,7 +57,12 @@ def decide(
         wanted = settings.formats.of(site.path, kind)
         reason, rule = _refusal(site, record, refused, settings, wanted, calibrated=observation.batches > 0)
         operands = () if reason else operand_plans(site, host, record, refused, settings, wanted, indivisible)
-        operands = tuple(replace(o, read_outside=observation.read_outside.get(o.parameter or "")) for o in operands)
+        outside = observation.read_outside
+        operands = tuple(
+            # A computed weight is computed outside of its site.
+            replace(o, read_outside=None if o.computation is not None else outside.get(o.parameter or ""))
+            for o in operands
+        )
         if not reason:
             reason, rule = _product_alone(record, operands, settings), settings.profile.rule
         if not reason:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch import nn
 
 from quantizer.errors import CalibrationError
 from quantizer.numerics.held_scale import held_scale
@@ -81,12 +82,22 @@ def with_scales(
     return result
 
 
-def with_given_weights(plan: Plan) -> Plan:
-    """Return the plan with the scales of its weights marked as given: training has changed the weights since."""
+def with_given_weights(plan: Plan, model: nn.Module) -> Plan:
+    """Return the plan with the scales of its weights marked as given: training has changed the weights since.
+
+    Where these are computed from buffers, they are now computed from those of ``model``, which was trained.
+    """
+
+    def given(operand: OperandPlan) -> OperandPlan:
+        made = operand.computation
+        if made is not None:
+            made = made.with_buffers_of(made.inputs_of(model))
+        return replace(operand, given=True, computation=made)
+
     return {
         path: replace(
             entry,
-            operands=tuple(replace(o, given=True) if o.quantized and o.role == "weight" else o for o in entry.operands),
+            operands=tuple(given(o) if o.quantized and o.role == "weight" else o for o in entry.operands),
         )
         for path, entry in plan.items()
     }

@@ -302,6 +302,11 @@ def _fields(operand: OperandPlan, long_groups: dict[str, int]) -> dict[str, Any]
     fields = {name: getattr(operand, name) for name in _OPERAND_FIELDS}
     if operand.group is not None and len(operand.group) > _LONG_GROUP:
         fields["group"] = long_groups.setdefault(operand.group, len(long_groups))
+    if operand.computation is None:
+        # Without one files are as those of earlier versions.
+        del fields["computation"]
+    else:
+        fields["computation"] = operand.computation.plain()
     if operand.view is not None:
         fields["view"] = {
             "shape": list(operand.view.shape),

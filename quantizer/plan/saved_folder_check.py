@@ -90,6 +90,7 @@ def _of_operand(operand: OperandPlan) -> Iterator[str]:
             yield f"{name}: expected a number, got NaN"
     if operand.quantized and operand.role == "weight" and operand.parameter is None:
         yield "parameter: is null for a weight that is quantized"
+    yield from (f"computation.{fault}" for fault in (operand.computation.faults() if operand.computation else ()))
     yield from code_faults(operand)
 
 

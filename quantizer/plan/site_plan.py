@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quantizer.numerics.float16 import FLOAT16_MAX
 from quantizer.numerics.qtype import INT8
+from quantizer.proxy.computed.computation import Computation
 from quantizer.proxy.weight import WeightView
 from quantizer.reasons import ReasonCode
 from quantizer.reasons import RuleKind
@@ -49,6 +50,8 @@ class OperandPlan:
         group: the precision group, see ``precision_groups.py``.
         parameter: the path of the weight in the model.
         view: the weight as a view of the parameter (None: the parameter itself).
+        computation: how the weight is computed from parameters and buffers, ``parameter`` the largest of them (None: it
+            is not).
         smooth: float32 [K] along ``smooth_axis``, by which an activation is divided and a weight multiplied first.
         spread: float32 [C] along ``axis``: the output channels have one scale times these factors (None: no factors).
         smoothing: a text on ``smooth``, or on why there is none (None: it was not asked for).
@@ -79,6 +82,7 @@ class OperandPlan:
     group: str | None = None
     parameter: str | None = None
     view: WeightView | None = None
+    computation: Computation | None = None
     smooth: Tensor | None = None
     smooth_axis: int | None = None
     spread: Tensor | None = None
@@ -95,10 +99,23 @@ class OperandPlan:
         return self.smooth if self.smooth is None or self.role == "weight" else self.smooth.reciprocal()
 
     @property
+    def as_computed(self) -> bool:
+        """True for a weight that is no parameter as it is, so that its strides may be any."""
+        return self.view is not None or self.computation is not None
+
+    @property
     def notes(self) -> list[str]:
         """The notes for the reader of the coverage."""
         outside = f"read as floats outside of its site too, {self.read_outside}" if self.read_outside else None
-        return [text for text in (self.rounding, self.note, outside) if text is not None]
+        made = None if self.computation is None else f"computed from {', '.join(self.computation.inputs)}"
+        return [text for text in (self.rounding, self.note, outside, made) if text is not None]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The paths of all that a weight is made of; empty for an activation."""
+        if self.computation is not None:
+            return self.computation.inputs
+        return () if self.parameter is None else (self.parameter,)
 
     @property
     def largest_amax(self) -> float | None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch import nn
 
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.packing import pack_pairs
@@ -24,7 +25,7 @@ from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import summary
 
-__all__ = ["code_faults", "codes_of_file", "file_of_codes", "without_codes", "without_former_codes"]
+__all__ = ["changed_buffers", "code_faults", "codes_of_file", "file_of_codes", "without_codes", "without_former_codes"]
 
 
 def without_codes(plan: Plan, why: str, ends: Callable[[OperandPlan], bool] = lambda _: True) -> Plan:
@@ -50,21 +51,32 @@ def without_codes(plan: Plan, why: str, ends: Callable[[OperandPlan], bool] = la
     return result
 
 
+def changed_buffers(plan: Plan, model: nn.Module) -> list[str]:
+    """Return the paths of buffers of a model from which weights are computed, and whose values changed since."""
+    operands = (operand for entry in plan.values() for operand in entry.operands)
+    computed = (operand.computation for operand in operands if operand.computation is not None)
+    return list(dict.fromkeys(path for computation in computed for path in computation.changed_buffers(model)))
+
+
 def without_former_codes(plan: Plan, changed: Collection[str]) -> Plan:
     """Return the plan with nearest rounding of weights that changed since their codes were chosen, and warn of them.
 
     Args:
         plan: the plan.
-        changed: the paths of the parameters that changed.
+        changed: the paths of the parameters and buffers that changed.
     """
+
+    def has_changed(operand: OperandPlan) -> bool:
+        return not set(operand.parameters).isdisjoint(changed)
+
     operands = (operand for entry in plan.values() for operand in entry.operands)
-    former = sum(o.quantized and o.codes is not None and o.parameter in changed for o in operands)
+    former = sum(o.quantized and o.codes is not None and has_changed(o) for o in operands)
     if former:
         warnings.warn(
             f"{former} weights changed since their codes were chosen and are rounded to nearest: calibrate again",
             stacklevel=5,
         )
-    return without_codes(plan, "it changed since its codes were chosen", lambda o: o.parameter in changed)
+    return without_codes(plan, "it changed since its codes were chosen", has_changed)
 
 
 def file_of_codes(codes: Tensor, dtype: str) -> Tensor:

@@ -27,6 +27,7 @@ from quantizer.plan.site_plan import Plan
 from quantizer.plan.weight_range import scale_bounds
 from quantizer.plan.weight_range import weight_amax
 from quantizer.proxy.weight import Weight
+from quantizer.proxy.weight import operand_of
 from quantizer.reasons import ReasonCode
 
 __all__ = [
@@ -105,7 +106,7 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, q
 class _Scaled:
     """A result of ``scaled_for``, with all that it came from."""
 
-    stamp: TensorStamp
+    stamps: tuple[TensorStamp, ...]
     asked: tuple[object, ...]
     result: OperandPlan
 
@@ -134,21 +135,22 @@ class ScaledWeights:
         self, name: str, operand: OperandPlan, weight: Weight, scale_dtype: torch.dtype, qmax: int | None
     ) -> OperandPlan:
         """Return ``scaled_for`` of the weight of ``name``, a ``SITE.OPERAND``."""
-        _, stamp = self._seen.get(id(weight.parameter), (None, None))
+        seen = [self._seen[id(one)][1] for one in weight.parameters if id(one) in self._seen]
+        stamps = tuple(seen) if len(seen) == len(weight.parameters) else None
         asked = (*(getattr(operand, field.name) for field in fields(operand)), scale_dtype, qmax)
         known = self._known.get(name)
-        if known is None or known.stamp != stamp or not all(map(_alike, known.asked, asked)):
+        if known is None or known.stamps != stamps or not all(map(_alike, known.asked, asked)):
             result = scaled_for(operand, weight.tensor(), scale_dtype, qmax)
-            if stamp is None:
+            if stamps is None:
                 return result
-            known = self._known[name] = _Scaled(stamp, asked, result)
+            known = self._known[name] = _Scaled(stamps, asked, result)
         return known.result
 
-    def holds(self, name: str, operand: OperandPlan, parameter: Tensor) -> bool:
-        """Return whether the scale of ``name`` is of a result here, and of the values that its parameter has now."""
+    def holds(self, name: str, operand: OperandPlan, parameters: Iterable[Tensor]) -> bool:
+        """Return whether the scale of ``name`` is of a result here, and of the values that its parameters have now."""
         known = self._known.get(name)
         made = known is not None and known.result.amax is operand.amax and known.result.scale is operand.scale
-        return made and known is not None and known.stamp == TensorStamp.of(parameter)
+        return made and known is not None and known.stamps == tuple(map(TensorStamp.of, parameters))
 
 
 def _alike(one: object, other: object) -> bool:
@@ -192,7 +194,7 @@ def with_scales_of_weights(
             elif operand.role == "weight" and operand.quantized and not operand.given:
                 weight = _weight(model, operand)
                 # If the model has no such weight, the application of the plan raises an error.
-                if weight is not None and not _holds(known, path, operand, _parameter(model, operand)):
+                if weight is not None and not _holds(known, path, operand, _parameters(model, operand)):
                     operand = scaled_for(operand, weight, scale_dtype, qmax)
                 if not operand.quantized:
                     raise CalibrationError(f"{operand.parameter}: {operand.reason}; calibrate the model again")
@@ -205,8 +207,8 @@ def with_scales_of_weights(
     return result
 
 
-def _holds(known: ScaledWeights | None, path: str, operand: OperandPlan, parameter: Tensor | None) -> bool:
-    return known is not None and parameter is not None and known.holds(f"{path}.{operand.name}", operand, parameter)
+def _holds(known: ScaledWeights | None, path: str, operand: OperandPlan, parameters: list[Tensor] | None) -> bool:
+    return known is not None and parameters is not None and known.holds(f"{path}.{operand.name}", operand, parameters)
 
 
 def _beside(operand: OperandPlan, device: torch.device) -> OperandPlan:
@@ -271,29 +273,36 @@ def _note(scale: Tensor, scale_dtype: torch.dtype) -> str | None:
 
 def _weight(model: nn.Module, operand: OperandPlan) -> Tensor | None:
     """Return the weight of an operand in a model; None if the model has no such parameter."""
-    path, parameter = operand.parameter, _parameter(model, operand)
-    if parameter is None:
+    path, parameters = operand.parameter, _parameters(model, operand)
+    if parameters is None:
         return None
     try:
-        weight = parameter.detach() if operand.view is None else operand.view.of(parameter)
+        weight = operand_of(parameters, operand.view, operand.computation)
         shape = scale_shape(weight.shape, operand.axis, operand.block_size)
         fits = operand.codes is None or operand.codes.shape == weight.shape
-    except (IndexError, RuntimeError):
+    except (IndexError, RuntimeError, ValueError):
         fits = False
     if not fits or operand.scale is None or shape != tuple(operand.scale.shape):
         raise CalibrationError(
-            f"the calibration belongs to another model: {path} has the shape {list(parameter.shape)} here, which "
+            f"the calibration belongs to another model: {path} has the shape {list(parameters[0].shape)} here, which "
             "its scales do not fit; calibrate this model with a Quantizer of its own"
         )
     return weight
 
 
-def _parameter(model: nn.Module, operand: OperandPlan) -> Tensor | None:
+def _parameters(model: nn.Module, operand: OperandPlan) -> list[Tensor] | None:
+    """Return the parameters of a weight; None if the model has not all of them."""
+    if operand.computation is not None:
+        try:
+            return operand.computation.inputs_of(model)
+        except KeyError:
+            return None
     owner, _, name = (operand.parameter or "").rpartition(".")
     try:
-        return model.get_submodule(owner)._parameters.get(name)
+        parameter = model.get_submodule(owner)._parameters.get(name)
     except AttributeError:
         return None
+    return None if parameter is None else [parameter]
 
 
 def _name(dtype: torch.dtype) -> str:

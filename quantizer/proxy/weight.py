@@ -1,12 +1,14 @@
 """Parameters as operands, also through a view: ``weight.t()`` is a weight, with its axes in another order.
 
-A view is recorded as data (an offset, a reshape, a permutation), so that a saved plan can apply it to a parameter.
+A view is recorded as data (an offset, a reshape, a permutation), so that a saved plan can apply it to a parameter. What
+is computed from parameters and buffers alone is a weight too, and so is its computation data.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +16,9 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.calibrators.histogram import in_memory_order
+from quantizer.proxy.computed.computation import Computation
 
-__all__ = ["Weight", "WeightView", "Weights", "is_transformed", "laid_out", "non_finite"]
+__all__ = ["Weight", "WeightView", "Weights", "is_transformed", "laid_out", "non_finite", "operand_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +47,59 @@ def laid_out(value: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """An operand that is a parameter: its path (None: no module registered it) and its view (None: the parameter)."""
+    """An operand that is a parameter, or is computed from parameters and buffers alone.
 
-    parameter: nn.Parameter
-    path: str | None
+    Attributes:
+        parameters: the parameter, or all that the computation reads.
+        paths: their paths; empty: no module registered the parameter.
+        view: the operand as a view of the parameter (None: it is the parameter itself, or computed).
+        computation: how the operand is computed (None: it is not).
+    """
+
+    parameters: tuple[Tensor, ...]
+    paths: tuple[str, ...]
     view: WeightView | None = None
+    computation: Computation | None = None
+
+    @classmethod
+    def computed(cls, computation: Computation, inputs: Sequence[Tensor]) -> Weight:
+        """Return the weight of a computation on these parameters and buffers, with the values that they have now."""
+        return cls(tuple(inputs), computation.inputs, computation=computation.with_buffers_of(inputs))
+
+    @property
+    def path(self) -> str | None:
+        """The path of the parameter, or of the largest one of a computation; None if no module registered it."""
+        sizes = [value.numel() for value in self.parameters]
+        return self.paths[sizes.index(max(sizes))] if self.paths else None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the operand."""
-        return tuple(self.parameter.shape if self.view is None else (self.view.shape[at] for at in self.view.order))
+        return tuple(self.tensor().shape)
 
     def tensor(self) -> Tensor:
-        """Return the operand's values."""
-        return self.parameter.detach() if self.view is None else self.view.of(self.parameter)
+        """Return the operand's values [*]."""
+        return operand_of(self.parameters, self.view, self.computation)
+
+    def is_same(self, other: Weight) -> bool:
+        """Return whether another weight is this one: of the same parameters, in the same way."""
+        # With other values of buffers it is another computation: a model may write into them.
+        if self.view != other.view or self.computation != other.computation:
+            return False
+        both = zip(self.parameters, other.parameters, strict=True)
+        # Proxies have buffers of their own.
+        return all(one is two or not isinstance(one, nn.Parameter) for one, two in both)
+
+
+def operand_of(parameters: Sequence[Tensor], view: WeightView | None, computation: Computation | None) -> Tensor:
+    """Return the values [*] of a weight.
+
+    Raises:
+        ValueError, RuntimeError: the view or the computation does not fit the parameters.
+    """
+    if computation is not None:
+        return laid_out(computation.of(parameters))
+    return parameters[0].detach() if view is None else view.of(parameters[0])
 
 
 class Weights:
@@ -78,13 +120,14 @@ class Weights:
     def find(self, value: object) -> Weight | None:
         """Return the weight that an operand is; None if it is neither a parameter nor a contiguous part of one."""
         if isinstance(value, nn.Parameter):
-            return Weight(value, self._paths.get(id(value)))
+            path = self._paths.get(id(value))
+            return Weight((value,), () if path is None else (path,))
         if not isinstance(value, Tensor) or is_transformed(value) or value.layout != torch.strided:
             return None
         for parameter in self._owners.get(_storage(value), ()):
             view = _view(parameter, value)
             if view is not None:
-                return Weight(parameter, self._paths[id(parameter)], view)
+                return Weight((parameter,), (self._paths[id(parameter)],), view)
         return None
 
     def shown_by(self, value: Tensor) -> list[str]:

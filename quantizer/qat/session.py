@@ -132,7 +132,7 @@ class QatSession:
             return self._replaced
         changed = changed_scales(self.proxy, self._applied)
         plan = with_scales(self._plan, changed, self._scale_dtype, keep_zero_points=True) if changed else self._plan
-        return with_given_weights(plan)
+        return with_given_weights(plan, self.model)
 
     def replace(self, plan: Plan) -> None:
         """Let ``learned_plan`` return this plan, whatever the proxy's scales."""

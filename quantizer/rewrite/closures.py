@@ -33,10 +33,11 @@ def held(value: Any) -> list[Any]:
     return list(found.values())
 
 
-def rebound(value: Any, twin: Callable[[Any], Any]) -> Any:
+def rebound(value: Any, twin: Callable[[Any], Any], *, shared: bool = False) -> Any:
     """Return a copy of a function, method or partial that holds ``twin(x)`` for each x that has one (None: none).
 
-    A value that leads to nothing with a twin is returned unchanged.
+    A value that leads to nothing with a twin is returned unchanged. ``shared``: the copy shares the closure cells of
+    all other values with the original, so that what one of them binds anew is new for both.
     """
     clones: dict[int, Any] = {}
 
@@ -59,7 +60,12 @@ def rebound(value: Any, twin: Callable[[Any], Any]) -> Any:
 
     def clone_function(function: types.FunctionType) -> types.FunctionType:
         # Cells are filled after the clone is registered: a function may hold itself.
-        new_cells = tuple(types.CellType() for _ in function.__closure__ or ())
+        new_cells = tuple(
+            old
+            if shared and (contents(old) is _EMPTY or all(twin(part) is None for part in held(contents(old))))
+            else types.CellType()
+            for old in function.__closure__ or ()
+        )
         copied = types.FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__, new_cells
         )
@@ -67,7 +73,7 @@ def rebound(value: Any, twin: Callable[[Any], Any]) -> Any:
         copy_attributes(function, copied)
         for old, new in zip(function.__closure__ or (), new_cells, strict=True):
             value = contents(old)
-            if value is not _EMPTY:
+            if value is not _EMPTY and new is not old:
                 new.cell_contents = clone(value)
         if hasattr(function, "__wrapped__"):
             copied.__wrapped__ = clone(function.__wrapped__)  # type: ignore[attr-defined]

@@ -12,13 +12,16 @@ import functools
 import io
 import tokenize
 import types
+import weakref
 from collections.abc import Callable
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from quantizer.reasons import ReasonCode
+from quantizer.rewrite.closures import rebound
 from quantizer.rewrite.names import FunctionNode
 from quantizer.rewrite.source_sites import FunctionSource
 from quantizer.rewrite.text_edits import Edit
@@ -37,6 +40,7 @@ __all__ = [
     "WRITTEN",
     "WRITTEN_CLASS",
     "Receivers",
+    "Wrapped",
     "as_written",
     "function_source",
     "guarded",
@@ -66,7 +70,63 @@ RECORDED = "_quantizer_recorded"
 HOSTS = "_quantizer_hosts"
 """The attribute of a generated class that says which sites its instances hold: a frozenset of marks."""
 
-Receivers = dict[types.FunctionType, tuple[tuple[Callable[..., Any], str | None, bool], ...]]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wrapped:
+    """A rewritten function that needs a host, inside of wrappers that may not hand a keyword on to it.
+
+    Attributes:
+        wrapper: the outermost wrapper, as it was written.
+        inner: the function in it, as it was written.
+        rewritten: the rewritten function, which takes the host as ``HOST``.
+    """
+
+    wrapper: types.FunctionType
+    inner: types.FunctionType
+    rewritten: types.FunctionType
+
+    def to(self, host: Any) -> Callable[..., Any]:
+        """Return the wrappers around the rewritten function with its host bound; they see no other arguments."""
+        known = vars(host).get(_BOUND)
+        if known is None or known.host is None or known.host() is not host:
+            known = vars(host)[_BOUND] = _BoundTo(weakref.ref(host))
+        if self not in known.functions:
+            known.functions[self] = self._made(known.host)
+        found: Callable[..., Any] = known.functions[self]
+        return found
+
+    def _made(self, host: weakref.ref[Any]) -> Callable[..., Any]:
+        rewritten = self.rewritten
+
+        @functools.wraps(self.inner)
+        def bound(*args: Any, **keywords: Any) -> Any:
+            return rewritten(*args, **keywords, **{HOST: host()})
+
+        made: Callable[..., Any] = rebound(
+            self.wrapper, lambda value: bound if value is self.inner else None, shared=True
+        )
+        return made
+
+
+_BOUND = "_quantizer_bound"
+"""The attribute of a module with the wrapped functions that it has called."""
+
+
+class _BoundTo:
+    """Wrapped functions that are bound to one module; none in copies and pickles of the module."""
+
+    def __init__(self, host: weakref.ref[Any] | None = None) -> None:
+        self.host = host
+        self.functions: dict[Wrapped, Callable[..., Any]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _BoundTo:
+        return _BoundTo()
+
+    def __reduce__(self) -> tuple[type[_BoundTo], tuple[()]]:
+        return _BoundTo, ()
+
+
+Receivers = dict[types.FunctionType, tuple[tuple[Callable[..., Any] | Wrapped, str | None, bool], ...]]
 """By original function, each variant of it: the rewritten function, the mark of a site that its host holds (None: any
 host will do), and whether it takes the host as ``HOST`` (else as an argument of its own, as it always did)."""
 
@@ -74,7 +134,7 @@ host will do), and whether it takes the host as ``HOST`` (else as an argument of
 def pass_host(receivers: Receivers) -> Callable[[Any, Any], Any]:
     """Return the function that rewritten text calls ``_quantizer_lend``."""
 
-    def variant(function: types.FunctionType, host: Any) -> tuple[Callable[..., Any], bool] | None:
+    def variant(function: types.FunctionType, host: Any) -> tuple[Callable[..., Any] | Wrapped, bool] | None:
         held = getattr(type(host), HOSTS, ())
         for rewritten, mark, takes_host in receivers.get(function, ()):
             if mark is None or mark in held:
@@ -95,8 +155,10 @@ def pass_host(receivers: Receivers) -> Callable[[Any, Any], Any]:
     return pass_host
 
 
-def _bound(function: Callable[..., Any], host: Any, *first: Any) -> Callable[..., Any]:
+def _bound(function: Callable[..., Any] | Wrapped, host: Any, *first: Any) -> Callable[..., Any]:
     """Return ``function`` with its host and first arguments bound; it keeps its name, which torch.export reads."""
+    if isinstance(function, Wrapped):
+        return functools.partial(function.to(host), *first) if first else function.to(host)
     made = functools.partial(function, *first, **{HOST: host})
     if not torch.compiler.is_dynamo_compiling():
         vars(made)["__name__"] = function.__name__

@@ -28,6 +28,7 @@ from quantizer.rewrite.decorators import hand_on_keywords
 from quantizer.rewrite.decorators import innermost
 from quantizer.rewrite.decorators import registries_of
 from quantizer.rewrite.decorators import transplant
+from quantizer.rewrite.host_argument import Wrapped
 from quantizer.rewrite.host_argument import guarded
 from quantizer.rewrite.module_globals import SyntheticModules
 from quantizer.rewrite.rebuild_result import Rebuilt
@@ -157,6 +158,9 @@ class Rebuilder:
             host_targets: functions to which the methods of its class may pass their host.
         """
         if isinstance(attribute, property):
+            if str(getattr(attribute.fget, "__module__", "")).partition(".")[0] == "torch":
+                # Those of parametrized layers call modules, and hold no product themselves.
+                return Rebuilt()
             inner = self.rebuild(attribute.fget, name, host_targets)
             function = property(inner.function, attribute.fset, attribute.fdel) if inner.function else None
             return replace(inner, function=function)
@@ -192,7 +196,8 @@ class Rebuilder:
             if clone is None:
                 raise SourceError(ReasonCode.HELD_BY_DECORATOR.text(name=inner.__qualname__))
             if result.host_is_argument and not hand_on_keywords(function, inner):
-                raise SourceError(ReasonCode.KEYWORDS_DROPPED.text(name=inner.__qualname__))
+                result.function = Wrapped(function, inner, rewritten)
+                return
             rewritten = clone
         result.function = rewritten
 

@@ -275,27 +275,6 @@ def test_operands_that_are_not_floating() -> None:
     q.quantize(model)(x, ids)
 
 
-class Constant(nn.Module):
-    """Multiplies by a parameter that it prepares at each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(32, 32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.matmul(x, self.weight.t() * 2)
-
-
-@pytest.mark.promise("Weights that are computed at each call (weight normalisation) stay float.")
-def test_a_weight_computed_at_each_call_stays_float() -> None:
-    model = Constant().eval()
-    q = Quantizer(preset="fast")
-    q.calibrate(model, [torch.randn(4, 32)])
-    assert {row.reason for row in q.coverage} == {"an operand is computed from parameters at each call"}
-    x = torch.randn(4, 32)
-    assert torch.equal(q.quantize(model)(x), model(x))
-
-
 class Parameters(nn.Module):
     """One site, called with one weight after the other, and with what is no weight; and a product of two weights."""
 

@@ -343,16 +343,56 @@ def _calls_gram() -> nn.Module:
 _OTHER_DECORATORS = (_fixed, _filtered, _strict, _dropped, _sometimes, _shown, _again)
 
 
-@pytest.mark.promise(
-    "A helper without a module argument stays float, with the reason in the coverage, where the text of a "
-    "decorator around it does not show that it hands all keyword arguments on."
-)
+def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    calls = 0
+
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        assert list(inspect.signature(function).parameters) == ["x"]
+        return function(*args) * calls
+
+    return wrapper
+
+
 @pytest.mark.parametrize("decorator", _OTHER_DECORATORS, ids=lambda decorator: decorator.__name__)
-def test_a_decorator_that_may_hand_no_module_on_is_reported(decorator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through such a one no module is lent: it would be dropped, or be an argument too many."""
+def test_a_decorator_that_may_hand_no_module_on(decorator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sees no module: that would be dropped, or be an argument too many."""
     monkeypatch.setitem(globals(), "gram", decorator(gram))
-    q = _check(_calls_gram(), "linear.forward.linear_0")
-    assert _reasons(q) == {"(the model)": ReasonCode.KEYWORDS_DROPPED.text(name="gram")}
+    _check(_calls_gram(), "linear.forward.linear_0", "gram.matmul_0")
+
+
+def test_a_decorator_with_a_state_has_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "gram", _counted(gram))
+    model = _calls_gram().eval()
+    with torch.no_grad():
+        one = model(X)
+        proxy = _quantizer().proxy(model)
+        assert_same([proxy(X), model(X), proxy(X)], [one * 2, one * 3, one * 4])
+
+
+def test_modules_that_share_a_decorated_helper_have_sites_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "gram", _strict(gram))
+    first = _calls_gram()
+    model = nn.Sequential(first, nn.AdaptiveAvgPool1d(32), type(first)()).eval()
+    q = _check(model, *(f"{n}.{name}" for n in "02" for name in ("linear.forward.linear_0", "gram.matmul_0")))
+    first_site, second_site = (q.plan[f"{n}.gram.matmul_0"].operands[0] for n in "02")
+    assert not torch.equal(first_site.scale, second_site.scale)
+    frozen = q.quantize(model)
+    with torch.no_grad():
+        expected = frozen(X)
+        copied = copy.deepcopy(frozen)
+        # What a copy computes with must be its own.
+        frozen[0].site_gram_matmul_0.active = False
+        assert torch.equal(copied(X), expected)
+        frozen[0].site_gram_matmul_0.active = True
+        # A shallow copy has the attributes of the other, as a replica of DataParallel has.
+        shallow = copy.copy(frozen[0])
+        shallow._modules = {**frozen[0]._modules, "site_gram_matmul_0": nn.Identity()}
+        with pytest.raises(TypeError, match="forward"):
+            shallow(X)
+        assert torch.equal(frozen(X), expected)
 
 
 def _typed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -350,12 +350,16 @@ def test_packed_weights_are_parts_of_one_parameter(tmp_path: Path) -> None:
         assert 0 < float((frozen - model(x)).abs().max()) < 0.1 * float(model(x).abs().max())
 
 
-def test_a_scattered_part_of_a_parameter_is_no_weight() -> None:
-    model = Parts(32, 24)
-    q = _calibrated(model, _random(3, 16, 32), sites={"residual_add": False})
-    products = [site for site in q.plan.values() if site.kind == "matmul"]
-    assert {site.reason for site in products} == {"an operand is computed from parameters at each call"}
-    assert len(products) == 3
+def test_a_scattered_part_of_a_parameter_is_a_computed_weight() -> None:
+    model, x = Parts(32, 24), _random(3, 16, 32)
+    q = _calibrated(model, x, sites={"residual_add": False})
+    products = [site for site in q.plan.values() if site.kind == "linear"]
+    assert [(site.quantized, site.operands[1].parameters, site.operands[1].view) for site in products] == [
+        (True, ("w",), None)
+    ] * 3
+    with torch.no_grad():
+        frozen = q.quantize(model)(x)
+        assert 0 < float((frozen - model(x)).abs().max()) < 0.1 * float(model(x).abs().max())
 
 
 @pytest.mark.parametrize(

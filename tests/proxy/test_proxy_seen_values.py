@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
-from torch.nn.utils import prune
 
 from quantizer import Quantizer
 
@@ -113,29 +111,6 @@ def test_a_sum_that_starts_from_a_number_is_quantized() -> None:
     q.calibrate(model, [X])
     assert q.plan["forward.add_0"].quantized
     assert _sqnr(q.quantize(model)(X), model(X)) > 25
-
-
-def _pruned() -> nn.Module:
-    linear = nn.Linear(32, 32)
-    with torch.no_grad():
-        linear.weight[0] *= 1e-4
-    return prune.l1_unstructured(linear, "weight", 0.3)
-
-
-def _spectral() -> nn.Module:
-    return parametrizations.spectral_norm(nn.Linear(32, 32))
-
-
-@pytest.mark.parametrize("make", [_pruned, _spectral])
-def test_a_weight_that_is_computed_from_parameters_and_buffers_stays_float(make: Any) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(make(), nn.Linear(32, 32)).eval()
-    q = Quantizer(preset="fast", backend="openvino")
-    q.calibrate(model, [X])
-    entry = q.plan["0.forward.linear_0"]
-    assert not entry.quantized
-    assert entry.reason == "an operand is computed from parameters at each call"
-    assert q.plan["1.forward.linear_0"].quantized
 
 
 class _Cache(nn.Module):

@@ -51,18 +51,18 @@ def nearest(why: str) -> RoundedWeight:
     return RoundedWeight(codes=None, text=f"rounded to nearest: {why}")
 
 
-def stored_weights(plan: Plan) -> Counter[tuple[object, object]]:
+def stored_weights(plan: Plan) -> Counter[tuple[object, object, object]]:
     """Return how many sites store each weight of a plan."""
     operands = (o for entry in plan.values() for o in entry.operands if o.quantized and o.role == "weight")
-    return Counter((operand.parameter, operand.view) for operand in operands)
+    return Counter((operand.parameter, operand.view, operand.computation) for operand in operands)
 
 
-def why_nearest(weight: OperandPlan, stored: Counter[tuple[object, object]], method: str) -> str | None:
+def why_nearest(weight: OperandPlan, stored: Counter[tuple[object, object, object]], method: str) -> str | None:
     """Return why a weight keeps the nearest codes whatever the data is; None if its codes can be chosen."""
     kind = qtype(weight.dtype)
     if kind.is_float:
         return f"{method} chooses whole numbers, and those of {kind.name} are none"
-    if stored[weight.parameter, weight.view] > 1:
+    if stored[weight.parameter, weight.view, weight.computation] > 1:
         return "other sites store the same weight, and a file holds it once"
     return None
 

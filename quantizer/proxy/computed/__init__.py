@@ -1,0 +1,1 @@
+"""Weights that a model computes from its parameters at each call, as data."""

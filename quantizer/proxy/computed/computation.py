@@ -1,0 +1,226 @@
+"""Computations of weights from parameters and buffers, as data: operations of torch with their arguments.
+
+So a weight that the model computes at each call (weight normalization, a mask) has values without a call of the model:
+to choose its scale, to store it as integers, and for another model of the same parameters, when a plan is loaded.
+
+A plan of a file is carried out as any other. So only operations of ``aten`` are taken that make new tensors or views of
+tensors, from tensors and numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import asdict
+from dataclasses import dataclass
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.common.plain_values import json_values
+from quantizer.common.tensor_stamp import TensorStamp
+
+__all__ = ["RANDOM", "Computation", "Step", "named_tensors", "plain_arguments", "why_not_repeated"]
+
+RANDOM = "with random numbers"
+"""Why a computation of random numbers cannot be repeated."""
+
+_NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+"""The values of torch that arguments may have, by how they are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation.
+
+    Attributes:
+        operation: its name, such as ``aten.mul.Tensor``.
+        arguments: JSON of a list: positional arguments and an object of keywords. A tensor is ``{"input": I}`` or
+            ``{"step": S, "output": O}``, a value of torch such as ``{"dtype": "float32"}``.
+    """
+
+    operation: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """The computation of one tensor.
+
+    Attributes:
+        inputs: the paths of the parameters and buffers.
+        steps: the operations, in order; none: the first input is the tensor.
+        output: which result of the last step the tensor is.
+        buffers: the buffers among the inputs, with checksums of the values that they had in calibration.
+    """
+
+    inputs: tuple[str, ...]
+    steps: tuple[Step, ...] = ()
+    output: int = 0
+    buffers: tuple[tuple[str, int], ...] = ()
+
+    def with_buffers_of(self, inputs: Sequence[Tensor]) -> Computation:
+        """Return the computation with the checksums of the buffers among its inputs."""
+        named = zip(self.inputs, inputs, strict=True)
+        found = ((path, _checksum(value)) for path, value in named if not isinstance(value, nn.Parameter))
+        return replace(self, buffers=tuple(found))
+
+    def changed_buffers(self, module: nn.Module) -> list[str]:
+        """Return the paths of buffers that have other values in a module than they had in calibration."""
+        tensors = named_tensors(module)
+        return [path for path, checksum in self.buffers if path in tensors and _checksum(tensors[path]) != checksum]
+
+    def of(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the tensor computed from its inputs, without gradients.
+
+        Raises:
+            ValueError: the computation is damaged, or cannot be done with these inputs.
+        """
+        made: list[Sequence[Any]] = [[value.detach() for value in inputs]]
+        with torch.no_grad():
+            for number, step in enumerate(self.steps):
+                function, (args, keywords) = _operation(step.operation), json_values(step.arguments)
+                try:
+                    given = {name: _tensors(value, made) for name, value in keywords.items()}
+                    result = function(*_tensors(args, made), **given)
+                except (IndexError, KeyError, RuntimeError, TypeError) as error:
+                    raise ValueError(f"steps[{number}], {step.operation}: {str(error).splitlines()[0]}") from error
+                made.append(result if isinstance(result, (tuple, list)) else [result])
+        found = made[-1][self.output if self.steps else 0]
+        if not isinstance(found, Tensor):
+            raise ValueError(f"output {self.output} of {self.steps[-1].operation} is no tensor")
+        return found
+
+    def inputs_of(self, module: nn.Module) -> list[Tensor]:
+        """Return the parameters and buffers of a module that the tensor is computed from.
+
+        Raises:
+            KeyError: the module lacks one.
+        """
+        tensors = named_tensors(module)
+        return [tensors[path] for path in self.inputs]
+
+    def plain(self) -> dict[str, Any]:
+        """Return the computation as plain values, to be saved."""
+        steps = [asdict(step) for step in self.steps]
+        buffers = [list(pair) for pair in self.buffers]
+        return {"inputs": list(self.inputs), "steps": steps, "output": self.output, "buffers": buffers}
+
+    def faults(self) -> list[str]:
+        """Return what is wrong with a computation from a file."""
+        if not self.inputs:
+            return ["inputs: expected the name of a parameter or buffer"]
+        for number, step in enumerate(self.steps):
+            place = f"steps[{number}]"
+            try:
+                _operation(step.operation)
+                given = json_values(step.arguments)
+            except ValueError as error:
+                return [f"{place}: {error}"]
+            if not isinstance(given, list) or [type(one) for one in given] != [list, dict]:
+                return [f"{place}.arguments: expected a list and an object of keywords"]
+        return []
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module by path; one that is tied has several."""
+    named: Mapping[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
+    return {**named, **dict(module.named_parameters(remove_duplicate=False))}
+
+
+def why_not_repeated(function: Any) -> str | None:
+    """Return why an operation that torch dispatched is no step of a computation; None if it can be one."""
+    if torch.Tag.nondeterministic_seeded in function.tags:
+        return RANDOM
+    if function._schema.is_mutable:
+        return "and changed in place"
+    if function.namespace != "aten":
+        return f"by {function.name()}, which is no operation of torch"
+    return None
+
+
+def plain_arguments(args: Any, keywords: Any, device: torch.device, plain_tensor: Callable[[Any], Any]) -> str:
+    """Return the arguments of a step as JSON.
+
+    Args:
+        args, keywords: the arguments.
+        device: the device of the computation, which is not written down.
+        plain_tensor: returns what stands for a tensor; None for what is none.
+
+    Raises:
+        TypeError: an argument cannot be written down.
+    """
+
+    def plain(value: Any) -> Any:
+        tensor = plain_tensor(value)
+        if tensor is not None:
+            return tensor
+        if isinstance(value, (tuple, list)):
+            return [plain(item) for item in value]
+        if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+            return value
+        if isinstance(value, float):
+            return {"number": str(value)}
+        if isinstance(value, torch.device) and value == device:
+            return None
+        for name, kind in _NAMED.items():
+            if isinstance(value, kind):
+                return {name: str(value).removeprefix("torch.")}
+        raise TypeError(f"{type(value).__name__} cannot be written down")
+
+    return json.dumps([plain(args), {name: plain(value) for name, value in keywords.items()}])
+
+
+def _checksum(value: Tensor) -> int:
+    """Return a checksum of a buffer's values; 0 for those that cannot be read, as on the meta device."""
+    values = TensorStamp.of(value).values
+    return values if isinstance(values, int) else 0
+
+
+@cache
+def _operation(name: str) -> Any:
+    """Return an operation of ``aten`` by name.
+
+    Raises:
+        ValueError: there is none, or it is no step of a computation.
+    """
+    namespace, _, rest = name.partition(".")
+    packet, _, overload = rest.partition(".")
+    try:
+        if namespace != "aten":
+            raise AttributeError
+        found = getattr(getattr(torch.ops.aten, packet), overload)
+    except AttributeError:
+        found = None
+    if not isinstance(found, torch._ops.OpOverload):
+        raise ValueError(f"operation: {name!r} is no operation of torch")
+    if why_not_repeated(found) is not None or packet == "from_file":
+        raise ValueError(f"operation: {name!r} does not compute a tensor from tensors and numbers alone")
+    return found
+
+
+def _tensors(value: Any, made: Sequence[Sequence[Any]]) -> Any:
+    """Return arguments with the tensors and values of torch that stand in their JSON; ``made[0]`` are the inputs."""
+    if isinstance(value, list):
+        return [_tensors(item, made) for item in value]
+    if isinstance(value, str):
+        raise TypeError(f"{value!r} is neither a tensor nor a number")
+    if not isinstance(value, dict):
+        return value
+    if "input" in value:
+        return made[0][value["input"]]
+    if "step" in value:
+        return made[1 + value["step"]][value["output"]]
+    if "number" in value:
+        return float(value["number"])
+    for name, kind in _NAMED.items():
+        if name in value and isinstance(found := getattr(torch, str(value[name]), None), kind):
+            return found
+    raise KeyError(f"{value} is no value of torch")
