@@ -129,6 +129,10 @@ def _convolution(name: str, size: gemm_shape.GeometryOf, axes: int) -> Operation
 
 CATALOGUE: tuple[Operation, ...] = (
     _weighted("linear", "linear", gemm_shape.weighted, "torch.nn.functional.linear"),
+    *(
+        _weighted(name, "linear", gemm_shape.recurrent, f"quantizer.operations.recurrent.{name}")
+        for name in ("input_product", "recurrent_product")
+    ),
     *(_convolution(f"conv{axes}d", gemm_shape.weighted, axes) for axes in (1, 2, 3)),
     *(_convolution(f"conv_transpose{axes}d", gemm_shape.transposed, axes) for axes in (1, 2, 3)),
     _product("matmul", "input", "other", functions=("torch.matmul",), methods=("matmul",), operators=("MatMult",)),

@@ -10,11 +10,23 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import replace
 
 from quantizer.operations.einsum import labels
 from quantizer.operations.einsum import volume
 
-__all__ = ["Call", "Geometry", "GeometryOf", "attention", "einsum", "lookup", "product", "transposed", "weighted"]
+__all__ = [
+    "Call",
+    "Geometry",
+    "GeometryOf",
+    "attention",
+    "einsum",
+    "lookup",
+    "product",
+    "recurrent",
+    "transposed",
+    "weighted",
+]
 
 Shape = Sequence[int]
 
@@ -84,6 +96,11 @@ def weighted(call: Call) -> Geometry:
     multiply_adds = math.prod(call.result) * depth
     rows = int(len(call.operands[0]) == 1)
     return Geometry(depth=depth, width=weight[0], multiply_adds=multiply_adds, axis=0, inner=inner, rows=rows)
+
+
+def recurrent(call: Call) -> Geometry:
+    """Return the size of a product of a recurrence: that of a linear whose inputs have no factors of their own."""
+    return replace(weighted(call), inner=None)
 
 
 def transposed(call: Call) -> Geometry:

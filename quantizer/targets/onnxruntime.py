@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quantizer.targets.base import DynamicRanges
+from quantizer.targets.base import Recurrences
 from quantizer.targets.base import TargetProfile
 from quantizer.targets.graph_rules import ALWAYS
 from quantizer.targets.graph_rules import GraphRules
@@ -22,6 +23,8 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
         zero_points=frozenset({"linear", "conv"}),
         # DynamicQuantizeMatMul and MatMulIntegerToFloat. What it has for convolutions gains nothing.
         dynamic=DynamicRanges(),
+        # DynamicQuantizeLSTM. A loop of integer products takes longer than its float kernels at batch 1.
+        recurrences=Recurrences(kinds=frozenset({"lstm"}), at_run_time=True),
         activation_dtypes=frozenset({"int8", "uint8"}),
         weight_dtypes=frozenset({"int8", "int4"}),
         # Quantized attention matmuls and adds gained no speed.
