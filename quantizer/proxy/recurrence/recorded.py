@@ -21,11 +21,11 @@ def as_operator(layer: Any, x: Tensor) -> RecordedLayer | None:
     Raises:
         ExportError: some of its products round and others do not, or one is in training.
     """
-    sites = layer.sites()
-    at_run_time = all(_at_run_time(site) for site in sites)
+    # The text has a site for a projection also where there is none.
+    given, step, *projection = layer.sites() if layer.projects else layer.sites()[:2]
+    at_run_time = all(_at_run_time(site) for site in (given, step, *projection))
     if isinstance(x.shape[0], int) and x.shape[0] == 1 and not (at_run_time and layer.kind == "lstm"):
         return None
-    given, step, *projection = sites if layer.projects else sites[:2]
     left = next((site for site in (given, step, *projection) if not (site.active and site.frozen)), None)
     if left is not None:
         raise ExportError(
