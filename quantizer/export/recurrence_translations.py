@@ -35,52 +35,59 @@ def recurrence_translations(op: Any, zeros: Callable[[Any, str], Any]) -> dict[C
                 found[zero] = zeros(found[scale], found["dtype"])
         return _scan(kind, given, [hidden, cell][: 1 + CELLS[kind].has_cell], found)
 
-    def dynamic_lstm(
-        x: Any,
-        hidden: Any,
-        cell: Any,
-        input_codes: Any,
-        input_scale: Any,
-        codes: Any,
-        scale: Any,
-        bias: Any,
-        backward: bool,
-    ) -> Any:
-        first = op.Constant(value_ints=[0])
-        weights = []
-        for values, factor in ((input_codes, input_scale), (codes, scale)):
-            turned = op.Transpose(_in_order(op, values), perm=[1, 0])
-            weights.append((op.Unsqueeze(turned, first), op.Unsqueeze(_in_order(op, factor), first)))
-        (given, given_scale), (own, own_scale) = weights
-        zero = op.Unsqueeze(zeros(scale, "int8"), first)
-        both = None
-        if bias is not None:
-            halves = _nodes("Split", bias, outputs=2, num_outputs=2)
-            both = op.Unsqueeze(op.Concat(*(_in_order(op, half) for half in halves), axis=0), first)
-        states = [op.Unsqueeze(state, first) for state in (hidden, cell)]
-        outputs, last, last_cell = _nodes(
-            "DynamicQuantizeLSTM",
-            x,
-            given,
-            own,
-            both,
-            None,
-            *states,
-            None,
-            given_scale,
-            zero,
-            own_scale,
-            zero,
-            hidden_size=codes.shape[1],
-            direction="reverse" if backward else "forward",
-            outputs=3,
-            domain=_OURS,
-        )
-        one = op.Constant(value_ints=[1])
-        return op.Squeeze(outputs, one), op.Squeeze(last, first), op.Squeeze(last_cell, first)
+    def dynamic_lstm(*given: Any) -> Any:
+        return _dynamic_lstm(op, zeros, *given)
 
     operators = torch.ops.quantizer
     return {operators.recurrence.default: recurrence, operators.dynamic_lstm.default: dynamic_lstm}
+
+
+def _dynamic_lstm(
+    op: Any,
+    zeros: Callable[[Any, str], Any],
+    x: Any,
+    hidden: Any,
+    cell: Any,
+    input_codes: Any,
+    input_scale: Any,
+    codes: Any,
+    scale: Any,
+    bias: Any,
+    backward: bool,
+) -> Any:
+    """Return the outputs of a DynamicQuantizeLSTM and its states, of the arguments of ``numerics.recurrence``."""
+    first = op.Constant(value_ints=[0])
+    weights = []
+    for values, factor in ((input_codes, input_scale), (codes, scale)):
+        turned = op.Transpose(_in_order(op, values), perm=[1, 0])
+        weights.append((op.Unsqueeze(turned, first), op.Unsqueeze(_in_order(op, factor), first)))
+    (given, given_scale), (own, own_scale) = weights
+    zero = op.Unsqueeze(zeros(scale, "int8"), first)
+    both = None
+    if bias is not None:
+        halves = _nodes("Split", bias, outputs=2, num_outputs=2)
+        both = op.Unsqueeze(op.Concat(*(_in_order(op, half) for half in halves), axis=0), first)
+    states = [op.Unsqueeze(state, first) for state in (hidden, cell)]
+    outputs, last, last_cell = _nodes(
+        "DynamicQuantizeLSTM",
+        x,
+        given,
+        own,
+        both,
+        None,
+        *states,
+        None,
+        given_scale,
+        zero,
+        own_scale,
+        zero,
+        hidden_size=codes.shape[1],
+        direction="reverse" if backward else "forward",
+        outputs=3,
+        domain=_OURS,
+    )
+    one = op.Constant(value_ints=[1])
+    return op.Squeeze(outputs, one), op.Squeeze(last, first), op.Squeeze(last_cell, first)
 
 
 def _in_order(op: Any, values: Any) -> Any:

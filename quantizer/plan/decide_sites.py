@@ -132,7 +132,7 @@ def _refusal(
     if kind not in settings.profile.site_kinds:
         return ReasonCode.NO_GAIN.text(target=settings.profile.name), settings.profile.rule
     if isinstance(host, RecurrentLayer) and not host.is_cell:
-        whole = settings.profile.recurrence_reason(host.kind, projects=host.projects)
+        whole = settings.profile.recurrence_reason(host.kind, host.weights, projects=host.projects)
         whole = whole or _unfit_for_steps(wanted, settings)
         if whole is not None:
             return whole, settings.profile.rule

@@ -80,10 +80,12 @@ class Recurrences:
         kinds: the names of their cells: ``lstm``, ``gru``, ``rnn_tanh`` and ``rnn_relu``.
         at_run_time: whether their kernel takes all ranges at run time, in UINT8, and has no projections. Otherwise the
             file has a Scan, with any ranges and formats.
+        weights: a layer stays float if its recurrent product has fewer weights.
     """
 
     kinds: frozenset[str] = frozenset()
     at_run_time: bool = False
+    weights: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,15 +218,19 @@ class TargetProfile:
             return ReasonCode.DYNAMIC_BLOCKS.text(size=k, block=block, target=self.name)
         return None
 
-    def recurrence_reason(self, kind: str, *, projects: bool) -> str | None:
+    def recurrence_reason(self, kind: str, weights: int, *, projects: bool) -> str | None:
         """Return why a recurrent layer stays float on this target; None if it may be quantized.
 
         Args:
             kind: the name of its cell.
+            weights: how many weights its recurrent product has.
             projects: whether its hidden states are projected.
         """
         if kind in self.recurrences.kinds and not (projects and self.recurrences.at_run_time):
-            return None
+            # No engine has a float kernel with projections.
+            least = 0 if projects else self.recurrences.weights
+            small = ReasonCode.SMALL_RECURRENCE.text(weights=weights, least=least, target=self.name)
+            return small if weights < least else None
         layer = f"{kind}-with-projections" if projects else kind
         return ReasonCode.RECURRENCE.text(target=self.name, kind=layer)
 

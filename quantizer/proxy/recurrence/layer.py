@@ -38,13 +38,17 @@ class RecurrentLayer(nn.Module):
     Attributes:
         kind: the name of its cell, of ``CELLS``.
         backward: whether it runs from the last step to the first.
+        weights: how many weights its recurrent product has.
         projects: whether hidden states are multiplied by a projection.
         is_cell: whether it is a cell, called with one step at a time.
     """
 
-    def __init__(self, kind: str, *, backward: bool = False, projects: bool = False, is_cell: bool = False) -> None:
+    def __init__(
+        self, kind: str, weights: int, *, backward: bool = False, projects: bool = False, is_cell: bool = False
+    ) -> None:
         super().__init__()
         self.kind = kind
+        self.weights = weights
         self.backward = backward
         self.projects = projects
         self.is_cell = is_cell

@@ -36,13 +36,13 @@ def _made_for(module: nn.RNNBase | nn.RNNCellBase) -> Recurrence:
     if isinstance(module, nn.RNNCellBase):
         plain = f"rnn_{getattr(module, 'nonlinearity', 'tanh')}"
         kind = next((name for cls, name in _CELLS.items() if isinstance(module, cls)), plain)
-        return Recurrence({"l0": RecurrentLayer(kind, is_cell=True)})
+        return Recurrence({"l0": RecurrentLayer(kind, module.weight_hh.numel(), is_cell=True)})
     projects = bool(getattr(module, "proj_size", 0))
-    layers = {}
+    weights, layers = int(module.weight_hh_l0.numel()), {}
     for layer in range(module.num_layers):
         for backward in (False, True)[: 1 + bool(module.bidirectional)]:
             name = f"l{layer}_reverse" if backward else f"l{layer}"
-            layers[name] = RecurrentLayer(module.mode.lower(), backward=backward, projects=projects)
+            layers[name] = RecurrentLayer(module.mode.lower(), weights, backward=backward, projects=projects)
     return Recurrence(layers)
 
 
