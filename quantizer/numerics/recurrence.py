@@ -159,9 +159,7 @@ def recurrence(
 
 
 @recurrence.register_fake
-def _(
-    kind: str, given: Tensor, hidden: Tensor, cell: Tensor, *others: object
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(kind: str, given: Tensor, hidden: Tensor, cell: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor]:
     outputs = given.new_empty(given.shape[0], *hidden.shape)
     return outputs, torch.empty_like(hidden), torch.empty_like(cell)
 

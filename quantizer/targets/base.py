@@ -17,7 +17,15 @@ from quantizer.targets.triton_server import TritonServer
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AttentionLimits", "DynamicRanges", "FloatDtype", "Recurrences", "SiteKind", "TargetProfile", "WrongConvolutions"]
+__all__ = [
+    "AttentionLimits",
+    "DynamicRanges",
+    "FloatDtype",
+    "Recurrences",
+    "SiteKind",
+    "TargetProfile",
+    "WrongConvolutions",
+]
 
 FloatDtype = Literal["float16", "bfloat16", "float32"]
 SiteKind = Literal["linear", "conv", "matmul", "residual_add", "embedding"]

@@ -33,6 +33,7 @@ VARIANTS: dict[str, tuple[Make, tuple[int, ...]]] = {
     "rnn-cell": (lambda: nn.RNNCell(24, 16, nonlinearity="relu"), (3, 24)),
     "cell-unbatched": (lambda: nn.LSTMCell(24, 16), (24,)),
 }
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 NAMES = pytest.mark.parametrize("name", VARIANTS)
 
 
@@ -51,7 +52,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _sqnr(wanted: Tensor, got: Tensor) -> float:
-    return float(10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum()))
+    return float(10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum()).detach())
 
 
 @pytest.mark.promise("a proxy that is off computes what the model does, bit for bit")
@@ -70,7 +71,7 @@ def test_in_python_it_agrees_with_the_kernel(name: str) -> None:
     proxy = Quantizer().calib(model)
     for wanted, got in zip(_tensors(model(x)), _tensors(proxy(x)), strict=True):
         assert wanted.shape == got.shape
-        assert float((wanted - got).abs().max()) < 1e-6
+        assert float((wanted - got).detach().abs().max()) < 1e-6
 
 
 @NAMES
@@ -101,10 +102,14 @@ def test_a_layer_is_one_group() -> None:
 
 def test_a_layer_with_a_product_that_is_excluded_stays_float_whole() -> None:
     model, x = _made("lstm-deep")
-    q = make_calibrated(model, [x], backend="tensorrt", exclude=["*l0.forward.recurrent_product_0"])
+    q = make_calibrated(
+        model, [x], backend="tensorrt", exclude={"sites": ["recurrence.l0.forward.recurrent_product_0"]}
+    )
     ran = {path: entry for path, entry in q.plan.items() if entry.multiply_adds}
     assert {path.split(".")[1] for path, entry in ran.items() if entry.quantized} == {"l1", "l1_reverse"}
-    assert "another product of its recurrent layer stays in float" in ran["recurrence.l0.forward.input_product_0"].reason
+    assert (
+        "another product of its recurrent layer stays in float" in ran["recurrence.l0.forward.input_product_0"].reason
+    )
 
 
 def test_states_are_arguments() -> None:
@@ -112,7 +117,7 @@ def test_states_are_arguments() -> None:
     states = (torch.randn(4, 3, 16), torch.randn(4, 3, 16))
     proxy = Quantizer().calib(model)
     for wanted, got in zip(_tensors(model(x, states)), _tensors(proxy(x, states)), strict=True):
-        assert float((wanted - got).abs().max()) < 1e-6
+        assert float((wanted - got).detach().abs().max()) < 1e-6
     with pytest.raises(RuntimeError, match=r"Expected hidden\[0\] size"):
         proxy(x, (states[0][:2], states[1]))
 
@@ -144,16 +149,15 @@ def test_the_models_own_loops_do_not_see_the_layers() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.GRU(24, 16)
+            self.layer = nn.GRU(24, 24)
 
         def forward(self, x: Tensor) -> Tensor:
-            assert [type(module).__name__ for module in self.modules()] == ["Counts", "GRU"]
-            result: Tensor = self.layer(x)[0]
-            return result
+            return torch.matmul(self.layer(x)[0], x.mT) * len(list(self.modules()))
 
-    proxy = Quantizer().calib(Counts().eval())
-    assert proxy(torch.randn(5, 3, 24)).shape == (5, 3, 16)
-    assert len(list(sites_of(proxy))) == 3
+    model, x = Counts().eval(), torch.randn(5, 3, 24)
+    proxy = Quantizer().calib(model)
+    assert torch.allclose(proxy(x), model(x), atol=1e-5)
+    assert len(list(sites_of(proxy))) == 4
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
@@ -179,7 +183,7 @@ def test_a_small_layer_keeps_the_kernel() -> None:
 
 def test_formats_without_a_loop_leave_a_layer_float() -> None:
     model, x = _made("lstm")
-    q = make_calibrated(model, [x], backend="tensorrt", activations={"dtype": "float"})
+    q = make_calibrated(model, [x], backend="tensorrt", formats=[{"activations": "float"}])
     reasons = {entry.reason for entry in q.plan.values() if entry.multiply_adds}
     assert reasons == {"a recurrent layer takes INT8 or FP8 of fixed ranges for weights and activations"}
 
