@@ -108,8 +108,8 @@ class ReasonCode(_Template):
     )
     RECURRENCE = "{target} runs all steps of this {kind} in one float kernel, and gains nothing from a loop"
     SMALL_RECURRENCE = (
-        "its recurrent product has {weights} weights, fewer than {least}: slower in a quantized loop on {target} than in "
-        "one float kernel"
+        "its recurrent product has {weights} weights, fewer than {least}: slower in a quantized loop on {target} than "
+        "in one float kernel"
     )
     RECURRENT_FORMAT = "a recurrent layer takes INT8 or FP8 of fixed ranges for weights and activations"
     TORN_RECURRENCE = "another product of its recurrent layer stays in float: {why}"

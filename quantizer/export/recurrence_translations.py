@@ -1,7 +1,7 @@
 """Translations of recurrences to ONNX: a Scan whose body has the Q/DQ pairs, or ONNX Runtime's DynamicQuantizeLSTM.
 
-Legend: as in ``numerics/recurrence.py``. Gates are in torch's order in a Scan, whose body is ours; the operators of ONNX
-have input, output, forget, cell.
+Legend: as in ``numerics/recurrence.py``. Gates are in torch's order in a Scan, whose body is ours; those of ONNX are
+input, output, forget, cell.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ def recurrence_translations(op: Any, zeros: Callable[[Any, str], Any]) -> dict[C
     """
 
     def recurrence(kind: str, given: Any, hidden: Any, cell: Any, *others: Any) -> Any:
-        names = ("weight", "bias", "projection", "weight_scale", "weight_dtype", "weight_axis", "scale", "dtype")
+        names: tuple[str, ...] = (
+            "weight",
+            "bias",
+            "projection",
+            "weight_scale",
+            "weight_dtype",
+            "weight_axis",
+            "scale",
+            "dtype",
+        )
         names += ("zero_point", "projection_scale", "projected_scale", "projected_zero_point", "backward")
         found = dict(zip(names, others, strict=True))
         for scale, zero in (("scale", "zero_point"), ("projected_scale", "projected_zero_point")):
@@ -99,10 +108,10 @@ def _in_order(op: Any, values: Any) -> Any:
 def _nodes(operator: str, *inputs: Any, outputs: int, domain: str = "", **attributes: Any) -> Any:
     """Add a node with several outputs to the graph that is recorded, which ``onnxscript`` does for its own alone."""
     import onnx_ir
-    import onnxscript
+    from onnxscript import evaluator
 
     node = onnx_ir.node(operator, inputs, attributes=attributes, domain=domain, num_outputs=outputs)
-    recorder: Any = onnxscript.evaluator.default()
+    recorder: Any = evaluator.default()
     recorder.nodes.append(node)
     return node.outputs
 

@@ -1,7 +1,7 @@
 """Recurrent cells, and the torch operators that a file of a recurrence is made of.
 
-Legend: T steps, B rows, I inputs, H hidden units; P the size of the hidden state, which is H unless it is projected; G =
-the cell's ``gates`` times H. Weights and their order of gates are torch's: input, forget, cell, output of an LSTM;
+Legend: T steps, B rows, I inputs, H hidden units; P the size of the hidden state, which is H unless it is projected;
+G = the cell's ``gates`` times H. Weights and their order of gates are torch's: input, forget, cell, output of an LSTM;
 reset, update, new of a GRU.
 
 A loop over steps has no graph if T is open, and a large one if T is large. So the two operators stand for the whole

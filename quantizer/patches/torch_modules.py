@@ -29,10 +29,7 @@ def _nested_encoder() -> OperatorPatch:
 def _recurrences() -> list[OperatorPatch]:
     """Return the patches by which recurrent modules may run their layers in Python instead of a compiled kernel."""
     # Of the two calls of a kernel, that without the batch sizes of a PackedSequence.
-    whole, inner = (
-        "(\n                input,\n                hx,",
-        "(\n                    input,\n                    hx,",
-    )
+    whole, inner = (f"(\n{indent}input,\n{indent}hx," for indent in (" " * 16, " " * 20))
     calls = {
         "LSTM": [(f"_VF.lstm{whole}", "lstm")],
         "GRU": [(f"_VF.gru{whole}", "gru")],

@@ -156,7 +156,7 @@ def takes_apart(host: Any) -> bool:
 
 
 def recurrent(host: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs a recurrence of ``host``, its layers or the kernel; ``_quantizer_recurrent`` in rewritten text."""
+    """Return what runs the recurrence of ``host``; ``_quantizer_recurrent`` in rewritten text."""
     layers = host._modules.get(RECURRENCE)
     return functools.partial(layers, kernel) if layers is not None and takes_apart(host) else kernel
 

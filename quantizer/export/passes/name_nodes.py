@@ -22,8 +22,9 @@ _STORED = ".stored"
 
 
 class NameNodes:
-    """Names of the form ``path.of.module/OpType`` for nodes and their results, numbered within a module if need be. Those in
-    the body of a loop are named after the loop: ``path.of.module/Scan/OpType_1``.
+    """Names of the form ``path.of.module/OpType`` for nodes and their results, numbered within a module if need be.
+
+    Those in the body of a loop are named after the loop: ``path.of.module/Scan/OpType_1``.
 
     Inputs and outputs of the graph keep their names, and so do parameters; any other constant is named after the first
     node that reads it: ``path.of.module/OpType.input_1``.

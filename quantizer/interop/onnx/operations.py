@@ -31,7 +31,9 @@ class Add(nn.Module):
 class Lstm(nn.LSTM):
     """A recurrent layer whose states are arguments and results of their own, as in a graph."""
 
-    def forward(self, x: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Tensor, hidden: Tensor, cell: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the outputs [T, B, D H] and both states [D, B, H] of x [T, B, I] and the states before."""
         outputs, (hidden, cell) = super().forward(x, (hidden, cell))
         return outputs, hidden, cell

@@ -6,7 +6,6 @@ Legend: as in ``numerics/recurrence.py``; x [T, B, I], hidden [B, P], cell [B, H
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +63,7 @@ class RecurrentLayer(nn.Module):
 
     def forward(self, x: Tensor, hidden: Tensor, cell: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor, Tensor]:
         """Return the hidden states [T, B, P] of all steps, and both states after the last."""
-        recorded: Any = as_operator(self, x) if torch.compiler.is_exporting() else None
+        recorded = as_operator(self, x) if torch.compiler.is_exporting() else None
         if recorded is not None and recorded.at_run_time:
             return recorded.of_inputs(x, hidden, cell, weights)
         given = input_product(x, weights.input, weights.input_bias)

@@ -1,4 +1,4 @@
-"""The recurrence of one of torch's recurrent modules, as layers of which some run in Python and others in torch's kernel.
+"""The recurrence of one of torch's recurrent modules, as layers that run in Python or in torch's kernel.
 
 Legend: as in ``layer.py``; D directions, which is 1 or 2. The arguments are those of torch's kernels, such as
 ``torch.lstm``.
@@ -36,14 +36,18 @@ def _made_for(module: nn.RNNBase | nn.RNNCellBase) -> Recurrence:
     if isinstance(module, nn.RNNCellBase):
         plain = f"rnn_{getattr(module, 'nonlinearity', 'tanh')}"
         kind = next((name for cls, name in _CELLS.items() if isinstance(module, cls)), plain)
-        return Recurrence({"l0": RecurrentLayer(kind, module.weight_hh.numel(), is_cell=True)})
+        return Recurrence({"l0": RecurrentLayer(kind, _size(module.weight_hh), is_cell=True)})
     projects = bool(getattr(module, "proj_size", 0))
-    weights, layers = int(module.weight_hh_l0.numel()), {}
+    weights, layers = _size(module.weight_hh_l0), {}
     for layer in range(module.num_layers):
         for backward in (False, True)[: 1 + bool(module.bidirectional)]:
             name = f"l{layer}_reverse" if backward else f"l{layer}"
             layers[name] = RecurrentLayer(module.mode.lower(), weights, backward=backward, projects=projects)
     return Recurrence(layers)
+
+
+def _size(weight: Any) -> int:
+    return int(weight.numel())
 
 
 class Recurrence(nn.Module):
@@ -117,8 +121,9 @@ def _in_python(
     found = []
     for place, layer in enumerate(layers):
         own = weights[place * each : (place + 1) * each]
-        biases, projection = own[2:4] if has_biases else (None, None), own[-1] if layer.projects else None
-        found.append(layer(x, states[0][place], states[-1][place], LayerWeights(own[0], own[1], *biases, projection)))
+        biases = own[2:4] if has_biases else (None, None)
+        named = LayerWeights(own[0], own[1], biases[0], biases[1], own[-1] if layer.projects else None)
+        found.append(layer(x, states[0][place], states[-1][place], named))
     outputs, *after = zip(*found, strict=True)
     kept = after if CELLS[layers[0].kind].has_cell else after[:1]
     whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
