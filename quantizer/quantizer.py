@@ -17,6 +17,8 @@ from quantizer.common.batches import run_batches
 from quantizer.common.data.doubts import doubts_of_calibration
 from quantizer.common.data.doubts import warn_user
 from quantizer.common.distributed import get_world_size
+from quantizer.common.exported_program import Model
+from quantizer.common.exported_program import module_of
 from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
 from quantizer.config.feasibility import check_formats
@@ -63,11 +65,11 @@ class Quantizer(QuantizerViews):
         self.config = for_this_cpu(quantizer_config(source, **keywords))
         self._session = ModelSession(self.config)
 
-    def proxy(self, model: nn.Module) -> nn.Module:
+    def proxy(self, model: Model) -> nn.Module:
         """Return a proxy with every quantizer off: it equals the model bit for bit, and has its train or eval mode."""
-        return build_proxy(model, eager_attention=False)
+        return build_proxy(module_of(model), eager_attention=False)
 
-    def calib(self, model: nn.Module, *, resume: bool = False) -> nn.Module:
+    def calib(self, model: Model, *, resume: bool = False) -> nn.Module:
         """Return a proxy that returns the float outputs (with eager attention) and observes all batches.
 
         It is in eval mode; the mode of the model does not change. A second call starts a new calibration;
@@ -80,11 +82,11 @@ class Quantizer(QuantizerViews):
             ConfigError: a rule of ``include`` or ``exclude`` matches nothing in the model.
             CalibrationError: ``resume=True`` without an earlier calibration, or with that of another model.
         """
-        return self._session.calibration_proxy(model, resume=resume)
+        return self._session.calibration_proxy(module_of(model), resume=resume)
 
     def calibrate(
         self,
-        model: nn.Module,
+        model: Model,
         batches: Any,
         *,
         rows: int | None = None,
@@ -112,12 +114,12 @@ class Quantizer(QuantizerViews):
             if run_batches(proxy, batches, progress, rows=rows, doubt=True) == 0 and get_world_size() == 1:
                 raise CalibrationError("the calibration data is empty: at least one batch is needed")
         if get_world_size() == 1:
-            warn_user(doubts_of_calibration(model, self._session.decisions.rows))
+            warn_user(doubts_of_calibration(module_of(model), self._session.decisions.rows))
         return proxy
 
     def amp(
         self,
-        model: nn.Module,
+        model: Model,
         *,
         measure: str = "gradient",
         granularity: str = "group",
@@ -140,6 +142,7 @@ class Quantizer(QuantizerViews):
             CalibrationError: nothing was calibrated yet.
             SensitivityError: the measure or granularity is unknown, or an argument belongs to another measure.
         """
+        model = module_of(model)
         self._session.bind(model)
         wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
         plan = self._session.fitted(model, self._session.decided())
@@ -197,7 +200,7 @@ class Quantizer(QuantizerViews):
         """Undo ``fallback``, and what ``for_backend`` carried over: all groups of the plan are quantized again."""
         self._session.clear_fallback()
 
-    def qat(self, model: nn.Module, *, scales: Scales = "fixed", copy: bool = False) -> nn.Module:
+    def qat(self, model: Model, *, scales: Scales = "fixed", copy: bool = False) -> nn.Module:
         """Return a proxy to train: it rounds as the engine will, and gradients pass through the rounding.
 
         Training changes the model, whose parameters it shares; no other method does. What fell back is trained in
@@ -215,15 +218,15 @@ class Quantizer(QuantizerViews):
             CalibrationError: scales are to change in training, and nothing was calibrated yet.
             ConfigError: a kind of scales is unknown, or a pattern matches nothing.
         """
-        return self._session.train(model, scales, own=copy)
+        return self._session.train(module_of(model), scales, own=copy)
 
-    def quantize(self, model: nn.Module) -> nn.Module:
+    def quantize(self, model: Model) -> nn.Module:
         """Return the frozen proxy, in eval mode: fixed ranges, and the weights, trained or not, stored as integers.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
         """
-        return self._session.frozen(model)
+        return self._session.frozen(module_of(model))
 
     def for_backend(self, name: str, *, ranges: str | None = None) -> Quantizer:
         """Return a quantizer for the backend ``name``, from this one's calibration: no data is needed again.

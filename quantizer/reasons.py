@@ -106,6 +106,13 @@ class ReasonCode(_Template):
     WRONG_CONVOLUTION = (
         "a kernel {width} wide over {channels} input channels: {target} computes it wrongly in integers on {where}"
     )
+    RECURRENCE = "{target} runs all steps of this {kind} in one float kernel, and gains nothing from a loop"
+    SMALL_RECURRENCE = (
+        "its recurrent product has {weights} weights, fewer than {least}: slower in a quantized loop on {target} than "
+        "in one float kernel"
+    )
+    RECURRENT_FORMAT = "a recurrent layer takes INT8 or FP8 of fixed ranges for weights and activations"
+    TORN_RECURRENCE = "another product of its recurrent layer stays in float: {why}"
     ONE_SIDED_ADD = "{skipping} skips the block and is float ({why}): on {target} the product is rounded for nothing"
     HEAD_SIZE = "head size {head} is none of {sizes}: {target} fuses no attention in {dtype} with it"
     HEAD_MULTIPLE = "head size {head} is no multiple of {multiple}: {target} fuses no attention in {dtype} with it"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from quantizer.errors import ExportError
+from quantizer.export.recurrence_translations import recurrence_translations
 from quantizer.numerics.qtype import BLOCKS_OPSET
 from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import QType
@@ -89,6 +90,7 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
         operators.fake_quantize_dynamic.default: fake_quantize_dynamic,
         operators.quantize.default: quantize,
         operators.dequantize.default: dequantize,
+        **recurrence_translations(spelling.op, lambda scale, dtype: spelling.zeros(scale, qtype(dtype))),
     }
 
 

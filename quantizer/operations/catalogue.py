@@ -16,7 +16,9 @@ from typing import Any
 from typing import Literal
 from typing import get_args
 
+import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from quantizer.operations import gemm_shape
 
@@ -35,6 +37,8 @@ __all__ = [
     "register_operation",
     "registered_operations",
 ]
+
+_ATEN = "torch.ops.aten."
 
 Kind = Literal["linear", "conv", "matmul", "residual_add", "embedding"]
 
@@ -59,7 +63,7 @@ class Operation:
 
     Attributes:
         geometry: a function that returns the size of a call's product; None: the operation is no product.
-        functions: dotted names of callables.
+        functions: dotted names of callables; those of ATen are overloads, and stand for the operator alone, too.
         methods: names of ``Tensor`` methods; those with a trailing ``_`` work in place.
         operators: names of classes in ``ast``, such as ``MatMult`` for ``@``.
         equation: the first argument is an equation as in ``einsum``, which must be a literal in the source.
@@ -115,9 +119,14 @@ def _product(
     )
 
 
+def _both(name: str) -> tuple[str, str]:
+    """Return the spellings of a function of torch, and of its ATen operator."""
+    return f"torch.{name}", f"{_ATEN}{name}.default"
+
+
 def _added(name: str, first: str, second: str) -> Operation:
     """Return the entry of ``f(input, first, second)``, a matrix product plus ``input``: a function and two methods."""
-    return _product(name, first, second, 1, functions=(f"torch.{name}",), methods=(name, f"{name}_"))
+    return _product(name, first, second, 1, functions=_both(name), methods=(name, f"{name}_"))
 
 
 def _weighted(name: str, kind: Kind, size: gemm_shape.GeometryOf, *functions: str, channels: int = -1) -> Operation:
@@ -133,16 +142,36 @@ def _weighted(name: str, kind: Kind, size: gemm_shape.GeometryOf, *functions: st
 
 
 def _convolution(name: str, size: gemm_shape.GeometryOf, axes: int) -> Operation:
-    return _weighted(name, "conv", size, f"torch.nn.functional.{name}", f"torch.{name}", channels=-1 - axes)
+    overload = "input" if name in ("conv_transpose2d", "conv_transpose3d") else "default"
+    return _weighted(
+        name,
+        "conv",
+        size,
+        f"torch.nn.functional.{name}",
+        f"torch.{name}",
+        f"{_ATEN}{name}.{overload}",
+        channels=-1 - axes,
+    )
 
 
 CATALOGUE: tuple[Operation, ...] = (
-    _weighted("linear", "linear", gemm_shape.weighted, "torch.nn.functional.linear"),
+    _weighted("linear", "linear", gemm_shape.weighted, "torch.nn.functional.linear", f"{_ATEN}linear.default"),
+    *(
+        _weighted(name, "linear", gemm_shape.recurrent, f"quantizer.operations.recurrent.{name}")
+        for name in ("input_product", "recurrent_product")
+    ),
     *(_convolution(f"conv{axes}d", gemm_shape.weighted, axes) for axes in (1, 2, 3)),
     *(_convolution(f"conv_transpose{axes}d", gemm_shape.transposed, axes) for axes in (1, 2, 3)),
-    _product("matmul", "input", "other", functions=("torch.matmul",), methods=("matmul",), operators=("MatMult",)),
-    _product("mm", "input", "mat2", functions=("torch.mm",), methods=("mm",)),
-    _product("bmm", "input", "mat2", functions=("torch.bmm",), methods=("bmm",)),
+    _product(
+        "matmul",
+        "input",
+        "other",
+        functions=_both("matmul"),
+        methods=("matmul",),
+        operators=("MatMult",),
+    ),
+    _product("mm", "input", "mat2", functions=_both("mm"), methods=("mm",)),
+    _product("bmm", "input", "mat2", functions=_both("bmm"), methods=("bmm",)),
     _added("addmm", "mat1", "mat2"),
     _added("baddbmm", "batch1", "batch2"),
     _added("addbmm", "batch1", "batch2"),
@@ -174,7 +203,10 @@ CATALOGUE: tuple[Operation, ...] = (
             Operand(name="value", index=2, keyword="value"),
         ),
         geometry=gemm_shape.attention,
-        functions=("torch.nn.functional.scaled_dot_product_attention",),
+        functions=(
+            "torch.nn.functional.scaled_dot_product_attention",
+            f"{_ATEN}scaled_dot_product_attention.default",
+        ),
     ),
     Operation(
         name="embedding",
@@ -187,7 +219,7 @@ CATALOGUE: tuple[Operation, ...] = (
         name="add",
         kind="residual_add",
         operands=(Operand(name="lhs", index=0, keyword="input"), Operand(name="rhs", index=1, keyword="other")),
-        functions=("torch.add",),
+        functions=("torch.add", f"{_ATEN}add.Tensor"),
         methods=("add", "add_"),
         operators=("Add",),
     ),
@@ -272,7 +304,12 @@ def in_graphs(entry: Operation) -> Callable[..., Any] | None:
 
 def _resolve(dotted: str) -> Callable[..., Any]:
     module, _, attribute = dotted.rpartition(".")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    if module.startswith(_ATEN):
+        # Namespaces of operators are no modules that could be imported.
+        owner: Any = getattr(torch.ops.aten, module.removeprefix(_ATEN))
+    else:
+        owner = importlib.import_module(module)
+    found: Callable[..., Any] = getattr(owner, attribute)
     return found
 
 
@@ -287,7 +324,10 @@ def _loaded() -> frozenset[str]:
 
 
 def _functions(entry: Operation, loaded: frozenset[str] = frozenset()) -> Iterator[Callable[..., Any]]:
-    yield from map(_resolve, entry.functions)
+    for function in map(_resolve, entry.functions):
+        yield function
+        if isinstance(function, OpOverload):
+            yield function.overloadpacket
     yield from (_resolve(name) for name in entry.where_loaded if name in loaded)
     yield from (getattr(Tensor, method) for method in entry.methods)
 

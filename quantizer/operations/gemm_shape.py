@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import replace
 
 from quantizer.operations.einsum import labels
 from quantizer.operations.einsum import volume
@@ -23,6 +24,7 @@ __all__ = [
     "grouped",
     "lookup",
     "product",
+    "recurrent",
     "transposed",
     "weighted",
 ]
@@ -96,6 +98,11 @@ def weighted(call: Call) -> Geometry:
     multiply_adds = math.prod(call.result) * depth
     rows = int(len(call.operands[0]) == 1)
     return Geometry(depth=depth, width=weight[0], multiply_adds=multiply_adds, axis=0, inner=inner, rows=rows)
+
+
+def recurrent(call: Call) -> Geometry:
+    """Return the size of a product of a recurrence: that of a linear whose inputs have no factors of their own."""
+    return replace(weighted(call), inner=None)
 
 
 def transposed(call: Call) -> Geometry:

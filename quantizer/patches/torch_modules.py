@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quantizer.rewrite.host_argument import PADDED
+from quantizer.rewrite.host_argument import RECURRENT
 from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.rewrite.operator_patches import register_operator_patch
 
@@ -25,4 +26,32 @@ def _nested_encoder() -> OperatorPatch:
     )
 
 
-TORCH_PATCHES = (_nested_encoder(),)
+def _recurrences() -> list[OperatorPatch]:
+    """Return the patches by which recurrent modules may run their layers in Python instead of a compiled kernel."""
+    # Of the two calls of a kernel, that without the batch sizes of a PackedSequence.
+    whole, inner = (f"(\n{indent}input,\n{indent}hx," for indent in (" " * 16, " " * 20))
+    calls = {
+        "LSTM": [(f"_VF.lstm{whole}", "lstm")],
+        "GRU": [(f"_VF.gru{whole}", "gru")],
+        "RNN": [(f"_VF.rnn_tanh{inner}", "rnn_tanh"), (f"_VF.rnn_relu{inner}", "rnn_relu")],
+        "LSTMCell": [("_VF.lstm_cell(", "lstm_cell")],
+        "GRUCell": [("_VF.gru_cell(", "gru_cell")],
+        "RNNCell": [("_VF.rnn_tanh_cell(", "rnn_tanh_cell"), ("_VF.rnn_relu_cell(", "rnn_relu_cell")],
+    }
+    return [
+        register_operator_patch(
+            OperatorPatch(
+                name=f"{kernel} of nn.{module}",
+                function=f"torch.nn.modules.rnn:{module}.forward",
+                before=before,
+                after=before.replace(f"_VF.{kernel}(", f"{RECURRENT}(self, _VF.{kernel})("),
+                target="quantizer",
+                reason="torch runs all steps in one compiled kernel, whose products cannot be rounded",
+            )
+        )
+        for module, of_module in calls.items()
+        for before, kernel in of_module
+    ]
+
+
+TORCH_PATCHES = (_nested_encoder(), *_recurrences())

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from quantizer.errors import ConfigError
+from quantizer.numerics.qtype import UINT8
 from quantizer.numerics.qtype import qtype
 from quantizer.observe.site_statistics import SiteStatistics
 from quantizer.observe.statistics import Seen
@@ -18,12 +19,14 @@ from quantizer.operations.gemm_shape import weighted
 from quantizer.plan.decide_operands import PlanSettings
 from quantizer.plan.decide_operands import operand_plans
 from quantizer.plan.precision_groups import group_names
+from quantizer.plan.precision_groups import recurrent_layer
 from quantizer.plan.selection import by_kind
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import SitePlan
 from quantizer.plan.site_plan import summary
 from quantizer.proxy.generated_classes import original_class
+from quantizer.proxy.recurrence.layer import RecurrentLayer
 from quantizer.proxy.site import Site
 from quantizer.reasons import ReasonCode
 from quantizer.reasons import RuleKind
@@ -54,8 +57,8 @@ def decide(
         host = proxy.get_submodule(site.host_path)
         record = observation.records[site.path]
         kind = record.kind or site.operation.kind
-        wanted = settings.formats.of(site.path, kind)
-        reason, rule = _refusal(site, record, refused, settings, wanted, calibrated=observation.batches > 0)
+        wanted = _recurrent_format(host, settings.formats.of(site.path, kind), settings)
+        reason, rule = _refusal(site, host, record, refused, settings, wanted, calibrated=observation.batches > 0)
         operands = () if reason else operand_plans(site, host, record, refused, settings, wanted, indivisible)
         outside = observation.read_outside
         operands = tuple(
@@ -91,6 +94,7 @@ def decide(
     if indivisible:
         raise ConfigError(indivisible)
     plan = _whole_attention(_fused_attention(plan, observation, settings.profile), settings.profile)
+    plan = _whole_recurrences(plan)
     names = group_names(plan)
     return {
         path: replace(entry, operands=tuple(replace(o, group=names.get((path, o.name))) for o in entry.operands))
@@ -100,6 +104,7 @@ def decide(
 
 def _refusal(
     site: Site,
+    host: nn.Module,
     record: SiteStatistics,
     refused: Mapping[str, str],
     settings: PlanSettings,
@@ -131,6 +136,11 @@ def _refusal(
         return record.left, None
     if kind not in settings.profile.site_kinds:
         return ReasonCode.NO_GAIN.text(target=settings.profile.name), settings.profile.rule
+    if isinstance(host, RecurrentLayer) and not host.is_cell:
+        whole = settings.profile.recurrence_reason(host.kind, host.weights, projects=host.projects)
+        whole = whole or _unfit_for_steps(wanted, settings)
+        if whole is not None:
+            return whole, settings.profile.rule
     if wanted.dynamic and kind != "embedding":
         without = settings.profile.dynamic_reason(kind, record.depth or 0)
         if without is not None:
@@ -143,6 +153,21 @@ def _refusal(
             return too_small, settings.profile.rule
     wrong = _wrong_convolution(site, record, settings) if wanted.activations is not None else None
     return (None, None) if wrong is None else (wrong, settings.profile.rule)
+
+
+def _recurrent_format(host: nn.Module, wanted: Format, settings: PlanSettings) -> Format:
+    """Return the formats of a site; in a recurrent layer whose kernel takes ranges at run time, those of the kernel."""
+    at_run_time = settings.profile.recurrences.at_run_time
+    if not isinstance(host, RecurrentLayer) or host.is_cell or not at_run_time or wanted.activations is None:
+        return wanted
+    return wanted if wanted.activations.is_float else replace(wanted, activations=UINT8, dynamic=True)
+
+
+def _unfit_for_steps(wanted: Format, settings: PlanSettings) -> str | None:
+    """Return why a recurrent layer stays float in these formats; None if there is a loop with them."""
+    plain = wanted.activations is not None and wanted.block_size is None and not wanted.weights.is_packed
+    fits = plain and wanted.dynamic == settings.profile.recurrences.at_run_time
+    return None if fits else ReasonCode.RECURRENT_FORMAT.text()
 
 
 def _wrong_convolution(site: Site, record: SiteStatistics, settings: PlanSettings) -> str | None:
@@ -233,6 +258,22 @@ def _whole_attention(plan: Plan, profile: TargetProfile) -> Plan:
     ]
     reason = ReasonCode.TORN_ATTENTION.text()
     return {**plan, **{entry.name: _floated(entry, reason, profile.rule) for entry in torn}}
+
+
+def _whole_recurrences(plan: Plan) -> Plan:
+    """Return the plan with all products of a recurrent layer in float if one of them is: its loop is one operator."""
+    layers: dict[str, list[SitePlan]] = defaultdict(list)
+    for entry in plan.values():
+        layer = recurrent_layer(entry)
+        if layer is not None and ReasonCode.of(entry.reason) is not ReasonCode.NEVER_RAN:
+            layers[layer].append(entry)
+    left: Plan = {}
+    for entries in layers.values():
+        out = next((entry for entry in entries if not entry.quantized), None)
+        if out is not None:
+            reason = ReasonCode.TORN_RECURRENCE.text(why=out.reason)
+            left.update({entry.name: _floated(entry, reason, out.rule) for entry in entries if entry.quantized})
+    return {**plan, **left}
 
 
 def _in_fp8(entry: SitePlan) -> bool:

@@ -2,7 +2,8 @@
 
 A group has both operands of a product. Weighted products that read the same tensor (query, key, value) form one group,
 and so do the products of one attention (activation by activation, in one function of one module). Each operand of a
-residual add is its own group: the product before it stays as it is.
+residual add is its own group: the product before it stays as it is. A recurrent layer, with both its directions, is one
+group: its loop is one operator.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quantizer.plan.site_plan import SitePlan
 
-__all__ = ["group_names"]
+__all__ = ["group_names", "recurrent_layer"]
+
+_RECURRENT = ("input_product", "recurrent_product")
 
 
 def group_names(plan: Mapping[str, SitePlan]) -> dict[tuple[str, str], str]:
@@ -38,10 +41,19 @@ def group_names(plan: Mapping[str, SitePlan]) -> dict[tuple[str, str], str]:
 
 def _key(site: SitePlan) -> str:
     """Return the key of a site's group: sites with the same key form one group."""
+    layer = recurrent_layer(site)
+    if layer is not None:
+        return f"recurrence {layer}"
     if any(operand.role == "weight" for operand in site.operands):
         shared = next((operand.range_group for operand in site.operands if operand.role == "activation"), None)
         return f"input {shared}" if shared is not None else f"weight of {site.name}"
     return f"function {site.name.rpartition('.')[0]}"
+
+
+def recurrent_layer(site: SitePlan) -> str | None:
+    """Return the path of the recurrent layer that a site is a product of, without its direction; None if of none."""
+    host = site.name.rpartition(".forward.")[0]
+    return host.removesuffix("_reverse") if site.operation in _RECURRENT else None
 
 
 def _common_name(paths: Iterable[str]) -> str:

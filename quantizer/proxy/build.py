@@ -25,6 +25,7 @@ from quantizer.proxy.generated_classes import rewritten_method
 from quantizer.proxy.generated_classes import with_forward
 from quantizer.proxy.model_sharing import share
 from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.recurrence.recurrence import add_recurrences
 from quantizer.proxy.site import Site
 from quantizer.reasons import ReasonCode
 from quantizer.rewrite.find_sites import SiteSource
@@ -145,6 +146,7 @@ def instrument(model: nn.Module) -> None:
     Parts of it that were instrumented alone before become parts of the whole: paths of their sites begin at ``model``.
     """
     REWRITER.refresh()
+    add_recurrences(model)
     reachable = reachable_in(model)
     for path, module in list(model.named_modules()):
         module.__dict__.pop(_MARK, None)

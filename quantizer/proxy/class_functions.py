@@ -9,9 +9,11 @@ from typing import Any
 from torch import nn
 
 from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.recurrence.layer import RecurrentLayer
+from quantizer.proxy.recurrence.recurrence import Recurrence
 from quantizer.proxy.site import Site
 
-__all__ = ["FUNCTIONS", "IMPLICIT", "SITES", "is_ours", "own_functions", "reachable_attributes"]
+__all__ = ["FUNCTIONS", "HIDDEN", "IMPLICIT", "is_ours", "own_functions", "reachable_attributes"]
 
 FUNCTIONS = (types.FunctionType, property, staticmethod, classmethod)
 
@@ -19,7 +21,7 @@ FUNCTIONS = (types.FunctionType, property, staticmethod, classmethod)
 _LEFT_ALONE = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 # Children that instrumentation adds: a model's loops over its children must not see them.
-SITES = (Site, OperandQuantizer)
+HIDDEN = (Site, OperandQuantizer, Recurrence, RecurrentLayer)
 
 # Python calls these without their name in the text, for example in a loop over a module.
 IMPLICIT = frozenset({"__iter__", "__len__", "__getitem__", "__contains__", "__reversed__"})
@@ -39,4 +41,4 @@ def reachable_attributes(cls: type, reachable: frozenset[str]) -> Iterator[tuple
 
 def is_ours(cls: type) -> bool:
     """Return whether the functions of ``cls`` may be rewritten."""
-    return cls is not object and cls not in _LEFT_ALONE and cls not in SITES
+    return cls is not object and cls not in (*_LEFT_ALONE, Site, OperandQuantizer, Recurrence)

@@ -22,8 +22,8 @@ from typing import TypeVar
 from torch import nn
 
 from quantizer.proxy.class_functions import FUNCTIONS
+from quantizer.proxy.class_functions import HIDDEN
 from quantizer.proxy.class_functions import IMPLICIT
-from quantizer.proxy.class_functions import SITES
 from quantizer.proxy.class_functions import is_ours
 from quantizer.proxy.class_functions import own_functions
 from quantizer.proxy.class_functions import reachable_attributes
@@ -123,8 +123,8 @@ class ClassRewriter:
         self._start()
 
     def _start(self) -> None:
-        self.rebuilder = Rebuilder(SITES)
-        self.qualified = Rebuilder(SITES, qualified=True)
+        self.rebuilder = Rebuilder(HIDDEN)
+        self.qualified = Rebuilder(HIDDEN, qualified=True)
         self.done: dict[Any, Rewritten] = {}
         self.chosen: dict[Any, _Choice] = {}
         self.read: dict[Any, set[str]] = {}

@@ -35,6 +35,8 @@ __all__ = [
     "PASS_HOST",
     "PADDED",
     "RECORDED",
+    "RECURRENCE",
+    "RECURRENT",
     "TAKES_APART",
     "VISIBLE",
     "WRITTEN",
@@ -46,6 +48,7 @@ __all__ = [
     "guarded",
     "hands_on",
     "pass_host",
+    "recurrent",
     "takes_apart",
     "viewer",
 ]
@@ -57,9 +60,13 @@ VISIBLE = "_quantizer_visible"
 TAKES_APART = "_quantizer_takes_apart"
 PADDED = "_quantizer_padded"
 WRITTEN_CLASS = "_quantizer_written_class"
+RECURRENT = "_quantizer_recurrent"
 
 WRITTEN = "_quantizer_original_class"
 """The attribute of a generated class that says which class its author wrote."""
+
+RECURRENCE = "recurrence"
+"""The name of the child of a recurrent module that runs its layers in Python."""
 
 EAGER = "_quantizer_eager"
 """The attribute of a module whose fused paths run as separate products, so that their sites are met."""
@@ -208,6 +215,12 @@ def as_written(cls: Any) -> Any:
 def takes_apart(host: Any) -> bool:
     """Return whether fused attention runs as separate products; ``_quantizer_takes_apart`` in rewritten text."""
     return bool(getattr(host, EAGER, False))
+
+
+def recurrent(host: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs the recurrence of ``host``; ``_quantizer_recurrent`` in rewritten text."""
+    layers = host._modules.get(RECURRENCE)
+    return functools.partial(layers, kernel) if layers is not None and takes_apart(host) else kernel
 
 
 def hands_on(function: Any) -> bool:

@@ -12,12 +12,14 @@ from typing import Protocol
 
 from quantizer.rewrite.host_argument import PADDED
 from quantizer.rewrite.host_argument import PASS_HOST
+from quantizer.rewrite.host_argument import RECURRENT
 from quantizer.rewrite.host_argument import TAKES_APART
 from quantizer.rewrite.host_argument import VISIBLE
 from quantizer.rewrite.host_argument import WRITTEN_CLASS
 from quantizer.rewrite.host_argument import Receivers
 from quantizer.rewrite.host_argument import as_written
 from quantizer.rewrite.host_argument import pass_host
+from quantizer.rewrite.host_argument import recurrent
 from quantizer.rewrite.host_argument import takes_apart
 from quantizer.rewrite.host_argument import viewer
 from quantizer.rewrite.live_names import LIVE
@@ -106,6 +108,7 @@ class SyntheticModules:
                 LIVE: _live(original),
                 NOW: _now(made.twins),
                 PADDED: padded,
+                RECURRENT: recurrent,
                 TAKES_APART: takes_apart,
                 VISIBLE: viewer(self._hidden),
                 WRITTEN_CLASS: as_written,

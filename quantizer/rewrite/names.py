@@ -11,6 +11,7 @@ from typing import Any
 from typing import Literal
 
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 
 __all__ = ["FunctionNode", "Scope", "bound_names", "dotted", "functions_in", "is_literal", "is_own"]
 
@@ -135,6 +136,9 @@ class Scope:
         if isinstance(node, ast.Attribute):
             base = self.resolve(node.value)
             if isinstance(base, type) and issubclass(base, Tensor):
+                return getattr(base, node.attr, None)
+            if isinstance(base, OpOverloadPacket):
+                # An overload of an operator, as in torch.ops.aten.mm.default.
                 return getattr(base, node.attr, None)
             # The module's own dictionary: getattr on a lazy module would import half a library.
             return base.__dict__.get(node.attr) if isinstance(base, types.ModuleType) else None

@@ -124,7 +124,7 @@ def apply_operator_patches(text: str, tree: ast.Module, module_name: str) -> Pat
     result = PatchedText(text=text)
     functions = list(functions_in(tree)) if patches else []
     for patch in patches:
-        found = [node for qualname, node, _ in functions if qualname == _split(patch)[1]]
+        found = [node for qualname, node, _ in functions if qualname == _split(patch)[1] and not _is_overload(node)]
         try:
             if len(found) != 1:
                 raise SourceError(f"there are {len(found)} functions of this name, and 1 is expected")
@@ -134,6 +134,11 @@ def apply_operator_patches(text: str, tree: ast.Module, module_name: str) -> Pat
         else:
             result.applied.setdefault((_split(patch)[1], first_line(found[0])), []).append(patch)
     return result
+
+
+def _is_overload(node: FunctionNode) -> bool:
+    """Return whether a function is a signature alone, for a type checker or TorchScript."""
+    return any("overload" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def _replaced(text: str, node: FunctionNode, patch: OperatorPatch) -> str:

@@ -195,7 +195,7 @@ class Rebuilder:
             clone = clone_chain(function, inner, rewritten or inner, registries)
             if clone is None:
                 raise SourceError(ReasonCode.HELD_BY_DECORATOR.text(name=inner.__qualname__))
-            if result.host_is_argument and not hand_on_keywords(function, inner):
+            if rewritten is not None and result.host_is_argument and not hand_on_keywords(function, inner):
                 result.function = Wrapped(function, inner, rewritten)
                 return
             rewritten = clone

@@ -175,7 +175,7 @@ def check_engine(
                 raise EngineError(
                     f"{_where(f'{engine.name} engine', name, reference)}: SQNR {check.sqnr_db:.1f} dB against "
                     f"PyTorch{_to_float(check, bound)}; expected an {bound}: the engine does not compute what the "
-                    "model computes{f'. {hint}' if hint else ''}"
+                    f"model computes{f'. {hint}' if hint else ''}"
                 )
             checks += [] if _is_cache(name) else [check]
     return checks

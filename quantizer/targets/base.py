@@ -17,7 +17,15 @@ from quantizer.targets.triton_server import TritonServer
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AttentionLimits", "DynamicRanges", "FloatDtype", "SiteKind", "TargetProfile", "WrongConvolutions"]
+__all__ = [
+    "AttentionLimits",
+    "DynamicRanges",
+    "FloatDtype",
+    "Recurrences",
+    "SiteKind",
+    "TargetProfile",
+    "WrongConvolutions",
+]
 
 FloatDtype = Literal["float16", "bfloat16", "float32"]
 SiteKind = Literal["linear", "conv", "matmul", "residual_add", "embedding"]
@@ -73,6 +81,22 @@ class WrongConvolutions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Recurrences:
+    """The recurrent layers that a target runs in low precision, and no slower than in one float kernel.
+
+    Attributes:
+        kinds: the names of their cells: ``lstm``, ``gru``, ``rnn_tanh`` and ``rnn_relu``.
+        at_run_time: whether their kernel takes all ranges at run time, in UINT8, and has no projections. Otherwise the
+            file has a Scan, with any ranges and formats.
+        weights: a layer stays float if its recurrent product has fewer weights.
+    """
+
+    kinds: frozenset[str] = frozenset()
+    at_run_time: bool = False
+    weights: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class TargetProfile:
     """The preferences and limits of one backend.
 
@@ -99,6 +123,7 @@ class TargetProfile:
         zero_points: the kinds of site whose activations are UINT8 with a zero point of their own where INT8 is asked
             for, because the kernels take one at no cost.
         dynamic: its kernels that take the range of an activation at run time; None: it has none.
+        recurrences: the recurrent layers that it runs in low precision.
         graph_rules: the rules for its Q/DQ files.
         library: the module that its engine imports to load a file; imported before memory is measured, so that the
             memory of the library itself does not count.
@@ -131,6 +156,7 @@ class TargetProfile:
     unsigned_activations: Literal["none", "weighted", "all"] = "none"
     zero_points: frozenset[SiteKind] = frozenset()
     dynamic: DynamicRanges | None = None
+    recurrences: Recurrences = Recurrences()
     graph_rules: GraphRules = field(default_factory=GraphRules)
     library: str | None = None
     packages: tuple[str, ...] = ()
@@ -199,6 +225,22 @@ class TargetProfile:
         if block is not None and (k == 0 or k % block):
             return ReasonCode.DYNAMIC_BLOCKS.text(size=k, block=block, target=self.name)
         return None
+
+    def recurrence_reason(self, kind: str, weights: int, *, projects: bool) -> str | None:
+        """Return why a recurrent layer stays float on this target; None if it may be quantized.
+
+        Args:
+            kind: the name of its cell.
+            weights: how many weights its recurrent product has.
+            projects: whether its hidden states are projected.
+        """
+        if kind in self.recurrences.kinds and not (projects and self.recurrences.at_run_time):
+            # No engine has a float kernel with projections.
+            least = 0 if projects else self.recurrences.weights
+            small = ReasonCode.SMALL_RECURRENCE.text(weights=weights, least=least, target=self.name)
+            return small if weights < least else None
+        layer = f"{kind}-with-projections" if projects else kind
+        return ReasonCode.RECURRENCE.text(target=self.name, kind=layer)
 
     def add_reason(self, skipping: str, why: str) -> str | None:
         """Return why the output of a product stays float in a residual add; None if it may be quantized.

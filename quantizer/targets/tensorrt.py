@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quantizer.targets.base import AttentionLimits
+from quantizer.targets.base import Recurrences
 from quantizer.targets.base import TargetProfile
 from quantizer.targets.graph_rules import ALWAYS
 from quantizer.targets.graph_rules import OPERATOR_FORMAT
@@ -29,6 +30,8 @@ TENSORRT = profiles.add("tensorrt")(
             "int8": AttentionLimits(head_sizes=frozenset({16, 32, 64}), sequence=512),
             "fp8": AttentionLimits(head_multiple=16),
         },
+        # It makes a loop of an LSTM anyway.
+        recurrences=Recurrences(kinds=frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})),
         fp8_from=89,
         graph_rules=GraphRules(
             severities={

@@ -13,6 +13,8 @@ from quantizer.calibration.choose_ranges import make_plan
 from quantizer.calibration.proxied import proxied_copy
 from quantizer.calibration.settings import make_observation
 from quantizer.common.data.batches_of import batches_of
+from quantizer.common.exported_program import Model
+from quantizer.common.exported_program import module_of
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
 from quantizer.errors import SensitivityError
@@ -60,17 +62,17 @@ class QuantizerViews:
         kept = f", {groups} {'group' if groups == 1 else 'groups'} in float" if groups else ""
         return f"Quantizer(backend={self.config.backend!r}, {self._session.decisions.described()}{kept})"
 
-    def inspect(self, model: nn.Module) -> Coverage:
+    def inspect(self, model: Model) -> Coverage:
         """Return the coverage of a model before calibration: its sites, and which of them rules leave out."""
-        proxy = proxied_copy(self.config, model)
+        proxy = proxied_copy(self.config, module_of(model))
         plan = make_plan(proxy, make_observation(proxy).seen)
         return Coverage.from_plan(plan, proxy.skipped, patches=proxy.patches)
 
-    def diff(self, model: nn.Module) -> str:
+    def diff(self, model: Model) -> str:
         """Return the changes of the model's source by the rewriting, as a unified diff."""
-        return source_diff(model)
+        return source_diff(module_of(model))
 
-    def lower(self, model: nn.Module) -> nn.Module:
+    def lower(self, model: Model) -> nn.Module:
         """Return a model that computes with the integers of ``quantize(model)``, by kernels of torch, for inference.
 
         The name is the compilers' word for this step: operations are replaced by those that a machine has. What is not
@@ -90,7 +92,7 @@ class QuantizerViews:
         from quantizer.engines.int8_saturation import saturates
 
         widest = EXACT_QMAX if saturates() else None
-        lowered = lower(self._session.frozen(model, fused=True), Lowering(widest=widest))
+        lowered = lower(self._session.frozen(module_of(model), fused=True), Lowering(widest=widest))
         found = self.kernels(lowered)
         if len(found) and not any(row.kernel for row in found):
             logger.warning("lower() finds no kernel, so it gives what quantize() gives: %s", found[0].reason)
@@ -104,7 +106,7 @@ class QuantizerViews:
         """
         return Kernels(kernels_of(lowered))
 
-    def simulate(self, model: nn.Module) -> nn.Module:
+    def simulate(self, model: Model) -> nn.Module:
         """Return the frozen proxy as the target runs it: its float part in half precision if the target's is.
 
         Its scores predict those of the engine; it cannot be exported. In float32 targets it is the frozen proxy.
@@ -112,7 +114,9 @@ class QuantizerViews:
         Raises:
             CalibrationError: nothing was calibrated yet.
         """
-        return simulate(self._session.frozen(model), self.config.target.torch_dtype, self._session.decisions.regions())
+        return simulate(
+            self._session.frozen(module_of(model)), self.config.target.torch_dtype, self._session.decisions.regions()
+        )
 
     def scales(self) -> dict[str, Tensor]:
         """Return the scale of every quantized operand, float32 [] or [C], by ``SITE.OPERAND``.
@@ -174,7 +178,7 @@ class QuantizerViews:
             where = "this quantizer was loaded, and its folder holds no ranking; report.json holds that of a run"
             raise SensitivityError(f"{error}; {where}") from error
 
-    def causes(self, model: nn.Module, batches: Any, *, num: int = 3) -> Causes:
+    def causes(self, model: Model, batches: Any, *, num: int = 3) -> Causes:
         """Return the groups that cost most, why, and the setting that mends each.
 
         A cost is the SQNR of the model's output with that group alone quantized. A gain is measured too: the model is
@@ -188,6 +192,7 @@ class QuantizerViews:
         Raises:
             CalibrationError: nothing was calibrated yet, or there is no batch.
         """
+        model = module_of(model)
         given = list(batches_of(model, batches))
         if not given:
             raise CalibrationError("causes() measures on data: give a few calibration batches")

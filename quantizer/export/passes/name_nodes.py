@@ -24,6 +24,8 @@ _STORED = ".stored"
 class NameNodes:
     """Names of the form ``path.of.module/OpType`` for nodes and their results, numbered within a module if need be.
 
+    Those in the body of a loop are named after the loop: ``path.of.module/Scan/OpType_1``.
+
     Inputs and outputs of the graph keep their names, and so do parameters; any other constant is named after the first
     node that reads it: ``path.of.module/OpType.input_1``.
     """
@@ -39,7 +41,7 @@ class NameNodes:
             used[name] += 1
             node.name = name if used[name] == 1 else f"{name}_{used[name]}"
             node.metadata_props.clear()
-            count += 1
+            count += 1 + _name_inside(node)
         for value, name in [*_result_names(model), *_constant_names(model)]:
             value.name = name
         for value in [*model.graph.initializers.values(), *model.graph.inputs, *model.graph.outputs]:
@@ -55,6 +57,23 @@ class NameNodes:
             return f"two nodes are called {twice[0]}"
         other = [f"{value.name!r} and not {name!r}" for value, name in _result_names(model) if value.name != name]
         return f"a tensor is called {other[0]}" if other else None
+
+
+def _name_inside(node: Any) -> int:
+    """Name what is in the graphs of a node, such as the body of a loop, after the node; return how many nodes."""
+    used: Counter[str] = Counter()
+    for attribute in node.attributes.values():
+        if attribute.type.name != "GRAPH":
+            continue
+        for number, value in enumerate(attribute.as_graph().inputs):
+            value.name = f"{node.name}/input_{number}"
+        for inner in attribute.as_graph():
+            used[inner.op_type] += 1
+            inner.name = f"{node.name}/{inner.op_type}_{used[inner.op_type]}"
+            inner.metadata_props.clear()
+            for number, value in enumerate(inner.outputs):
+                value.name = f"{inner.name}:{number}"
+    return used.total()
 
 
 def _result_names(model: Any) -> list[tuple[Any, str]]:

@@ -1,4 +1,4 @@
-"""The modules of an imported graph that torch has none for: a product and a sum of two tensors that it computes.
+"""The modules of an imported graph that torch has none for: a product and a sum of two tensors, and an LSTM of ONNX.
 
 They are sites as those of any other model: their source is rewritten.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch import nn
 
-__all__ = ["Add", "MatMul"]
+__all__ = ["Add", "Lstm", "MatMul"]
 
 
 class MatMul(nn.Module):
@@ -26,3 +26,14 @@ class Add(nn.Module):
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
         """Return the sum."""
         return left + right
+
+
+class Lstm(nn.LSTM):
+    """A recurrent layer whose states are arguments and results of their own, as in a graph."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, hidden: Tensor, cell: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the outputs [T, B, D H] and both states [D, B, H] of x [T, B, I] and the states before."""
+        outputs, (hidden, cell) = super().forward(x, (hidden, cell))
+        return outputs, hidden, cell

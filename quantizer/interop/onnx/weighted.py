@@ -12,6 +12,8 @@ from torch import Tensor
 from torch import fx
 from torch import nn
 
+from quantizer.interop.onnx.operations import Lstm
+
 __all__ = ["Made", "Weights", "weighted_module"]
 
 aten = torch.ops.aten
@@ -176,12 +178,34 @@ def _layer_norm(node: fx.Node, weights: Weights) -> Made | None:
     return Made(module, (given,), node)
 
 
+def _lstm(node: fx.Node, weights: Weights) -> Made | None:
+    given, states, parameters, has_bias, layers, _, _, bidirectional, batch_first = _arguments(node)
+    given_weight, recurrent_weight = (weights.tensor(parameter) for parameter in parameters[:2])
+    # The importer takes constants alone.
+    assert given_weight is not None
+    assert recurrent_weight is not None
+    module = _empty(
+        Lstm,
+        given_weight.shape[1],
+        recurrent_weight.shape[1],
+        layers,
+        bool(has_bias),
+        batch_first,
+        bidirectional=bool(bidirectional),
+    )
+    for name, parameter in zip([name for name, _ in module.named_parameters()], parameters, strict=True):
+        # Not register_parameter: the layer keeps a list of its parameters, too.
+        setattr(module, name, weights.parameter(parameter))
+    return Made(module, (given, *states), node)
+
+
 _MAKERS: dict[Any, Callable[[fx.Node, Weights], Made | None]] = {
     aten.matmul.default: _linear,
     aten.convolution.default: _convolution,
     aten.embedding.default: _embedding,
     aten.batch_norm.default: _batch_norm,
     aten.layer_norm.default: _layer_norm,
+    aten.lstm.input: _lstm,
 }
 
 
