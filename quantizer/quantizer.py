@@ -16,9 +16,9 @@ from torch import nn
 from quantizer.common.batches import run_batches
 from quantizer.common.data.doubts import doubts_of_calibration
 from quantizer.common.data.doubts import warn_user
+from quantizer.common.data.exported_program import Model
+from quantizer.common.data.exported_program import module_of
 from quantizer.common.distributed import get_world_size
-from quantizer.common.exported_program import Model
-from quantizer.common.exported_program import module_of
 from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
 from quantizer.config.feasibility import check_formats
@@ -248,10 +248,7 @@ class Quantizer(QuantizerViews):
         return other
 
     def inherit(self, other: Quantizer) -> None:
-        """Take the calibration of ``other``, as ``for_backend`` does; of an equal configuration plan and ranking, too.
-
-        Neither of two with equal configurations may be calibrated further then.
-        """
+        """Take the calibration of ``other``; of an equal configuration plan and ranking too: calibrate neither then."""
         self._session.inherit_from(other._session, other.config.backend, share=True)
 
     def load_scales(self, scales: Mapping[str, Tensor]) -> None:

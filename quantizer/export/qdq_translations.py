@@ -77,15 +77,12 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
         # Blocks are rounded by the engine itself: what it reads is a weight alone in codes.
         return spelling.op.Identity(x) if block_size is not None else spelling.rounded_at_run_time(x)
 
-    def grouped_mm(rows: Any, experts: Any, ends: Any) -> Any:
-        return spelling.grouped_product(rows, experts, ends)
-
     operators = torch.ops.quantizer
     # What transformers calls while a graph is traced, where no site is.
     theirs = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
     return {
-        **({} if theirs is None else {theirs.default: grouped_mm}),
-        operators.grouped_mm.default: grouped_mm,
+        **({} if theirs is None else {theirs.default: spelling.grouped_product}),
+        operators.grouped_mm.default: spelling.grouped_product,
         operators.fake_quantize.default: fake_quantize,
         operators.fake_quantize_dynamic.default: fake_quantize_dynamic,
         operators.quantize.default: quantize,

@@ -111,27 +111,19 @@ def _weight(
     assert seen.weight is not None
     if seen.weight.path is None:
         return refused((ReasonCode.OFFLOADED if offloaded else ReasonCode.UNREGISTERED).text())
-    axis, block = seen.axis, wanted.block_size
     if wanted.dynamic and not settings.profile.reads_dynamic and not _multiplies_last_axis(seen):
         return refused(ReasonCode.NO_DYNAMIC.text(target=settings.profile.name))
-    if block is not None:
-        weight = seen.weight.tensor()
-        grouped = site.operation.grouped is not None and seen.inner is not None
-        if axis is None or (weight.dim() != _MATRIX and not grouped):
-            return refused(ReasonCode.NO_BLOCKS.text(axes=weight.dim()))
-        axis = seen.inner if grouped else 1 - axis
-        assert axis is not None
-        if weight.shape[axis] % block:
+    axis, block = _scale_of(site, seen, settings, wanted.block_size)
+    if wanted.block_size is not None:
+        shape = seen.weight.shape
+        if axis is None:
+            return refused(ReasonCode.NO_BLOCKS.text(axes=len(shape)))
+        if shape[axis] % wanted.block_size:
             indivisible.append(
-                f"quantizer.{wanted.rule or 'formats'}: block_size {block} does not divide the {weight.shape[axis]} "
+                f"quantizer.{wanted.rule or 'formats'}: block_size {block} does not divide the {shape[axis]} "
                 f"input channels of {site.path}; choose another, or leave the site out by a rule"
             )
             return refused(ReasonCode.INDIVISIBLE.text())
-    elif not settings.per_channel and seen.spread is None:
-        axis = None if site.operation.grouped is None else 0
-    elif site.operation.grouped is not None and seen.inner is not None:
-        # One scale for each channel of each expert: those of a block over all that is summed.
-        axis, block = seen.inner, seen.weight.shape[seen.inner]
     inner = seen.inner if migration is None or migration.weight_axis is None else migration.weight_axis
     assert migration is None or inner is not None
     plan = OperandPlan(
@@ -159,6 +151,26 @@ def _weight(
         return scaled
     ranged = with_range(scaled, seen.rounded.amax, settings.scale_dtype, qmax)
     return replace(ranged, codes=seen.rounded.codes, rounding=seen.rounded.text)
+
+
+def _scale_of(
+    site: Site, seen: OperandRecord, settings: PlanSettings, block: int | None
+) -> tuple[int | None, int | None]:
+    """Return the axis and the block size of a weight's scales; blocks without an axis: it has none of input channels.
+
+    Experts have scales of their own: one for each channel, as those of blocks over all that is summed, or one for each.
+    """
+    assert seen.weight is not None
+    shape = seen.weight.shape
+    grouped = site.operation.grouped is not None and seen.inner is not None
+    if block is not None:
+        matrix = 1 - seen.axis if seen.axis is not None and len(shape) == _MATRIX else None
+        return (seen.inner if grouped else matrix), block
+    if not settings.per_channel and seen.spread is None:
+        return (0 if grouped else None), None
+    if grouped and seen.inner is not None:
+        return seen.inner, shape[seen.inner]
+    return seen.axis, None
 
 
 def _unreached(record: SiteStatistics) -> str | None:
