@@ -81,8 +81,8 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
     # What transformers calls while a graph is traced, where no site is.
     theirs = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
     return {
-        **({} if theirs is None else {theirs.default: spelling.grouped_product}),
-        operators.grouped_mm.default: spelling.grouped_product,
+        **({} if theirs is None else {theirs.default: _of_experts(spelling)}),
+        operators.grouped_mm.default: _of_experts(spelling),
         operators.fake_quantize.default: fake_quantize,
         operators.fake_quantize_dynamic.default: fake_quantize_dynamic,
         operators.quantize.default: quantize,
@@ -182,6 +182,15 @@ class _Spelling:
         shape = scale.shape.numpy()
         raw = bytes(-(-math.prod(shape) * kind.bits // 8))
         return self.op.Constant(value=onnx.helper.make_tensor("zero", _element(kind), shape, raw, raw=True))
+
+
+def _of_experts(spelling: _Spelling) -> Callable[..., Any]:
+    """Return the translation of a grouped product: the exporter takes functions, and no methods."""
+
+    def grouped_mm(rows: Any, experts: Any, ends: Any) -> Any:
+        return spelling.grouped_product(rows, experts, ends)
+
+    return grouped_mm
 
 
 def _is(node: Any, operator: str) -> bool:
