@@ -70,7 +70,7 @@ def test_a_program_is_calibrated_and_becomes_an_engine(tmp_path: Path) -> None:
     q.build(file, tmp_path / "engine")
     (got,) = backends["openvino"].load(tmp_path / "engine")({"x": x.numpy()}).values()
     noise = (torch.as_tensor(got) - frozen(x)).square().sum()
-    assert float(frozen(x).square().sum() / noise) > 1e3
+    assert float((frozen(x).square().sum() / noise).detach()) > 1e3
     assert str(program.graph_module.code) == code
     assert all(torch.equal(value, program.state_dict[name]) for name, value in weights.items())
 
@@ -102,7 +102,7 @@ def test_direct_calls_of_aten_operators_are_sites() -> None:
     assert [entry.operation for entry in q.plan.values()] == ["linear", "addmm", "mm"]
     assert torch.equal(q.proxy(model)(x), model(x))
     noise = (q.quantize(model)(x) - model(x)).square().sum()
-    assert float(model(x).square().sum() / noise) > 1e3
+    assert float((model(x).square().sum() / noise).detach()) > 1e3
 
 
 def test_what_is_neither_is_refused() -> None:
