@@ -17,7 +17,6 @@ from quantizer import Quantizer
 from quantizer.engines.backends import backends
 from quantizer.errors import ProxyError
 
-
 # torch copies the trees of a graph so.
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
 
