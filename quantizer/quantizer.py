@@ -16,9 +16,9 @@ from torch import nn
 from quantizer.common.batches import run_batches
 from quantizer.common.data.doubts import doubts_of_calibration
 from quantizer.common.data.doubts import warn_user
+from quantizer.common.data.exported_program import Model
+from quantizer.common.data.exported_program import module_of
 from quantizer.common.distributed import get_world_size
-from quantizer.common.exported_program import Model
-from quantizer.common.exported_program import module_of
 from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
 from quantizer.config.feasibility import check_formats

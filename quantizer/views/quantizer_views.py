@@ -13,8 +13,8 @@ from quantizer.calibration.choose_ranges import make_plan
 from quantizer.calibration.proxied import proxied_copy
 from quantizer.calibration.settings import make_observation
 from quantizer.common.data.batches_of import batches_of
-from quantizer.common.exported_program import Model
-from quantizer.common.exported_program import module_of
+from quantizer.common.data.exported_program import Model
+from quantizer.common.data.exported_program import module_of
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
 from quantizer.errors import SensitivityError
