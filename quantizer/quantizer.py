@@ -47,11 +47,10 @@ __all__ = ["Quantizer"]
 
 
 class Quantizer(QuantizerViews):
-    """Calibration, sensitivity, training and quantization of one model, through proxies of it.
+    """Calibration, sensitivity, training and quantization of one model or ``ExportedProgram``, through proxies of it.
 
     Args:
-        source: a YAML file (a run file or a ``quantizer:`` section alone), a mapping, a ``QuantizerConfig``, or None
-            for the defaults.
+        source: a YAML file (of a run, or a ``quantizer:`` section alone), a mapping, a ``QuantizerConfig``, or None.
         keywords: fields of ``QuantizerConfig`` that override those of ``source``:
             ``Quantizer(backend="openvino", exclude={"names": ["classifier"]})``.
 
@@ -142,8 +141,7 @@ class Quantizer(QuantizerViews):
             CalibrationError: nothing was calibrated yet.
             SensitivityError: the measure or granularity is unknown, or an argument belongs to another measure.
         """
-        model = module_of(model)
-        self._session.bind(model)
+        self._session.bind(model := module_of(model))
         wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
         plan = self._session.fitted(model, self._session.decided())
         self._session.amp = SensitivitySession(self._session.trained(model), plan, measure, granularity, loss, wrapped)

@@ -128,6 +128,10 @@ class ReasonCode(_Template):
     IN_FLOAT32 = "{why}, in float32: calibration saw {largest} here, and float16 ends at {end}"
 
     # The text of the model: what cannot be rewritten, and what to write instead.
+    SCRIPTED = (
+        "TorchScript compiled it, and no Python code of it is left, so it stays in float; to quantize it, put the "
+        "module there that was compiled"
+    )
     PASSED_ON = (
         "{function}() is passed on as a value here instead of being called, so what it computes stays in float; to "
         "quantize it, call it in the code of a module"

@@ -60,11 +60,10 @@ def decide(
         wanted = _recurrent_format(host, settings.formats.of(site.path, kind), settings)
         reason, rule = _refusal(site, host, record, refused, settings, wanted, calibrated=observation.batches > 0)
         operands = () if reason else operand_plans(site, host, record, refused, settings, wanted, indivisible)
-        outside = observation.read_outside
+        # A computed weight is computed outside of its site.
+        outside = {None: None, **observation.read_outside}
         operands = tuple(
-            # A computed weight is computed outside of its site.
-            replace(o, read_outside=None if o.computation is not None else outside.get(o.parameter or ""))
-            for o in operands
+            replace(o, read_outside=outside.get(o.parameter if o.computation is None else None)) for o in operands
         )
         if not reason:
             reason, rule = _product_alone(record, operands, settings), settings.profile.rule

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch import nn
 
@@ -179,6 +180,13 @@ def skipped_sources(model: nn.Module) -> Iterator[UnrewrittenSource]:
     reachable = reachable_in(model)
     refused: set[str] = set()
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            owner = model.get_submodule(path.rpartition(".")[0])
+            if module is model or not isinstance(owner, torch.jit.ScriptModule):
+                yield UnrewrittenSource(
+                    path=path, host_type=module.original_name, source=None, reason=ReasonCode.SCRIPTED.text()
+                )
+            continue
         rewritten = REWRITER.rewrite(original_class(module), reachable)
         name = rewritten.original.__name__
         for source in rewritten.sites:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -171,7 +172,9 @@ def with_forward(cls: type[nn.Module], reachable: frozenset[str]) -> type[nn.Mod
 
 
 def _has_no_forward(cls: type[nn.Module]) -> bool:
-    return cls.forward is nn.Module.forward and cls.__call__ is not nn.Module.__call__
+    # Static, since the class of scripted modules has a forward that only its instances can look up.
+    unset = inspect.getattr_static(cls, "forward") is inspect.getattr_static(nn.Module, "forward")
+    return unset and cls.__call__ is not nn.Module.__call__
 
 
 def called_through(module: nn.Module, call: Callable[[nn.Module, Callable[[], Any]], Any]) -> Callable[[], None]:

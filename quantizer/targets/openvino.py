@@ -37,7 +37,7 @@ OPENVINO = profiles.add("openvino")(
         zero_points=frozenset({"linear", "conv", "residual_add"}),
         # Where a weight alone is stored in codes, its kernels with VNNI round the other operand by themselves.
         dynamic=DynamicRanges(dtype="int8", block_size=DYNAMIC_BLOCK),
-        # A Scan with Q/DQ in it. With VNNI, 60 steps and 1 / 8 rows, an LSTM of 128 has 0.7 / 0.9 times the speed of
+        # A Scan with Q/DQ in it. With AMX, 60 steps and 1 / 8 rows, an LSTM of 128 has 0.7 / 0.9 times the speed of
         # the float kernel, of 192 1.0 / 1.2, of 256 1.4 / 4.1, of 384 4.0 / 6.8. Its own INT8 kernel of an LSTM
         # computes other results where an input range is not symmetric, H is no multiple of 64, or it runs backwards.
         recurrences=Recurrences(kinds=frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"}), weights=2**17),

@@ -280,6 +280,29 @@ def test_a_recurrence_over_a_packed_sequence_stays_in_torchs_kernel() -> None:
     assert q.coverage.escaped[0].path == "layer"
 
 
+class Scripted(nn.Module):
+    """A module beside one that TorchScript compiled. [8, 32] to [8, 32]."""
+
+    def __init__(self, compiled: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.compiled = compiled(nn.Sequential(nn.Linear(32, 32), nn.ReLU()).eval())
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.compiled(self.first(x))
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda module: torch.jit.trace(module, torch.randn(8, 32))])
+def test_a_module_that_torchscript_compiled(compiled: Any) -> None:
+    q = _calibrated(Scripted(compiled), torch.randn(8, 32))
+    assert _reasons(q) == {Reason.UNREADABLE.value: 8 * 32 * 32}
+    (left,) = q.coverage.escaped
+    assert (left.path, left.detail) == ("compiled", "Sequential, compiled by TorchScript")
+    assert "TorchScript compiled it, and no Python code of it is left" in " ".join(q.coverage.text().split())
+
+
 def test_a_cell_of_a_recurrence() -> None:
     q = _calibrated(nn.LSTMCell(32, 16), torch.randn(3, 32))
     assert q.coverage.multiply_adds == 3 * 4 * 16 * (32 + 16)

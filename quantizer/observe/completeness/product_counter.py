@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch import nn
 
@@ -260,6 +261,8 @@ class ProductCounter:
             return Reason.FUSED, type(innermost).__name__
         if id(innermost) not in self._paths:
             return Reason.OUTSIDE, f"by a {type(innermost).__name__} that is no child of the model"
+        if isinstance(innermost, torch.jit.ScriptModule):
+            return Reason.UNREADABLE, f"{innermost.original_name}, compiled by TorchScript"
         if of_parameters:
             return Reason.PARAMETERS, ""
         return self._explanations.of_call(innermost)
