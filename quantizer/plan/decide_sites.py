@@ -61,7 +61,7 @@ def decide(
         reason, rule = _refusal(site, host, record, refused, settings, wanted, calibrated=observation.batches > 0)
         operands = () if reason else operand_plans(site, host, record, refused, settings, wanted, indivisible)
         # A computed weight is computed outside of its site.
-        outside = {None: None, **observation.read_outside}
+        outside: dict[str | None, str | None] = {None: None, **observation.read_outside}
         operands = tuple(
             replace(o, read_outside=outside.get(o.parameter if o.computation is None else None)) for o in operands
         )
