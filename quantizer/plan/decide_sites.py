@@ -61,9 +61,9 @@ def decide(
         reason, rule = _refusal(site, host, record, refused, settings, wanted, calibrated=observation.batches > 0)
         operands = () if reason else operand_plans(site, host, record, refused, settings, wanted, indivisible)
         # A computed weight is computed outside of its site.
-        outside: dict[str | None, str | None] = {None: None, **observation.read_outside}
         operands = tuple(
-            replace(o, read_outside=outside.get(o.parameter if o.computation is None else None)) for o in operands
+            replace(o, read_outside=None if o.computation else observation.read_outside.get(o.parameter or ""))
+            for o in operands
         )
         if not reason:
             reason, rule = _product_alone(record, operands, settings), settings.profile.rule
