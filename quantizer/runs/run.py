@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from torch import nn
 
+from quantizer.common.data.batches_of import in_several
 from quantizer.config import AmpConfig
 from quantizer.config import QuantizerConfig
 from quantizer.config import RunConfig
@@ -224,7 +225,7 @@ class _Run:
     def _calibrate(self, quantizer: Quantizer) -> list[Batch]:
         """Calibrate, after fitting the head if the task has one, and return the calibration batches."""
         self.work.fit_head()
-        batches = self.context.feed.batches(self.rows.calibration)
+        batches = in_several(self.context.feed.batches, self.rows.calibration)
         with self.context.timer("calibrate"):
             self.work.calibrate(quantizer, batches)
         return batches

@@ -55,7 +55,6 @@ def _sqnr(wanted: Tensor, got: Tensor) -> float:
     return float(10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum()).detach())
 
 
-@pytest.mark.promise("a proxy that is off computes what the model does, bit for bit")
 @NAMES
 def test_off_it_is_torchs_kernel(name: str) -> None:
     model, x = _made(name)

@@ -24,7 +24,7 @@ from quantizer import Quantizer
 from quantizer.reasons import ReasonCode
 from quantizer.views.coverage import Coverage
 
-__all__ = ["all_the_way", "each_pattern", "off_is_identical", "repeated_patterns"]
+__all__ = ["all_the_way", "each_pattern", "off_is_identical", "repeated_patterns", "unequal_observed"]
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -58,6 +58,20 @@ def unequal(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
         name
         for name, value in first.items()
         if value.dtype != second[name].dtype or not torch.equal(value, second[name])
+    ]
+
+
+def unequal_observed(observed: dict[str, Tensor], eager: dict[str, Tensor], model: nn.Module) -> list[str]:
+    """Places where an observing proxy differs from ``run_eager``, in one bit; with recurrent layers by more than 1e-6.
+
+    Recurrent layers run step by step in Python there, and add in another order than torch's kernel.
+    """
+    if not any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules()):
+        return unequal(observed, eager)
+    return [
+        name
+        for name in unequal(observed, eager)
+        if name not in eager or not torch.allclose(observed[name].float(), eager[name].float(), rtol=1e-4, atol=1e-6)
     ]
 
 
@@ -132,7 +146,7 @@ def all_the_way(architecture: Architecture | TorchArchitecture, folder: Path) ->
 
     q = Quantizer(preset="fast", backend="openvino")
     calib = q.calib(model)
-    assert unequal(run(calib, batches[0]), run_eager(model, batches[0])) == []
+    assert unequal_observed(run(calib, batches[0]), run_eager(model, batches[0]), model) == []
     run(calib, batches[1])
     quantized = run(q.quantize(model), batches[0])
     assert [name for name, value in quantized.items() if not value.isfinite().all()] == []

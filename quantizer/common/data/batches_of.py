@@ -6,10 +6,14 @@ become tensors, and a label behind the inputs is dropped.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +31,30 @@ from quantizer.common.data.labels import without_label
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
 
-__all__ = ["BATCH_ROWS", "MOST_ROWS", "batches_of", "length_of", "row_count"]
+__all__ = ["BATCH_ROWS", "MOST_ROWS", "batches_of", "in_several", "length_of", "row_count"]
+
+Row = TypeVar("Row")
+Batch = TypeVar("Batch")
+
+_SEVERAL = 4
 
 BATCH_ROWS = 32
 """How many rows of a tensor, an array or a ``Dataset`` are one batch."""
 
 MOST_ROWS = 4096
 """How many rows are read of data that states no length, and may have no end, unless ``rows`` says how many."""
+
+
+def in_several(make: Callable[[Sequence[Row]], list[Batch]], rows: Sequence[Row]) -> list[Batch]:
+    """Return the batches that ``make`` gives for rows to calibrate on: four or more, where there are as many rows.
+
+    Of one batch nothing is chosen: what is chosen on some batches is checked on others.
+    """
+    batches = make(rows)
+    if len(batches) >= _SEVERAL or not rows:
+        return batches
+    size = math.ceil(len(rows) / _SEVERAL)
+    return [batch for start in range(0, len(rows), size) for batch in make(rows[start : start + size])]
 
 
 def batches_of(model: nn.Module, data: Any, rows: int | None = None) -> Iterator[Any]:

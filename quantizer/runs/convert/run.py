@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from torch import nn
 
+from quantizer.common.data.batches_of import in_several
 from quantizer.common.label_texts import label_texts
 from quantizer.engines import Engine
 from quantizer.engines import inspect_file
@@ -173,7 +174,7 @@ class _Run:
         require_tools({name: maker.options(maker.variant(name)) for name in asked.backends}, html=False)
         check_rows(self.task, [*self.tuning, *self.evaluation], [] if data is None else data.rows)
         self.calibration, held_out = ([], []) if data is None else data.of(self.task)
-        self.batches = self.task.sample_batches(self.calibration)
+        self.batches = in_several(self.task.sample_batches, self.calibration)
         self.check_batches = [self.task.inputs.filled(held_out or self.calibration, *shape) for shape in facts.shapes]
         self.scoring = Scoring(self.context, self.evaluation, _RESAMPLES)
         self.calibrated: Quantizer | None = None
