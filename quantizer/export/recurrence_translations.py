@@ -15,6 +15,8 @@ from quantizer.numerics.recurrence import CELLS
 
 __all__ = ["recurrence_translations"]
 
+_GATES = 4  # of an LSTM
+
 _OURS = "com.microsoft"
 
 
@@ -66,16 +68,16 @@ def _dynamic_lstm(
 ) -> Any:
     """Return the outputs of a DynamicQuantizeLSTM and its states, of the arguments of ``numerics.recurrence``."""
     first = op.Constant(value_ints=[0])
-    weights = []
+    units, weights = codes.shape[1], []
     for values, factor in ((input_codes, input_scale), (codes, scale)):
-        turned = op.Transpose(_in_order(op, values), perm=[1, 0])
-        weights.append((op.Unsqueeze(turned, first), op.Unsqueeze(_in_order(op, factor), first)))
+        turned = op.Transpose(_in_order(op, values, units), perm=[1, 0])
+        weights.append((op.Unsqueeze(turned, first), op.Unsqueeze(_in_order(op, factor, units), first)))
     (given, given_scale), (own, own_scale) = weights
     zero = op.Unsqueeze(zeros(scale, "int8"), first)
     both = None
     if bias is not None:
-        halves = _parts(op, bias, 2)
-        both = op.Unsqueeze(op.Concat(*(_in_order(op, half) for half in halves), axis=0), first)
+        halves = _parts(op, bias, 2, _GATES * units)
+        both = op.Unsqueeze(op.Concat(*(_in_order(op, half, units) for half in halves), axis=0), first)
     states = [op.Unsqueeze(state, first) for state in (hidden, cell)]
     outputs, last, last_cell = _nodes(
         "DynamicQuantizeLSTM",
@@ -90,7 +92,7 @@ def _dynamic_lstm(
         zero,
         own_scale,
         zero,
-        hidden_size=codes.shape[1],
+        hidden_size=units,
         direction="reverse" if backward else "forward",
         outputs=3,
         domain=_OURS,
@@ -99,17 +101,16 @@ def _dynamic_lstm(
     return op.Squeeze(outputs, one), op.Squeeze(last, first), op.Squeeze(last_cell, first)
 
 
-def _parts(op: Any, values: Any, count: int) -> list[Any]:
-    """Return equal parts of values along their first axis; not by Split, which the optimizer does not fold."""
-    size = values.shape[0] // count
+def _parts(op: Any, values: Any, count: int, size: int) -> list[Any]:
+    """Return parts of one size of values, along their first axis; not by Split, which the optimizer does not fold."""
     ends = [op.Constant(value_ints=[place * size]) for place in range(count + 1)]
     axis = op.Constant(value_ints=[0])
     return [op.Slice(values, ends[place], ends[place + 1], axis) for place in range(count)]
 
 
-def _in_order(op: Any, values: Any) -> Any:
-    """Return values [4 H, ...] of the gates input, forget, cell, output as input, output, forget, cell."""
-    admit, forget, new, output = _parts(op, values, 4)
+def _in_order(op: Any, values: Any, units: int) -> Any:
+    """Return values [4 H, ...] of the gates input, forget, cell, output as input, output, forget, cell; H ``units``."""
+    admit, forget, new, output = _parts(op, values, _GATES, units)
     return op.Concat(admit, output, forget, new, axis=0)
 
 

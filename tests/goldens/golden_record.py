@@ -122,8 +122,8 @@ def _content(file: Path) -> bytes:
 
 
 def _placeless(text: str) -> str:
-    """A text that names files of source, from their package or the tests on."""
-    return re.sub(r"/\S*/(?=site-packages/|tests/)", "", text)
+    """A text that names files of source, from their package, ours too, or the tests on."""
+    return re.sub(r"/\S*/(?=site-packages/|tests/|quantizer/)", "", text)
 
 
 def _values(output: Any) -> Iterator[torch.Tensor]:

@@ -143,6 +143,7 @@ def test_the_resolved_configuration_gives_the_same_run(place: Place) -> None:
         "percentile": 99.99,
         "smooth": "auto",
         "zero_point": True,
+        "all_experts": False,
     }
 
 

@@ -46,12 +46,12 @@ MOST_ROWS = 4096
 
 
 def in_several(make: Callable[[Sequence[Row]], list[Batch]], rows: Sequence[Row]) -> list[Batch]:
-    """Return the batches that ``make`` gives for rows to calibrate on: four or more, where there are as many rows.
+    """Return the batches that ``make`` gives for rows to calibrate on, and four in place of a single one.
 
     Of one batch nothing is chosen: what is chosen on some batches is checked on others.
     """
     batches = make(rows)
-    if len(batches) >= _SEVERAL or not rows:
+    if len(batches) != 1:
         return batches
     size = math.ceil(len(rows) / _SEVERAL)
     return [batch for start in range(0, len(rows), size) for batch in make(rows[start : start + size])]
