@@ -15,8 +15,7 @@ from quantizer.numerics.recurrence import CELLS
 
 __all__ = ["recurrence_translations"]
 
-_GATES = 4  # of an LSTM
-
+_GATES = CELLS["lstm"].gates
 _OURS = "com.microsoft"
 
 
@@ -28,28 +27,21 @@ def recurrence_translations(op: Any, zeros: Callable[[Any, str], Any]) -> dict[C
         zeros: gives the zero points of a format, of a scale's shape.
     """
 
-    def recurrence(kind: str, given: Any, hidden: Any, cell: Any, *others: Any) -> Any:
-        names: tuple[str, ...] = (
-            "weight",
-            "bias",
-            "projection",
-            "weight_scale",
-            "weight_dtype",
-            "weight_axis",
-            "scale",
-            "dtype",
-        )
-        names += ("zero_point", "projection_scale", "projected_scale", "projected_zero_point", "backward")
-        found = dict(zip(names, others, strict=True))
+    operators = torch.ops.quantizer
+    names = [argument.name for argument in operators.recurrence.default._schema.arguments]
+
+    def recurrence(*given: Any) -> Any:
+        found = dict(zip(names, given, strict=True))
+        kind = found["kind"]
         for scale, zero in (("scale", "zero_point"), ("projected_scale", "projected_zero_point")):
             if found[scale] is not None and found[zero] is None:
                 found[zero] = zeros(found[scale], found["dtype"])
-        return _scan(kind, given, [hidden, cell][: 1 + CELLS[kind].has_cell], found)
+        states = [found["hidden"], found["cell"]][: 1 + CELLS[kind].has_cell]
+        return _scan(kind, found["given"], states, found)
 
     def dynamic_lstm(*given: Any) -> Any:
         return _dynamic_lstm(op, zeros, *given)
 
-    operators = torch.ops.quantizer
     return {operators.recurrence.default: recurrence, operators.dynamic_lstm.default: dynamic_lstm}
 
 

@@ -24,7 +24,7 @@ from quantizer.numerics.dynamic_range import fake_quantize_dynamic
 from quantizer.numerics.torch_operators import dequantize
 from quantizer.numerics.torch_operators import fake_quantize
 
-__all__ = ["CELLS", "Cell", "dynamic_lstm", "recurrence"]
+__all__ = ["CELLS", "Cell", "dynamic_lstm", "recurrence", "steps"]
 
 _Next = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -80,14 +80,25 @@ CELLS: Mapping[str, Cell] = MappingProxyType(
 """Cells by the name of torch's kernel."""
 
 
-def _steps(
+def steps(
     kind: str,
     given: Tensor,
     states: tuple[Tensor, Tensor],
     recurrent: Callable[[Tensor], Tensor],
     projected: Callable[[Tensor], Tensor] | None,
+    *,
     backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the hidden states [T, B, P] of all steps, and both states after the last.
+
+    Args:
+        kind: the cell, of ``CELLS``.
+        given: [T, B, G], the products with the inputs, with their bias.
+        states: hidden [B, P] and cell [B, H] before the first step; of a cell without a second state, twice the first.
+        recurrent: gives the recurrent product [B, G] of a hidden state, with its bias.
+        projected: gives the hidden state [B, P] of one [B, H]; None: there is no projection.
+        backward: run from the last step to the first.
+    """
     hidden, cell = states
     outputs = []
     for step in given.flip(0).unbind(0) if backward else given.unbind(0):
@@ -95,8 +106,12 @@ def _steps(
         hidden = hidden if projected is None else projected(hidden)
         outputs.append(hidden)
     whole = torch.stack(outputs)
-    # An operator may not return its inputs, nor one tensor twice.
-    return (whole.flip(0) if backward else whole), hidden.clone(), cell.clone()
+    return (whole.flip(0) if backward else whole), hidden, cell
+
+
+def _apart(outputs: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return results of an operator, which may not return its inputs, nor one tensor twice."""
+    return outputs, hidden.clone(), cell.clone()
 
 
 @torch.library.custom_op("quantizer::recurrence", mutates_args=())
@@ -155,7 +170,8 @@ def recurrence(
         assert projection is not None
         return functional.linear(rounded(state, projected_scale, projected_zero_point), projection)
 
-    return _steps(kind, given, (hidden, cell), recurrent, None if projection is None else projected, backward)
+    project = None if projection is None else projected
+    return _apart(*steps(kind, given, (hidden, cell), recurrent, project, backward=backward))
 
 
 @recurrence.register_fake
@@ -196,7 +212,7 @@ def dynamic_lstm(
     def recurrent(state: Tensor) -> Tensor:
         return functional.linear(fake_quantize_dynamic(state), weight, theirs)
 
-    return _steps("lstm", given, (hidden, cell), recurrent, None, backward)
+    return _apart(*steps("lstm", given, (hidden, cell), recurrent, None, backward=backward))
 
 
 @dynamic_lstm.register_fake

@@ -161,15 +161,14 @@ def _scale_of(
     Experts have scales of their own: one for each channel, as those of blocks over all that is summed, or one for each.
     """
     assert seen.weight is not None
-    shape = seen.weight.shape
     grouped = site.operation.grouped is not None and seen.inner is not None
     if block is not None:
-        matrix = 1 - seen.axis if seen.axis is not None and len(shape) == _MATRIX else None
+        matrix = 1 - seen.axis if seen.axis is not None and len(seen.weight.shape) == _MATRIX else None
         return (seen.inner if grouped else matrix), block
     if not settings.per_channel and seen.spread is None:
         return (0 if grouped else None), None
     if grouped and seen.inner is not None:
-        return seen.inner, shape[seen.inner]
+        return seen.inner, seen.weight.shape[seen.inner]
     return seen.axis, None
 
 

@@ -75,7 +75,10 @@ class Weight:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the operand."""
-        return tuple(self.tensor().shape)
+        if self.computation is not None:
+            return tuple(self.tensor().shape)
+        first, view = self.parameters[0], self.view
+        return tuple(first.shape if view is None else (view.shape[at] for at in view.order))
 
     def tensor(self) -> Tensor:
         """Return the operand's values [*]."""

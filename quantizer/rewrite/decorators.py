@@ -7,6 +7,7 @@ keywords, or sometimes calls the function without them, would drop the host or f
 from __future__ import annotations
 
 import ast
+import copy
 import types
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from quantizer.rewrite.source_file import definition_of
 __all__ = [
     "between",
     "clone_chain",
+    "copied_registry",
     "hand_on_keywords",
     "innermost",
     "registries_of",
@@ -78,6 +80,16 @@ def registries_of(wrapper: types.FunctionType, inner: types.FunctionType) -> Ite
     """Yield the registries in closure cells of wrappers around ``inner``, from which they choose what to call."""
     for function in between(wrapper, inner):
         yield from (value for value in cells(function) if isinstance(value, MutableMapping))
+
+
+def copied_registry(registry: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    """Return a registry of its own with the same values, which are not copied."""
+    copied = copy.copy(registry)
+    # A class of registries holds what was added in attributes.
+    for name, value in vars(copied).items() if hasattr(copied, "__dict__") else ():
+        if isinstance(value, MutableMapping):
+            vars(copied)[name] = copy.copy(value)
+    return copied
 
 
 def variables_that_lead_to(inner: types.FunctionType, wrapper: types.FunctionType) -> set[str]:

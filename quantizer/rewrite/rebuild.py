@@ -9,7 +9,6 @@ replace theirs. The synthetic module is in ``sys.modules`` under its own ``__nam
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import sys
@@ -24,6 +23,7 @@ from typing import TypeGuard
 from quantizer.errors import SourceError
 from quantizer.reasons import ReasonCode
 from quantizer.rewrite.decorators import clone_chain
+from quantizer.rewrite.decorators import copied_registry
 from quantizer.rewrite.decorators import hand_on_keywords
 from quantizer.rewrite.decorators import innermost
 from quantizer.rewrite.decorators import registries_of
@@ -215,7 +215,9 @@ class Rebuilder:
                 if rebuilt.function is None or not any(site.edits for site in rebuilt.own):
                     continue
                 result.helpers.append(rebuilt)
-                found.setdefault(id(registry), copy.deepcopy(registry))[name] = rebuilt.function
+                if id(registry) not in found:
+                    found[id(registry)] = copied_registry(registry)
+                found[id(registry)][name] = rebuilt.function
         return found
 
     def _rewrite(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections import UserDict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,6 +128,50 @@ def test_engine_gives_the_proxys_outputs(backend: str, tmp_path: Path) -> None:
     for given in (batch(3), batch(5, (0, 1, 20, _ROWS))):
         (made,) = engine({name: value.numpy() for name, value in given.items()}).values()
         assert sqnr_db(frozen(**given).detach().numpy(), np.asarray(made)) > 60
+
+
+class Registry(UserDict[str, Any]):
+    """Functions by name, as transformers holds those of its experts."""
+
+
+def up(self: nn.Module, x: Tensor) -> Tensor:
+    return F.linear(x, self.weight)
+
+
+CHOICES = Registry(up=up)
+
+
+def chosen(forward: Any, choices: Registry = CHOICES) -> Any:
+    @functools.wraps(forward)
+    def choose(self: nn.Module, x: Tensor) -> Tensor:
+        return choices.get(self.choice, forward)(self, x)
+
+    return choose
+
+
+class Choosing(nn.Module):
+    """A module whose decorator chooses what runs from a registry."""
+
+    def __init__(self, choice: str) -> None:
+        super().__init__()
+        self.choice = choice
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    @chosen
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight).relu()
+
+
+@pytest.mark.parametrize(("choice", "name"), [("up", "up.linear_0"), ("none", "forward.linear_0")])
+def test_what_a_decorator_chooses_from_a_registry_is_a_site(choice: str, name: str) -> None:
+    model, x = Choosing(choice), batch(1)["x"]
+    before = dict(CHOICES)
+    quantizer = Quantizer(backend="openvino", preset="fast")
+    quantizer.calibrate(model, [{"x": x}], progress=False)
+    assert [path for path, entry in quantizer.plan.items() if entry.quantized] == [name]
+    assert quantizer.coverage.share == 1
+    assert torch.equal(quantizer.proxy(model)(x), model(x))
+    assert dict(CHOICES) == before
 
 
 class Mixture(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch import nn
 
-from quantizer.numerics.recurrence import CELLS
+from quantizer.numerics.recurrence import steps
 from quantizer.operations.recurrent import input_product
 from quantizer.operations.recurrent import recurrent_product
 from quantizer.proxy.recurrence.recorded import as_operator
@@ -69,12 +69,13 @@ class RecurrentLayer(nn.Module):
         given = input_product(x, weights.input, weights.input_bias)
         if recorded is not None:
             return recorded.of_products(given, hidden, cell, weights)
-        outputs = []
-        for step in given.flip(0).unbind(0) if self.backward else given.unbind(0):
-            recurrent = recurrent_product(hidden, weights.hidden, weights.hidden_bias)
-            hidden, cell = CELLS[self.kind].next(step, recurrent, hidden, cell)
-            if weights.projection is not None:
-                hidden = recurrent_product(hidden, weights.projection)
-            outputs.append(hidden)
-        whole = torch.stack(outputs)
-        return (whole.flip(0) if self.backward else whole), hidden, cell
+
+        def recurrent(state: Tensor) -> Tensor:
+            return recurrent_product(state, weights.hidden, weights.hidden_bias)
+
+        def projected(state: Tensor) -> Tensor:
+            assert weights.projection is not None
+            return recurrent_product(state, weights.projection)
+
+        project = None if weights.projection is None else projected
+        return steps(self.kind, given, (hidden, cell), recurrent, project, backward=self.backward)
