@@ -17,7 +17,7 @@ from typing import Any
 
 __all__ = ["Limits", "rows_of"]
 
-_PRELOADED = ["torch", "transformers", "transformers.models.auto.modeling_auto", "quantizer", "stages"]
+_PRELOADED = ["torch", "transformers", "transformers.models.auto.modeling_auto", "quantizer", "stages", "warm"]
 Work = Callable[[str, Callable[[str, Any], None]], None]
 
 

@@ -26,6 +26,7 @@ from quantizer.float16.overflow import OverflowTracker
 from quantizer.observe.completeness.product_counter import ProductCounter
 from quantizer.observe.parameter_steps import ParameterSteps
 from quantizer.operations.aten_products import PRODUCTS
+from quantizer.operations.aten_products import COMPOSITE
 from quantizer.operations.aten_products import is_composite
 from quantizer.operations.aten_products import product_name
 from quantizer.proxy.computed.computation import Computation
@@ -171,7 +172,7 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if composite and not any(tensor.is_nested for tensor in _tensors(args)):
             # Only under inference_mode: elsewhere torch decomposes it before the mode sees it.
             with self:
-                return func.decompose(*args, **kwargs)
+                return func._op_dk(COMPOSITE, *args, **kwargs)
         result = func(*args, **kwargs)
         if _writes(func):
             for tensor in _tensors((*args[:1], kwargs.get("out"))):

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["FUSED_KERNELS", "PRODUCTS", "RECURRENT_KERNELS", "Product", "is_composite", "product_name"]
+__all__ = ["COMPOSITE", "FUSED_KERNELS", "PRODUCTS", "RECURRENT_KERNELS", "Product", "is_composite", "product_name"]
 
 Arguments = Sequence[Any]
+
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+"""The dispatch key of operations that torch computes by others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +143,14 @@ def product_name(func: Any) -> str | None:
 
 
 def is_composite(func: Any) -> bool:
-    """Return whether torch decomposes an operation, such as ``linear`` into ``addmm``; only the parts are counted."""
+    """Return whether torch computes an operation by others, such as ``linear`` by ``addmm``; only those are counted.
+
+    One with a kernel of its own is not composite, also where torch has a decomposition in Python for graphs: that one
+    adds in another order, or lays its result out in another way.
+    """
     if not isinstance(func, torch._ops.OpOverload):
         return False
     try:
-        return func._can_decompose()
+        return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), COMPOSITE)
     except RuntimeError:  # operators for tracing alone, such as sym_size, are not in the dispatcher
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -170,6 +171,28 @@ def test_calibration_under_any_gradient_mode(context: Any) -> None:
     plain = Quantizer(preset="fast")
     plain.calibrate(model, [x])
     assert [row.name for row in q.coverage.quantized] == [row.name for row in plain.coverage.quantized]
+
+
+class Pyramid(nn.Module):
+    """A map of one pixel, resized: torch has a kernel for this, and for graphs a decomposition of another layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.out = nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(nn.functional.interpolate(self.narrow(x), size=(1, 1), mode="nearest"))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_observing_takes_torchs_kernels_and_not_its_decompositions(context: Any) -> None:
+    importlib.import_module("torch._decomp.decompositions")  # registers them, as the import of many models does
+    model = Pyramid().eval()
+    x = torch.randn(2, 64, 1, 1).as_strided((2, 64, 1, 1), (64, 1, 64, 64))  # channels last
+    with context():
+        expected, given = model(x), Quantizer(preset="fast").calib(model)(x)
+    assert given.stride() == expected.stride()
+    assert torch.equal(given, expected)
 
 
 def test_both_ways_of_calibrating_are_the_same() -> None:

@@ -78,8 +78,10 @@ def unequal_observed(observed: dict[str, Tensor], eager: dict[str, Tensor], mode
 def run_eager(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """One pass of a copy that computes its attention as an observing proxy does: in Python, product by product."""
     copied = copy.deepcopy(model)
-    if hasattr(copied, "set_attn_implementation"):
-        copied.set_attn_implementation("eager")
+    for module in copied.modules():
+        # set_attn_implementation leaves a backbone of another architecture as it is.
+        if hasattr(config := getattr(module, "config", None), "_attn_implementation"):
+            config._attn_implementation = "eager"
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
