@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import nn
 
 from quantizer.calibration.proxied import Proxied
 from quantizer.observe.outputs import flat_output
+from quantizer.observe.outputs import floats
 from quantizer.observe.outputs import is_no_mask
 from quantizer.observe.padding import padding_mask
 from quantizer.observe.replay_batches import Batch
@@ -20,9 +22,13 @@ from quantizer.observe.replay_batches import copied
 from quantizer.plan.apply import apply_plan
 from quantizer.plan.apply import switch_on
 from quantizer.plan.site_plan import Plan
+from quantizer.proxy.eager_attention import attention_of
 from quantizer.proxy.restored_state import unmoved
 
-__all__ = ["OutputError", "quantized"]
+__all__ = ["OutputError", "other_attention_error", "quantized"]
+
+_OTHER = 0.01
+"""From this error on, two implementations of attention compute something else: bfloat16 makes 0.0001."""
 
 
 class OutputError:
@@ -49,6 +55,28 @@ class OutputError:
             return sum(_error(_output(self._proxy.module, batch), output) for batch, output in self._expected)
 
 
+def other_attention_error(model: nn.Module, proxy: nn.Module, batch: Batch) -> float | None:
+    """Return the error of a proxy's output, if the attention which its model is set to computes something else.
+
+    Args:
+        model: the model.
+        proxy: its float proxy, which computes attention by separate products; unobserved.
+        batch: inputs of the proxy.
+
+    Returns:
+        None where both give the same but for the rounding of float types, or there is nothing to compare: outputs of
+        other shapes, or others each time.
+    """
+    with torch.no_grad():
+        with attention_of(model, proxy) as other:
+            if not other or not floats(expected := _raw_output(proxy, batch)):
+                return None
+        given = _output(proxy, batch)
+        expected = flat_output(expected, padding_mask(batch[1], batch[0]))
+        error = _error(given, expected) if given.shape == expected.shape else 0.0
+        return error if error > _OTHER and torch.equal(_output(proxy, batch), given) else None
+
+
 @contextmanager
 def quantized(proxy: Proxied, plan: Plan) -> Iterator[None]:
     """Apply a plan to the proxy, with weights as float parameters; switch all quantizers off again afterwards."""
@@ -62,10 +90,14 @@ def quantized(proxy: Proxied, plan: Plan) -> Iterator[None]:
 
 
 def _output(proxy: nn.Module, batch: Batch) -> Tensor:
+    return flat_output(_raw_output(proxy, batch), padding_mask(batch[1], batch[0]))
+
+
+def _raw_output(proxy: nn.Module, batch: Batch) -> Any:
     args, keywords = copied(*batch)
     # forward() instead of a call: the hooks of the proxy are for calibration.
     with unmoved(proxy):
-        return flat_output(proxy.forward(*args, **keywords), padding_mask(keywords, args))
+        return proxy.forward(*args, **keywords)
 
 
 def _error(output: Tensor, expected: Tensor) -> float:

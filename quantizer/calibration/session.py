@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.calibration.choose_ranges import make_plan
+from quantizer.calibration.output_error import other_attention_error
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.proxied import proxied_copy
 from quantizer.calibration.settings import make_observation
@@ -30,7 +32,9 @@ from quantizer.errors import CalibrationError
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.observation import Observation
+from quantizer.observe.replay_batches import Batch
 from quantizer.observe.replay_batches import ReplayBatches
+from quantizer.observe.replay_batches import copied
 from quantizer.observe.snapshot import restored
 from quantizer.observe.snapshot import snapshot
 from quantizer.observe.statistics import Seen
@@ -103,7 +107,8 @@ class CalibrationSession:
         self.fingerprint = fingerprint
         self._weights_noted = False
         self._pending: Fingerprint | None = None
-        self.proxy.register_forward_pre_hook(LocalHook(self._look_at_weights))
+        self._first: Batch | None = None
+        self.proxy.register_forward_pre_hook(LocalHook(self._look_at_first), with_kwargs=True)
         self.proxy.register_forward_hook(LocalHook(self._note_weights))
         self._observation = make_observation(self._proxied)
         # Every rank has read the same folder, whose statistics must count once.
@@ -160,10 +165,10 @@ class CalibrationSession:
         mine = self.proxy.named_parameters(remove_duplicate=False)
         return all(now.get(path) is parameter for path, parameter in mine)
 
-    def _look_at_weights(self, proxy: nn.Module, args: Any) -> None:
-        """Compute the checksum at the first batch only: it costs a pass over the weights, which stay the same."""
+    def _look_at_first(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Keep the first batch, and compute the checksum: it costs a pass over the weights, which stay the same."""
         if not self._weights_noted:
-            self._pending = Fingerprint.of(proxy)
+            self._pending, self._first = Fingerprint.of(proxy), copied(args, keywords)
 
     def _note_weights(self, proxy: nn.Module, args: Any, result: Any) -> None:
         """Store the checksum of the weights after a complete batch, and warn if it differs from the earlier one."""
@@ -173,6 +178,22 @@ class CalibrationSession:
         if self.fingerprint is not None:
             warn_of_other_weights(self.fingerprint, now)
         self.fingerprint = now
+
+    def _compare_attention(self) -> None:
+        """Warn if the model's own attention computes something else than the proxy, which no pass may observe now."""
+        (batch, self._first), model = (self._first, None), self._model()
+        if batch is None or model is None:
+            return
+        error = other_attention_error(model, self.proxy, batch)
+        if error is not None:
+            decibels = -10 * math.log10(error)
+            warnings.warn(
+                f"with attention by separate products, as a quantized model computes it, {type(model).__name__} gives "
+                f"other outputs than with the attention that it is set to ({decibels:.1f} dB on the first batch): one "
+                "of them leaves out a mask. Quantized is what it computes after set_attn_implementation('eager'): see "
+                "whether that is what you want, or report it to its authors",
+                stacklevel=4,
+            )
 
     def _renew_weights(self, whole: Seen) -> None:
         """Update the recorded weights to those that the model has now, as a parameter may have been replaced.
@@ -233,8 +254,9 @@ class CalibrationSession:
         elif known is not None and same and known.is_of(whole):
             return dict(known.plan)
         self._decided = None
-        # The choice of ranges and codes runs the proxy, which must not observe these passes.
+        # This runs the proxy, which must not observe these passes.
         with self._observation.paused(self._proxied.sites):
+            self._compare_attention()
             plan = make_plan(self._proxied, whole)
         self._decided = _Decided.of(whole, plan)
         return dict(plan)

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quantizer.float16.overflow import OverflowTracker
 from quantizer.observe.completeness.product_counter import ProductCounter
 from quantizer.observe.parameter_steps import ParameterSteps
-from quantizer.operations.aten_products import PRODUCTS
 from quantizer.operations.aten_products import COMPOSITE
+from quantizer.operations.aten_products import PRODUCTS
 from quantizer.operations.aten_products import is_composite
 from quantizer.operations.aten_products import product_name
 from quantizer.proxy.computed.computation import Computation

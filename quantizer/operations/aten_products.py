@@ -151,6 +151,6 @@ def is_composite(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload):
         return False
     try:
-        return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), COMPOSITE)
+        return torch._C._dispatch_has_kernel_for_dispatch_key(str(func._name), COMPOSITE)
     except RuntimeError:  # operators for tracing alone, such as sym_size, are not in the dispatcher
         return False

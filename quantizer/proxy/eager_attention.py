@@ -15,7 +15,7 @@ from torch import nn
 from quantizer.rewrite.host_argument import EAGER
 from quantizer.rewrite.host_argument import RECORDED
 
-__all__ = ["as_recorded", "use_eager_attention", "use_python_paths"]
+__all__ = ["as_recorded", "attention_of", "use_eager_attention", "use_python_paths"]
 
 _SETTING = "_attn_implementation"
 
@@ -33,6 +33,24 @@ def use_python_paths(proxy: nn.Module) -> None:
     """Switch torch's own layers to their Python path, where their sites are; other attention stays the model's own."""
     for module in proxy.modules():
         vars(module)[EAGER] = True
+
+
+@contextmanager
+def attention_of(model: nn.Module, proxy: nn.Module) -> Iterator[bool]:
+    """Switch the configs of a proxy to the attention of its model inside the block; give whether that is another."""
+    changed = []
+    own = dict(model.named_modules(remove_duplicate=False))
+    for path, module in proxy.named_modules(remove_duplicate=False):
+        config, other = (vars(one).get("config") for one in (module, own.get(path, module)))
+        name = getattr(other, _SETTING, None)
+        if hasattr(config, _SETTING) and getattr(config, _SETTING) != name:
+            changed.append((config, getattr(config, _SETTING)))
+            setattr(config, _SETTING, name)
+    try:
+        yield bool(changed)
+    finally:
+        for config, former in reversed(changed):
+            setattr(config, _SETTING, former)
 
 
 @contextmanager
