@@ -128,8 +128,29 @@ def _grouped_products() -> list[OperatorPatch]:
     ]
 
 
+def _experts_in_a_loop() -> OperatorPatch:
+    """Return the patch of a loop over experts, each multiplied by a matrix picked by its number: a grouped product."""
+    return _patch(
+        "loop over the experts of JetMoe",
+        "jetmoe.modeling_jetmoe:JetMoeParallelExperts.forward",
+        """input_list = inputs.split(expert_size, dim=0)
+        output_list = []
+        for i in range(self.num_experts):
+            output_list.append(F.linear(input_list[i], self.weight[i]))
+        results = torch.cat(output_list, dim=0)""",
+        """ends = torch.as_tensor(expert_size, device=inputs.device).cumsum(0)
+        matrices = self.weight.transpose(-2, -1)
+        results = F.grouped_mm(
+            inputs, matrices, offs=ends.to(torch.int32)
+        )""",
+        "onnx",
+        "each pass of the loop has another weight, so that no scale is that of its product",
+    )
+
+
 TRANSFORMERS_PATCHES = (
     *_grouped_products(),
+    _experts_in_a_loop(),
     *_masked_assignments(),
     *_einsum_letters(),
     *_overflow_guards(),

@@ -32,6 +32,7 @@ class Attention(nn.Module):
         return scores.masked_fill(~mask, -torch.inf).softmax(dim=-1) @ v
 
 
+@pytest.mark.promise("The plan says so with a warning, and what is quantized are the separate products.")
 def test_another_function_is_told_once() -> None:
     model = Attention(causal=False).eval()
     q = Quantizer(preset="fast")

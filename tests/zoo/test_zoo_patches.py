@@ -34,6 +34,7 @@ pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
 
 from architectures import AUDIO
 from architectures import ENCODER_DECODERS
+from architectures import MIXTURES_OF_EXPERTS
 from architectures import TEXT_ENCODERS
 from transformers.models.tapas.modeling_tapas import IndexMap
 from transformers.models.tapas.modeling_tapas import gather
@@ -55,9 +56,13 @@ def test_the_installed_source_is_the_one_that_is_patched(patch: OperatorPatch) -
     assert patched.text.count("\n") == text.count("\n")
 
 
-@pytest.mark.parametrize("name", ["wav2vec2", "hubert", "pegasus_x", "tapas", "xlnet", "bart", "fsmt", "prophetnet"])
+PATCHED = ["wav2vec2", "hubert", "pegasus_x", "tapas", "xlnet", "bart", "fsmt", "prophetnet", "jetmoe"]
+
+
+@pytest.mark.parametrize("name", PATCHED)
 def test_patched_models_give_equal_floats(name: str) -> None:
-    (architecture,) = [entry for entry in (*AUDIO, *ENCODER_DECODERS, *TEXT_ENCODERS) if entry.name == name]
+    families = (*AUDIO, *ENCODER_DECODERS, *TEXT_ENCODERS, *MIXTURES_OF_EXPERTS)
+    (architecture,) = [entry for entry in families if entry.name == name]
     model, batch = architecture.build(), architecture.batch(3)
     if "input_values" in batch:
         batch["attention_mask"] = torch.ones(batch["input_values"].shape, dtype=torch.long)
