@@ -293,6 +293,10 @@ class Task(ABC):
         """
         return self.inputs.random(batch, sequence, seed)
 
+    def compared(self, samples: Sequence[Any], batch: int, sequence: int | None) -> Batch:
+        """Return a batch of that size on which an engine's outputs are compared with PyTorch's."""
+        return self.inputs.filled(samples, batch, sequence)
+
     def _samples(self, rows: Sequence[Row]) -> list[Sample]:
         if not rows:
             raise TaskError(f"task {self.name!r} was given no rows, expected at least one")

@@ -70,7 +70,14 @@ def test_a_step_after_a_cache_is_what_the_model_computes_at_once(folder: Path, s
             assert made["present.0.key"].shape == (1, 2, length, 8)
 
 
-def test_batches_to_check_and_to_time_read_one_token(task: Task) -> None:
+def test_outputs_are_compared_on_half_of_the_tokens_after_a_cache(step: DecodeStep, task: Task) -> None:
+    batch = task.compared([row.text for row in PLAIN], 3, 16)
+    assert batch["input_ids"].shape == (3, 8)
+    assert batch["past_key_values.0.key"].shape == (3, 2, 8, 8)
+    assert step(**batch)["logits"].shape[:2] == (3, 8)
+
+
+def test_batches_to_time_read_one_token(task: Task) -> None:
     assert task.input_names == ("input_ids", "attention_mask", *(f"past_key_values.{name}" for name in NAMES))
     for batch in (task.random_batch(3, 16), task.inputs.filled([row.text for row in PLAIN], 3, 16)):
         assert batch_shape(batch) == (3, 16)

@@ -191,8 +191,8 @@ class Chooser:
         """Time PyTorch and all engines at each shape; at the last and largest one none that is too slow to win."""
         taken: list[ShapeLatency] = []
         with self._stage("measure latency"):
-            for place, batch in enumerate(self._maker.checked_on, start=1):
-                last = place == len(self._maker.checked_on)
+            for place, batch in enumerate(self._maker.timed_on, start=1):
+                last = place == len(self._maker.timed_on)
                 left = slow_ones(list(self._records.values())) if last else set()
                 engines = {name: one.engine for name, one in self._made.items() if name not in left and one.engine}
                 if not engines:

@@ -93,6 +93,7 @@ class EngineMaker:
         context: the model and its task.
         batches: the calibration batches.
         checked_on: the batches of the output check, one for each shape.
+        timed_on: those that engines are timed on.
         tuning: the labelled rows for ``max_drop``.
         scratch: a folder for files that are not kept.
 
@@ -107,6 +108,7 @@ class EngineMaker:
         context: RunContext,
         batches: list[Batch],
         checked_on: list[Batch],
+        timed_on: list[Batch],
         tuning: list[Row],
         scratch: Path,
     ) -> None:
@@ -115,6 +117,7 @@ class EngineMaker:
         self.context = context
         self.batches = batches
         self.checked_on = checked_on
+        self.timed_on = timed_on
         self.tuning = tuning
         self.scratch = scratch
         self.stage = context.timer
@@ -175,7 +178,7 @@ class EngineMaker:
 
     def ratio(self, engine: Engine, beside: Engine) -> float:
         """Return how many times as long as another one an engine takes, at the usual shape."""
-        batch = self.checked_on[len(self.checked_on) // 2]
+        batch = self.timed_on[len(self.timed_on) // 2]
         pair = {"this": engine, "other": beside}
         calls = {name: partial(one, engine_inputs(one, batch)) for name, one in pair.items()}
         taken = medians(interleaved_latency(calls, rounds=_FEW_ROUNDS, warmup=1))

@@ -169,13 +169,15 @@ class _Run:
             )
         self.model, self.task = self.context.model, self.context.task
         # Errors that would otherwise come after minutes of calibration.
-        maker = EngineMaker(asked, facts, self.context, [], [], self.tuning, target)
+        maker = EngineMaker(asked, facts, self.context, [], [], [], self.tuning, target)
         maker.budget(asked.backends[0]).warn("--max-drop")
         require_tools({name: maker.options(maker.variant(name)) for name in asked.backends}, html=False)
         check_rows(self.task, [*self.tuning, *self.evaluation], [] if data is None else data.rows)
         self.calibration, held_out = ([], []) if data is None else data.of(self.task)
         self.batches = in_several(self.task.sample_batches, self.calibration)
-        self.check_batches = [self.task.inputs.filled(held_out or self.calibration, *shape) for shape in facts.shapes]
+        samples = held_out or self.calibration
+        self.timed_batches = [self.task.inputs.filled(samples, *shape) for shape in facts.shapes]
+        self.check_batches = [self.task.compared(samples, *shape) for shape in facts.shapes]
         self.scoring = Scoring(self.context, self.evaluation, _RESAMPLES)
         self.calibrated: Quantizer | None = None
         self.done = _Done()
@@ -184,9 +186,8 @@ class _Run:
         """Carry out all stages, in order."""
         # In the folder itself, so that after a kill both are removed together.
         with tempfile.TemporaryDirectory(dir=self.target) as scratch:
-            maker = EngineMaker(
-                self.asked, self.facts, self.context, self.batches, self.check_batches, self.tuning, Path(scratch)
-            )
+            batches = self.batches, self.check_batches, self.timed_batches
+            maker = EngineMaker(self.asked, self.facts, self.context, *batches, self.tuning, Path(scratch))
             if self.asked.chooses:
                 self._chosen(maker)
             else:
@@ -246,7 +247,7 @@ class _Run:
                 models[plain.variant.name] = plain.engine
             models["engine"] = made.engine
             with self.stage("measure latency"):
-                latency = tuple(measure_latency(models, batch, self.asked.threads) for batch in self.check_batches)
+                latency = tuple(measure_latency(models, batch, self.asked.threads) for batch in self.timed_batches)
         self._deliver(maker, made, folder, latency)
 
     def _chosen(self, maker: EngineMaker) -> None:

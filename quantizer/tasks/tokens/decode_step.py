@@ -111,6 +111,11 @@ class CachedInputs(TextInputs):
         """Return the last tokens of a batch [rows x sequence], and the cache of those before; see ``TextInputs``."""
         return self._last(self._texts.filled(texts, rows, sequence))
 
+    def later_half(self, texts: Sequence[Any], rows: int, sequence: int | None) -> Batch:
+        """Return the later half of the tokens of a batch [rows x sequence], and the cache of those before."""
+        made = self._texts.filled(texts, rows, sequence)
+        return self.split(made, made["input_ids"].shape[1] // 2)
+
     def random(self, rows: int, sequence: int | None, seed: int = 0) -> Batch:
         """Return the last of random tokens [rows x sequence], and the cache of those before."""
         return self._last(self._texts.random(rows, sequence, seed))

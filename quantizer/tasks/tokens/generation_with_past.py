@@ -46,6 +46,10 @@ class TextGenerationWithPast(TextGeneration):
         self._cached = CachedInputs(model, processor, max_length=max_length, min_length=min_length)
         return self._cached
 
+    def compared(self, samples: Sequence[Any], batch: int, sequence: int | None) -> Batch:
+        """Return the later half of the tokens, with the cache of those before: one token has too few values to tell."""
+        return self._cached.later_half(samples, batch, sequence)
+
     def answer(self, run: Run, batch: Batch) -> Sequence[torch.Tensor]:
         middle = batch["input_ids"].shape[1] // 2
         if not middle:
