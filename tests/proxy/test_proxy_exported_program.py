@@ -49,10 +49,42 @@ class Direct(nn.Module):
         return torch.ops.aten.mm(x, torch.ops.aten.t.default(self.weight))
 
 
+class Convolutions(nn.Module):
+    """Of each kind. [N, 16, 20] to [N, 32, 6, 38]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(16, 32, 3, padding=1)
+        self.wider = nn.ConvTranspose1d(32, 32, 4, stride=2, output_padding=1, dilation=2, groups=2)
+        self.second = nn.Conv2d(32, 32, 3, stride=(1, 2))
+        self.last = nn.ConvTranspose2d(32, 32, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.wider(self.first(x))
+        return self.last(self.second(wide[:, :, None].expand(-1, -1, 8, -1)))
+
+
 def _program() -> tuple[ExportedProgram, list[Tensor]]:
     torch.manual_seed(0)
     data = [torch.randn(4, 3, 10, 10) for _ in range(2)]
     return export(Net().eval(), (data[0],), dynamic_shapes=({0: Dim("batch", min=1)},)), data
+
+
+def test_convolutions_of_a_decomposed_program_are_sites() -> None:
+    torch.manual_seed(0)
+    model, x = Convolutions().eval(), torch.randn(2, 16, 20)
+    program = export(model, (x,)).run_decompositions()
+    assert "aten.convolution" in str(program.graph)
+    q = Quantizer(preset="fast", backend="torch")
+    q.calibrate(program, [x])
+    assert q.coverage.share == 1
+    assert [row.kind for row in q.coverage.quantized] == ["conv"] * 4
+    with torch.no_grad():
+        assert torch.equal(q.proxy(program)(x), model(x))
+    same = Quantizer(preset="fast", backend="torch")
+    same.calibrate(model, [x])
+    with torch.no_grad():
+        assert torch.equal(q.quantize(program)(x), same.quantize(model)(x))
 
 
 def test_a_program_is_calibrated_and_becomes_an_engine(tmp_path: Path) -> None:

@@ -407,8 +407,8 @@ AUDIO = (
     ),
     _one(SOUND, "sew-d", squeeze_factor=2, **_SPEECH),
     _one((_floats("input_values", 32, 16),), "audio-spectrogram-transformer", max_length=32),
-    _one((_floats("input_values", 1, 640),), "dac", encoder_hidden_size=8, decoder_hidden_size=64),
-    _one(ONE_CHANNEL, "encodec", num_filters=4),
+    _one((_floats("input_values", 1, 640),), "dac", encoder_hidden_size=32, decoder_hidden_size=256),
+    _one(ONE_CHANNEL, "encodec"),  # fewer filters than its own would leave its LSTM too small for every target
     _one(
         ONE_CHANNEL,
         "mimi",

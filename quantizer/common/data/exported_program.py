@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
+import torch
+from torch import fx
 from torch import nn
 from torch.export import ExportedProgram
 
@@ -24,5 +27,26 @@ def module_of(model: Model) -> nn.Module:
     if not isinstance(model, ExportedProgram):
         return model
     if model not in _MODULES:
-        _MODULES[model] = model.module(check_guards=False)
+        _MODULES[model] = _with_named_convolutions(model.module(check_guards=False))
     return _MODULES[model]
+
+
+def _with_named_convolutions(module: fx.GraphModule) -> fx.GraphModule:
+    """Call each convolution by the operator of its kind, as before ``run_decompositions``; it computes the same."""
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.convolution.default:
+            node.target, node.args = _named_convolution(*node.args)
+    module.recompile()
+    return module
+
+
+def _named_convolution(
+    x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, added: Any, groups: int
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return the operator and its arguments for those of ``aten.convolution``; ``added`` is the output padding."""
+    axes = len(stride)
+    if not transposed:
+        return getattr(torch.ops.aten, f"conv{axes}d").default, (x, weight, bias, stride, padding, dilation, groups)
+    overloads = getattr(torch.ops.aten, f"conv_transpose{axes}d")
+    function = overloads.default if axes == 1 else overloads.input
+    return function, (x, weight, bias, stride, padding, added, groups, dilation)
