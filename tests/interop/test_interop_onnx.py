@@ -204,17 +204,44 @@ def test_forms_of_operators(tmp_path: Path, opset: int, text: str, constants: di
         assert _distance(model, path, {"x": _random(rows, 1, 6)}) < 1e-6
 
 
+RECURRENT = {
+    "LSTM": ("LSTM", 4, "", "y, h, c"),
+    "GRU": ("GRU", 3, "linear_before_reset = 1,", "y, h"),
+    "RNN": ("RNN", 1, "", "y, h"),
+    "RNN with ReLU": ("RNN", 1, 'activations = ["Relu", "Relu"],', "y, h"),
+}
+
+
 @pytest.mark.parametrize("direction", ["forward", "bidirectional"])
-def test_an_lstm(tmp_path: Path, direction: str) -> None:
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_layers(tmp_path: Path, kind: str, direction: str) -> None:
+    operator, gates, option, outputs = RECURRENT[kind]
     count = 2 if direction == "bidirectional" else 1
+    option = option if count == 2 else option.replace('"Relu", "Relu"', '"Relu"')
+    declared = ", ".join(f"float[D, N, 4] {name}" for name in outputs.split(", ")[1:])
     text = f"""
-    g (float[T, N, 3] x) => (float[T, D, N, 4] y, float[D, N, 4] h, float[D, N, 4] c) {{
-        y, h, c = LSTM <hidden_size = 4, direction = "{direction}"> (x, w, r, b)
+    g (float[T, N, 3] x) => (float[T, D, N, 4] y, {declared}) {{
+        {outputs} = {operator} <hidden_size = 4, {option} direction = "{direction}"> (x, w, r, b)
     }}
     """
-    weights = {"w": _random(count, 16, 3), "r": _random(count, 16, 4), "b": _random(count, 32)}
+    weights = {"w": _random(count, gates * 4, 3), "r": _random(count, gates * 4, 4), "b": _random(count, gates * 8)}
     path = _file(tmp_path, text, weights)
     assert _distance(quantizer.from_onnx(path), path, {"x": _random(5, 2, 3)}) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("operator", "gates", "option", "reason"),
+    [
+        ("GRU", 3, "", r"a reset before the product \(linear_before_reset = 0\) is not supported"),
+        ("RNN", 1, 'activations = ["Sigmoid"],', "other activations"),
+        ("LSTM", 4, 'direction = "reverse",', "a reversed direction alone"),
+    ],
+)
+def test_another_recurrence_is_refused(tmp_path: Path, operator: str, gates: int, option: str, reason: str) -> None:
+    text = f"g (float[T, N, 3] x) => (float[T, 1, N, 4] y) {{ y = {operator} <{option} hidden_size = 4> (x, w, r) }}"
+    path = _file(tmp_path, text, {"w": _random(1, gates * 4, 3), "r": _random(1, gates * 4, 4)})
+    with pytest.raises(TaskError, match=reason):
+        quantizer.from_onnx(path)
 
 
 BRANCH = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -178,26 +179,33 @@ def _layer_norm(node: fx.Node, weights: Weights) -> Made | None:
     return Made(module, (given,), node)
 
 
-def _lstm(node: fx.Node, weights: Weights) -> Made | None:
+def _recurrent(node: fx.Node, weights: Weights) -> Made | None:
     given, states, parameters, has_bias, layers, _, _, bidirectional, batch_first = _arguments(node)
     given_weight, recurrent_weight = (weights.tensor(parameter) for parameter in parameters[:2])
     # The importer takes constants alone.
     assert given_weight is not None
     assert recurrent_weight is not None
     module = _empty(
-        Lstm,
+        _RECURRENT[node.target],
         given_weight.shape[1],
         recurrent_weight.shape[1],
-        layers,
-        bool(has_bias),
-        batch_first,
+        num_layers=layers,
+        bias=bool(has_bias),
+        batch_first=batch_first,
         bidirectional=bool(bidirectional),
     )
     for name, parameter in zip([name for name, _ in module.named_parameters()], parameters, strict=True):
         # Not register_parameter: the layer keeps a list of its parameters, too.
         setattr(module, name, weights.parameter(parameter))
-    return Made(module, (given, *states), node)
+    return Made(module, (given, *(states if isinstance(states, (list, tuple)) else [states])), node)
 
+
+_RECURRENT: dict[Any, Callable[..., nn.Module]] = {
+    aten.lstm.input: Lstm,
+    aten.gru.input: nn.GRU,
+    aten.rnn_tanh.input: nn.RNN,
+    aten.rnn_relu.input: partial(nn.RNN, nonlinearity="relu"),
+}
 
 _MAKERS: dict[Any, Callable[[fx.Node, Weights], Made | None]] = {
     aten.matmul.default: _linear,
@@ -205,7 +213,7 @@ _MAKERS: dict[Any, Callable[[fx.Node, Weights], Made | None]] = {
     aten.embedding.default: _embedding,
     aten.batch_norm.default: _batch_norm,
     aten.layer_norm.default: _layer_norm,
-    aten.lstm.input: _lstm,
+    **dict.fromkeys(_RECURRENT, _recurrent),
 }
 
 
