@@ -138,10 +138,10 @@ def _experts_in_a_loop() -> OperatorPatch:
         for i in range(self.num_experts):
             output_list.append(F.linear(input_list[i], self.weight[i]))
         results = torch.cat(output_list, dim=0)""",
-        """ends = torch.as_tensor(expert_size, device=inputs.device).cumsum(0)
-        matrices = self.weight.transpose(-2, -1)
+        """sizes = [torch.full((1,), size, device=inputs.device) for size in expert_size]
+        ends = torch.cat(sizes).cumsum(0).to(torch.int32)
         results = F.grouped_mm(
-            inputs, matrices, offs=ends.to(torch.int32)
+            inputs, self.weight.transpose(-2, -1), offs=ends
         )""",
         "onnx",
         "each pass of the loop has another weight, so that no scale is that of its product",
