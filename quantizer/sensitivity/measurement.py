@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from quantizer.common.distributed import all_gather_bytes
 from quantizer.common.distributed import all_reduce_sum
 from quantizer.common.progress import counted
 from quantizer.errors import SensitivityError
@@ -102,7 +104,7 @@ class Measurement:
         self.measure = measure
         self._proxy = proxy
         self._metric = metric
-        self._errors: dict[str, float] = defaultdict(float)
+        self._errors: dict[str, list[float]] = defaultdict(list)
         self._lock = threading.Lock()
         self._thread = 0
         self._inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
@@ -118,13 +120,14 @@ class Measurement:
             SensitivityError: no data went through the proxy yet.
         """
         if self._metric is not None and not self._errors:
-            self._errors.update(self._by_metric(self._metric))
+            self._errors.update({name: [drop] for name, drop in self._by_metric(self._metric).items()})
             self.batches = 1
         names = [group.name for group in self.groups]
-        *sums, batches = all_reduce_sum([*(self._errors[name] for name in names), self.batches])
+        (batches,) = all_reduce_sum([self.batches])
         if batches == 0:
             raise SensitivityError("nothing was measured yet: run the proxy that amp() returned on data first")
-        errors = {name: total / batches for name, total in zip(names, sums, strict=True)}
+        # An exact sum, rounded once: one process and several get the same, in whatever order batches were measured.
+        errors = {name: math.fsum(of_group) / batches for name, of_group in self._everywhere(names).items()}
         # Equal errors are ordered by name, so that the same data gives the same ranking.
         ordered = sorted(self.groups, key=lambda group: (-errors[group.name], group.name))
         positions = {name: position for position, name in enumerate(names)}
@@ -143,6 +146,13 @@ class Measurement:
             )
             for rank, group in enumerate(ordered, start=1)
         ]
+
+    def _everywhere(self, names: Sequence[str]) -> dict[str, list[float]]:
+        """Return the error of each batch of all processes, by group."""
+        mine = np.array([self._errors[name] for name in names], dtype=np.float64)
+        parts = [np.frombuffer(part) for part in all_gather_bytes(mine.tobytes())]
+        by_group = [part.reshape(len(names), -1) for part in parts if part.size]
+        return {name: [float(error) for part in by_group for error in part[at]] for at, name in enumerate(names)}
 
     def _call(self, proxy: nn.Module, run: Callable[[], Any]) -> Any:
         """Run the proxy once, and measure."""
@@ -190,7 +200,7 @@ class Measurement:
             raise SensitivityError(f"the cost of {wrong[0]} on this batch is not finite: the output has NaN or inf")
         # Nothing is added before the whole batch is measured: an interrupted one does not count.
         for name, error in errors.items():
-            self._errors[name] += error
+            self._errors[name].append(error)
         self.batches += 1
 
     def _by_metric(self, metric: Metric) -> dict[str, float]:
