@@ -99,9 +99,7 @@ def subject(name: str) -> Subject:
     options, inputs = MODELS[name]
 
     def made() -> Made:
-        return Made(
-            model=_model(name, options), batch=lambda seed: inputs(torch.Generator().manual_seed(seed))
-        )
+        return Made(model=_model(name, options), batch=lambda seed: inputs(torch.Generator().manual_seed(seed)))
 
     return Subject(name=name, library="transformers", made=made)
 
