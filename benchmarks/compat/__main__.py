@@ -21,7 +21,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _DOCS = _ROOT / "docs"
 _RECORD = _DOCS / "compatibility.json"
 TORCH = ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1")
-TRANSFORMERS = ("5.0.0", "5.24.0")
+TRANSFORMERS = ("5.1.0", "5.24.0")
 
 Pairs = dict[str, dict[str, Any]]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from compat_models import MODELS
 from compat_models import subject
 from guess import said
@@ -23,8 +24,10 @@ from stages import passed
 from stages import stage
 from zoo_models import Made
 from zoo_steps import run
+from zoo_steps import unequal
 
 from quantizer import Quantizer
+from quantizer import QuantizerConfig
 from quantizer.engines import load_engine
 from quantizer.tasks.metrics import sqnr_db
 
@@ -35,6 +38,7 @@ def main(path: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
     rows: dict[str, dict[str, Any]] = {}
     for name in MODELS:
         row = rows[name] = {}
@@ -46,9 +50,29 @@ def main(path: Path) -> None:
 def _through(name: str, tell: Tell) -> None:
     try:
         quantizer, made = passed(subject(name), tell)
+        stage("plug-in", tell, lambda: _from_pretrained(made))
         stage("engine", tell, lambda: tell("engine_db", _engine(quantizer, made)))
     except Ended:
         return
+
+
+def _from_pretrained(made: Made) -> None:
+    """Float folder, calibrated, quantized, saved and loaded by the plug-in: the same outputs bit for bit."""
+    from quantizer.interop.transformers.plugin import quantizer_of
+
+    batch = made.batch(0)
+    with tempfile.TemporaryDirectory() as folder:
+        made.model.save_pretrained(f"{folder}/float")
+        config = QuantizerConfig(preset="fast", backend="openvino")
+        model = transformers.AutoModel.from_pretrained(f"{folder}/float", quantization_config=config)
+        quantizer = quantizer_of(model)
+        quantizer.calibrate(model, [batch], progress=False)
+        frozen = quantizer.quantize(model)
+        frozen.save_pretrained(f"{folder}/quantized")
+        again = transformers.AutoModel.from_pretrained(f"{folder}/quantized")
+        different = unequal(run(again, batch), run(frozen, batch))
+    if different:
+        raise AssertionError(f"loaded by from_pretrained, other values in {', '.join(different[:3])}")
 
 
 def _engine(quantizer: Quantizer, made: Made) -> float:

@@ -1,4 +1,4 @@
-"""Tiny random models of the families that most people quantize, by config fields that every transformers 5 has."""
+"""Tiny random models of the families that most people quantize, by config fields that every supported transformers has."""
 
 from __future__ import annotations
 
