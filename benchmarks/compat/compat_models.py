@@ -1,4 +1,4 @@
-"""Tiny random models of the families that most people quantize, by config fields that every supported transformers has."""
+"""Tiny random models of the families that most people quantize, by config fields that no version has renamed."""
 
 from __future__ import annotations
 

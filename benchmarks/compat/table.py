@@ -35,9 +35,10 @@ Later versions than those of the table are not refused.
 
 Each line is an environment of its own with these versions of torch and transformers, the other packages as in
 `constraints.txt`, and this package installed. Each model is a tiny random one: a proxy that is off gives its outputs
-bit for bit; it is calibrated with two batches and quantized for OpenVINO; what was saved and loaded, by the package and by `save_pretrained`,
-gives the same outputs bit for bit; the ONNX file is built and run by OpenVINO, with an SQNR of at least 20 dB against the quantized
-model. `ok` says that all of this holds and all multiply-adds are in sites; a share is that of those that are.
+bit for bit; it is calibrated with two batches and quantized for OpenVINO; what was saved and loaded, by the package and
+by `save_pretrained`, gives the same outputs bit for bit; the ONNX file is built and run by OpenVINO, with an SQNR of at
+least 20 dB against the quantized model. `ok` says that all of this holds and all multiply-adds are in sites; a share is
+that of those that are.
 """
 _BEFORE = """
 ## What stands in the way of transformers 4.57
