@@ -57,12 +57,12 @@ def _with_torch(torch: str, transformers: Sequence[str], work: Path, pairs: Pair
             pair = _pair(made, torch, version, work, failed)
             pairs[_key(torch, version)] = pair
             _RECORD.write_text(json.dumps(pairs, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-            models = {name: row.get(row.get("stage"), "?") for name, row in pair["models"].items()}
-            print(f"{_key(torch, version)}: {pair['failed'] or models}", flush=True)
+            ends = {name: row[row["stage"]] for name, row in pair["rows"].items() if row.get("stage") in row}
+            print(f"{_key(torch, version)}: {pair['failed'] or ends}", flush=True)
 
 
 def _pair(made: Environment, torch: str, transformers: str, work: Path, failed: str | None) -> dict[str, Any]:
-    """What the models came to, by their names, and why there are no more of them."""
+    """The rows of ``check.py``, and why there are no more of them."""
     rows = work / "rows.json"
     rows.unlink(missing_ok=True)
     failed = failed or made.install(f"torch=={torch}", f"transformers=={transformers}")
@@ -72,7 +72,7 @@ def _pair(made: Environment, torch: str, transformers: str, work: Path, failed: 
         "transformers": transformers,
         "day": date.today().isoformat(),
         "failed": failed,
-        "models": json.loads(rows.read_text(encoding="utf-8")) if rows.exists() else {},
+        "rows": json.loads(rows.read_text(encoding="utf-8")) if rows.exists() else {},
     }
 
 

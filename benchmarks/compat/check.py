@@ -5,6 +5,9 @@ What a model came to is written as soon as it is known: where a process dies, th
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import json
 import logging
 import sys
@@ -16,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from compat_models import MODELS
+from compat_models import PATCHES
 from compat_models import subject
 from guess import said
 from stages import Ended
@@ -29,6 +33,9 @@ from zoo_steps import unequal
 from quantizer import Quantizer
 from quantizer import QuantizerConfig
 from quantizer.engines import load_engine
+from quantizer.patches import TORCH_PATCHES
+from quantizer.patches import TRANSFORMERS_PATCHES
+from quantizer.rewrite.operator_patches import apply_operator_patches
 from quantizer.tasks.metrics import sqnr_db
 
 _ENOUGH = 20.0  # dB: less between engine and proxy is worth a look, as the verdict of a run says
@@ -39,12 +46,22 @@ def main(path: Path) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {PATCHES: {"refused": _refused()}}
     for name in MODELS:
         row = rows[name] = {}
         _through(name, row.__setitem__)
         print(f"{name}: {json.dumps(row)}", flush=True)
         path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def _refused() -> list[str]:
+    """The operator patches of ours that do not fit the installed sources, and are not applied."""
+    found = []
+    for patch in (*TORCH_PATCHES, *TRANSFORMERS_PATCHES):
+        text = inspect.getsource(importlib.import_module(patch.function.partition(":")[0]))
+        patched = apply_operator_patches(text, ast.parse(text), patch.function.partition(":")[0])
+        found += [patch.name for reason in patched.refused if repr(patch.name) in reason]
+    return found
 
 
 def _through(name: str, tell: Tell) -> None:

@@ -12,7 +12,10 @@ from torch import nn
 from zoo_models import Made
 from zoo_models import Subject
 
-__all__ = ["MODELS", "subject"]
+__all__ = ["MODELS", "PATCHES", "subject"]
+
+PATCHES = "operator patches"
+"""The row that is no model: which of our patches are refused."""
 
 _VOCABULARY, _TOKENS = 99, 8
 _ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,9 @@ by `save_pretrained`, gives the same outputs bit for bit; the ONNX file is built
 least 20 dB against the quantized model. `ok` says that all of this holds and all multiply-adds are in sites; a share is
 that of those that are.
 """
-_BEFORE = """
-## What stands in the way of transformers 4.57
-{reasons}
+_PATCHES = """
+Operator patches that are refused by name, since the source that they change reads otherwise there: what they are for
+([the list](operator-patches.md)) is refused by its target, or stays in float, with the reason in the coverage.
 """
 
 
@@ -65,18 +66,32 @@ def page(pairs: Mapping[str, Mapping[str, Any]]) -> str:
     for pair in ordered:
         cells = [_cell(pair, name, reasons) for name in _TITLES]
         lines.append(f"| {pair['torch']} | {pair['transformers']} | {' | '.join(cells)} |")
-    lines += [""] if reasons else []
-    lines += [f"- ({number}) {reason}" for reason, number in reasons.items()]
+    lines += ["\n| | reason |", "|---|---|"] if reasons else []
+    lines += [f"| ({number}) | {reason} |" for reason, number in reasons.items()]
+    lines += _patches(ordered)
     days = sorted({pair["day"] for pair in ordered})
     lines += [f"\nRun: {', '.join(days)}."]
     return "\n".join(lines) + "\n"
 
 
 def _cell(pair: Mapping[str, Any], name: str, reasons: dict[str, int]) -> str:
-    row = pair["models"].get(name, {})
+    row = pair["rows"].get(name, {})
     stage = row.get("stage")
     if stage == "engine" and row["engine"] == "ok":
         return "ok" if row["share"] >= _ALL else f"{row['share']:.1%}"
     reason = f"{stage}: {row[stage]}" if stage in row else f"{pair['failed'] or 'not run'}"
     number = reasons.setdefault(reason.replace("|", "/"), len(reasons) + 1)
     return f"({number})"
+
+
+def _patches(pairs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which operator patches are refused with which versions."""
+    refused: dict[tuple[str, ...], list[str]] = {}
+    for pair in pairs:
+        names = pair["rows"].get("operator patches", {}).get("refused", [])
+        if names:
+            refused.setdefault(tuple(names), []).append(
+                f"torch {pair['torch']} and transformers {pair['transformers']}"
+            )
+    rows = [f"| {', '.join(where)} | {', '.join(names)} |" for names, where in refused.items()]
+    return [_PATCHES, "| with | refused |", "|---|---|", *rows] if rows else []
