@@ -41,6 +41,19 @@ by `save_pretrained`, gives the same outputs bit for bit; the ONNX file is built
 least 20 dB against the quantized model. `ok` says that all of this holds and all multiply-adds are in sites; a share is
 that of those that are.
 """
+_OLDER = """
+## What stands in the way of older ones
+
+transformers 4.57 would need code of its own, and is refused:
+
+- DistilBERT and others choose the class of their attention when they are built, and the shape of their masks at each
+  call, both by the config. A proxy that is switched to separate products gets a mask of the other kind, and fails.
+- The plug-in: `save_pretrained` calls its hooks with other arguments, and `from_pretrained` does not tell them the files
+  of a folder, in which the plan of a quantized model lies.
+
+transformers 5.0 loads the integers of T5 as floats, since the policy by which `wo` stays in float32 takes every tensor
+there; 5.1 does not.
+"""
 _PATCHES = """
 Operator patches that are refused by name, since the source that they change reads otherwise there: what they are for
 ([the list](operator-patches.md)) is refused by its target, or stays in float, with the reason in the coverage.
@@ -69,8 +82,9 @@ def page(pairs: Mapping[str, Mapping[str, Any]]) -> str:
     lines += ["\n| | reason |", "|---|---|"] if reasons else []
     lines += [f"| ({number}) | {reason} |" for reason, number in reasons.items()]
     lines += _patches(ordered)
+    lines.append(_OLDER)
     days = sorted({pair["day"] for pair in ordered})
-    lines += [f"\nRun: {', '.join(days)}."]
+    lines += [f"Run: {', '.join(days)}."]
     return "\n".join(lines) + "\n"
 
 
