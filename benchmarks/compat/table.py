@@ -48,8 +48,8 @@ transformers 4.57 would need code of its own, and is refused:
 
 - DistilBERT and others choose the class of their attention when they are built, and the shape of their masks at each
   call, both by the config. A proxy that is switched to separate products gets a mask of the other kind, and fails.
-- The plug-in: `save_pretrained` calls its hooks with other arguments, and `from_pretrained` does not tell them the files
-  of a folder, in which the plan of a quantized model lies.
+- The plug-in: `save_pretrained` calls its hooks with other arguments, and `from_pretrained` does not tell them the
+  files of a folder, in which the plan of a quantized model lies.
 
 transformers 5.0 loads the integers of T5 as floats, since the policy by which `wo` stays in float32 takes every tensor
 there; 5.1 does not.
