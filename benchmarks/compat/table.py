@@ -29,10 +29,10 @@ _HEAD = """# Versions
 
 <!-- Made by `make compat`: change benchmarks/compat, not this page. -->
 
-Supported are Python {python}, {torch} and, for its models, {transformers}. The metadata of the package says the same,
-so pip keeps to it. `import quantizer` with another torch ends with an error that names the version found, the supported
-ones and the command; so does the first use of another transformers: a proxy of one of its models, a task, the plug-in.
-Later versions than those of the table are not refused.
+Supported are Python {python}, {torch} and, for its models, {transformers}.
+The metadata of the package says the same, so pip keeps to it. `import quantizer` with another torch ends with an error
+that names the version found, the supported ones and the command; so does the first use of another transformers: a proxy
+of one of its models, a task, the plug-in. Later versions than those of the table are not refused.
 
 Each line is an environment of its own with these versions of torch and transformers, the other packages as in
 `constraints.txt`, and this package installed. Each model is a tiny random one: a proxy that is off gives its outputs
@@ -55,8 +55,9 @@ transformers 5.0 loads the integers of T5 as floats, since the policy by which `
 there; 5.1 does not.
 """
 _PATCHES = """
-Operator patches that are refused by name, since the source that they change reads otherwise there: what they are for
-([the list](operator-patches.md)) is refused by its target, or stays in float, with the reason in the coverage.
+Operator patches that are refused by name, since the source that they change reads otherwise there. None is applied in
+part, and the coverage tells of each; what it is for ([the list](operator-patches.md)) may be refused by its target, or
+stay in float.
 """
 
 
