@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 # environment forbids it: then every process would compile torch and transformers afresh.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test tasks zoo pictures nightly structure goldens property torture torture-files torture-faults lint docs bench mutation clean
+.PHONY: demo test tasks zoo compat pictures nightly structure goldens property torture torture-files torture-faults lint docs bench mutation clean
 
 demo: $(INSTALLED)
 	$(BIN)/quantizer run configs/minilm-sentiment-int8.yaml --output runs/demo --force
@@ -76,6 +76,11 @@ tasks: $(INSTALLED)
 # Every architecture of transformers as a tiny model, docs/zoo.md, and what changed, in hours. Run again it goes on.
 zoo: $(INSTALLED)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=benchmarks:tests/zoo:tests $(BIN)/python benchmarks/zoo
+
+# A model of each family with older and newer torch and transformers, docs/compatibility.md, in about an hour. Each
+# torch is downloaded into an environment of its own, of up to 8 GB, and deleted. Run again it goes on.
+compat: $(INSTALLED)
+	$(BIN)/python benchmarks/compat
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from quantizer.common.old_paths import find_old_paths
+from quantizer.errors import require_supported
 
 if TYPE_CHECKING:
     from quantizer import functional
@@ -51,6 +52,8 @@ _HOMES = {
     "quantize_model": "quantizer.runs.workload.quantize_model",
 }
 
+# By its metadata: torch itself is not imported for it.
+require_supported("torch")
 find_old_paths()
 
 if "torch" in sys.modules:

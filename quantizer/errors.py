@@ -10,7 +10,8 @@
     ├── ExportError              a model that cannot be written as Q/DQ ONNX
     ├── EngineError              an engine that cannot be built, loaded or run
     ├── TaskError                a model, data set or metric of a run that cannot be loaded
-    └── MissingDependencyError   an optional package that is not installed
+    ├── MissingDependencyError   an optional package that is not installed
+    └── UnsupportedVersionError  a package of a version that is not supported
 
 ``CalibrationWarning`` is the category of what is doubtful about calibration data, and no error.
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from importlib import metadata
 from itertools import takewhile
 from os.path import dirname
 
@@ -38,7 +40,9 @@ __all__ = [
     "SourceError",
     "TaskError",
     "TrainingError",
+    "UnsupportedVersionError",
     "install_command",
+    "require_supported",
 ]
 
 DISTRIBUTION = "enginequant"
@@ -132,3 +136,44 @@ class MissingDependencyError(QuantizerError):
         self.package = package
         self.extra = extra
         super().__init__(f"{package!r} is not installed: run  {install_command(extra)}")
+
+
+class UnsupportedVersionError(QuantizerError):
+    """A package that is installed in a version that this package does not support.
+
+    Args:
+        package: the name of its distribution.
+        found: the version that is installed.
+        supported: the versions that are supported, such as ``>=5``.
+    """
+
+    def __init__(self, package: str, found: str, supported: str) -> None:
+        self.package = package
+        self.found = found
+        self.supported = supported
+        super().__init__(
+            f"{package} {found} is installed, and {DISTRIBUTION} supports {package}{supported}: "
+            f"run  pip install '{package}{supported}'"
+        )
+
+
+def require_supported(package: str) -> None:
+    """Check the installed version of a package against what the metadata of this one asks for.
+
+    A source tree that is not installed has no metadata, and then nothing is checked; neither is a missing package.
+
+    Raises:
+        UnsupportedVersionError: the version is not among those.
+    """
+    try:
+        found, asked = metadata.version(package), metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return
+    # Parsing takes a millisecond a line, and its import tens of them.
+    lines = [line for line in asked if line.startswith(package)]
+    from packaging.requirements import Requirement
+
+    for requirement in map(Requirement, lines):
+        supported = requirement.specifier
+        if requirement.name == package and not supported.contains(found, prereleases=True):
+            raise UnsupportedVersionError(package, found, str(supported))

@@ -33,7 +33,7 @@ def _visible(module: types.ModuleType) -> set[str]:
 def test_all_lists_what_is_visible() -> None:
     for name in quantizer.__all__:
         getattr(quantizer, name)
-    for_the_import = {"Any", "TYPE_CHECKING", "find_old_paths", "import_module"}
+    for_the_import = {"Any", "TYPE_CHECKING", "find_old_paths", "import_module", "require_supported"}
     assert (_visible(quantizer) | {"functional"}) - for_the_import == set(quantizer.__all__), (
         "list a new name in __all__, or give it an underscore"
     )

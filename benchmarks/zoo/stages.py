@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from quantizer import Quantizer
 from quantizer.tasks.metrics import sqnr_db
 from quantizer.views.coverage import Coverage
 
-__all__ = ["STAGES", "Tell", "calibrated", "through"]
+__all__ = ["STAGES", "Ended", "Tell", "calibrated", "passed", "stage", "through"]
 
 Tell = Callable[[str, Any], None]
 """Receives a fact's name and its value, plain data."""
@@ -37,28 +38,35 @@ STAGES = ("built", "off", "calibrated", "quantized", "saved")
 """Each is "ok" or a reason, and nothing where one before it failed."""
 
 
-class _Ended(Exception):
+class Ended(Exception):
     """A stage failed, and has told why."""
 
 
 def through(key: str, tell: Tell) -> None:
     """Tell everything about the subject of a key, until a stage fails."""
-    subject = next(subject for subject in subjects() if subject.key == key)
-    try:
-        made = _stage("built", tell, subject.made)
-        _describe(subject, made, tell)
-        expected = _stage("built", tell, lambda: run(made.model, made.batch(0)))
-        _stage("off", tell, lambda: _off(made, expected))
-        eager = _stage("calibrated", tell, lambda: run_eager(made.model, made.batch(0)))
-        tell("eager_db", _agreement(expected, eager))
-        quantizer = _stage("calibrated", tell, lambda: calibrated(made, eager))
-        _cover(quantizer.coverage, tell)
-        frozen, given = _stage("quantized", tell, lambda: _quantized(quantizer, made, expected))
-        tell("sqnr_db", _agreement(expected, given))
-        del frozen
-        _stage("saved", tell, lambda: _loaded(quantizer, made, given))
-    except _Ended:
-        return
+    with suppress(Ended):
+        passed(next(subject for subject in subjects() if subject.key == key), tell)
+
+
+def passed(subject: Subject, tell: Tell) -> tuple[Quantizer, Made]:
+    """Tell everything about a subject; return its calibrated quantizer and its model.
+
+    Raises:
+        Ended: a stage failed.
+    """
+    made = stage("built", tell, subject.made)
+    _describe(subject, made, tell)
+    expected = stage("built", tell, lambda: run(made.model, made.batch(0)))
+    stage("off", tell, lambda: _off(made, expected))
+    eager = stage("calibrated", tell, lambda: run_eager(made.model, made.batch(0)))
+    tell("eager_db", _agreement(expected, eager))
+    quantizer = stage("calibrated", tell, lambda: calibrated(made, eager))
+    _cover(quantizer.coverage, tell)
+    frozen, given = stage("quantized", tell, lambda: _quantized(quantizer, made, expected))
+    tell("sqnr_db", _agreement(expected, given))
+    del frozen
+    stage("saved", tell, lambda: _loaded(quantizer, made, given))
+    return quantizer, made
 
 
 def calibrated(made: Made, eager: dict[str, Tensor]) -> Quantizer:
@@ -73,13 +81,18 @@ def calibrated(made: Made, eager: dict[str, Tensor]) -> Quantizer:
     return quantizer
 
 
-def _stage(name: str, tell: Tell, work: Callable[[], Any]) -> Any:
+def stage(name: str, tell: Tell, work: Callable[[], Any]) -> Any:
+    """Return what ``work`` gives, and tell that this stage is ok, or why it failed.
+
+    Raises:
+        Ended: it failed.
+    """
     tell("stage", name)
     try:
         found = work()
     except Exception as error:
         tell(name, said(error))
-        raise _Ended from error
+        raise Ended from error
     tell(name, OK)
     return found
 

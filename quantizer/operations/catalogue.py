@@ -319,8 +319,9 @@ def _by_identity(loaded: frozenset[str]) -> dict[int, Operation]:
 
 
 def _loaded() -> frozenset[str]:
-    """Return the names of callables in packages that are imported by now."""
-    return frozenset(name for name in _OF_OTHERS if name.rpartition(".")[0] in sys.modules)
+    """Return the names of callables in packages that are imported by now, in a version that has them."""
+    places = {name: name.rpartition(".") for name in _OF_OTHERS}
+    return frozenset(name for name, (module, _, own) in places.items() if hasattr(sys.modules.get(module), own))
 
 
 def _functions(entry: Operation, loaded: frozenset[str] = frozenset()) -> Iterator[Callable[..., Any]]:

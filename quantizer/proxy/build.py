@@ -14,6 +14,7 @@ from torch import nn
 
 from quantizer import patches as _patches
 from quantizer.errors import ProxyError
+from quantizer.errors import require_supported
 from quantizer.operations.catalogue import operation
 from quantizer.proxy.eager_attention import use_eager_attention
 from quantizer.proxy.generated_classes import REWRITER
@@ -145,7 +146,12 @@ def instrument(model: nn.Module) -> None:
     """Let a ``Site`` make every quantizable call of ``model`` itself, all off: its modules change their classes.
 
     Parts of it that were instrumented alone before become parts of the whole: paths of their sites begin at ``model``.
+
+    Raises:
+        UnsupportedVersionError: ``model`` has modules of a version of transformers that is too old.
     """
+    if any(type(module).__module__.startswith("transformers.") for module in model.modules()):
+        require_supported("transformers")
     REWRITER.refresh()
     add_recurrences(model)
     reachable = reachable_in(model)

@@ -12,11 +12,13 @@ from torch import nn
 
 from quantizer.errors import MissingDependencyError
 from quantizer.errors import TrainingError
+from quantizer.errors import require_supported
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import quantizers_of
 from quantizer.qat.gradient_check import has_gradient
 from quantizer.qat.schedule import Schedule
 
+require_supported("transformers")
 try:
     import transformers
 except ImportError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pkgutil
+import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,6 +135,20 @@ def test_every_spelling_leads_to_its_entry(entry: object) -> None:
     for method in entry.methods:
         assert hasattr(torch.Tensor, method)
     assert operation(entry.name) is entry
+
+
+def test_a_function_that_a_version_of_its_package_lacks_is_no_spelling(monkeypatch: pytest.MonkeyPatch) -> None:
+    (dotted,) = operation("grouped_mm").where_loaded
+    module, _, name = dotted.rpartition(".")
+    older, newer = types.ModuleType(module), types.ModuleType(module)
+    setattr(newer, name, lambda a, b, offs: a)
+    monkeypatch.setitem(sys.modules, module, older)
+    assert operation_of(torch.mm) is operation("mm")
+    monkeypatch.setitem(sys.modules, module, newer)
+    assert operation_of(getattr(newer, name)) is operation("grouped_mm")
+    # What is known by identity is kept: the next test must not find the made-up function in it.
+    monkeypatch.setitem(sys.modules, module, older)
+    assert operation_of(torch.mm) is operation("mm")
 
 
 def test_names_are_unique_and_those_in_saved_files_stay() -> None:

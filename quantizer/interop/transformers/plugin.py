@@ -122,8 +122,10 @@ class TransformersQuantizer(HfQuantizer):
             # Otherwise transformers would initialize the weights that it expects there.
             vars(owner)["_is_hf_initialized"] = True
         self._place, self._dropped = place, dropped
-        known = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        model._keys_to_ignore_on_load_unexpected = {*known, rf"{STATE}$"}
+        known = model._keys_to_ignore_on_load_unexpected
+        known = [] if known is None else known
+        # A list in the first versions of transformers 5, and a set since.
+        model._keys_to_ignore_on_load_unexpected = type(known)([*known, rf"{STATE}$"])
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **keywords: Any) -> None:
         # transformers takes any model with a quantization_config for quantized, and would refuse to train or cast it.

@@ -19,6 +19,7 @@ from quantizer.common.paths import is_there
 from quantizer.errors import MissingDependencyError
 from quantizer.errors import QuantizerError
 from quantizer.errors import TaskError
+from quantizer.errors import require_supported
 
 __all__ = ["explained", "require_reachable", "resolve_source", "transformers_package"]
 
@@ -124,7 +125,9 @@ def transformers_package() -> Any:
 
     Raises:
         MissingDependencyError: it is not installed.
+        UnsupportedVersionError: it is too old.
     """
+    require_supported("transformers")
     try:
         import transformers
     except ModuleNotFoundError as error:

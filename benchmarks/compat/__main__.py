@@ -1,0 +1,80 @@
+"""Pairs of versions of torch and transformers, and what a model of each family comes to with them.
+
+``make compat`` writes ``docs/compatibility.md``. What was found is kept in ``docs/compatibility.json``: pairs that it
+has are not run again without ``--again``, and a call for some versions replaces the rows of those alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from environment import Environment
+from environment import environment
+from table import page
+
+_ROOT = Path(__file__).resolve().parents[2]
+_DOCS = _ROOT / "docs"
+_RECORD = _DOCS / "compatibility.json"
+TORCH = ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1")
+TRANSFORMERS = ("5.1.0", "5.24.0")
+
+Pairs = dict[str, dict[str, Any]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--torch", nargs="+", default=TORCH, metavar="VERSION", help="(%(default)s)")
+    parser.add_argument("--transformers", nargs="+", default=TRANSFORMERS, metavar="VERSION", help="(%(default)s)")
+    parser.add_argument("--work", type=Path, default=_ROOT / "runs" / "compat", help="folder of environments and logs")
+    parser.add_argument("--again", action="store_true", help="run pairs that were run before, too")
+    parser.add_argument("--page", action="store_true", help="write the page of what was found, and run nothing")
+    asked = parser.parse_args()
+    asked.work.mkdir(parents=True, exist_ok=True)
+    pairs: Pairs = json.loads(_RECORD.read_text(encoding="utf-8")) if _RECORD.exists() else {}
+    for torch in () if asked.page else asked.torch:
+        missing = [one for one in asked.transformers if asked.again or _key(torch, one) not in pairs]
+        if missing:
+            _with_torch(torch, missing, asked.work, pairs)
+    (_DOCS / "compatibility.md").write_text(page(pairs), encoding="utf-8")
+    print(f"wrote {_DOCS / 'compatibility.md'}")
+
+
+def _key(torch: str, transformers: str) -> str:
+    return f"torch {torch}, transformers {transformers}"
+
+
+def _with_torch(torch: str, transformers: Sequence[str], work: Path, pairs: Pairs) -> None:
+    log = work / f"torch-{torch}.log"
+    log.unlink(missing_ok=True)
+    with environment(work, log) as made:
+        failed = made.install(f"torch=={torch}", f"{_ROOT}[onnx,openvino]", "pytest")
+        for version in transformers:
+            pair = _pair(made, torch, version, work, failed)
+            pairs[_key(torch, version)] = pair
+            _RECORD.write_text(json.dumps(pairs, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            ends = {name: row[row["stage"]] for name, row in pair["rows"].items() if row.get("stage") in row}
+            print(f"{_key(torch, version)}: {pair['failed'] or ends}", flush=True)
+
+
+def _pair(made: Environment, torch: str, transformers: str, work: Path, failed: str | None) -> dict[str, Any]:
+    """The rows of ``check.py``, and why there are no more of them."""
+    rows = work / "rows.json"
+    rows.unlink(missing_ok=True)
+    failed = failed or made.install(f"torch=={torch}", f"transformers=={transformers}")
+    failed = failed or made.run(Path(__file__).parent / "check.py", str(rows))
+    return {
+        "torch": torch,
+        "transformers": transformers,
+        "day": date.today().isoformat(),
+        "failed": failed,
+        "rows": json.loads(rows.read_text(encoding="utf-8")) if rows.exists() else {},
+    }
+
+
+if __name__ == "__main__":
+    main()
