@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-__all__ = ["Limits", "rows_of"]
+__all__ = ["Limits", "Work", "rows_of"]
 
 _PRELOADED = ["torch", "transformers", "transformers.models.auto.modeling_auto", "quantizer", "stages"]
 Work = Callable[[str, Callable[[str, Any], None]], None]
