@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +18,8 @@ Row = Mapping[str, Any]
 def chosen(rows: Sequence[Row], many: int = MANY) -> list[str]:
     """Return the keys of ``many`` rows of models that run, all of them if they are fewer, in the order of their names.
 
-    Each modality has three (all, if it has fewer) and of the rest as many as is its share of the rows. Of its rows by
-    name, those at the places 0, n / k, 2n / k and so on are taken.
+    Each modality has three (all, if it has fewer) and of the rest as many as is its share of the rows. Of its rows those
+    are taken whose names have the lowest checksums: rows that are added later change few of them.
     """
     groups: dict[str, list[str]] = {}
     for row in rows:
@@ -26,8 +27,7 @@ def chosen(rows: Sequence[Row], many: int = MANY) -> list[str]:
             groups.setdefault(row["modality"], []).append(_key(row))
     found: list[str] = []
     for group, count in _counts({group: len(keys) for group, keys in groups.items()}, many).items():
-        ordered = sorted(groups[group])
-        found += [ordered[place * len(ordered) // count] for place in range(count)]
+        found += sorted(groups[group], key=_checksum)[:count]
     return sorted(found)
 
 
@@ -38,6 +38,10 @@ def _counts(sizes: Mapping[str, int], many: int) -> dict[str, int]:
         open_ones = [group for group in counts if counts[group] < sizes[group]]
         counts[max(open_ones, key=lambda group: sizes[group] / (counts[group] + 1))] += 1
     return counts
+
+
+def _checksum(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def _key(row: Row) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import architectures
 import numpy as np
+import onnx
 import torch
 from guess import said
 from torch import Tensor
@@ -75,7 +76,7 @@ class _Files:
         self._tell("shapes", "dynamic" if self._axes is None else "fixed")
         if files:
             half, exact = files
-            _stage("check", self._tell, lambda: self._check(half))
+            _stage("check", self._tell, lambda: self._check(half, exact))
             for engine in ("onnxruntime", "openvino"):
                 _stage(engine, self._tell, lambda name=engine: self._run(name, exact, frozen))  # type: ignore[misc]
         if unquantized:
@@ -119,8 +120,11 @@ class _Files:
         path = self._folder / f"{name}.onnx"
         return export_onnx(model, path, self._example, opset=20, dtype=dtype, axes=self._axes)
 
-    def _check(self, path: Path) -> None:
-        findings = [str(finding) for finding in check_file(path, _TARGET)]
+    def _check(self, half: Path, exact: Path) -> None:
+        """By ONNX's own checker, and by the rules of the target that the first file is for."""
+        for path in (half, exact):
+            onnx.checker.check_model(str(path), full_check=True)
+        findings = [str(finding) for finding in check_file(half, _TARGET)]
         if findings:
             raise AssertionError(f"{len(findings)} findings, the first: {findings[0]}")
 
@@ -168,8 +172,6 @@ def _floats(values: list[Tensor]) -> list[Tensor]:
 
 def _ranges(path: Path, batch: Mapping[str, Tensor]) -> dict[str, tuple[int, int, int]]:
     """Half, once and twice the example's length for each dynamic dimension."""
-    import onnx
-
     found = {}
     for value in onnx.load(path, load_external_data=False).graph.input:
         for axis, dimension in enumerate(value.type.tensor_type.shape.dim):
