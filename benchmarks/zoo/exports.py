@@ -31,6 +31,7 @@ from quantizer.engines import build_engine
 from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError
 from quantizer.export import export_onnx
+from quantizer.export import least_opset
 from quantizer.graph_check import check_file
 from quantizer.tasks.metrics import sqnr_db
 
@@ -42,6 +43,7 @@ STAGES = ("made", "float_export", "quantized", "export", "check", "onnxruntime",
 CAPABILITY = "sm89"
 _OK = "ok"
 _TARGET = "tensorrt-rtx"
+_OPSET = 20
 _TOKENS = 32
 _MOST_DB = 999.0
 
@@ -118,7 +120,8 @@ class _Files:
 
     def _write(self, name: str, model: nn.Module, dtype: torch.dtype) -> Path:
         path = self._folder / f"{name}.onnx"
-        return export_onnx(model, path, self._example, opset=20, dtype=dtype, axes=self._axes)
+        opset = max(_OPSET, least_opset(model))
+        return export_onnx(model, path, self._example, opset=opset, dtype=dtype, axes=self._axes)
 
     def _check(self, half: Path, exact: Path) -> None:
         """By ONNX's own checker, and by the rules of the target that the first file is for."""

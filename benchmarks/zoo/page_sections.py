@@ -13,7 +13,12 @@ from choose import Row
 __all__ = ["exports_section", "tools_section"]
 
 _FULL, _TENTH = 0.995, 10
-_TOOLS = {"quantizer": "this package", "modelopt": "Model Optimizer", "nncf": "NNCF, its torch front end"}
+_TOOLS = {
+    "quantizer": "this package",
+    "modelopt": "Model Optimizer",
+    "nncf": "NNCF",
+    "nncf-transformer": "NNCF, `model_type` TRANSFORMER",
+}
 _STAGES: Mapping[str, tuple[str, str | None]] = {
     "float_export": ("the float model is exported", "made"),
     "export": ("the quantized model is exported", "float_export"),

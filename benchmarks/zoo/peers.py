@@ -95,19 +95,26 @@ def _model_optimizer(model: nn.Module, batches: Batches, tell: Tell) -> nn.Modul
     return result
 
 
-def _nncf(model: nn.Module, batches: Batches, tell: Tell) -> nn.Module:
+def _nncf(model: nn.Module, batches: Batches, tell: Tell, **options: Any) -> nn.Module:
     import nncf
 
     # The first one compiles an extension, which takes longer than NNCF waits for by itself.
     os.environ.setdefault("NNCF_EXTENSION_LOAD_TIMEOUT", "0")
-    result: nn.Module = nncf.quantize(model, nncf.Dataset(batches))
+    result: nn.Module = nncf.quantize(model, nncf.Dataset(batches), **options)
     return result
+
+
+def _nncf_transformer(model: nn.Module, batches: Batches, tell: Tell) -> nn.Module:
+    import nncf
+
+    return _nncf(model, batches, tell, model_type=nncf.ModelType.TRANSFORMER)
 
 
 TOOLS: dict[str, Callable[[nn.Module, Batches, Tell], nn.Module]] = {
     "quantizer": _ours,
     "modelopt": _model_optimizer,
     "nncf": _nncf,
+    "nncf-transformer": _nncf_transformer,
 }
 """Each quantizes a model, in place or not, with two batches."""
 
