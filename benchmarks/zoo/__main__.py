@@ -46,7 +46,7 @@ def main() -> None:
     asked = parser.parse_args()
     known = {subject.key: {"name": subject.name, "library": subject.library} for subject in subjects()}
     base = _Rows(asked.work, known)
-    some = {key: known[key] for key in chosen(base.read())}
+    some = known if asked.only else {key: known[key] for key in chosen(base.read())}
     tools = {f"{tool}.{key}": {**facts, "tool": tool} for key, facts in some.items() for tool in peers.TOOLS}
     exported, taken = _Rows(asked.work / "exports", some), _Rows(asked.work / "peers", tools)
     measured, work = base, through

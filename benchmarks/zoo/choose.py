@@ -18,8 +18,8 @@ Row = Mapping[str, Any]
 def chosen(rows: Sequence[Row], many: int = MANY) -> list[str]:
     """Return the keys of ``many`` rows of models that run, all of them if they are fewer, in the order of their names.
 
-    Each modality has three (all, if it has fewer) and of the rest as many as is its share of the rows. Of its rows those
-    are taken whose names have the lowest checksums: rows that are added later change few of them.
+    Each modality has three (all, if it has fewer) and of the rest as many as is its share of the rows. Of its rows,
+    those are taken whose names have the lowest checksums: rows that are added later change few of them.
     """
     groups: dict[str, list[str]] = {}
     for row in rows:

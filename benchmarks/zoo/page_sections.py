@@ -32,10 +32,11 @@ _STAGES: Mapping[str, tuple[str, str | None]] = {
 _EXPORTS = """
 ## Exports of {count}
 
-Of the architectures that run, some of each modality: those whose names have the lowest checksums. Texts have 32 tokens, that a product of attention is as wide as TensorRT wants it. Float and INT8 files have an FP16
-rest for TensorRT-RTX, whose engines are built ahead of time and not run, and the INT8 plan has a file with an FP32 rest
-for ONNX Runtime and OpenVINO. SQNR is that of the worst output against the frozen proxy, on a batch that calibration
-has not seen: where a value lies between two codes, a last bit decides, and a random model amplifies what follows.
+Of the architectures that run, some of each modality: those whose names have the lowest checksums. Texts have 32 tokens,
+that a product of attention is as wide as TensorRT wants it. Float and INT8 files have an FP16 rest for TensorRT-RTX,
+whose engines are built ahead of time and not run, and the INT8 plan has a file with an FP32 rest for ONNX Runtime and
+OpenVINO. SQNR is that of the worst output against the frozen proxy, on a batch that calibration has not seen: where a
+value lies between two codes, a last bit decides, and a random model amplifies what follows.
 """
 _PEERS = """
 ## Other tools
