@@ -22,7 +22,7 @@ _TOOLS = {
 _STAGES: Mapping[str, tuple[str, str | None]] = {
     "float_export": ("the float model is exported", "made"),
     "export": ("the quantized model is exported", "float_export"),
-    "check": ("`quantizer check` has no finding", "export"),
+    "check": ("`quantizer check` has no error", "export"),
     "onnxruntime": ("ONNX Runtime runs it", "export"),
     "openvino": ("OpenVINO runs it", "export"),
     "float_build": (f"TensorRT-RTX builds the float file ({exports.CAPABILITY})", "float_export"),
@@ -62,7 +62,8 @@ def exports_section(rows: Sequence[Row]) -> list[str]:
         cells = [f"`{_name(row)}`", row.get("modality", "-"), str(row.get("sites", "-")), row.get("shapes", "-")]
         cells += [_cell(row, stage) for stage in _STAGES]
         lines.append(f"| {' | '.join(cells)} |")
-    return lines + _reasons("What failed", [(_name(row), _failed(row, exports.STAGES)) for row in rows])
+    lines += _reasons("What failed", [(_name(row), _failed(row, exports.STAGES)) for row in rows])
+    return lines + _reasons("Warnings of `quantizer check`", [(_name(row), row.get("warnings", [])) for row in rows])
 
 
 def tools_section(rows: Sequence[Row]) -> list[str]:

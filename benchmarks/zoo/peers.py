@@ -6,7 +6,6 @@ the two batches that ours sees. A tool takes a model if what it returns runs, an
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -36,7 +35,6 @@ def taken(key: str, tell: Tell) -> None:
     tool, _, name = key.partition(".")
     subject = next(subject for subject in subjects() if subject.key == name)
     counter = RoundedShare()
-    stage = "made"
 
     def stages() -> Iterator[str]:
         made = subject.made()
@@ -50,16 +48,15 @@ def taken(key: str, tell: Tell) -> None:
         _require_finite(given, expected)
         yield "ran"
 
-    with _silent():
-        steps = stages()
-        for stage in STAGES:
-            tell("stage", stage)
-            try:
-                next(steps)
-            except Exception as error:  # noqa: BLE001 - whatever a tool raises is the row's reason
-                tell(stage, said(error))
-                return
-            tell(stage, "ok")
+    steps = stages()
+    for stage in STAGES:
+        tell("stage", stage)
+        try:
+            next(steps)
+        except Exception as error:  # noqa: BLE001 - whatever a tool raises is the row's reason
+            tell(stage, said(error))
+            return
+        tell(stage, "ok")
     tell("share", counter.share)
     tell("multiply_adds", counter.multiply_adds)
 
@@ -117,19 +114,3 @@ TOOLS: dict[str, Callable[[nn.Module, Batches, Tell], nn.Module]] = {
     "nncf-transformer": _nncf_transformer,
 }
 """Each quantizes a model, in place or not, with two batches."""
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Nothing is printed, not by libraries in C either: a progress bar a model would hide our own lines."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    former = os.dup(1), os.dup(2)
-    try:
-        for stream in (1, 2):
-            os.dup2(nowhere, stream)
-        yield
-    finally:
-        for stream, kept in zip((1, 2), former, strict=True):
-            os.dup2(kept, stream)
-            os.close(kept)
-        os.close(nowhere)

@@ -54,7 +54,8 @@ def test_fewer_are_chosen_whole() -> None:
 def test_sections_count_among_those_that_could() -> None:
     fine = {"float_export": "ok", "export": "ok", "check": "ok", "onnxruntime": "ok", "onnxruntime_db": 140.2}
     measured = [
-        {"name": "bert", "library": "transformers", "made": "ok", **fine, "float_build": "ok", "build": "ok"},
+        {"name": "bert", "library": "transformers", "made": "ok", **fine, "float_build": "ok", "build": "ok"}
+        | {"warnings": ["half of it"]},
         {"name": "vit", "library": "timm", "made": "ok", "float_export": "no such operator", "stage": "float_export"},
         {"name": "t5", "library": "transformers", "made": "ok", **fine, "stage": "openvino", "ended": "not done"},
     ]
@@ -63,6 +64,7 @@ def test_sections_count_among_those_that_could() -> None:
     assert "| OpenVINO runs it | 0 | 2 |" in text
     assert "| TensorRT-RTX builds the quantized file (sm89) | 1 | 1 |" in text
     assert "| ok | ok | ok | 140 dB | - | ok | ok |" in text
+    assert "Warnings of `quantizer check`:\n\n- bert: half of it" in text
     assert "- t5: openvino: not done\n- timm vit: float_export: no such operator" in text
 
 
