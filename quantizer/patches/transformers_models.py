@@ -82,6 +82,41 @@ def _overflow_guards() -> list[OperatorPatch]:
     ]
 
 
+def _overflow_guards_of_blocks() -> list[OperatorPatch]:
+    """Return the same patches for guards of which a block has several, each told by the line before it."""
+    reason = "a branch that depends on the data: no graph holds it where the rest is float16"
+    guard = "if hidden_states.dtype == torch.float16 and torch.isinf(hidden_states).any():"
+    attention = "# Keep self-attention outputs and relative position weights"
+    cross_attention = "    hidden_states = cross_attention_outputs[0]"
+    blocks = {
+        "longt5.modeling_longt5:LongT5Block": (
+            "fp16 inference - check https://github.com/huggingface/transformers/pull/19229/",
+            "hidden_states = self.layer[-1](hidden_states)",
+        ),
+        "pix2struct.modeling_pix2struct:Pix2StructTextBlock": (
+            "fp16 training",
+            "hidden_states = self.mlp(hidden_states)",
+        ),
+    }
+    places = [
+        (block, line, " " * (len(line) - len(line.lstrip()) + 8), purpose)
+        for block, (purpose, feed_forward) in blocks.items()
+        for line in (attention, cross_attention, feed_forward)
+    ]
+    return [
+        _patch(
+            f"overflow guard {number % 3 + 1} of {block.partition(':')[2]}",
+            f"{block}.forward",
+            f"{line.lstrip()}\n\n{indent}# clamp inf values to enable {purpose}\n{indent}{guard}",
+            f"{line.lstrip()}\n\n{indent}# clamp inf values to enable {purpose}\n"
+            f"{indent}if hidden_states.dtype == torch.float16:",
+            "onnx",
+            reason,
+        )
+        for number, (block, line, indent, purpose) in enumerate(places)
+    ]
+
+
 def _float_masks() -> list[OperatorPatch]:
     """Return patches for a float minus an integer mask: cast the mask to float first, as the subtraction does."""
     reason = "aten.sub of a float and an int64 tensor has no translation in torch's ONNX exporter"
@@ -133,6 +168,7 @@ TRANSFORMERS_PATCHES = (
     *_masked_assignments(),
     *_einsum_letters(),
     *_overflow_guards(),
+    *_overflow_guards_of_blocks(),
     *_float_masks(),
     _patch(
         "first token of a table cell",

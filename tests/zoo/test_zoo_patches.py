@@ -55,7 +55,9 @@ def test_the_installed_source_is_the_one_that_is_patched(patch: OperatorPatch) -
     assert patched.text.count("\n") == text.count("\n")
 
 
-@pytest.mark.parametrize("name", ["wav2vec2", "hubert", "pegasus_x", "tapas", "xlnet", "bart", "fsmt", "prophetnet"])
+@pytest.mark.parametrize(
+    "name", ["wav2vec2", "hubert", "pegasus_x", "tapas", "xlnet", "bart", "fsmt", "prophetnet", "longt5"]
+)
 def test_patched_models_give_equal_floats(name: str) -> None:
     (architecture,) = [entry for entry in (*AUDIO, *ENCODER_DECODERS, *TEXT_ENCODERS) if entry.name == name]
     model, batch = architecture.build(), architecture.batch(3)
