@@ -73,9 +73,16 @@ tasks: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps -r benchmarks/requirements-no-deps.txt
 	OMP_NUM_THREADS=1 PYTHONPATH=benchmarks $(BIN)/python benchmarks/tasks
 
-# Every architecture of transformers as a tiny model, docs/zoo.md, and what changed, in hours. Run again it goes on.
+# Every architecture of transformers as a tiny model, some of them in engines and other tools too, docs/zoo.md, and what
+# changed, in hours. Run again it goes on.
+zoo: export PYTHONPATH = benchmarks:tests/zoo:tests
+zoo: export OMP_NUM_THREADS = 1
+zoo: export HF_HUB_OFFLINE = 1
 zoo: $(INSTALLED)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=benchmarks:tests/zoo:tests $(BIN)/python benchmarks/zoo
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/zoo
+	$(BIN)/python benchmarks/zoo --exports
+	$(BIN)/python benchmarks/zoo --peers
 
 # A model of each family with older and newer torch and transformers, docs/compatibility.md, in about an hour. Each
 # torch is downloaded into an environment of its own, of up to 8 GB, and deleted. Run again it goes on.
@@ -96,7 +103,6 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/sensitivity.py
 	$(BIN)/python benchmarks/accuracy_control.py
 	$(BIN)/python benchmarks/check_peers.py
-	$(BIN)/python benchmarks/export_architectures.py
 	$(BIN)/python benchmarks/export_speed.py
 	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/training_speed.py

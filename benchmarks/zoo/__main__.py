@@ -1,7 +1,8 @@
 """The zoo: every architecture of transformers as a tiny random model, through everything.
 
 ``make zoo`` writes ``docs/zoo.md`` and ``docs/zoo.json``, and says what changed since the file that was there. Rows are
-kept in ``runs/zoo``: a second call goes on from there.
+kept in ``runs/zoo``: a second call goes on from there. With ``--exports`` or ``--peers`` it goes on with some of those
+that run: their files and engines, and what other tools make of them.
 """
 
 from __future__ import annotations
@@ -9,13 +10,22 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import exports
+import peers
+from choose import MANY
+from choose import Row
+from choose import chosen
 from page import changes
 from page import page
+from stages import STAGES
 from stages import through
 from workers import Limits
+from workers import Work
 from workers import rows_of
 from zoo_models import subjects
 
@@ -25,6 +35,8 @@ _DOCS = Path(__file__).resolve().parents[2] / "docs"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("only", nargs="*", metavar="PATTERN", help="these alone, such as 'qwen*', and no page")
+    parser.add_argument("--exports", action="store_true", help=f"files and engines of {MANY} of them instead")
+    parser.add_argument("--peers", action="store_true", help="what other tools do with the same ones instead")
     parser.add_argument("--work", type=Path, default=Path("runs/zoo"), help="folder of the rows")
     parser.add_argument("--again", action="store_true", help="measure rows that are there too")
     parser.add_argument("--page", action="store_true", help="write the page of the rows that are there")
@@ -32,22 +44,52 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=12, help="limit of each one's memory (%(default)s)")
     parser.add_argument("--at-once", type=int, default=2, help="how many processes (%(default)s)")
     asked = parser.parse_args()
-    asked.work.mkdir(parents=True, exist_ok=True)
-    known = {subject.key: subject for subject in subjects()}
-    keys = [key for key in known if not asked.only or any(fnmatch.fnmatch(key, one) for one in asked.only)]
-    files = {key: asked.work / f"{key}.json" for key in keys}
-    missing = [] if asked.page else [key for key in keys if asked.again or not files[key].exists()]
-    limits = Limits(seconds=asked.seconds, gib=asked.gib, at_once=asked.at_once)
-    for count, (key, row) in enumerate(rows_of(missing, through, limits), start=1):
-        _write(files[key], {"name": known[key].name, "library": known[key].library, **row})
-        print(f"[{count}/{len(missing)}] {key}: {_summary(row)}", flush=True)
-    if asked.only:
-        return
-    rows = [json.loads(files[key].read_text(encoding="utf-8")) for key in keys if files[key].exists()]
+    known = {subject.key: {"name": subject.name, "library": subject.library} for subject in subjects()}
+    base = _Rows(asked.work, known)
+    some = known if asked.only else {key: known[key] for key in chosen(base.read())}
+    tools = {f"{tool}.{key}": {**facts, "tool": tool} for key, facts in some.items() for tool in peers.TOOLS}
+    exported, taken = _Rows(asked.work / "exports", some), _Rows(asked.work / "peers", tools)
+    measured, work = base, through
+    if asked.exports or asked.peers:
+        measured, work = (exported, exports.exported) if asked.exports else (taken, peers.taken)
+        if not some:
+            parser.error(f"{asked.work} has no rows to choose from: run this without --exports and --peers before")
+    if not asked.page:
+        limits = Limits(seconds=asked.seconds, gib=asked.gib, at_once=asked.at_once)
+        measured.measure(work, limits, asked.only, again=asked.again)
+    if not asked.only:
+        _write_page(base.read(), exported.read(), taken.read())
+
+
+class _Rows:
+    """A folder of rows, a file each, and what is known of each before it is measured."""
+
+    def __init__(self, folder: Path, about: Mapping[str, Mapping[str, Any]]) -> None:
+        self._folder, self._about = folder, about
+
+    def read(self) -> list[dict[str, Any]]:
+        """Those that are there."""
+        files = [self._file(key) for key in self._about]
+        return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+
+    def measure(self, work: Work, limits: Limits, only: Sequence[str], *, again: bool) -> None:
+        """Measure those that are missing, of the patterns in ``only`` if there are any."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        keys = [key for key in self._about if not only or any(fnmatch.fnmatch(key, one) for one in only)]
+        missing = [key for key in keys if again or not self._file(key).exists()]
+        for count, (key, row) in enumerate(rows_of(missing, work, limits), start=1):
+            _write(self._file(key), {**self._about[key], **row})
+            print(f"[{count}/{len(missing)}] {key}: {_summary(row)}", flush=True)
+
+    def _file(self, key: str) -> Path:
+        return self._folder / f"{key}.json"
+
+
+def _write_page(rows: Sequence[Row], exported: Sequence[Row], taken: Sequence[Row]) -> None:
     before = _DOCS / "zoo.json"
     if before.exists():
         print("\n".join(changes(json.loads(before.read_text(encoding="utf-8"))["rows"], rows)) or "nothing changed")
-    text, record = page(rows)
+    text, record = page(rows, exported, taken)
     (_DOCS / "zoo.md").write_text(text, encoding="utf-8")
     _write(before, record)
     print(f"wrote {_DOCS / 'zoo.md'}")
@@ -59,13 +101,13 @@ def _write(path: Path, value: object) -> None:
     unfinished.replace(path)
 
 
-def _summary(row: dict[str, Any]) -> str:
+def _summary(row: Row) -> str:
     if "ended" in row:
         return f"{row.get('stage', 'start')}: {row['ended']}"
-    if row.get(row["stage"]) != "ok":
-        return f"{row['stage']}: {row[row['stage']]}"
-    share, decibels = row["share"], row["sqnr_db"]
-    return f"{share:.1%} of multiply-adds, {'-' if decibels is None else f'{decibels:.1f} dB'}, {row['seconds']:.0f} s"
+    stages = {*STAGES, *exports.STAGES, *peers.STAGES}
+    failed = [f"{stage}: {row[stage]}" for stage in row if stage in stages and row[stage] != "ok"]
+    share = f", {row['share']:.1%} of multiply-adds" if row.get("share") is not None else ""
+    return f"{'; '.join(failed) or 'ok'}{share}, {row['seconds']:.0f} s"
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import architectures
 import torch
 from architectures import COMMON
 from architectures import shrunk
@@ -25,7 +26,7 @@ __all__ = ["Guessed", "NotBuilt", "guessed", "said"]
 PARAMETERS = 150_000_000
 """The most that a tiny model may have."""
 
-_ROWS, _TOKENS, _FRAMES = 2, 8, 64
+_ROWS, _FRAMES = 2, 64
 _FEW = {name: COMMON[name] for name in COMMON if "layers" in name or name in ("vocab_size", "n_layer", "depths")}
 _WIDE = {name: 8 * size if name not in _FEW and size in (16, 32, 64) else size for name, size in COMMON.items()}
 _SIZES: tuple[Mapping[str, Any], ...] = (COMMON, _WIDE, _FEW, {})
@@ -172,11 +173,12 @@ def _vocabulary(config: Any) -> int:
 
 def _shapes(taken: Mapping[str, Any], main: str, config: Any) -> Iterator[dict[str, tuple[int, ...]]]:
     text: dict[str, tuple[int, ...]] = {}
+    tokens = architectures.TOKENS
     if "input_ids" in taken:
-        text["input_ids"] = (_ROWS, _TOKENS)
-        text |= {"attention_mask": (_ROWS, _TOKENS)} if "attention_mask" in taken else {}
-        text |= {"bbox": (_ROWS, _TOKENS, 4)} if "bbox" in taken else {}
-    written = {"decoder_input_ids": (_ROWS, _TOKENS - 2)} if "decoder_input_ids" in taken else {}
+        text["input_ids"] = (_ROWS, tokens)
+        text |= {"attention_mask": (_ROWS, tokens)} if "attention_mask" in taken else {}
+        text |= {"bbox": (_ROWS, tokens, 4)} if "bbox" in taken else {}
+    written = {"decoder_input_ids": (_ROWS, tokens - 2)} if "decoder_input_ids" in taken else {}
     for other in _others(taken, config):
         if main in other or main == "input_ids":
             yield {**text, **written, **other} if main == "input_ids" else {**other, **written}

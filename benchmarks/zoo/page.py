@@ -5,19 +5,19 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable
-from collections.abc import Mapping
 from collections.abc import Sequence
 from datetime import date
 from typing import Any
 
+from choose import Row
+from page_sections import exports_section
+from page_sections import tools_section
 from stages import STAGES
 
 from quantizer.report import collect_machine
 from quantizer.report import collect_versions
 
 __all__ = ["changes", "page"]
-
-Row = Mapping[str, Any]
 
 _FULL, _TENTH = 0.995, 10
 _NOISE = 3.0  # dB, and percent of the multiply-adds: less is no change
@@ -35,8 +35,14 @@ choose experts, queries or neighbours by their values.
 """
 
 
-def page(rows: Sequence[Row]) -> tuple[str, dict[str, Any]]:
-    """Return the page, and the same as a record for ``changes``."""
+def page(rows: Sequence[Row], exported: Sequence[Row] = (), taken: Sequence[Row] = ()) -> tuple[str, dict[str, Any]]:
+    """Return the page, and the same as a record for ``changes``; without a section of what was not measured.
+
+    Args:
+        rows: those of all architectures.
+        exported: of some of them, their files and engines.
+        taken: of the same ones, what each tool made of them.
+    """
     machine, versions = collect_machine(), collect_versions()
     told = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "openvino") if name in versions)
     ran = [row for row in rows if row.get("built") == "ok"]
@@ -44,9 +50,10 @@ def page(rows: Sequence[Row]) -> tuple[str, dict[str, Any]]:
     groups = sorted({row["modality"] for row in ran})
     for group in groups:
         text += _table(group, [row for row in ran if row["modality"] == group])
+    text += [*exports_section(exported), *tools_section(taken)]
     text += _not_built([row for row in rows if row.get("built") != "ok"])
     text += [f"\nMachine: {machine['cpu']}, {machine['cores']} cores; {told}; {date.today().isoformat()}."]
-    return "\n".join(text) + "\n", {"rows": list(rows)}
+    return "\n".join(text) + "\n", {"rows": list(rows), "exports": list(exported), "tools": list(taken)}
 
 
 def changes(before: Iterable[Row], after: Iterable[Row]) -> list[str]:

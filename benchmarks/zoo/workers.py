@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import resource
+import sys
 import time
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-__all__ = ["Limits", "rows_of"]
+__all__ = ["Limits", "Work", "rows_of"]
 
 _PRELOADED = ["torch", "transformers", "transformers.models.auto.modeling_auto", "quantizer", "stages", "warm"]
 Work = Callable[[str, Callable[[str, Any], None]], None]
@@ -95,6 +97,10 @@ def _limited(work: Work, key: str, told: Connection, gib: float) -> None:
 
     import torch
 
+    # Graphs and progress bars of libraries, also of those in C, would hide the lines of the rows.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())
     resource.setrlimit(resource.RLIMIT_AS, (int(gib * 2**30), int(gib * 2**30)))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

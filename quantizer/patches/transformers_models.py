@@ -19,10 +19,8 @@ def _patch(name: str, function: str, before: str, after: str, target: str, reaso
 
 
 def _masked_assignments() -> list[OperatorPatch]:
-    """Return patches for ``x[~mask] = 0``, which exports as NonZero and ScatterND; Where gives the same zeros."""
-    reason = "NonZero plugin creator not found: an assignment by mask exports as NonZero and ScatterND"
-    before = "hidden_states[~expand_attention_mask] = 0"
-    after = "hidden_states = hidden_states.masked_fill(~expand_attention_mask, 0)"
+    """Return patches for ``x[mask] = 0``, which exports as NonZero and ScatterND; Where gives the same zeros."""
+    padding, places = "~expand_attention_mask", "multimodal_mask"
     encoders = {
         "data2vec.modeling_data2vec_audio": ["Data2VecAudioEncoder"],
         "hubert.modeling_hubert": ["HubertEncoder", "HubertEncoderStableLayerNorm"],
@@ -31,10 +29,29 @@ def _masked_assignments() -> list[OperatorPatch]:
         "wav2vec2.modeling_wav2vec2": ["Wav2Vec2Encoder", "Wav2Vec2EncoderStableLayerNorm"],
         "wavlm.modeling_wavlm": ["WavLMEncoder", "WavLMEncoderStableLayerNorm"],
     }
+    of_ids = {
+        "gemma3.modeling_gemma3:Gemma3Model": "special_image_mask",
+        "granite_speech.modeling_granite_speech:GraniteSpeechModel": "is_audio_idx",
+        "granite_speech_plus.modeling_granite_speech_plus:GraniteSpeechPlusModel": "is_audio_idx",
+        "kimi_k25.modeling_kimi_k25:Kimi_K25Model": places,
+        "muse_glimmer.modeling_muse_glimmer:MuseGlimmerModel": places,
+        "muse_spark.modeling_muse_spark:MuseSparkModel": places,
+        "paligemma.modeling_paligemma:PaliGemmaModel": "special_image_mask",
+    }
+    hidden = "hidden_states"
+    masked = [(f"{module}:{name}", hidden, padding, "0") for module, names in encoders.items() for name in names]
+    masked += [("sew.modeling_sew:SEWEncoder", hidden, padding, "0.0")]
+    masked += [(function, "llm_input_ids", mask, "0") for function, mask in of_ids.items()]
     return [
-        _patch(f"masked assignment in {encoder}", f"{module}:{encoder}.forward", before, after, "tensorrt-rtx", reason)
-        for module, names in encoders.items()
-        for encoder in names
+        _patch(
+            f"masked assignment in {function.partition(':')[2]}",
+            f"{function}.forward",
+            f"{value}[{mask}] = {zero}",
+            f"{value} = {value}.masked_fill({mask}, {zero})",
+            "tensorrt-rtx",
+            "NonZero plugin creator not found: an assignment by mask exports as NonZero and ScatterND",
+        )
+        for function, value, mask, zero in masked
     ]
 
 
@@ -79,6 +96,41 @@ def _overflow_guards() -> list[OperatorPatch]:
     return [
         _patch(f"overflow guard of {layer}", f"{module}:{layer}.forward", before, after, "onnx", reason)
         for module, layer in layers.items()
+    ]
+
+
+def _overflow_guards_of_blocks() -> list[OperatorPatch]:
+    """Return the same patches for guards of which a block has several, each told by the line before it."""
+    reason = "a branch that depends on the data: no graph holds it where the rest is float16"
+    guard = "if hidden_states.dtype == torch.float16 and torch.isinf(hidden_states).any():"
+    attention = "# Keep self-attention outputs and relative position weights"
+    cross_attention = "    hidden_states = cross_attention_outputs[0]"
+    blocks = {
+        "longt5.modeling_longt5:LongT5Block": (
+            "fp16 inference - check https://github.com/huggingface/transformers/pull/19229/",
+            "hidden_states = self.layer[-1](hidden_states)",
+        ),
+        "pix2struct.modeling_pix2struct:Pix2StructTextBlock": (
+            "fp16 training",
+            "hidden_states = self.mlp(hidden_states)",
+        ),
+    }
+    places = [
+        (block, line, " " * (len(line) - len(line.lstrip()) + 8), purpose)
+        for block, (purpose, feed_forward) in blocks.items()
+        for line in (attention, cross_attention, feed_forward)
+    ]
+    return [
+        _patch(
+            f"overflow guard {number % 3 + 1} of {block.partition(':')[2]}",
+            f"{block}.forward",
+            f"{line.lstrip()}\n\n{indent}# clamp inf values to enable {purpose}\n{indent}{guard}",
+            f"{line.lstrip()}\n\n{indent}# clamp inf values to enable {purpose}\n"
+            f"{indent}if hidden_states.dtype == torch.float16:",
+            "onnx",
+            reason,
+        )
+        for number, (block, line, indent, purpose) in enumerate(places)
     ]
 
 
@@ -154,6 +206,7 @@ TRANSFORMERS_PATCHES = (
     *_masked_assignments(),
     *_einsum_letters(),
     *_overflow_guards(),
+    *_overflow_guards_of_blocks(),
     *_float_masks(),
     _patch(
         "first token of a table cell",

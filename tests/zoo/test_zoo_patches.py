@@ -56,7 +56,7 @@ def test_the_installed_source_is_the_one_that_is_patched(patch: OperatorPatch) -
     assert patched.text.count("\n") == text.count("\n")
 
 
-PATCHED = ["wav2vec2", "hubert", "pegasus_x", "tapas", "xlnet", "bart", "fsmt", "prophetnet", "jetmoe"]
+PATCHED = ["wav2vec2", "hubert", "pegasus_x", "tapas", "xlnet", "bart", "fsmt", "prophetnet", "jetmoe", "longt5"]
 
 
 @pytest.mark.parametrize("name", PATCHED)
