@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
+import tempfile
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -125,8 +127,9 @@ def _run(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
 
 
 def said(error: Exception) -> str:
-    """Return an error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:240]
+    """Return an error in one line, without folders that are another each time."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return re.sub(rf"{re.escape(tempfile.gettempdir())}/\w+/", "", text)[:240]
 
 
 def _batches(model: nn.Module) -> Iterator[Callable[[int], dict[str, Tensor]]]:
