@@ -42,8 +42,9 @@ _PEERS = """
 ## Other tools
 
 The same {count} architectures, with 8 tokens, and the same two batches through each tool's front end for torch models,
-with its own INT8 defaults. A tool takes a model if what it returns runs and gives finite values. A multiply-add counts
-as rounded if both of its operands are, whichever tool rounds them; shares are those of the models that a tool takes.
+with its own INT8 defaults, Model Optimizer's without the rule that leaves vision branches out by name. A tool takes a
+model if what it returns runs and gives finite values. A multiply-add counts as rounded if both of its operands are,
+whichever tool rounds them; shares are those of the models that a tool takes.
 """
 
 

@@ -1,11 +1,13 @@
 """What ours and other tools make of the same tiny model: whether they take it, and how much of it they round.
 
-Each as its manual says for INT8: ``INT8_DEFAULT_CFG`` of Model Optimizer, ``nncf.quantize`` of a torch model. Each sees
-the two batches that ours sees. A tool takes a model if what it returns runs, and what was finite still is.
+Each as its manual says for INT8: ``INT8_DEFAULT_CFG`` of Model Optimizer, with the vision branches that it leaves out
+by their names; ``nncf.quantize`` of a torch model. Each sees the two batches that ours sees. A tool takes a model if
+what it returns runs, and what was finite still is.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -25,6 +27,9 @@ __all__ = ["STAGES", "TOOLS", "taken"]
 
 STAGES = ("made", "quantized", "ran")
 """Each is "ok" or a reason, and nothing where one before it failed."""
+
+_LEFT_OUT = ("*vision_tower*", "*vision_model*", "*visual*", "*embed_vision*", "*multi_modal_projector*")
+"""Names that Model Optimizer leaves in float by default, for the sake of large multimodal models."""
 
 Batches = list[dict[str, Tensor]]
 Tell = Callable[[str, Any], None]
@@ -88,7 +93,9 @@ def _model_optimizer(model: nn.Module, batches: Batches, tell: Tell) -> nn.Modul
             for batch in batches:
                 quantized(**batch)
 
-    result: nn.Module = mtq.quantize(model, mtq.INT8_DEFAULT_CFG, calibrate)
+    config = copy.deepcopy(mtq.INT8_DEFAULT_CFG)
+    config["quant_cfg"] = [entry for entry in config["quant_cfg"] if entry["quantizer_name"] not in _LEFT_OUT]
+    result: nn.Module = mtq.quantize(model, config, calibrate)
     return result
 
 
