@@ -133,12 +133,13 @@ def test_a_page_of_pairs_says_what_is_ok_and_why_the_rest_is_not(monkeypatch: py
     patches = {"operator patches": {"refused": ["a mask"]}}
     models = {**patches, "bert": done, "vit": {**done, "share": 0.5}, "t5": {"stage": "off", "off": "other | values"}}
     pair = {"torch": "2.10.0", "transformers": "5.10.0", "day": "2026-01-01", "failed": "it ended", "rows": models}
-    lines = page({"a": pair, "b": {**pair, "transformers": "5.9.0", "rows": {}}}).splitlines()
+    lines = page({"a": pair, "b": {**pair, "transformers": "5.9.0", "rows": {}}}, ["a", "c"]).splitlines()
     rows = [line for line in lines if line.startswith("| 2.")]
     assert rows[0] == "| 2.10.0 | 5.9.0 |" + " (1) |" * 8
     assert rows[1] == "| 2.10.0 | 5.10.0 | ok | (1) | (1) | 50.0% | (1) | (2) | (1) | (1) |"
     assert {"| (1) | it ended |", "| (2) | off: other / values |"} < set(lines)
     assert "| torch 2.10.0 and transformers 5.10.0 | a mask |" in lines
+    assert [line for line in lines if line in ("- a", "- b", "- c")] == ["- c"]
     assert lines[-1] == "Run: 2026-01-01."
 
 

@@ -40,7 +40,8 @@ def main() -> None:
         missing = [one for one in asked.transformers if asked.again or _key(torch, one) not in pairs]
         if missing:
             _with_torch(torch, missing, asked.work, pairs)
-    (_DOCS / "compatibility.md").write_text(page(pairs), encoding="utf-8")
+    wanted = [_key(torch, transformers) for torch in TORCH for transformers in TRANSFORMERS]
+    (_DOCS / "compatibility.md").write_text(page(pairs, wanted), encoding="utf-8")
     print(f"wrote {_DOCS / 'compatibility.md'}")
 
 

@@ -70,8 +70,8 @@ def supported(package: str) -> str:
     return next(str(one.specifier) for one in map(Requirement, lines) if one.name == package)
 
 
-def page(pairs: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the page; ``pairs`` are those of ``docs/compatibility.json``."""
+def page(pairs: Mapping[str, Mapping[str, Any]], wanted: Sequence[str]) -> str:
+    """Return the page; ``pairs`` are those of ``docs/compatibility.json``, ``wanted`` the keys that should be there."""
     ordered = sorted(pairs.values(), key=lambda pair: (Version(pair["torch"]), Version(pair["transformers"])))
     ranges = {name: f"`{name}{supported(name)}`" for name in ("torch", "transformers")}
     lines = [_HEAD.format(python=supported("python").removeprefix(">=") + " and later", **ranges)]
@@ -82,8 +82,9 @@ def page(pairs: Mapping[str, Mapping[str, Any]]) -> str:
         lines.append(f"| {pair['torch']} | {pair['transformers']} | {' | '.join(cells)} |")
     lines += ["\n| | reason |", "|---|---|"] if reasons else []
     lines += [f"| ({number}) | {reason} |" for reason, number in reasons.items()]
-    lines += _patches(ordered)
-    lines.append(_OLDER)
+    missing = [f"- {key}" for key in wanted if key not in pairs]
+    lines += ["\nNot run yet:\n", *missing] if missing else []
+    lines += [*_patches(ordered), _OLDER]
     days = sorted({pair["day"] for pair in ordered})
     lines += [f"Run: {', '.join(days)}."]
     return "\n".join(lines) + "\n"
