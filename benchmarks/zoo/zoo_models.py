@@ -112,7 +112,22 @@ def _size_by_name(name: str) -> tuple[int, int, str]:
     return (min(known, default=len(_SMALL)), len(name), name)
 
 
-_SMALL = ("atto", "femto", "pico", "nano", "xxs", "xx_small", "_xs", "tiny", "mini", "small", "lite", "_s", "_b0", "_050")
+_SMALL = [
+    "atto",
+    "femto",
+    "pico",
+    "nano",
+    "xxs",
+    "xx_small",
+    "_xs",
+    "tiny",
+    "mini",
+    "small",
+    "lite",
+    "_s",
+    "_b0",
+    "_050",
+]
 
 
 def _of_timm(name: str) -> Callable[[], Made]:

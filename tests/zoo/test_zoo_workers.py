@@ -29,10 +29,10 @@ def work(key: str, tell: Callable[[str, Any], None]) -> None:
 
 
 def test_each_subject_becomes_a_row() -> None:
-    limits = Limits(seconds=3, gib=24, at_once=2)
+    limits = Limits(seconds=8, gib=24, at_once=2)
     rows = dict(rows_of(["fine", "hangs", "dies", "eats", "fine too"], work, limits))
     assert rows["fine"]["built"] == rows["fine too"]["built"] == "ok"
-    assert rows["hangs"]["ended"] == "not done after 3 s"
+    assert rows["hangs"]["ended"] == "not done after 8 s"
     assert rows["hangs"]["stage"] == "built"
     assert rows["dies"]["ended"] == "its process ended with 7"
     assert rows["eats"]["ended"] == "its process ended with 1"
