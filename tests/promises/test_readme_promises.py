@@ -32,6 +32,7 @@ NO_PROMISES = {
     "Proxy and engine agree in score, not bit for bit": "a limitation; how far apart they may be is promised elsewhere",
     "For TensorRT the loops were built, never run.": "a limitation",
     "A loop of your own over `F.linear(x, self.weight[i])` stays float": "a limitation",
+    "what stays float of each architecture of transformers": "where to look it up",
     "what is written into them is lost without an error": "a limitation",
 }
 """What has one of the promising words and promises nothing, with the reason; as much of it as tells it apart."""
