@@ -104,5 +104,6 @@ def _failed(row: Row, stages: Sequence[str]) -> list[str]:
 
 
 def _reasons(title: str, rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    lines = [f"- {name}: {' '.join(reason.split())}" for name, reasons in sorted(rows) for reason in reasons]
-    return [f"\n{title}:\n", *lines] if lines else []
+    told = [(name, " ".join(reason.split()).replace("|", "/")) for name, reasons in sorted(rows) for reason in reasons]
+    lines = [f"| {name} | {reason} |" for name, reason in told]
+    return [f"\n{title}:\n", "| what | reason |", "|---|---|", *lines] if lines else []

@@ -64,8 +64,8 @@ def test_sections_count_among_those_that_could() -> None:
     assert "| OpenVINO runs it | 0 | 2 |" in text
     assert "| TensorRT-RTX builds the quantized file (sm89) | 1 | 1 |" in text
     assert "| ok | ok | ok | 140 dB | - | ok | ok |" in text
-    assert "Warnings of `quantizer check`:\n\n- bert: half of it" in text
-    assert "- t5: openvino: not done\n- timm vit: float_export: no such operator" in text
+    assert "Warnings of `quantizer check`:\n\n| what | reason |\n|---|---|\n| bert | half of it |" in text
+    assert "| t5 | openvino: not done |\n| timm vit | float_export: no such operator |" in text
 
 
 def test_tools_are_compared_by_what_they_take() -> None:
@@ -77,7 +77,7 @@ def test_tools_are_compared_by_what_they_take() -> None:
     text = "\n".join(tools_section(measured))
     assert "| this package | 2 | 2 | 100.0% | 100.0% | 2 |" in text
     assert "| NNCF | 1 | 2 | 90.0% | 90.0% | 0 |" in text
-    assert "- NNCF, vit: quantized: ValueError: no" in text
+    assert "| NNCF, vit | quantized: ValueError: no |" in text
 
 
 def test_there_are_no_sections_without_rows() -> None:
