@@ -44,10 +44,8 @@ class _Cell:
 # GRU as update, reset and new, torch as reset, update and new.
 _LSTM = _Cell(aten.lstm.input, (0, 2, 3, 1), ["Sigmoid", "Tanh", "Tanh"])
 _GRU = _Cell(aten.gru.input, (1, 0, 2), ["Sigmoid", "Tanh"])
-_RNNS = {
-    name: _Cell(function, (0,), [name])
-    for name, function in (("Tanh", aten.rnn_tanh.input), ("Relu", aten.rnn_relu.input))
-}
+_RNN = _Cell(aten.rnn_tanh.input, (0,), ["Tanh"])
+_RNN_OF_RELU = _Cell(aten.rnn_relu.input, (0,), ["Relu"])
 
 
 @operators.add("LSTM")
@@ -67,7 +65,7 @@ def _gru(build: GraphBuilder, node: OnnxNode) -> tuple[Value, ...]:
 
 @operators.add("RNN")
 def _rnn(build: GraphBuilder, node: OnnxNode) -> tuple[Value, ...]:
-    cell = _RNNS["Relu" if "Relu" in _activations(node) else "Tanh"]
+    cell = _RNN_OF_RELU if "Relu" in _activations(node) else _RNN
     _check(node, cell)
     return _called(build, node, cell, _state(build, node, _HIDDEN))
 
