@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 # environment forbids it: then every process would compile torch and transformers afresh.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test tasks zoo compat pictures nightly structure goldens property torture torture-files torture-faults lint docs bench mutation clean
+.PHONY: demo test tasks zoo compat pictures nightly structure goldens property torture torture-files torture-faults lint docs bench field gpu mutation clean
 
 demo: $(INSTALLED)
 	$(BIN)/quantizer run configs/minilm-sentiment-int8.yaml --output runs/demo --force
@@ -107,6 +107,23 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/training_speed.py
 	$(BIN)/python benchmarks/training_accuracy.py
+	@$(MAKE) --no-print-directory field
+
+# Everybody's INT8 on real models, a row a process, and docs/benchmarks, in hours. Run again it goes on.
+field: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m pip install --quiet --no-deps -r benchmarks/requirements-no-deps.txt
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/field
+
+# The tests that need a GPU, and the benchmark that writes its section of RESULTS.md; without one all of it is skipped and
+# says why. make gpu GPU_PYTHON=python3 takes an environment that is there, with a torch of its own.
+ifndef GPU_PYTHON
+gpu: $(INSTALLED)
+endif
+GPU_PYTHON ?= $(BIN)/python
+gpu:
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu -rs tests
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_latency.py
 
 # Hours long, resumable, and no part of the tests: see docs/testing.md.
 mutation: $(INSTALLED)

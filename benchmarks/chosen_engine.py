@@ -113,7 +113,7 @@ def case_efficientnet() -> Case:
     return Case(
         model=efficientnet_lite0(),
         calibration=images[tuned].split(16),
-        inputs=lambda batch, _: {"x_bchw": images[:batch].numpy()},
+        inputs=lambda batch, _: {"pixel_values": images[:batch].numpy()},
         shapes=IMAGES,
         transformer=False,
     )

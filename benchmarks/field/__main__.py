@@ -1,0 +1,97 @@
+"""Everybody's INT8 on real models: accuracy, latency, size, memory and time, a row for each tool and model.
+
+    python benchmarks/field                          every row, and the pages in docs/benchmarks
+    python benchmarks/field --model M --tool T       one row: measured again, and printed
+
+Each row is measured in a process of its own, which takes its turns with ONNX Runtime in float32, so that rows can be
+compared. What was measured is kept, and a run that was stopped goes on. ``--page`` writes the pages alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+_HERE = Path(__file__).resolve()
+sys.path.insert(0, str(_HERE.parents[1]))
+
+from page import write_pages
+from row import measured_row
+from subjects import SUBJECTS
+from tools import TOOLS
+
+_ROOT = _HERE.parents[2]
+_PAGES = _ROOT / "docs" / "benchmarks"
+_LIMIT_S = 2400
+"""The most seconds for one row."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SUBJECTS, help="this model alone")
+    parser.add_argument("--tool", choices=TOOLS, help="this tool alone")
+    parser.add_argument("--work", type=Path, default=_ROOT / "runs" / "field", help="folder of rows (%(default)s)")
+    parser.add_argument("--page", action="store_true", help="write the pages of what was measured, and measure nothing")
+    asked = parser.parse_args()
+    asked.work.mkdir(parents=True, exist_ok=True)
+    if asked.model and asked.tool:
+        _print_row(asked.model, asked.tool, asked.work)
+        return
+    if not asked.page:
+        for model in SUBJECTS if asked.model is None else (asked.model,):
+            for tool in TOOLS if asked.tool is None else (asked.tool,):
+                _in_process(model, tool, asked.work)
+    write_pages(_rows(asked.work), _PAGES)
+
+
+def _print_row(model: str, tool: str, work: Path) -> None:
+    needs = TOOLS[tool].needs
+    if not TOOLS[tool].is_installed:
+        row: dict[str, Any] = {"failed": f"{needs} is not installed: pip install -c constraints.txt -e '.[bench]'"}
+    else:
+        row = measured_row(model, tool, work)
+    row |= {"model": model, "tool": tool, "day": date.today().isoformat()}
+    _path(work, model, tool).write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(row, indent=1))
+
+
+def _in_process(model: str, tool: str, work: Path) -> None:
+    """Measure a row that is not there yet; one that fails says why."""
+    path = _path(work, model, tool)
+    if path.exists():
+        return
+    command = [sys.executable, str(_HERE.parent), "--model", model, "--tool", tool, "--work", str(work)]
+    log = work / f"{model}.{tool}.log"
+    failed = None
+    with log.open("w", encoding="utf-8") as file:
+        try:
+            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=_LIMIT_S, check=False)
+        except subprocess.TimeoutExpired:
+            failed = f"stopped after {_LIMIT_S} s"
+        else:
+            if done.returncode:
+                lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+                failed = lines[-1] if lines else f"ended with {done.returncode}"
+    if failed:
+        row = {"model": model, "tool": tool, "day": date.today().isoformat(), "failed": failed}
+        path.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+    print(f"{model}, {tool}: {failed or 'measured'}", flush=True)
+
+
+def _path(work: Path, model: str, tool: str) -> Path:
+    return work / f"{model}.{tool}.json"
+
+
+def _rows(work: Path) -> list[dict[str, Any]]:
+    """All rows that were measured, in the order of the tables."""
+    paths = [_path(work, model, tool) for model in SUBJECTS for tool in TOOLS]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+
+
+if __name__ == "__main__":
+    main()

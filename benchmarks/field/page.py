@@ -1,0 +1,147 @@
+"""The page of the table: for each model the score and the speed of every tool, a picture, and who is the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from subjects import BATCHES
+from tools import REFERENCE
+from tools import TOOLS
+
+from quantizer.report.charts.runs_plot import RunPoint
+from quantizer.report.charts.runs_plot import runs_svg
+
+__all__ = ["write_pages"]
+
+_OURS = "auto"
+_PICTURED = 8
+_INTRO = """# Against other tools, on a CPU
+
+<!-- Made by `make bench`: change benchmarks/field, not this page. -->
+
+Float, INT8 and what each tool makes of real models, with all defaults and the same rows to calibrate on, one thread.
+A row was measured in a process of its own, in turns with ONNX Runtime in float32: a speed-up is the median of ratios
+of calls that follow each other. "To float" is the score less that of the float model, with its 95% interval from
+resampled rows, better above 0; paired figures compare outputs with the float model's, row by row. Memory is what the
+engine adds to a fresh process that loads it and runs a batch of 8; time is what quantizing took, from the model to a
+file, with its export.
+
+"Ours, `backend: auto`" is `quantize_model(model, batches)`: it builds every engine for this CPU, measures them, and
+keeps the fastest that computes what the model does. Its time has all of that in it.
+"""
+
+
+def write_pages(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Write the page of all rows into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    parts = [_INTRO, *_fastest(rows, models)]
+    for model in models:
+        parts += _model([row for row in rows if row["model"] == model])
+    (folder / "index.md").write_text("\n".join(parts).rstrip("\n") + "\n", encoding="utf-8")
+
+
+def _fastest(rows: Sequence[dict[str, Any]], models: Sequence[str]) -> Iterator[str]:
+    """Whether ours is the fastest at each size of a batch among those that are as accurate, and who else is."""
+    yield "## Who is the fastest\n"
+    yield (
+        "Of a model at a batch size: those that are faster than ours, and whose score is not worse. All others are "
+        "slower, or lose more.\n"
+    )
+    yield "| model | " + " | ".join(f"batch {batch}" for batch in BATCHES) + " |\n|---|" + "---|" * len(BATCHES)
+    cells = best = 0
+    for model in models:
+        measured = {row["tool"]: row for row in rows if row["model"] == model and "failed" not in row}
+        if _OURS not in measured:
+            continue
+        shown = []
+        for batch in BATCHES:
+            faster = list(_faster(measured, str(batch)))
+            cells, best = cells + 1, best + (not faster)
+            shown.append(", ".join(faster) or "**ours**")
+        yield f"| {measured[_OURS]['title']} | " + " | ".join(shown) + " |"
+    yield f"\nOurs is the fastest at an equal or better score in {best} of {cells} cells.\n"
+
+
+def _faster(measured: dict[str, dict[str, Any]], batch: str) -> Iterator[str]:
+    ours = measured[_OURS]
+    for name, row in measured.items():
+        if TOOLS[name].ours or row["gained"] < ours["gained"]:
+            continue
+        ratio = row["latency"][batch]["speedup"] / ours["latency"][batch]["speedup"]
+        if ratio > 1:
+            yield f"{TOOLS[name].title} ({ratio:.2f} times as fast)"
+
+
+def _model(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    measured = [row for row in rows if "failed" not in row]
+    if not measured:
+        return
+    first = measured[0]
+    yield f"## {first['title']}\n"
+    yield f"{first['machine']['cpu']}, commit {first['commit']}, {first['day']}, seed {first['seed']}.\n"
+    paired = [name for name in ("label_flips", "mean_cosine", "kl_divergence", "sqnr_db") if name in first]
+    heads = ["tool", first["metric"], "to float", "95%", *(name.replace("_", " ") for name in paired)]
+    yield _row(*heads, *(f"batch {batch}, ms (speed-up)" for batch in BATCHES))
+    yield "|---" * (len(heads) + len(BATCHES)) + "|"
+    for row in measured:
+        yield _row(
+            _title(row),
+            f"{row['score']:.4f}",
+            f"{row['gained']:+.4f}",
+            f"{row['low']:+.4f} to {row['high']:+.4f}",
+            *(f"{row[name]:.1f}" if name == "sqnr_db" else f"{row[name]:.4f}" for name in paired),
+            *(_latency(row["latency"][str(batch)]) for batch in BATCHES),
+        )
+    yield "\n" + _picture(measured) + "\n"
+    yield _row("tool", "files, MiB", "to load, s", "memory, MiB", "to quantize, s", "peak, MiB")
+    yield "|---" * 6 + "|"
+    for row in measured:
+        sizes = (f"{row[name]:.1f}" if name in row else "" for name in ("file_mib", "load_s", "run_peak_mib"))
+        yield _row(_title(row), *sizes, f"{row['quantize_s']:.0f}", f"{row['quantize_peak_mib']:.0f}")
+    failed = [row for row in rows if "failed" in row]
+    if failed:
+        yield "\nNot measured:\n"
+        yield "| tool | why |\n|---|---|"
+        for row in failed:
+            yield _row(TOOLS[row["tool"]].title, row["failed"].replace("|", "/")[:300])
+    yield ""
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _title(row: dict[str, Any]) -> str:
+    title = TOOLS[row["tool"]].title
+    return f"{title} ({row['note']})" if row["note"] else title
+
+
+def _latency(taken: dict[str, float]) -> str:
+    return f"{taken['ms']:.1f} ({taken['speedup']:.2f})"
+
+
+def _picture(measured: Sequence[dict[str, Any]]) -> str:
+    """Score against time at one batch size; times are those of the reference divided by the speed-ups."""
+    reference = next(row for row in measured if row["tool"] == REFERENCE)
+    base = reference["latency"][str(_PICTURED)]["ms"]
+    spots = [
+        (TOOLS[row["tool"]].title, base / row["latency"][str(_PICTURED)]["speedup"], row["score"], row["gained"])
+        for row in measured
+    ]
+    points = [
+        RunPoint(
+            number=number,
+            name=title,
+            milliseconds=time,
+            score=score,
+            front=not any(other[1] < time and other[3] >= gained for other in spots),
+        )
+        for number, (title, time, score, gained) in enumerate(spots, start=1)
+    ]
+    told = ", ".join(f"{point.number} {point.name}" for point in points)
+    metric = f"{measured[0]['metric']}, batch {_PICTURED}"
+    return f"{runs_svg(points, metric, {})}\n\n{told}."

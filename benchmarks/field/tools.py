@@ -1,0 +1,336 @@
+"""The tools that are compared: each makes something that runs a batch, out of a float model and its calibration rows.
+
+Each has its own defaults, one thread, and the same batches. What runs in ONNX Runtime does so in its own session, and
+what runs in OpenVINO for latency in float32, but where the name says otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+import torch
+from engine_speed import compiled
+from engine_speed import plain_session
+from subjects import Batch
+from subjects import Run
+from subjects import Subject
+
+import quantizer
+from quantizer.export import export_onnx
+from quantizer.runs.measure import QUANTIZED_STEM
+
+__all__ = ["REFERENCE", "TOOLS", "Made", "Tool"]
+
+REFERENCE = "onnxruntime-float32"
+"""The tool beside which the latency of all is measured."""
+
+_DROP = 0.01
+"""The drop of the score that NNCF's accuracy control may take."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a tool made.
+
+    Attributes:
+        load: returns what runs a batch; a fresh process can call it where there are files.
+        files: what has to be shipped; none: the tool makes a module in Python, each time anew.
+        note: what it chose, in a few words.
+    """
+
+    load: Callable[[], Run]
+    files: tuple[Path, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool.
+
+    Attributes:
+        title: its name.
+        make: makes an engine or a module in a folder.
+        needs: the module without which it cannot.
+        ours: whether it is this package.
+    """
+
+    title: str
+    make: Callable[[Subject, Path], Made]
+    needs: str = "torch"
+    ours: bool = False
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it can run here."""
+        return find_spec(self.needs) is not None
+
+
+def _float_file(subject: Subject, folder: Path) -> Path:
+    return export_onnx(
+        subject.model, folder / "float.onnx", subject.calibration[0], opset=20, dtype=torch.float32
+    )
+
+
+def _arrays(batch: Batch) -> dict[str, np.ndarray[Any, Any]]:
+    return {name: value.numpy() for name, value in batch.items()}
+
+
+def _session(path: Path) -> Run:
+    run = plain_session(path)
+    return lambda batch: run(_arrays(batch))
+
+
+def _openvino(path: Path, **settings: object) -> Run:
+    model = compiled(path, **settings)
+    request = model.create_infer_request()
+    inputs = [port.get_any_name() for port in model.inputs]
+    outputs = [port.get_any_name() for port in model.outputs]
+
+    def run(batch: Batch) -> dict[str, np.ndarray[Any, Any]]:
+        results = request.infer({name: batch[name].numpy() for name in inputs}, share_inputs=True)
+        return {name: np.array(results[place]) for place, name in enumerate(outputs)}
+
+    return run
+
+
+def _module(module: Any) -> Run:
+    def run(batch: Batch) -> Any:
+        with torch.no_grad():
+            return module(**batch)
+
+    return run
+
+
+# In float
+
+
+def _torch(subject: Subject, _: Path) -> Made:
+    return Made(lambda: _module(subject.model))
+
+
+def _torch_compile(subject: Subject, _: Path) -> Made:
+    return Made(lambda: _module(torch.compile(subject.model)))
+
+
+def _onnxruntime(subject: Subject, folder: Path) -> Made:
+    path = _float_file(subject, folder)
+    return Made(partial(_session, path), (path,))
+
+
+def _openvino_float(subject: Subject, folder: Path, precision: str) -> Made:
+    path = _float_file(subject, folder)
+    return Made(partial(_openvino, path, INFERENCE_PRECISION_HINT=precision), (path,))
+
+
+# Other tools in INT8
+
+
+def _quantize_dynamic(subject: Subject, folder: Path) -> Made:
+    from onnxruntime.quantization import quantize_dynamic
+
+    path = folder / "int8.onnx"
+    quantize_dynamic(_float_file(subject, folder), path)
+    return Made(partial(_session, path), (path,))
+
+
+class _Reader:
+    """Batches for ONNX Runtime, one after the other."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._batches = iter(subject.calibration)
+
+    def get_next(self) -> dict[str, np.ndarray[Any, Any]] | None:
+        batch = next(self._batches, None)
+        return None if batch is None else _arrays(batch)
+
+
+def _quantize_static(subject: Subject, folder: Path) -> Made:
+    from onnxruntime.quantization import quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    # As its manual asks: prepared, in Q/DQ, with a scale for each channel of a weight.
+    ready, path = folder / "ready.onnx", folder / "int8.onnx"
+    quant_pre_process(_float_file(subject, folder), ready, skip_symbolic_shape=True)
+    quantize_static(ready, path, _Reader(subject), per_channel=True)
+    return Made(partial(_session, path), (path,))
+
+
+def _model_optimizer(subject: Subject, folder: Path) -> Made:
+    from modelopt.onnx.quantization import quantize
+
+    path = folder / "int8.onnx"
+    first = _arrays(subject.calibration[0])
+    quantize(
+        str(_float_file(subject, folder)),
+        quantize_mode="int8",
+        calibration_data=first,
+        calibration_eps=["cpu"],
+        output_path=str(path),
+    )
+    return Made(partial(_session, path), (path,))
+
+
+def _nncf(subject: Subject, folder: Path) -> Made:
+    import nncf
+
+    model = openvino.Core().read_model(_float_file(subject, folder))
+    made = nncf.quantize(model, _data(subject), subset_size=len(subject.calibration), **_kind(subject))
+    return _saved(made, folder)
+
+
+def _nncf_control(subject: Subject, folder: Path) -> Made:
+    import nncf
+
+    base = subject.predict(_module(subject.model))
+
+    def score(model: Any, _: Any) -> tuple[float, None]:
+        names = [port.get_any_name() for port in model.inputs]
+        outputs = [port.get_any_name() for port in model.outputs]
+
+        def run(batch: Batch) -> dict[str, np.ndarray[Any, Any]]:
+            results = model({name: batch[name].numpy() for name in names})
+            return {name: np.array(results[place]) for place, name in enumerate(outputs)}
+
+        found = subject.figures(base, subject.predict(run))
+        return found["gained"], None
+
+    model = openvino.Core().read_model(_float_file(subject, folder))
+    made = nncf.quantize_with_accuracy_control(
+        model,
+        calibration_dataset=_data(subject),
+        validation_dataset=_data(subject),
+        validation_fn=score,
+        max_drop=_DROP,
+        subset_size=len(subject.calibration),
+        **_kind(subject),
+    )
+    return _saved(made, folder)
+
+
+def _data(subject: Subject) -> Any:
+    import nncf
+
+    return nncf.Dataset(list(subject.calibration), _arrays)
+
+
+def _kind(subject: Subject) -> dict[str, Any]:
+    import nncf
+
+    return {"model_type": nncf.ModelType.TRANSFORMER} if subject.is_transformer else {}
+
+
+def _saved(model: openvino.Model, folder: Path) -> Made:
+    path = folder / "int8.xml"
+    openvino.save_model(model, path, compress_to_fp16=False)
+    return Made(partial(_openvino, path), (path, path.with_suffix(".bin")))
+
+
+class _Positional(torch.nn.Module):
+    """A model whose inputs come by position, as PT2E's graph takes them; returns its first output."""
+
+    def __init__(self, model: torch.nn.Module, names: list[str]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        made = self.model(**dict(zip(self.names, inputs, strict=True)))
+        return made if isinstance(made, torch.Tensor) else made[0]
+
+
+def _pt2e(subject: Subject, _: Path) -> Made:
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
+    from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
+    from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
+    from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import get_default_x86_inductor_quantization_config
+
+    example = subject.calibration[0]
+    names = list(example)
+    with torch.no_grad():
+        made = subject.model(**example)
+    output = None if isinstance(made, torch.Tensor) else next(iter(made))
+    batch, length = torch.export.Dim("batch", min=2), torch.export.Dim("length", min=2)
+    axes = [{0: batch, **({1: length} if value.dim() == 2 else {})} for value in example.values()]
+    module = _Positional(subject.model, names).eval()
+    graph = torch.export.export(module, tuple(example.values()), dynamic_shapes=(tuple(axes),)).module()
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    prepared = prepare_pt2e(graph, X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config()))
+    with torch.no_grad():
+        for one in subject.calibration:
+            prepared(*(one[name] for name in names))
+    converted = convert_pt2e(prepared)
+
+    def load() -> Run:
+        ready = torch.compile(converted)
+
+        def run(one: Batch) -> Any:
+            with torch.no_grad():
+                first = ready(*(one[name] for name in names))
+            return first if output is None else {output: first}
+
+        return run
+
+    return Made(load)
+
+
+def _quanto(subject: Subject, _: Path) -> Made:
+    from optimum.quanto import Calibration
+    from optimum.quanto import freeze
+    from optimum.quanto import qint8
+    from optimum.quanto import quantize
+
+    model = copy.deepcopy(subject.model)
+    quantize(model, weights=qint8, activations=qint8)
+    with Calibration(), torch.no_grad():
+        for batch in subject.calibration:
+            model(**batch)
+    freeze(model)
+    return Made(lambda: _module(model))
+
+
+# Ours
+
+
+def _ours(subject: Subject, folder: Path, **settings: object) -> Made:
+    result = quantizer.quantize_model(subject.model, subject.calibration, progress=False, **settings)
+    at = result.save(folder / "ours")
+    record = result.record
+    chosen = record.choice.candidates[0].name if record.choice else ""
+    return Made(partial(_loaded, at), (at / f"{QUANTIZED_STEM}.engine",), chosen)
+
+
+def _loaded(folder: Path) -> Run:
+    return _module(quantizer.load(folder))
+
+
+TOOLS: dict[str, Tool] = {
+    "torch-float32": Tool("torch, float32", _torch),
+    "torch-compile": Tool("torch.compile, float32", _torch_compile),
+    REFERENCE: Tool("ONNX Runtime, float32", _onnxruntime, "onnxruntime"),
+    "openvino-float32": Tool("OpenVINO, float32", partial(_openvino_float, precision="f32"), "openvino"),
+    "openvino-bfloat16": Tool("OpenVINO, bfloat16", partial(_openvino_float, precision="bf16"), "openvino"),
+    "quantize-dynamic": Tool("ONNX Runtime, `quantize_dynamic`", _quantize_dynamic, "onnxruntime"),
+    "quantize-static": Tool("ONNX Runtime, `quantize_static`", _quantize_static, "onnxruntime"),
+    "model-optimizer": Tool("Model Optimizer, ONNX INT8, in ONNX Runtime", _model_optimizer, "modelopt"),
+    "nncf": Tool("NNCF, in OpenVINO", _nncf, "nncf"),
+    "nncf-control": Tool("NNCF with accuracy control, in OpenVINO", _nncf_control, "nncf"),
+    "pt2e": Tool("torchao PT2E, X86 Inductor", _pt2e, "torchao"),
+    "quanto": Tool("optimum-quanto", _quanto, "optimum"),
+    "auto": Tool("ours, `backend: auto`", _ours, ours=True),
+    "openvino": Tool("ours, OpenVINO", partial(_ours, backend="openvino"), ours=True),
+    "openvino-fast": Tool("ours, OpenVINO, `preset: fast`", partial(_ours, backend="openvino", preset="fast"), ours=True),
+    "openvino-accurate": Tool(
+        "ours, OpenVINO, `preset: accurate`", partial(_ours, backend="openvino", preset="accurate"), ours=True
+    ),
+    "onnxruntime": Tool("ours, ONNX Runtime", partial(_ours, backend="onnxruntime"), ours=True),
+    "torch": Tool("ours, torch engine", partial(_ours, backend="torch"), ours=True),
+}
+"""All tools, by the name that the command takes."""

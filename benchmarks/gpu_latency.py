@@ -1,0 +1,226 @@
+"""The torch engine's kernels on a GPU beside half precision: models of BERT-base's and BERT-large's size.
+
+    python benchmarks/gpu_latency.py [ROUNDS]
+
+It writes its own section of RESULTS.md. Without a GPU that section says "not measured", and why; figures that are
+there already stay. Weights are random, with which the time is the same. INT8 and FP8 are ``Quantizer.lower``, compiled
+by ``torch.compile``, once in float32 and once under autocast to bfloat16 for what is not quantized. A share is that of
+the rate of one large product in the same type, measured first: of the multiply-adds of all linear layers. TensorRT's
+engines are measured where its library is installed. What is too large for the memory of a GPU, or needs a newer one,
+is a row with the reason.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import BertConfig
+from transformers import BertModel
+
+from quantizer import Quantizer
+from quantizer.engines import BuildOptions
+from quantizer.engines import build_engine
+from quantizer.engines import load_engine
+from quantizer.errors import QuantizerError
+
+RESULTS = Path(__file__).with_name("RESULTS.md")
+HEADING = "## On a GPU (`gpu_latency.py`)"
+SIZES = {
+    "BERT-base": {},
+    "BERT-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+}
+SHAPES = ((1, 128), (8, 128), (32, 128), (32, 512))
+_SIDE = 8192
+_TENSORRT = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+"""The modules of the backends."""
+Batch = dict[str, torch.Tensor]
+Run = Callable[[Batch], Any]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """What is timed: ``make`` returns what runs a batch, for a model in float32 on the CPU."""
+
+    name: str
+    rate: str
+    make: Callable[[torch.nn.Module, Path], Run]
+
+
+def why_not() -> str | None:
+    """Why nothing can be measured here; None: there is a GPU."""
+    if not torch.cuda.is_available():
+        return "torch sees no GPU here"
+    major, minor = torch.cuda.get_device_capability()
+    return None if (major, minor) >= (8, 0) else f"the GPU is sm_{major}{minor}, and bfloat16 needs sm_80 or later"
+
+
+def batch(rows: int, length: int) -> Batch:
+    """Random tokens, nothing masked."""
+    ids = torch.randint(0, 30_000, (rows, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def in_torch(model: torch.nn.Module, _: Path, *, dtype: torch.dtype, compiles: bool) -> Run:
+    """The float model in half precision."""
+    module = BertModel(model.config)
+    module.load_state_dict(model.state_dict())
+    module = module.to("cuda", dtype).eval()
+    return partial(_called, torch.compile(module) if compiles else module, nullcontext())
+
+
+def lowered(model: torch.nn.Module, _: Path, *, dtype: str, half: bool) -> Run:
+    """The integers or FP8 codes of a quantized model in torch's kernels, compiled."""
+    quantizer = Quantizer(backend="torch", dtype=dtype, preset="fast")
+    quantizer.calibrate(model, [batch(4, 64), batch(4, 128)], progress=False)
+    module = torch.compile(quantizer.lower(model).cuda())
+    context = torch.autocast("cuda", torch.bfloat16) if half else nullcontext()
+    return partial(_called, module, context)
+
+
+def _called(module: Any, context: AbstractContextManager[Any], given: Batch) -> Any:
+    with torch.no_grad(), context:
+        return module(**given)
+
+
+def in_tensorrt(model: torch.nn.Module, folder: Path, *, backend: str, dtype: str) -> Run:
+    """An engine of TensorRT's libraries, whose inputs come from the memory of the host."""
+    quantizer = Quantizer(backend=backend, dtype=dtype, preset="fast")
+    quantizer.calibrate(model, [batch(4, 64), batch(4, 128)], progress=False)
+    path = quantizer.export(quantizer.quantize(model), folder / f"{backend}.onnx", batch(2, 32))
+    sizes = {"batch": (1, 8, 32), "sequence": (16, 128, 512)}
+    built = build_engine(backend, path, folder / f"{backend}.engine", BuildOptions(dynamic=sizes))
+    engine = load_engine(backend, built.path)
+    return lambda given: engine({name: given[name].cpu().numpy() for name in engine.input_names})
+
+
+def contestants() -> Iterator[Contestant]:
+    """Those that this machine may run, the reference first."""
+    for dtype in (torch.float16, torch.bfloat16):
+        for compiles in (False, True):
+            name = f"{str(dtype).removeprefix('torch.')}{', torch.compile' if compiles else ''}"
+            yield Contestant(name, "float16", partial(in_torch, dtype=dtype, compiles=compiles))
+    formats = ["int8"] + (["fp8"] if torch.cuda.get_device_capability() >= (8, 9) else [])
+    for dtype in formats:
+        for half in (False, True):
+            name = f"ours, {dtype}, torch.compile{', autocast to bfloat16' if half else ''}"
+            yield Contestant(name, dtype, partial(lowered, dtype=dtype, half=half))
+    for backend, module in _TENSORRT.items():
+        if find_spec(module) is not None:
+            for dtype in formats:
+                make = partial(in_tensorrt, backend=backend, dtype=dtype)
+                yield Contestant(f"ours, {dtype}, {backend}", dtype, make)
+
+
+def rates() -> dict[str, float]:
+    """Multiply-adds a second of one product of square matrices, by type."""
+    x = torch.randn(_SIDE, _SIDE, device="cuda")
+    half, whole = x.half(), (x * 20).to(torch.int8)
+    calls: dict[str, Callable[[], object]] = {
+        "float16": lambda: half @ half,
+        "int8": lambda: torch._int_mm(whole, whole.t()),
+    }
+    if torch.cuda.get_device_capability() >= (8, 9):
+        codes, one = x.to(torch.float8_e4m3fn), torch.ones((), device="cuda")
+        calls["fp8"] = lambda: torch._scaled_mm(codes, codes.t(), one, one, out_dtype=torch.bfloat16)
+    return {name: _SIDE**3 / (statistics.median(milliseconds({name: call}, 20)[name]) / 1000) for name, call in calls.items()}
+
+
+def milliseconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """The times of calls that take turns, by the GPU's own clock."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(-3, rounds):
+        for name, call in calls.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            if turn >= 0:
+                taken[name].append(start.elapsed_time(end))
+    return taken
+
+
+def multiply_adds(model: torch.nn.Module, rows: int, length: int) -> int:
+    """Those of all linear layers on a batch; the pooler reads one token a row."""
+    sizes = {name: m.weight.numel() for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    return sum(size * rows * (1 if name.startswith("pooler") else length) for name, size in sizes.items())
+
+
+def section(rounds: int) -> Iterator[str]:
+    """The lines of the section."""
+    fastest = rates()
+    yield f"{date.today()}, {torch.cuda.get_device_name()}, torch {torch.__version__}, {rounds} rounds in turns.\n"
+    told = ", ".join(f"{name} {2 * rate / 1e12:.0f}" for name, rate in fastest.items())
+    yield f"Measured rates of one product of {_SIDE} x {_SIDE}, in TFLOPS or TOPS: {told}.\n"
+    for title, sizes in SIZES.items():
+        torch.manual_seed(0)
+        model = BertModel(BertConfig(**sizes)).eval()
+        yield f"### {title}\n"
+        yield "| milliseconds (to float16; share of the rate) | " + " | ".join(f"{b} x {s}" for b, s in SHAPES) + " |"
+        yield "|---" * (1 + len(SHAPES)) + "|"
+        with tempfile.TemporaryDirectory() as folder:
+            yield from _rows(model, Path(folder), rounds, fastest)
+        yield ""
+
+
+def _rows(model: torch.nn.Module, folder: Path, rounds: int, fastest: dict[str, float]) -> Iterator[str]:
+    """A row a contestant; each takes turns with the first, so that not all have to fit into memory at once."""
+    reference: Run | None = None
+    for one in contestants():
+        try:
+            run = one.make(model, folder)
+            reference = reference or run
+            cells = [_cell(model, reference, run, shape, rounds, fastest[one.rate]) for shape in SHAPES]
+        except (torch.cuda.OutOfMemoryError, QuantizerError) as error:
+            cells = [str(error).splitlines()[0].replace("|", "/"), *("" for _ in SHAPES[1:])]
+        yield f"| {one.name} | " + " | ".join(cells) + " |"
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+
+
+def _cell(
+    model: torch.nn.Module, reference: Run, run: Run, shape: tuple[int, int], rounds: int, rate: float
+) -> str:
+    given = {name: value.cuda() for name, value in batch(*shape).items()}
+    taken = milliseconds({"reference": partial(reference, given), "this": partial(run, given)}, rounds)
+    ratio = statistics.median(a / b for a, b in zip(taken["reference"], taken["this"], strict=True))
+    time = statistics.median(taken["this"])
+    share = multiply_adds(model, *shape) / (time / 1000) / rate
+    return f"{time:.2f} ({ratio:.2f}; {share:.0%})"
+
+
+def write_section(text: str) -> None:
+    """Put the section in the place of the former one, or at the end."""
+    before = RESULTS.read_text(encoding="utf-8")
+    head, found, rest = before.partition(f"{HEADING}\n")
+    _, next_heading, after = rest.partition("\n## ")
+    end = f"\n## {after}" if next_heading else ""
+    gap = "" if found else "\n"
+    RESULTS.write_text(f"{head}{gap}{HEADING}\n\n{text.strip()}\n{end}", encoding="utf-8")
+
+
+def main(rounds: int) -> None:
+    reason = why_not()
+    if reason is None:
+        write_section("\n".join(section(rounds)))
+        return
+    print(f"not measured: {reason}")
+    if HEADING not in RESULTS.read_text(encoding="utf-8"):
+        write_section(f"Not measured: {reason}. On a machine with one, `make gpu` writes this section.")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 30)
