@@ -429,7 +429,8 @@ def test_a_compiled_one_fuses_what_lies_between(config: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8)).eval()
     q = calibrated(model, **config)
     frozen, lowered = q.quantize(model), q.lower(model)
-    compiled = torch.compile(lowered, fullgraph=True)
+    # As one that was moved to a GPU, and was not called there before.
+    compiled = torch.compile(q.lower(model).cpu(), fullgraph=True)
     with torch.no_grad():
         assert sqnr_db(compiled(rows(1)), lowered(rows(1))) > 40
         assert sqnr_db(compiled(rows(2)), frozen(rows(2))) > 40

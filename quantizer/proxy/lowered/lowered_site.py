@@ -53,7 +53,7 @@ class LoweredSite(Site):
 
     Attributes:
         lowering: what the choice of the kernel depends on.
-        chosen: the kernel, or why there is none; None: it has to be chosen anew, after a copy, a cast or a load.
+        chosen: the kernel, or why there is none; None: it has to be chosen anew, after a copy or a load.
     """
 
     lowering: Lowering
@@ -141,7 +141,10 @@ class LoweredSite(Site):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.chosen = None
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Now and not in the first call: that may be one of torch.compile, which cannot make a kernel in its graph.
+        self.choice()
+        return moved
 
     def _load_from_state_dict(self, *given: Any) -> None:
         self.chosen = None
