@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 # environment forbids it: then every process would compile torch and transformers afresh.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test tasks zoo compat pictures nightly structure goldens property torture torture-files torture-faults lint docs bench field gpu mutation clean
+.PHONY: demo test tasks zoo compat pictures gallery nightly structure goldens property torture torture-files torture-faults lint docs bench field gpu mutation clean
 
 demo: $(INSTALLED)
 	$(BIN)/quantizer run configs/minilm-sentiment-int8.yaml --output runs/demo --force
@@ -66,6 +66,10 @@ docs: $(INSTALLED)
 # Report and terminal of a run as pictures; needs Chromium.
 pictures: $(INSTALLED)
 	$(BIN)/python tests/pictures.py $(or $(RUN),runs/demo) runs/pictures
+
+# The notebooks of examples/ anew, with what they show.
+gallery: $(INSTALLED)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/gallery.py $(NOTEBOOKS)
 
 # Each task of models end to end, and docs/tasks.md with their scores, in about an hour. Run again it goes on.
 tasks: $(INSTALLED)

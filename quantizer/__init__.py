@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quantizer.runs.saved.load import load
     from quantizer.runs.workload.quantize_model import quantize_model
     from quantizer.runs.workload.quantized_model import QuantizedModel
+    from quantizer.views.runs_view import compare_runs
 
 __all__ = [
     "QATCalibrate",
@@ -29,6 +30,7 @@ __all__ = [
     "Quantizer",
     "QuantizerConfig",
     "QuantizerError",
+    "compare_runs",
     "estimated_prices",
     "from_onnx",
     "functional",
@@ -45,6 +47,7 @@ _HOMES = {
     "Quantizer": "quantizer.quantizer",
     "QuantizerConfig": "quantizer.config",
     "QuantizerError": "quantizer.errors",
+    "compare_runs": "quantizer.views.runs_view",
     "estimated_prices": "quantizer.runs.placement.estimated_prices",
     "from_onnx": "quantizer.interop.onnx.from_onnx",
     "load": "quantizer.runs.saved.load",

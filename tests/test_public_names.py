@@ -46,6 +46,7 @@ def test_the_public_names() -> None:
         "Quantizer",
         "QuantizerConfig",
         "QuantizerError",
+        "compare_runs",
         "estimated_prices",
         "from_onnx",
         "functional",

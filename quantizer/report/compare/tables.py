@@ -22,16 +22,17 @@ from quantizer.report.verdict import USABLE
 __all__ = ["csv_text", "decibels_or_equal", "in_order", "pairs_html", "runs_html", "settings_html", "setting"]
 
 
-def runs_html(comparison: Comparison, links: Mapping[str, str]) -> str:
+def runs_html(comparison: Comparison, links: Mapping[str, str], *, style: bool = False) -> str:
     """Return the table of the runs, the best score first.
 
     Args:
         comparison: the comparison.
         links: the addresses of the reports, by the names of the runs.
+        style: whether to put the style sheet in front, as notebooks need it.
     """
     columns, rows = _runs(comparison, links)
     numbered = [[number, *row] for number, row in enumerate(rows, start=1)]
-    return html_table([Column(title="No.", numeric=True), *columns], numbered, label="Runs", style=False)
+    return html_table([Column(title="No.", numeric=True), *columns], numbered, label="Runs", style=style)
 
 
 def settings_html(comparison: Comparison) -> str:

@@ -1,0 +1,85 @@
+"""The view of finished runs side by side: text in a terminal, a table in a notebook, and a picture."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+
+from quantizer.report.compare.compared_run import ComparedRun
+from quantizer.report.compare.compared_run import read_runs
+from quantizer.report.compare.comparison import Comparison
+from quantizer.report.compare.comparison import Pair
+from quantizer.report.compare.comparison import compare
+from quantizer.report.compare.in_short import comparison_sentence
+from quantizer.report.compare.in_short import comparison_svg
+from quantizer.report.compare.print import print_comparison
+from quantizer.report.compare.tables import in_order
+from quantizer.report.compare.tables import runs_html
+from quantizer.report.page.compare_page import write_comparison
+from quantizer.views.picture import Picture
+
+__all__ = ["Runs", "compare_runs"]
+
+_WIDTH = 120
+
+
+def compare_runs(runs: Sequence[str | os.PathLike[str]]) -> Runs:
+    """Compare finished runs, as ``quantizer compare`` does: scores or outputs, speed, size, and what differs.
+
+    Args:
+        runs: folders that ``QuantizedModel.save`` or ``quantizer run`` wrote, or ``report.json`` of them; the folder of
+            a sweep is all its finished runs.
+
+    Raises:
+        QuantizerError: fewer than two, one twice, or one cannot be read.
+    """
+    return Runs(compare(read_runs([Path(run) for run in runs])))
+
+
+class Runs:
+    """Finished runs side by side.
+
+    Attributes:
+        runs: the runs, the best score first, each with its ``name`` and its ``record``; where there is no score, the
+            one whose outputs are nearest to float.
+        pairs: all pairs of scored runs, each with ``difference``, its 95% ``interval`` and ``verdict`` in words.
+        notes: what cannot be compared, in words.
+    """
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.runs: tuple[ComparedRun, ...] = tuple(in_order(comparison))
+        self.pairs: tuple[Pair, ...] = comparison.pairs
+        self.notes = comparison.notes
+        self._comparison = comparison
+
+    def plot(self) -> Picture:
+        """Return the scores against the speed, with the runs that no other one beats in both joined by a line."""
+        return Picture(comparison_svg(self._comparison))
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write the comparison as one HTML file that opens offline, and return its path.
+
+        Raises:
+            MissingDependencyError: jinja2 is not installed.
+            QuantizerError: the file cannot be written.
+        """
+        page = Path(path)
+        write_comparison(self._comparison, page, None, page.stem)
+        return page
+
+    def __repr__(self) -> str:
+        text = StringIO()
+        # In a notebook rich would show the text, and write nothing into the file; Jupyter also asks for colours.
+        plain = Console(file=text, width=_WIDTH, color_system=None, force_terminal=False, force_jupyter=False)
+        print_comparison(self._comparison, None, plain)
+        return text.getvalue().rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        lines = [comparison_sentence(self._comparison), *self.notes]
+        told = "".join(f"<p>{html.escape(line[:1].upper() + line[1:])}</p>" for line in lines)
+        return told + runs_html(self._comparison, {}, style=True)
