@@ -20,8 +20,8 @@ from typing import Any
 _HERE = Path(__file__).resolve()
 sys.path.insert(0, str(_HERE.parents[1]))
 
-from page import write_pages
-from row import measured_row
+from field_page import write_page
+from field_row import measured_row
 from subjects import SUBJECTS
 from tools import TOOLS
 
@@ -46,7 +46,7 @@ def main() -> None:
         for model in SUBJECTS if asked.model is None else (asked.model,):
             for tool in TOOLS if asked.tool is None else (asked.tool,):
                 _in_process(model, tool, asked.work)
-    write_pages(_rows(asked.work), _PAGES)
+    write_page(_rows(asked.work), _PAGES)
 
 
 def _print_row(model: str, tool: str, work: Path) -> None:
@@ -88,9 +88,15 @@ def _path(work: Path, model: str, tool: str) -> Path:
 
 
 def _rows(work: Path) -> list[dict[str, Any]]:
-    """All rows that were measured, in the order of the tables."""
-    paths = [_path(work, model, tool) for model in SUBJECTS for tool in TOOLS]
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+    """All rows that were measured, in the order of the tables, each with what the page says of its tool."""
+    rows = []
+    for model in SUBJECTS:
+        for tool, told in TOOLS.items():
+            path = _path(work, model, tool)
+            if path.exists():
+                row = json.loads(path.read_text(encoding="utf-8"))
+                rows.append(row | {"name": told.title, "ours": told.ours})
+    return rows
 
 
 if __name__ == "__main__":

@@ -7,17 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from subjects import BATCHES
-from tools import REFERENCE
-from tools import TOOLS
-
 from quantizer.report.charts.runs_plot import RunPoint
 from quantizer.report.charts.runs_plot import runs_svg
 
-__all__ = ["write_pages"]
+__all__ = ["write_page"]
 
-_OURS = "auto"
-_PICTURED = 8
+_OURS, _REFERENCE = "auto", "onnxruntime-float32"
+"""The tool that is compared with the others, and the one beside which all latencies are measured."""
+_BATCHES, _PICTURED = ("1", "8", "32"), "8"
 _INTRO = """# Against other tools, on a CPU
 
 <!-- Made by `make bench`: change benchmarks/field, not this page. -->
@@ -34,8 +31,13 @@ keeps the fastest that computes what the model does. Its time has all of that in
 """
 
 
-def write_pages(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write the page of all rows into a folder."""
+def write_page(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Write the page into a folder.
+
+    Args:
+        rows: all rows, each with ``name``, the title of its tool, and ``ours``.
+        folder: the folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     models = list(dict.fromkeys(row["model"] for row in rows))
     parts = [_INTRO, *_fastest(rows, models)]
@@ -51,15 +53,15 @@ def _fastest(rows: Sequence[dict[str, Any]], models: Sequence[str]) -> Iterator[
         "Of a model at a batch size: those that are faster than ours, and whose score is not worse. All others are "
         "slower, or lose more.\n"
     )
-    yield "| model | " + " | ".join(f"batch {batch}" for batch in BATCHES) + " |\n|---|" + "---|" * len(BATCHES)
+    yield "| model | " + " | ".join(f"batch {batch}" for batch in _BATCHES) + " |\n|---|" + "---|" * len(_BATCHES)
     cells = best = 0
     for model in models:
         measured = {row["tool"]: row for row in rows if row["model"] == model and "failed" not in row}
         if _OURS not in measured:
             continue
         shown = []
-        for batch in BATCHES:
-            faster = list(_faster(measured, str(batch)))
+        for batch in _BATCHES:
+            faster = list(_faster(measured, batch))
             cells, best = cells + 1, best + (not faster)
             shown.append(", ".join(faster) or "**ours**")
         yield f"| {measured[_OURS]['title']} | " + " | ".join(shown) + " |"
@@ -68,12 +70,12 @@ def _fastest(rows: Sequence[dict[str, Any]], models: Sequence[str]) -> Iterator[
 
 def _faster(measured: dict[str, dict[str, Any]], batch: str) -> Iterator[str]:
     ours = measured[_OURS]
-    for name, row in measured.items():
-        if TOOLS[name].ours or row["gained"] < ours["gained"]:
+    for row in measured.values():
+        if row["ours"] or row["gained"] < ours["gained"]:
             continue
         ratio = row["latency"][batch]["speedup"] / ours["latency"][batch]["speedup"]
         if ratio > 1:
-            yield f"{TOOLS[name].title} ({ratio:.2f} times as fast)"
+            yield f"{row['name']} ({ratio:.2f} times as fast)"
 
 
 def _model(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -84,17 +86,18 @@ def _model(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield f"## {first['title']}\n"
     yield f"{first['machine']['cpu']}, commit {first['commit']}, {first['day']}, seed {first['seed']}.\n"
     paired = [name for name in ("label_flips", "mean_cosine", "kl_divergence", "sqnr_db") if name in first]
-    heads = ["tool", first["metric"], "to float", "95%", *(name.replace("_", " ") for name in paired)]
-    yield _row(*heads, *(f"batch {batch}, ms (speed-up)" for batch in BATCHES))
-    yield "|---" * (len(heads) + len(BATCHES)) + "|"
-    for row in measured:
+    heads = ["", "tool", first["metric"], "to float", "95%", *(name.replace("_", " ") for name in paired)]
+    yield _row(*heads, *(f"batch {batch}, ms (speed-up)" for batch in _BATCHES))
+    yield "|---" * (len(heads) + len(_BATCHES)) + "|"
+    for number, row in enumerate(measured, start=1):
         yield _row(
+            str(number),
             _title(row),
             f"{row['score']:.4f}",
             f"{row['gained']:+.4f}",
             f"{row['low']:+.4f} to {row['high']:+.4f}",
             *(f"{row[name]:.1f}" if name == "sqnr_db" else f"{row[name]:.4f}" for name in paired),
-            *(_latency(row["latency"][str(batch)]) for batch in BATCHES),
+            *(_latency(row["latency"][batch]) for batch in _BATCHES),
         )
     yield "\n" + _picture(measured) + "\n"
     yield _row("tool", "files, MiB", "to load, s", "memory, MiB", "to quantize, s", "peak, MiB")
@@ -107,7 +110,7 @@ def _model(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield "\nNot measured:\n"
         yield "| tool | why |\n|---|---|"
         for row in failed:
-            yield _row(TOOLS[row["tool"]].title, row["failed"].replace("|", "/")[:300])
+            yield _row(row["name"], row["failed"].replace("|", "/")[:300])
     yield ""
 
 
@@ -116,8 +119,7 @@ def _row(*cells: str) -> str:
 
 
 def _title(row: dict[str, Any]) -> str:
-    title = TOOLS[row["tool"]].title
-    return f"{title} ({row['note']})" if row["note"] else title
+    return f"{row['name']} ({row['note']})" if row["note"] else str(row["name"])
 
 
 def _latency(taken: dict[str, float]) -> str:
@@ -126,10 +128,10 @@ def _latency(taken: dict[str, float]) -> str:
 
 def _picture(measured: Sequence[dict[str, Any]]) -> str:
     """Score against time at one batch size; times are those of the reference divided by the speed-ups."""
-    reference = next(row for row in measured if row["tool"] == REFERENCE)
-    base = reference["latency"][str(_PICTURED)]["ms"]
+    reference = next(row for row in measured if row["tool"] == _REFERENCE)
+    base = reference["latency"][_PICTURED]["ms"]
     spots = [
-        (TOOLS[row["tool"]].title, base / row["latency"][str(_PICTURED)]["speedup"], row["score"], row["gained"])
+        (row["name"], base / row["latency"][_PICTURED]["speedup"], row["score"], row["gained"])
         for row in measured
     ]
     points = [
@@ -142,6 +144,4 @@ def _picture(measured: Sequence[dict[str, Any]]) -> str:
         )
         for number, (title, time, score, gained) in enumerate(spots, start=1)
     ]
-    told = ", ".join(f"{point.number} {point.name}" for point in points)
-    metric = f"{measured[0]['metric']}, batch {_PICTURED}"
-    return f"{runs_svg(points, metric, {})}\n\n{told}."
+    return runs_svg(points, f"{measured[0]['metric']}, batch {_PICTURED}", {})

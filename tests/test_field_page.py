@@ -1,0 +1,75 @@
+"""The page of the tools side by side: who is called the fastest, and rows that have no figures."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "field"))
+
+from field_page import write_page
+
+
+def _row(tool: str, speedup: float, gained: float, **more: Any) -> dict[str, Any]:
+    latency = {batch: {"ms": 10 / speedup, "speedup": speedup} for batch in ("1", "8", "32")}
+    return {
+        "model": "net",
+        "tool": tool,
+        "name": f"the {tool}",
+        "ours": False,
+        "title": "A net",
+        "metric": "accuracy",
+        "machine": {"cpu": "a CPU"},
+        "commit": "abc",
+        "day": "2026-11-26",
+        "seed": 0,
+        "note": "",
+        "score": 0.9 + gained,
+        "gained": gained,
+        "low": gained - 0.01,
+        "high": gained + 0.01,
+        "label_flips": 0.01,
+        "sqnr_db": 30.0,
+        "latency": latency,
+        "quantize_s": 3.0,
+        "quantize_peak_mib": 100.0,
+        **more,
+    }
+
+
+def _page(folder: Path, *rows: dict[str, Any]) -> str:
+    reference = _row("onnxruntime-float32", 1.0, 0.0)
+    write_page([reference, *rows], folder / "benchmarks")
+    return (folder / "benchmarks" / "index.md").read_text(encoding="utf-8")
+
+
+def test_ours_is_the_fastest_where_who_is_faster_is_worse(tmp_path: Path) -> None:
+    ours, worse = _row("auto", 3.0, -0.001, ours=True, note="openvino int8"), _row("nncf", 4.0, -0.002)
+    page = _page(tmp_path, worse, ours)
+    assert "| A net | **ours** | **ours** | **ours** |" in page
+    assert "in 3 of 3 cells" in page
+    assert "the auto (openvino int8)" in page
+    assert "<svg" in page
+
+
+@pytest.mark.parametrize("gained", [0.0, 0.002])
+def test_who_is_faster_and_not_worse_is_named(tmp_path: Path, gained: float) -> None:
+    page = _page(tmp_path, _row("auto", 3.0, 0.0, ours=True), _row("nncf", 3.6, gained))
+    assert "| A net | the nncf (1.20 times as fast) |" in page
+    assert "in 0 of 3 cells" in page
+
+
+def test_a_tool_that_failed_has_its_reason(tmp_path: Path) -> None:
+    failed = {"model": "net", "tool": "pt2e", "name": "the pt2e", "ours": False, "failed": "KeyError: a | b"}
+    page = _page(tmp_path, _row("auto", 2.0, 0.0, ours=True), failed)
+    assert "| the pt2e | KeyError: a / b |" in page
+
+
+def test_files_and_memory_are_listed_where_there_are_any(tmp_path: Path) -> None:
+    ours = _row("auto", 2.0, 0.0, ours=True, file_mib=12.5, load_s=0.25, run_peak_mib=40.0)
+    page = _page(tmp_path, ours)
+    assert "| the auto | 12.5 | 0.2 | 40.0 | 3 | 100 |" in page
+    assert "| the onnxruntime-float32 |  |  |  | 3 | 100 |" in page
