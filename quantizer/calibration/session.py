@@ -142,7 +142,7 @@ class CalibrationSession:
 
     def dealt(self) -> DealtBatches:
         """Return what deals out batches that all ranks are given alike."""
-        return DealtBatches(self._observation.seen.kept)
+        return DealtBatches(lambda: self._observation.seen.kept)
 
     @property
     def has_new(self) -> bool:

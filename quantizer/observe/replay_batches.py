@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -169,10 +170,10 @@ class DealtBatches:
     Each rank keeps those to run again that one process would keep, whichever rank runs them.
 
     Args:
-        kept: what this rank keeps to run again; None: nothing is.
+        kept: returns what this rank keeps to run again now; None: nothing is.
     """
 
-    def __init__(self, kept: ReplayBatches | None) -> None:
+    def __init__(self, kept: Callable[[], ReplayBatches | None]) -> None:
         self._kept = kept
         self._count = 0
         self._given = hashlib.blake2b(digest_size=_DIGEST)
@@ -186,8 +187,9 @@ class DealtBatches:
         self._count += 1
         if is_mine(self._count - 1):
             return True
-        if self._kept is not None and (wanted := self._kept.wanted(args, keywords)) is not None:
-            self._kept.keep(*wanted)
+        kept = self._kept()
+        if kept is not None and (wanted := kept.wanted(args, keywords)) is not None:
+            kept.keep(*wanted)
         return False
 
     def check(self) -> None:
