@@ -123,7 +123,7 @@ def _all(mine: Tensor) -> list[Tensor]:
         distributed.all_gather(every, mine)
     except RuntimeError as error:
         raise LostRankError(
-            f"rank {get_rank()} of {get_world_size()} lost another process of this torchrun, which ended before the "
-            f"work was done: its own message says why, or that of torchrun ({str(error).splitlines()[0]})"
+            f"another process ended before the work was done, and rank {get_rank()} of {get_world_size()} cannot go on "
+            "without it: its own message says why, or that of torchrun"
         ) from error
     return every

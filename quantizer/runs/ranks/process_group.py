@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeAlias
 
 from torch import distributed
 
@@ -23,6 +23,9 @@ from quantizer.errors import LostRankError
 from quantizer.errors import QuantizerError
 
 __all__ = ["process_group"]
+
+Peers: TypeAlias = list[tuple[str, int]]
+"""The machine and the number of each process, by rank."""
 
 _PATIENCE = timedelta(days=30)
 """How long a process waits for another one, which may build engines for hours; one that ends is noticed at once."""
@@ -46,19 +49,34 @@ def process_group() -> Iterator[None]:
         yield
         return
     _start(size)
-    peers = [json.loads(told) for told in all_gather_bytes(json.dumps([platform.node(), os.getpid()]).encode())]
+    mine = f"{os.getpid()} {platform.node()}".encode()
+    peers = [(node, int(number)) for number, _, node in (one.decode().partition(" ") for one in all_gather_bytes(mine))]
     try:
-        with nullcontext() if get_rank() == 0 else _silence():
+        with nullcontext() if get_rank() == 0 else _silence(), _saying_who_ended(peers):
             yield
             # All end together: what the first one does last, the others wait for.
             all_gather_bytes(b"")
-    except LostRankError as error:
-        raise LostRankError(_with_ended(peers, str(error))) from error
     except KeyboardInterrupt as stop:
         # torchrun ends all processes as soon as one has failed.
+        if (ended := _ended(peers)) is None:
+            raise
         what = str(stop.args[0]) if stop.args else "nothing was written"
-        raise type(stop)(_with_ended(peers, what)) from stop
+        raise type(stop)(f"{ended} ended before the run was complete; {what}") from stop
     distributed.destroy_process_group()
+
+
+@contextmanager
+def _saying_who_ended(peers: Peers) -> Iterator[None]:
+    try:
+        yield
+    except LostRankError as error:
+        if (ended := _ended(peers)) is None:
+            raise
+        raise LostRankError(
+            f"{ended} ended before the run was complete, so that rank {get_rank()} of {len(peers)} ends too: its own "
+            "message says why, or that of torchrun. The same command begins anew, with the scores and checkpoints that "
+            "are kept beside the folder"
+        ) from error
 
 
 def _start(size: str) -> None:
@@ -85,15 +103,15 @@ def _silence() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _with_ended(peers: list[list[str | int]], what: str) -> str:
-    """Return a message after the processes that have ended, if some of this machine have."""
-    here = {rank: int(number) for rank, (node, number) in enumerate(peers) if node == platform.node()}
+def _ended(peers: Peers) -> str | None:
+    """Return the processes of this machine that have ended, in words; None: none has."""
+    here = {rank: number for rank, (node, number) in enumerate(peers) if node == platform.node()}
     until = time.monotonic() + _NOTICED_S
-    while not (ended := [f"rank {rank} (process {number})" for rank, number in here.items() if _has_ended(number)]):
-        if time.monotonic() > until:
-            return what
+    while time.monotonic() < until:
+        if ended := [f"rank {rank} (process {number})" for rank, number in here.items() if _has_ended(number)]:
+            return " and ".join(ended)
         time.sleep(_NOTICED_S / 100)
-    return f"{' and '.join(ended)} ended before the run was complete; {what}"
+    return None
 
 
 def _has_ended(process: int) -> bool:
