@@ -22,6 +22,7 @@ from quantizer.errors import LostRankError
 __all__ = [
     "all_gather_bytes",
     "all_reduce_sum",
+    "all_reduce_tensor",
     "alone",
     "exact_sums",
     "get_rank",
@@ -117,13 +118,32 @@ def exact_sums(terms: Sequence[Sequence[float]]) -> list[float]:
     return [math.fsum(of_place) for of_place in found]
 
 
+def all_reduce_tensor(values: Tensor) -> Tensor:
+    """Return the sum of the tensors of all ranks, which has the same bits on all of them; they must be alike.
+
+    Raises:
+        LostRankError: another process has ended.
+    """
+    whole = values.clone()
+    if get_world_size() > 1:
+        with _telling_of_lost_ranks():
+            distributed.all_reduce(whole)
+    return whole
+
+
 def _all(mine: Tensor) -> list[Tensor]:
     every = [torch.zeros_like(mine) for _ in range(get_world_size())]
-    try:
+    with _telling_of_lost_ranks():
         distributed.all_gather(every, mine)
+    return every
+
+
+@contextmanager
+def _telling_of_lost_ranks() -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
         raise LostRankError(
             f"another process ended before the work was done, and rank {get_rank()} of {get_world_size()} cannot go on "
             "without it: its own message says why, or that of torchrun"
         ) from error
-    return every

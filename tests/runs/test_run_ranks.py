@@ -19,15 +19,19 @@ import pytest
 import torch
 import yaml
 from outside import run_ranks
+from safetensors.torch import load_file
 from torch import nn
 
 from quantizer.cli.main import main
+from quantizer.errors import QuantizerError
+from quantizer.qat.checkpoint import read_facts
 from quantizer.runs.run_context import as_predictor
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,report,openvino]")
 
 from tiny_run import tiny_run  # noqa: E402
+from tiny_run import write_rows  # noqa: E402
 
 MEASURED = ("scores", "sensitivity", "fallback", "coverage", "histograms", "measure", "escaped")
 """What a report says of the plan, and not of the machine or the moment."""
@@ -109,6 +113,48 @@ def test_two_processes_give_the_run_of_one(tmp_path: Path, monkeypatch: pytest.M
     assert {name: one[name] for name in MEASURED} == {name: two[name] for name in MEASURED}
     assert len(one["fallback"]["evaluations"]) > 3, "the search has tried some plans"
     assert not list(tmp_path.glob("two.*")), "nothing is left beside the folder"
+
+
+def _stops(self: Any) -> Any:
+    """End a run after its training, whose checkpoints then stay beside the folder."""
+    raise QuantizerError("trained")
+
+
+def _train(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    patch = pytest.MonkeyPatch().setattr
+    patched(patch)
+    patch("quantizer.runs.run_course.RunCourse._drop_of_engine", lambda *_: None)
+    patch("quantizer.runs.run_course.RunCourse.report", _stops)
+    assert _main(rank, folder, "run", f"{folder}/run.yaml", "--output", f"{folder}/two") == 1
+
+
+def test_a_training_by_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny_run(_with_port(tmp_path))
+    for name, count in (("tuning", 8), ("training", 13)):
+        write_rows(tmp_path / f"{name}.csv", count, seed=count)
+        run["data"][name] = {"name": "text-csv", "path": str(tmp_path / f"{name}.csv")}
+    # The last batch has one row, which both processes take.
+    run["data"]["batch_size"] = 4
+    config = _write({**run, "qat": {"epochs": 1, "evaluations": 2, "tolerance": 1.0}}, tmp_path)
+    run_ranks(_train, tmp_path)
+    patched(monkeypatch.setattr)
+    monkeypatch.setattr("quantizer.runs.run_course.RunCourse._drop_of_engine", lambda *_: None)
+    monkeypatch.setattr("quantizer.runs.run_course.RunCourse.report", _stops)
+    assert main(["run", str(config), "--output", str(tmp_path / "one")]) == 1
+    one, two = (tmp_path / f"{name}.training" / "last.safetensors" for name in ("one", "two"))
+    first, second = (read_facts(path)["course"] for path in (one, two))
+    assert (first["steps"], first["best"]) == (second["steps"], second["best"]) == (4, 4)
+    assert first["scores"][0] == second["scores"][0], "before the first step nothing differs"
+    assert second["losses"] == pytest.approx(first["losses"], rel=1e-4)
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    trained, expected = ({name.removeprefix("model."): x for name, x in load_file(path).items()} for path in (two, one))
+    # A bias of keys has no gradient, but for what rounding leaves.
+    moved = [n for n in before if not n.endswith("key.bias") and not torch.equal(before[n], expected[n])]
+    assert len(moved) > 20
+    for name in moved:
+        change = (expected[name] - before[name]).abs().max()
+        assert (trained[name] - expected[name]).abs().mean() < 1e-3 * change, name
 
 
 def _dies(folder: Path) -> Path:
