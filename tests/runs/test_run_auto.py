@@ -18,7 +18,7 @@ from tiny_run import tiny_run  # noqa: E402
 
 import quantizer.runs.measure as run_measure  # noqa: E402
 import quantizer.runs.pick_backend as pick  # noqa: E402
-import quantizer.runs.run  # noqa: E402
+import quantizer.runs.run_course  # noqa: E402
 from quantizer import Quantizer  # noqa: E402
 from quantizer.cli.main import main  # noqa: E402
 from quantizer.config import dump_yaml  # noqa: E402
@@ -195,7 +195,7 @@ def test_a_list_narrows_the_choice(written: dict[str, Any], at: Path, monkeypatc
         names.append(asked[-2])
         raise EngineError("that is enough")
 
-    monkeypatch.setattr(quantizer.runs.run, "pick_backend", picks)
+    monkeypatch.setattr(quantizer.runs.run_course, "pick_backend", picks)
     assert main(["run", "tiny.yaml"]) == 1
     assert names == [(ONNXRUNTIME,)]
     assert cpu_candidates(names[0])[0] == (ONNXRUNTIME,)

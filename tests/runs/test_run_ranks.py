@@ -187,6 +187,7 @@ sys.exit(main(["run", {str(folder / "run.yaml")!r}, "--output", {str(folder / "o
     return path
 
 
+@pytest.mark.promise("A process that ends, by an error or a kill, ends the run: the others say which one it was")
 def test_a_process_that_is_killed_ends_the_run(tmp_path: Path) -> None:
     _write(_files(tmp_path), tmp_path)
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(_dies(tmp_path))]
@@ -201,18 +202,13 @@ def test_a_process_that_is_killed_ends_the_run(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "out.search.json").read_text())["scores"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "what"), [(["convert", "-m", "any"], "quantizer convert"), (["run", "any.yaml", "amp.batches=1,2"], "")]
-)
-def test_what_is_one_process(
-    words: list[str], what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_a_sweep_is_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    if not what:
-        words[1], what = str(_write(_files(tmp_path), tmp_path)), "a sweep"
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    assert main(words) == 1
-    assert f"{what} is one process, and this is rank 1 of 2" in capsys.readouterr().err
+    assert main(["run", str(_write(_files(tmp_path), tmp_path)), "amp.batches=1,2"]) == 1
+    assert "a sweep is one process, and this is rank 1 of 2" in capsys.readouterr().err
 
 
 def test_processes_that_do_not_find_each_other(

@@ -1,1 +1,1 @@
-"""A run in several processes, which ``torchrun`` starts: their group, and what the first of them tells the others."""
+"""Runs in several processes, which ``torchrun`` starts: their group, and what the first of them tells the others."""

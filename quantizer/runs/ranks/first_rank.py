@@ -1,4 +1,4 @@
-"""What the first of several processes does alone, such as building and timing engines, and what it tells the others."""
+"""Values that the first of several processes makes alone, as by building and timing engines, and tells the others."""
 
 from __future__ import annotations
 
