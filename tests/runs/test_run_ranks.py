@@ -18,13 +18,22 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from helpers import Mlp
 from outside import run_ranks
 from safetensors.torch import load_file
+from torch import distributed
 from torch import nn
 
+from quantizer import Quantizer
 from quantizer.cli.main import main
+from quantizer.common.distributed import alone
+from quantizer.common.distributed import get_rank
+from quantizer.common.distributed import get_world_size
+from quantizer.config import RunConfig
 from quantizer.errors import QuantizerError
 from quantizer.qat.checkpoint import read_facts
+from quantizer.runs.ranks.variants import for_all_variants
+from quantizer.runs.ranks.variants import quantizer_of
 from quantizer.runs.run_context import as_predictor
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
@@ -113,6 +122,43 @@ def test_two_processes_give_the_run_of_one(tmp_path: Path, monkeypatch: pytest.M
     assert {name: one[name] for name in MEASURED} == {name: two[name] for name in MEASURED}
     assert len(one["fallback"]["evaluations"]) > 3, "the search has tried some plans"
     assert not list(tmp_path.glob("two.*")), "nothing is left beside the folder"
+
+
+def _variants(folder: Path) -> None:
+    """Save what a run chooses from, and the quantizer of an engine with dynamic ranges that the first process chose."""
+    config = RunConfig.model_validate(yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8")))
+    torch.manual_seed(0)
+    model, batches = Mlp().eval(), [torch.randn(4, 32) for _ in range(5)]
+    quantizer = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "output"})
+    quantizer.calibrate(model, batches, split=True)
+    found = for_all_variants(config, quantizer, ("openvino", "onnxruntime"))
+    assert set(found) == {("openvino", False), *([("onnxruntime", False)] if get_world_size() > 1 else [])}
+    kept = f"rank {get_rank()} of {get_world_size()}"
+    for name, ranges in (("openvino", "static"), ("onnxruntime", "static"), ("onnxruntime", "dynamic")):
+        wanted = {"quantizer": {"backend": name, "activations": {"ranges": ranges}}}
+        chosen = quantizer_of(RunConfig.model_validate({**config.model_dump(mode="json"), **wanted}), found)
+        with alone():
+            chosen.save(folder / kept / f"{name}-{ranges}")
+
+
+def _variants_of_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    _variants(Path(folder))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def test_all_processes_have_the_quantizer_that_is_chosen(tmp_path: Path) -> None:
+    _write(tiny_run(tmp_path), tmp_path)
+    run_ranks(_variants_of_rank, tmp_path)
+    _variants(tmp_path)
+    one = tmp_path / "rank 0 of 1"
+    assert len(list(one.iterdir())) == 3
+    for place in one.iterdir():
+        first, second = (tmp_path / f"rank {rank} of 2" / place.name for rank in range(2))
+        _same_files(place, first)
+        assert (second / "ranges.safetensors").read_bytes() == (first / "ranges.safetensors").read_bytes()
 
 
 def _stops(self: Any) -> Any:

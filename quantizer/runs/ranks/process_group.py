@@ -57,8 +57,8 @@ def process_group() -> Iterator[None]:
             # All end together: what the first one does last, the others wait for.
             all_gather_bytes(b"")
     except KeyboardInterrupt as stop:
-        # torchrun ends all processes as soon as one has failed.
-        if (ended := _ended(peers)) is None:
+        # torchrun ends all processes by SIGTERM as soon as one has failed; a Ctrl-C ends all at once.
+        if type(stop) is KeyboardInterrupt or (ended := _ended(peers)) is None:
             raise
         what = str(stop.args[0]) if stop.args else "nothing was written"
         raise type(stop)(f"{ended} ended before the run was complete; {what}") from stop
