@@ -18,6 +18,7 @@ from tiny_run import tiny_run  # noqa: E402
 
 import quantizer.runs.measure as run_measure  # noqa: E402
 import quantizer.runs.pick_backend as pick  # noqa: E402
+import quantizer.runs.ranks.variants as run_variants  # noqa: E402
 import quantizer.runs.run_course  # noqa: E402
 from quantizer import Quantizer  # noqa: E402
 from quantizer.cli.main import main  # noqa: E402
@@ -65,7 +66,7 @@ def _taking(times: Mapping[str, float], monkeypatch: pytest.MonkeyPatch) -> None
         return tuple(variant for variant in cpu_variants(*given, **more) if variant.name in times)
 
     monkeypatch.setattr(pick, "interleaved_latency", taken)
-    monkeypatch.setattr(pick, "cpu_variants", variants)
+    monkeypatch.setattr(run_variants, "cpu_variants", variants)
 
 
 @pytest.mark.promise("the run goes on with the fastest; its first line and the report say which that is")
