@@ -105,6 +105,7 @@ class RunCourse:
         self.quantizer = Quantizer(config.quantizer)
         self.engines = RunEngines(self.context, config, target)
         self.forms: dict[str, nn.Module] = {}
+        self.built: dict[str, BuildResult] = {}
         self.training: TrainingResult | None = None
 
     def make(self, among: Sequence[str] | None) -> None:
@@ -155,13 +156,13 @@ class RunCourse:
     def _drop_of_engine(self) -> float | None:
         """Build the engines, and return what the next search may drop; None if the engine meets the budget."""
         form, trained = self.forms["proxy" if self.training is None else "qat"], self.training is not None
-        self.engines.build(self.quantizer, form, trained=trained)
+        self.built = self.engines.build(self.quantizer, form, trained=trained)
         chosen, engine = self.quantizer.chosen_fallback, self.engines.load().get("engine")
         return self.budget.next_drop(engine, 0 if chosen is None else len(chosen.groups))
 
     def report(self) -> RunRecord:
         """Carry out what is left: save the quantizer, measure the engines, and write the reports."""
-        quantizer, forms, loaded, built = self.quantizer, self.forms, self.engines.load(), self.engines.built
+        quantizer, forms, loaded, built = self.quantizer, self.forms, self.engines.load(), self.built
         quantizer.save(self.target / QUANTIZER)
         # An engine without the precision that was asked for is found before the time for its score is spent.
         inspection = self._inspect(built["engine"])

@@ -55,11 +55,6 @@ class RunEngines:
         self._back: frozenset[str] | None = frozenset() if built else None
 
     @property
-    def built(self) -> dict[str, BuildResult]:
-        """The engines that were built, by name."""
-        return dict(self._built)
-
-    @property
     def runs_here(self) -> bool:
         """True if this machine has the device of the engines."""
         return runs_here(self._config.quantizer.backend)

@@ -231,7 +231,7 @@ def test_the_run_goes_on_with_the_ranges_that_won(at: Path, monkeypatch: pytest.
     settings["quantizer"]["activations"] = {"ranges": "static"}
     Path("tiny.yaml").write_text(yaml.safe_dump(settings))
     tried: list[bool] = []
-    monkeypatch.setattr(pick, "cpu_variants", lambda *_, **named: tried.append(named["dynamic"]) or ())
+    monkeypatch.setattr(run_variants, "cpu_variants", lambda *_, **named: tried.append(named["dynamic"]) or ())
     assert main(["run", "tiny.yaml", "output=again"]) == 1
     assert tried == [False]
 
