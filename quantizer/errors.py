@@ -10,6 +10,7 @@
     ├── ExportError              a model that cannot be written as Q/DQ ONNX
     ├── EngineError              an engine that cannot be built, loaded or run
     ├── TaskError                a model, data set or metric of a run that cannot be loaded
+    ├── LostRankError            another process of the same torchrun that ended too early
     ├── MissingDependencyError   an optional package that is not installed
     └── UnsupportedVersionError  a package of a version that is not supported
 
@@ -33,6 +34,7 @@ __all__ = [
     "ConfigError",
     "EngineError",
     "ExportError",
+    "LostRankError",
     "MissingDependencyError",
     "ProxyError",
     "QuantizerError",
@@ -122,6 +124,10 @@ class EngineError(QuantizerError):
 
 class TaskError(QuantizerError):
     """A model, data set or metric of a run that cannot be loaded."""
+
+
+class LostRankError(QuantizerError):
+    """Another process of the same ``torchrun`` that ended before the work was done."""
 
 
 class MissingDependencyError(QuantizerError):

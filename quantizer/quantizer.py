@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 from torch import nn
 
-from quantizer.common.batches import run_batches
 from quantizer.common.data.doubts import doubts_of_calibration
 from quantizer.common.data.doubts import warn_user
 from quantizer.common.data.exported_program import Model
@@ -22,7 +21,6 @@ from quantizer.common.distributed import get_world_size
 from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
 from quantizer.config.feasibility import check_formats
-from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
 from quantizer.model_session import ModelSession
 from quantizer.model_session import for_this_cpu
@@ -91,6 +89,7 @@ class Quantizer(QuantizerViews):
         rows: int | None = None,
         resume: bool = False,
         progress: bool | None = None,
+        split: bool = False,
     ) -> nn.Module:
         """Run all of ``batches`` through ``calib(model)``, without gradients.
 
@@ -103,15 +102,14 @@ class Quantizer(QuantizerViews):
             rows: at most so many rows, of data that has more or no end.
             resume: as in ``calib``.
             progress: whether to show a progress bar; None: only in a terminal.
+            split: all ranks of ``torch.distributed`` are given the same batches, and each runs its part of them.
 
         Raises:
             CalibrationError: there is no data or it fails, a batch does not run through the model, or values are NaN.
         """
         with nullcontext() if resume else self._session.replaced_as_a_whole():
             proxy = self.calib(model, resume=resume)
-            # With several ranks, a rank may have no data.
-            if run_batches(proxy, batches, progress, rows=rows, doubt=True) == 0 and get_world_size() == 1:
-                raise CalibrationError("the calibration data is empty: at least one batch is needed")
+            self._session.decisions.run(proxy, batches, rows=rows, progress=progress, split=split)
         if get_world_size() == 1:
             warn_user(doubts_of_calibration(module_of(model), self._session.decisions.rows))
         return proxy

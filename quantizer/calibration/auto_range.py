@@ -6,7 +6,6 @@ time; ``replay.py`` defines the error. Operands that read one tensor share a ran
 
 from __future__ import annotations
 
-from collections import Counter
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from quantizer.calibration.replay import SiteCall
 from quantizer.calibration.replay import replay
 from quantizer.calibrators import estimates
 from quantizer.common.distributed import all_reduce_sum
+from quantizer.common.distributed import exact_sums
 from quantizer.numerics.qtype import QType
 from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.replay_batches import Batch
@@ -67,27 +67,25 @@ def choose_ranges(proxy: nn.Module, trials: Iterable[Trial], batches: Iterable[B
         batches: inputs of the proxy.
     """
     by_site: dict[str, list[Trial]] = defaultdict(list)
-    errors: dict[RangeGroup, dict[tuple[float, str], float]] = {}
-    calls: Counter[RangeGroup] = Counter()
+    errors: dict[RangeGroup, dict[tuple[float, str], list[float]]] = {}
     for trial in trials:
         by_site[trial.site.path].append(trial)
         if trial.group not in errors:
-            errors[trial.group] = dict.fromkeys(_candidates(trial), 0.0)
+            errors[trial.group] = {candidate: [] for candidate in _candidates(trial)}
 
     def visit(call: SiteCall) -> None:
         if call.expected is None:
             return
         for trial in by_site[call.site.path]:
-            calls[trial.group] += 1
             with _migrated(trial):
                 quantizer = trial.site.quantizer_of(trial.operand)
                 for amax, name in errors[trial.group]:
                     quantizer.set_scale(trial.scale(torch.tensor(amax, dtype=torch.float32)), trial.dtype.name, None)
-                    errors[trial.group][amax, name] += call.error()
+                    errors[trial.group][amax, name].append(call.error())
 
     replay(proxy, [trials[0].site for trials in by_site.values()], batches, visit, "choosing ranges")
-    totals = iter(all_reduce_sum(error for of_group in errors.values() for error in of_group.values()))
-    reached = iter(all_reduce_sum(calls[group] for group in errors))
+    totals = iter(exact_sums([calls for of_group in errors.values() for calls in of_group.values()]))
+    reached = iter(all_reduce_sum(len(next(iter(of_group.values()))) for of_group in errors.values()))
     for group, candidates in errors.items():
         of_group = {candidate: next(totals) for candidate in candidates}
         if next(reached) == 0:

@@ -35,7 +35,6 @@ from quantizer.calibration.output_error import quantized
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.replay import run_judged
 from quantizer.common.distributed import all_gather_bytes
-from quantizer.common.distributed import all_reduce_sum
 from quantizer.common.distributed import get_world_size
 from quantizer.observe.padding import padding_mask
 from quantizer.observe.padding import without_padding
@@ -74,7 +73,7 @@ def corrected(proxy: Proxied, plan: Plan, observation: Seen, dtype: torch.dtype)
         observation: the statistics, with kept batches; the shifts are stored in it.
         dtype: the float type of biases on the target, to which shifts are rounded.
     """
-    kept = observation.kept or ReplayBatches()
+    kept = ReplayBatches() if observation.kept is None else observation.kept
     if not kept.everywhere:
         logger.warning(
             "biases are not corrected, as a folder keeps no batch to measure their errors on: calibrate again for them"
@@ -95,8 +94,8 @@ def _chosen(proxy: Proxied, plan: Plan, kept: ReplayBatches, dtype: torch.dtype)
     if not measured.shifts:
         return measured
     error = OutputError(proxy, kept)
-    before, after = all_reduce_sum([error.of(plan), error.of(_with_shifts(plan, measured))])
-    if after <= before:
+    before = error.of_all_ranks(plan)
+    if error.of_all_ranks(_with_shifts(plan, measured)) <= before:
         return measured
     notes = {path: _WORSE if path in measured.shifts else note for path, note in measured.notes.items()}
     return BiasShifts(shifts={}, notes=notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from functools import partial
 
@@ -14,6 +15,7 @@ from quantizer.calibration.costly_attention import leave_costly_attention
 from quantizer.calibration.output_search import choose
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.rounding.equalize import equalize_where_better
+from quantizer.calibration.rounding.progress import with_all_batches
 from quantizer.calibration.rounding.reconstruct import reconstruct_blocks
 from quantizer.calibration.rounding.scale_inputs import scale_inputs
 from quantizer.calibration.settings import calibrator_of
@@ -89,14 +91,23 @@ def _with_ranges(proxy: Proxied, observation: Seen) -> Plan:
         if activations.calibrator == "auto":
             assert observation.kept is not None
             choose_ranges(proxy.module, _trials(proxy, decided(), observation, settings), observation.kept.few())
-        if config.weights.rounding in ("gptq", "reconstruct"):
-            round_weights(proxy, observation, decided(), settings)
-        if config.weights.rounding == "reconstruct":
-            reconstruct_blocks(proxy, observation, decided(), settings)
-        if config.weights.rounding == "awq":
-            scale_inputs(proxy, observation, decided(), settings)
+        if config.weights.rounding != "nearest":
+            assert observation.kept is not None
+            with with_all_batches(config.weights.rounding, observation.kept):
+                _round(proxy, observation, decided, settings)
     observation.chosen_at, observation.rounding = observation.batches, None
     return decided()
+
+
+def _round(proxy: Proxied, observation: Seen, decided: Callable[[], Plan], settings: PlanSettings) -> None:
+    """Choose the codes of weights by data, as the configuration asks."""
+    rounding = proxy.config.weights.rounding
+    if rounding in ("gptq", "reconstruct"):
+        round_weights(proxy, observation, decided(), settings)
+    if rounding == "reconstruct":
+        reconstruct_blocks(proxy, observation, decided(), settings)
+    if rounding == "awq":
+        scale_inputs(proxy, observation, decided(), settings)
 
 
 def _has_static_range(plan: Plan) -> bool:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from quantizer.calibration.output_error import OutputError
 from quantizer.calibration.proxied import Proxied
-from quantizer.common.distributed import all_reduce_sum
 from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import Plan
 from quantizer.reasons import ReasonCode
@@ -47,10 +46,10 @@ def leave_costly_attention(proxy: Proxied, observation: Seen, decided: Callable[
     if not products or observation.kept.everywhere < 2:
         return False
     error = OutputError(proxy, observation.kept.few())
-    (rounded,) = all_reduce_sum([error.of(plan)])
+    rounded = error.of_all_ranks(plan)
     for path in products:
         observation.records[path].left = ReasonCode.COSTLY_ATTENTION.text(cost="?")
-    (left,) = all_reduce_sum([error.of(decided())])
+    left = error.of_all_ranks(decided())
     cost = 10 * math.log10(rounded / left) if rounded and left else 0.0
     for path in products:
         reason = ReasonCode.COSTLY_ATTENTION.text(cost=f"{cost:.1f}")

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.calibration.proxied import Proxied
+from quantizer.common.distributed import exact_sums
 from quantizer.observe.outputs import flat_output
 from quantizer.observe.outputs import floats
 from quantizer.observe.outputs import is_no_mask
@@ -51,8 +52,16 @@ class OutputError:
 
     def of(self, plan: Plan) -> float:
         """Return the error of the model quantized by a plan; the proxy is float again afterwards."""
+        return math.fsum(self._terms(plan))
+
+    def of_all_ranks(self, plan: Plan) -> float:
+        """Return the error by the batches of all ranks, with the bits of one process that has all of them."""
+        (error,) = exact_sums([self._terms(plan)])
+        return error
+
+    def _terms(self, plan: Plan) -> list[float]:
         with torch.no_grad(), quantized(self._proxy, plan):
-            return sum(_error(_output(self._proxy.module, batch), output) for batch, output in self._expected)
+            return [_error(_output(self._proxy.module, batch), output) for batch, output in self._expected]
 
 
 def other_attention_error(model: nn.Module, proxy: nn.Module, batch: Batch) -> float | None:

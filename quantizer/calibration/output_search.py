@@ -18,7 +18,6 @@ from quantizer.calibration.output_error import OutputError
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.smoothquant import Smoothing
 from quantizer.calibrators import Estimate
-from quantizer.common.distributed import all_reduce_sum
 from quantizer.common.progress import loop
 from quantizer.numerics.qtype import qtype
 from quantizer.observe.range_group import RangeGroup
@@ -85,7 +84,7 @@ class _Search:
 
     def measure(self, setting: Setting) -> None:
         """Compute the error with a setting on the first half."""
-        (self.errors[setting],) = all_reduce_sum([self._chosen_on.of(self.take(setting))])
+        self.errors[setting] = self._chosen_on.of_all_ranks(self.take(setting))
 
     def best(self) -> Setting:
         """Return the setting with the least error, or one about as good, of an earlier estimate or a weaker share."""
@@ -97,7 +96,7 @@ class _Search:
 
     def is_worse(self, setting: Setting, than: Setting) -> bool:
         """Return whether a setting has a larger error than another on the second half."""
-        mine, other = all_reduce_sum([self._checked_on.of(self.take(entry)) for entry in (setting, than)])
+        mine, other = (self._checked_on.of_all_ranks(self.take(entry)) for entry in (setting, than))
         return mine > other
 
 

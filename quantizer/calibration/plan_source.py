@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from quantizer.calibration.session import CalibrationSession
+from quantizer.common.batches import run_batches
+from quantizer.common.distributed import get_world_size
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
@@ -163,6 +166,22 @@ class PlanSource:
                     "what it observed"
                 )
         return session.proxy
+
+    def run(self, proxy: nn.Module, batches: Any, *, rows: int | None, progress: bool | None, split: bool) -> None:
+        """Run batches through the proxy of the current calibration; see ``Quantizer.calibrate``.
+
+        Raises:
+            CalibrationError: there is no batch, one does not run, or with ``split`` the ranks have different ones.
+        """
+        assert self.calibration is not None
+        dealt = self.calibration.dealt()
+        mine = dealt.is_mine if split else lambda batch: True
+        count = run_batches(proxy, batches, progress, rows=rows, doubt=True, is_mine=mine)
+        # With several ranks, a rank may have no data of its own.
+        if count == 0 and (split or get_world_size() == 1):
+            raise CalibrationError("the calibration data is empty: at least one batch is needed")
+        if split:
+            dealt.check()
 
     # -- facts of a state -----------------------------------------------------------------------------------------
 

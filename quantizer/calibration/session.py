@@ -33,6 +33,7 @@ from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.observation import Observation
 from quantizer.observe.replay_batches import Batch
+from quantizer.observe.replay_batches import DealtBatches
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.observe.replay_batches import copied
 from quantizer.observe.snapshot import restored
@@ -138,6 +139,10 @@ class CalibrationSession:
             config.backend,
         )
         fit_migrations(seen, config.target.torch_dtype)
+
+    def dealt(self) -> DealtBatches:
+        """Return what deals out batches that all ranks are given alike."""
+        return DealtBatches(lambda: self._observation.seen.kept)
 
     @property
     def has_new(self) -> bool:

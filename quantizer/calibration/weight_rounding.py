@@ -29,7 +29,6 @@ from quantizer.calibration.product_rows import product_rows
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.rounding.progress import UNREACHED
 from quantizer.calibration.rounding.progress import nearest
-from quantizer.calibration.rounding.progress import one_process
 from quantizer.calibration.rounding.progress import progress
 from quantizer.calibration.rounding.progress import record
 from quantizer.calibration.rounding.progress import stored_weights
@@ -125,12 +124,8 @@ def round_weights(proxy: Proxied, observation: Seen, plan: Plan, settings: PlanS
         observation: the statistics, with kept batches.
         plan: the plan without codes.
         settings: the settings of the plan.
-
-    Raises:
-        CalibrationError: several processes calibrate together.
     """
     assert observation.kept is not None
-    one_process("gptq")
     refused: _Refused = {}
     weights = list(_weights(proxy, observation, plan, refused))
     done = progress(proxy, observation, plan).weights

@@ -53,10 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 2
     try:
         with end_as_on_ctrl_c():
-            return verb(args, Console())
-    except QuantizerError as error:
-        print_error(error)
-        return 1
+            return _carried_out(verb, args)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -70,6 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             what = stop.args[0] if stop.args else "nothing was written"
             print(f"{name}: {what}", file=sys.stderr)
         return 128 + number
+
+
+def _carried_out(verb: Verb, args: Namespace) -> int:
+    """Carry out a verb; an error is printed here, where the SIGTERM that torchrun sends then cannot keep it back."""
+    try:
+        return verb(args, Console())
+    except QuantizerError as error:
+        print_error(error)
+        return 1
 
 
 def _parse(argv: Sequence[str] | None) -> tuple[Verb, Namespace]:

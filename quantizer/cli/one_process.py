@@ -20,6 +20,5 @@ def require_one_process(command: str) -> None:
         rank = os.environ.get("RANK", "?")
         raise QuantizerError(
             f"{command} is one process, and this is rank {rank} of {size}: each would do the whole work, into the same "
-            "folder. Start it without torchrun; to calibrate on several ranks, call Quantizer.calibrate on each rank's "
-            "own data in a script of yours"
+            "folder. Start it without torchrun, under which one  quantizer run CONFIG  works in several processes"
         )

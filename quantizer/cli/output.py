@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from quantizer.errors import QuantizerError
@@ -14,7 +15,11 @@ _WORDS = 2
 
 
 def print_error(error: QuantizerError) -> None:
-    """Print ``error: ...`` on standard error, without a traceback, and then what unusual words in it mean."""
-    print(f"error: {error}", file=sys.stderr)
+    """Print ``error: ...`` on standard error, without a traceback, and then what unusual words in it mean.
+
+    Of several processes, all but the first name themselves.
+    """
+    rank = os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") != "1" else "0"
+    print(f"{'' if rank == '0' else f'rank {rank}: '}error: {error}", file=sys.stderr)
     for term, sentence in list(words_in(str(error)).items())[:_WORDS]:
         print(f"  ({term}: {sentence})", file=sys.stderr)

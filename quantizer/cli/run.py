@@ -59,19 +59,21 @@ kept, with --force too."""
         parser.add_argument("--yes", action="store_true", help=f"do not ask before a sweep of more than {_MANY} runs")
 
     def __call__(self, args: Namespace, console: Console) -> int:
-        require_one_process("quantizer run")
         files, overrides = files_and_overrides(args.overrides)
         paths = [args.config, *files]
         sweep = read_sweep(paths, overrides)
         if args.launcher is not None and sweep.is_single:
             raise QuantizerError("--launcher is for a sweep, and this is one run; expected several values of a key")
         if not sweep.is_single:
+            require_one_process("a sweep")
             return self._sweep(sweep, args, console)
         config = load_run(args.config, overrides)
         # Imported here, so that a mistake in the file is reported before the seconds that these imports take.
+        from quantizer.runs.ranks.process_group import process_group
         from quantizer.runs.run import run
 
-        run(config, args.output, args.force, console)
+        with process_group():
+            run(config, args.output, args.force, console)
         return 0
 
     def _sweep(self, sweep: Sweep, args: Namespace, console: Console) -> int:

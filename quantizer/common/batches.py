@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,15 +22,22 @@ __all__ = ["call", "run_batches"]
 
 
 def run_batches(
-    proxy: nn.Module, data: Any, progress: bool | None = None, *, rows: int | None = None, doubt: bool = False
+    proxy: nn.Module,
+    data: Any,
+    progress: bool | None = None,
+    *,
+    rows: int | None = None,
+    doubt: bool = False,
+    is_mine: Callable[[Any], bool] = lambda batch: True,
 ) -> int:
-    """Run calibration data through a proxy, without gradients, and return the number of batches.
+    """Run calibration data through a proxy, without gradients, and return the number of batches that there are.
 
     Args:
         data: what ``batches_of`` takes.
         progress: show a progress bar; None: only in a terminal.
         rows: at most so many rows, see ``batches_of``.
         doubt: warn of a first batch that looks wrong.
+        is_mine: returns whether this process runs the next batch.
 
     Raises:
         CalibrationError: the data is not what ``batches_of`` takes, or a batch does not run through the model.
@@ -38,7 +46,8 @@ def run_batches(
     batches, total = batches_of(proxy, data, rows), length_of(data, rows)
     with torch.no_grad(), counted(batches, "calibration", unit="batch", total=total, show=progress) as steps:
         for batch in steps:
-            _run(proxy, batch, count)
+            if is_mine(batch):
+                _run(proxy, batch, count)
             if doubt and count == 0:
                 warn_user(doubts_of_batch(batch))
             count += 1

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
@@ -19,8 +21,11 @@ from torch.utils import _pytree as pytree
 
 from quantizer.common.distributed import all_gather_bytes
 from quantizer.common.distributed import get_rank
+from quantizer.common.distributed import get_world_size
+from quantizer.common.distributed import is_mine
+from quantizer.errors import CalibrationError
 
-__all__ = ["FEW", "MANY", "Batch", "Enough", "ReplayBatches", "copied"]
+__all__ = ["FEW", "MANY", "Batch", "DealtBatches", "Enough", "ReplayBatches", "copied"]
 
 
 class Enough(NamedTuple):
@@ -47,18 +52,50 @@ _COUNT = 8  # bytes
 Batch = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
+class _Held(NamedTuple):
+    """A batch that is kept: its rows, and the ranks that have it."""
+
+    rows: int
+    ranks: tuple[int, ...]
+
+
 class ReplayBatches:
     """Different batches, as (positional, keyword) inputs of the model.
 
-    Under ``torch.distributed`` a part of those that all ranks keep together, after ``shared``.
+    Under ``torch.distributed``, after ``shared``, they are those of all ranks, and an iteration gives a rank its part
+    of them. A batch that several ranks have is dealt out to one of them.
     """
 
-    def __init__(self, kept: Mapping[bytes, Batch] | None = None, enough: Enough = FEW) -> None:
+    def __init__(
+        self,
+        kept: Mapping[bytes, Batch] | None = None,
+        enough: Enough = FEW,
+        everywhere: Mapping[bytes, _Held] | None = None,
+    ) -> None:
         self._kept = dict(kept or {})
         self._enough = enough
+        self._everywhere = everywhere
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def _all(self) -> Mapping[bytes, _Held]:
+        """Return the batches of all ranks, by their hashes."""
+        if self._everywhere is not None and get_world_size() > 1:
+            return self._everywhere
+        return {key: _Held(_rows(batch), (get_rank(),)) for key, batch in self._kept.items()}
+
+    def _part(self, keys: Collection[bytes]) -> dict[bytes, Batch]:
+        """Return the batches among ``keys`` that this rank runs."""
+        held = self._all()
+        dealt = {key: held[key].ranks[place % len(held[key].ranks)] for place, key in enumerate(sorted(keys))}
+        return {key: self._kept[key] for key, rank in dealt.items() if rank == get_rank()}
+
+    def _only(self, keys: Collection[bytes]) -> ReplayBatches:
+        """Return those among ``keys``."""
+        kept = {key: batch for key, batch in self._kept.items() if key in keys}
+        held = None if self._everywhere is None else {key: self._everywhere[key] for key in keys}
+        return ReplayBatches(kept, everywhere=held)
 
     def copy(self) -> ReplayBatches:
         """Return a copy that can keep other batches."""
@@ -66,8 +103,7 @@ class ReplayBatches:
 
     def few(self) -> ReplayBatches:
         """Return those that would have been kept if a few had been enough."""
-        rows = {key: _rows(batch) for key, batch in self._kept.items()}
-        return ReplayBatches({key: self._kept[key] for key in _taken(rows, FEW)})
+        return self._only(_taken({key: held.rows for key, held in self._all().items()}, FEW))
 
     def wanted(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[bytes, Batch] | None:
         """Return the hash and a copy of a batch for ``keep`` if it is to be kept; call this before the model runs."""
@@ -89,42 +125,95 @@ class ReplayBatches:
         return b"".join(sorted(self._kept)).hex()
 
     def shared(self) -> ReplayBatches:
-        """Return this rank's part of the batches that one process would have kept of all ranks' data.
-
-        Each batch is in the part of exactly one rank.
-        """
+        """Return the batches that one process would have kept of all ranks' data; all ranks must call this."""
         whole = _gathered(self._kept)
-        wanted = _taken({key: rows for of_rank in whole for key, rows in of_rank.items()}, self._enough)
-        owners = {key: next(rank for rank, of_rank in enumerate(whole) if key in of_rank) for key in wanted}
-        return ReplayBatches({key: self._kept[key] for key in wanted if owners[key] == get_rank()}, self._enough)
+        rows = {key: count for of_rank in whole for key, count in of_rank.items()}
+        held = {
+            key: _Held(rows[key], tuple(rank for rank, of_rank in enumerate(whole) if key in of_rank))
+            for key in _taken(rows, self._enough)
+        }
+        kept = {key: batch for key, batch in self._kept.items() if key in held}
+        return ReplayBatches(kept, self._enough, held)
 
     def halves(self) -> tuple[ReplayBatches, ReplayBatches]:
-        """Return two parts without a common batch, to choose on and to check on; with one batch both are that one.
-
-        Under ``torch.distributed`` each is this rank's part of what one process would have: all ranks must call this.
-        """
-        every = sorted(key for of_rank in _gathered(self._kept) for key in of_rank)
-        first = set(every[: (len(every) + 1) // 2])
-        second = set(every) - first or first
-        one, other = ({key: self._kept[key] for key in self._kept if key in half} for half in (first, second))
-        return ReplayBatches(one), ReplayBatches(other)
+        """Return two parts without a common batch, to choose on and to check on; with one batch both are that one."""
+        every = sorted(self._all())
+        first = every[: (len(every) + 1) // 2]
+        return self._only(first), self._only(every[len(first) :] or first)
 
     @property
     def everywhere(self) -> int:
-        """The number of batches of all ranks together: all ranks must read this."""
-        return sum(map(len, _gathered(self._kept)))
+        """The number of batches of all ranks together."""
+        return len(self._all())
+
+    @property
+    def on_every_rank(self) -> bool:
+        """True if each rank has all batches."""
+        return all(len(held.ranks) == get_world_size() for held in self._all().values())
 
     def in_turns(self) -> Iterator[Batch | None]:
-        """Yield a copy of each batch that all ranks keep, in the order of their hashes; None for one of another rank.
-
-        The batches must be this rank's part of them, see ``shared``.
-        """
-        for key in sorted(key for of_rank in _gathered(self._kept) for key in of_rank):
-            yield copied(*self._kept[key]) if key in self._kept else None
+        """Yield a copy of each batch of all ranks, by their hashes; None for one that another rank runs."""
+        keys = sorted(self._all())
+        mine = self._part(keys)
+        for key in keys:
+            yield copied(*mine[key]) if key in mine else None
 
     def __iter__(self) -> Iterator[Batch]:
         # Copies, since a model may change its inputs, and the batches are run more than once.
-        return iter([copied(*self._kept[key]) for key in sorted(self._kept)])
+        mine = self._part(self._all())
+        return iter([copied(*mine[key]) for key in sorted(mine)])
+
+
+class DealtBatches:
+    """The batches of a calibration that all ranks are given alike, and of which each runs every so many-th.
+
+    Each rank keeps those to run again that one process would keep, whichever rank runs them.
+
+    Args:
+        kept: returns what this rank keeps to run again now; None: nothing is.
+    """
+
+    def __init__(self, kept: Callable[[], ReplayBatches | None]) -> None:
+        self._kept = kept
+        self._count = 0
+        self._given = hashlib.blake2b(digest_size=_DIGEST)
+
+    def is_mine(self, batch: Any) -> bool:
+        """Return whether this rank runs the next batch."""
+        if get_world_size() == 1:
+            return True
+        args, keywords = _arguments(batch)
+        self._given.update(_hash((args, keywords)))
+        self._count += 1
+        if is_mine(self._count - 1):
+            return True
+        kept = self._kept()
+        if kept is not None and (wanted := kept.wanted(args, keywords)) is not None:
+            kept.keep(*wanted)
+        return False
+
+    def check(self) -> None:
+        """Raise unless all ranks were given the same batches; all ranks must call this.
+
+        Raises:
+            CalibrationError: they were not.
+        """
+        given = all_gather_bytes(self._count.to_bytes(_COUNT, "big") + self._given.digest())
+        for rank, other in enumerate(given):
+            if other != given[0]:
+                counts = [int.from_bytes(each[:_COUNT], "big") for each in (other, given[0])]
+                raise CalibrationError(
+                    f"rank {rank} was given other batches than rank 0 ({counts[0]} and {counts[1]} of them): with "
+                    "split=True all ranks are given the same ones, in the same order; without it each runs all of its "
+                    "own"
+                )
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a batch as the arguments with which a model is called on it."""
+    if hasattr(batch, "keys"):
+        return (), {key: batch[key] for key in batch.keys()}  # noqa: SIM118 - duck-typed
+    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
 
 
 def copied(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Batch:

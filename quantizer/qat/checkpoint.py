@@ -19,6 +19,8 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.common.digest import tensors_digest
+from quantizer.common.distributed import get_rank
+from quantizer.common.distributed import of_first_rank
 from quantizer.common.plain_values import json_values
 from quantizer.errors import TrainingError
 from quantizer.files import checked_file
@@ -31,6 +33,7 @@ __all__ = [
     "read_checkpoint",
     "read_facts",
     "remove_checkpoints",
+    "share_checkpoints",
     "write_checkpoint",
 ]
 
@@ -127,6 +130,15 @@ def read_checkpoint(path: Path, proxy: nn.Module, optimizer: torch.optim.Optimiz
                 _, number, key = name.split(".", 2)
                 state.setdefault(int(number), {})[key] = value
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def share_checkpoints(folder: Path) -> None:
+    """Give all processes the checkpoints of the first one, each in its own folder; all processes must call this."""
+    for path in (folder / LAST, folder / BEST):
+        told = of_first_rank(lambda path=path: path.read_bytes() if path.exists() else b"")  # type: ignore[misc]
+        if told and get_rank() > 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(told)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ compared as a hidden state is, except intermediate ones (``hidden_states``, ``at
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,13 +41,22 @@ class Distillation:
         model: the float model; it is copied, so make the loss before the first step of the training.
         temperature: T, positive.
         hidden: the weight of the hidden states, 0 or more; above 0 both models must return ``hidden_states``.
+        divisor: takes what a mean is divided by [], and returns what it is divided by instead: where processes have
+            rows of one batch, that of the whole batch.
 
     Raises:
         ProxyError: ``model`` is a proxy, whose outputs are rounded.
         QuantizerError: the temperature or the weight is out of bounds.
     """
 
-    def __init__(self, model: nn.Module, *, temperature: float = 1.0, hidden: float = 0.0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 1.0,
+        hidden: float = 0.0,
+        divisor: Callable[[Tensor], Tensor] = lambda value: value,
+    ) -> None:
         if is_proxy(model):
             raise ProxyError("the teacher is a proxy, whose outputs are rounded: give the float model")
         if not 0 < temperature < float("inf"):
@@ -56,6 +66,7 @@ class Distillation:
         self.teacher = own_copy(model).eval().requires_grad_(requires_grad=False)
         self._temperature = temperature
         self._hidden = hidden
+        self._divisor = divisor
         self._doubted = False
 
     def __call__(self, output: Any, *args: Any, **keywords: Any) -> Tensor:
@@ -82,7 +93,7 @@ class Distillation:
         if not self._hidden:
             return loss
         pairs = list(zip(_hidden_states(output, "proxy"), _hidden_states(wanted, "teacher"), strict=True))
-        return loss + self._hidden * sum(_relative(h, g, mask) for h, g in pairs) / len(pairs)
+        return loss + self._hidden * sum(self._relative(h, g, mask) for h, g in pairs) / len(pairs)
 
     def _of_outputs(self, output: Any, wanted: Any, mask: Tensor | None) -> Tensor:
         found, known = _heads(output), _heads(wanted)
@@ -106,7 +117,7 @@ class Distillation:
                 f"output {name} is of shape {tuple(found.shape)} and the teacher's {tuple(wanted.shape)}: give what "
                 "the proxy gave for this batch"
             )
-        return self._divergence(found, wanted, mask) if _is_logits(name) else _relative(found, wanted, mask)
+        return self._divergence(found, wanted, mask) if _is_logits(name) else self._relative(found, wanted, mask)
 
     def _divergence(self, z: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
         log_q, log_p = (
@@ -114,12 +125,14 @@ class Distillation:
         )
         # A logit of -inf in one output is -inf in the other too, and -inf - -inf is NaN.
         terms = torch.where(log_p > -torch.inf, log_p.exp() * (log_p - log_q), 0)
-        return terms.sum(-1).mean() * self._temperature**2
+        rows = terms.sum(-1)
+        count = rows.new_tensor(rows.numel())
+        return rows.mean() * (count / self._divisor(count)) * self._temperature**2
 
-
-def _relative(found: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:
-    found, wanted = output_without_padding(found, mask).float(), output_without_padding(wanted, mask).float()
-    return (found - wanted).square().sum() / wanted.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+    def _relative(self, found: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:
+        found, wanted = output_without_padding(found, mask).float(), output_without_padding(wanted, mask).float()
+        power = self._divisor(wanted.square().sum()).clamp_min(torch.finfo(torch.float32).tiny)
+        return (found - wanted).square().sum() / power
 
 
 def _is_logits(name: str) -> bool:

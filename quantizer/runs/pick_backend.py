@@ -24,7 +24,6 @@ from quantizer.engines import load_engine
 from quantizer.engines import medians
 from quantizer.engines.candidates import Variant
 from quantizer.engines.candidates import cpu_candidates
-from quantizer.engines.candidates import cpu_variants
 from quantizer.errors import EngineError
 from quantizer.quantizer import Quantizer
 from quantizer.report.candidate_record import Candidate
@@ -44,6 +43,8 @@ from quantizer.runs.compare_outputs import reference_outputs
 from quantizer.runs.compare_outputs import tolerance
 from quantizer.runs.measure import FLOAT_STEM
 from quantizer.runs.measure import build_options
+from quantizer.runs.ranks.variants import Calibrated
+from quantizer.runs.ranks.variants import variants_of
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import engine_inputs
 from quantizer.runs.run_engines import RunEngines
@@ -118,7 +119,7 @@ def _with_variant(config: RunConfig, variant: Variant, quantizer: Quantizer) -> 
 def pick_backend(
     context: RunContext,
     config: RunConfig,
-    quantizer: Quantizer,
+    calibrated: Calibrated,
     scoring: Scorer,
     rows: list[Row],
     folder: Path,
@@ -133,7 +134,7 @@ def pick_backend(
     Args:
         context: the model and its task.
         config: the configuration; its engines are timed at the shape of its report.
-        quantizer: a calibrated quantizer.
+        calibrated: quantizers of one calibration, the one that was calibrated first.
         scoring: scores each candidate.
         rows: what engines run on while their outputs are compared and they are timed.
         folder: the folder of the run.
@@ -143,20 +144,12 @@ def pick_backend(
     Raises:
         EngineError: nothing is right and runs here, or only engines in float.
     """
-    names, missing = cpu_candidates(among)
-    report, wanted = config.report, config.quantizer
+    _, missing = cpu_candidates(among)
+    report = config.report
     batch = context.feed.inputs.filled(context.feed.samples(rows), report.latency_batch, report.latency_sequence)
-    variants = cpu_variants(
-        names,
-        dtype=wanted.dtype,
-        precision=config.engine.inference_precision,
-        # A plan that is to be trained keeps the ranges that training moves.
-        dynamic="ranges" not in wanted.activations.model_fields_set and config.qat is None,
-        compiled=config.engine.compiled,
-        named=bool(among),
-    )
+    variants = variants_of(config, among)
     with tempfile.TemporaryDirectory(dir=folder) as scratch, context.timer("choose the engine"):
-        maker = _Maker(context, config, quantizer, scoring, batch, Path(scratch), kept)
+        maker = _Maker(context, config, calibrated, scoring, batch, Path(scratch), kept)
         tried, out = maker.all(variants)
         engines = {name: one.engine for name, one in tried.items()}
         times, broken = timed(engines, partial(_latency, batch), partial(_called, batch)) if engines else ({}, {})
@@ -193,16 +186,16 @@ class _Maker:
         self,
         context: RunContext,
         config: RunConfig,
-        calibrated: Quantizer,
+        calibrated: Calibrated,
         scoring: Scorer,
         batch: Batch,
         folder: Path,
         kept: KeptEngines,
     ) -> None:
-        self.quantizers = {(calibrated.config.backend, False): calibrated}
+        self.quantizers = dict(calibrated)
         self._context = context
         self._config = config
-        self._calibrated = calibrated
+        self._calibrated = next(iter(calibrated.values()))
         self._scoring = scoring
         self._batch = batch
         self._folder = folder

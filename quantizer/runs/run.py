@@ -6,30 +6,17 @@ removed on any error or interruption.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import replace
-from datetime import UTC
-from datetime import datetime
-from functools import cached_property
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from torch import nn
 
-from quantizer.common.data.batches_of import in_several
-from quantizer.config import AmpConfig
+from quantizer.common.distributed import alone
+from quantizer.common.distributed import get_rank
 from quantizer.config import QuantizerConfig
 from quantizer.config import RunConfig
-from quantizer.config import dump_yaml
 from quantizer.config.data_section import MODULE
 from quantizer.config.feasibility import check_run
-from quantizer.engines import BuildResult
-from quantizer.engines import Engine
-from quantizer.engines import Inspection
-from quantizer.engines import observe_engine
-from quantizer.engines import runs_here
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import EngineError
 from quantizer.files import checked_folder
@@ -37,65 +24,32 @@ from quantizer.files import require_sole_writer
 from quantizer.files import restore_folder
 from quantizer.files import said_complete
 from quantizer.files import write_folder
-from quantizer.quantizer import Quantizer
-from quantizer.report import Latency
 from quantizer.report import RunRecord
-from quantizer.report import Score
-from quantizer.report import collect_machine
-from quantizer.report import collect_versions
 from quantizer.report import print_record
-from quantizer.report.candidate_record import EngineChoice
-from quantizer.report.output_record import OutputDistance
-from quantizer.report.search.search_records import fallback_record
 from quantizer.report.tracking.trackers import print_tracked
-from quantizer.runs.compare_outputs import output_distances
-from quantizer.runs.measure import build_options
-from quantizer.runs.measure import engine_file
-from quantizer.runs.measure import measure_latency
-from quantizer.runs.measure import measure_memory
-from quantizer.runs.measure import with_deployed
 from quantizer.runs.pick_backend import chooses
-from quantizer.runs.pick_backend import pick_backend
 from quantizer.runs.pick_backend import with_backend
-from quantizer.runs.placement.run_placement import RunPlacement
 from quantizer.runs.placement.speed_goal import missed_speed
-from quantizer.runs.plan_records import site_records
-from quantizer.runs.preflight import require_tools
 from quantizer.runs.preflight.run_ready import ready_to_run
 from quantizer.runs.progress.run_stages import run_outlook
 from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.run_context import ResumeFiles
+from quantizer.runs.ranks.first_rank import own_place
 from quantizer.runs.run_context import resume_files
-from quantizer.runs.run_context import sizes_of
-from quantizer.runs.run_engines import RunEngines
-from quantizer.runs.run_engines import nearest_form
-from quantizer.runs.run_reports import write_reports
-from quantizer.runs.saved.kept_engines import KeptEngines
-from quantizer.runs.search import causes_of
-from quantizer.runs.search import measure_sensitivity
-from quantizer.runs.search import search_fallback
-from quantizer.runs.task_metric import Metric
-from quantizer.runs.train import TrainingResult
-from quantizer.runs.train import train
+from quantizer.runs.run_course import RunCourse
 from quantizer.runs.workload.configured import configured_workload
 from quantizer.runs.workload.workload import Load
 from quantizer.targets import AUTO
-from quantizer.tasks import Batch
-from quantizer.views.histograms import noisiest
 
-__all__ = ["QUANTIZER", "RUN", "carry_out", "run"]
+__all__ = ["RUN", "carry_out", "run"]
 
 RUN = "run"
 """The kind of the folder, in its marker."""
 
-QUANTIZER = "quantizer"
-"""The folder in it with the calibrated quantizer."""
-
-_HISTOGRAMS = 6
-
 
 def run(config: RunConfig, output: Path | None, force: bool, console: Console) -> Path:
     """Carry out a run, and return the folder that was written.
+
+    Of several processes each is given the same arguments; the first one writes and prints.
 
     Args:
         config: the resolved configuration.
@@ -107,10 +61,14 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
         QuantizerError: the target cannot do what is asked, the folder cannot be written, or a stage failed.
     """
     folder = Path(config.output if output is None else output).absolute()
-    ready = ready_to_run(config, folder, RUN, force=force)
-    for line in (*ready.notes, *filter(None, [ready.estimate])):
-        console.print(line, highlight=False, markup=False)
-    record = carry_out(config, folder, force, console, partial(configured_workload, config, ready.rows))
+    console = console if get_rank() == 0 else Console(quiet=True)
+    with own_place(folder) as place:
+        ready = ready_to_run(config, place, RUN, force=force)
+        for line in (*ready.notes, *filter(None, [ready.estimate])):
+            console.print(line, highlight=False, markup=False)
+        record = _all_stages(config, place, force, console, partial(configured_workload, config, ready.rows))
+    if record is None:
+        return folder
     with said_complete(folder):
         print_record(record, folder, console)
         print_tracked(config.report.track, record, folder, console)
@@ -120,7 +78,15 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
 
 
 def carry_out(config: RunConfig, folder: Path, force: bool, console: Console, load: Load) -> RunRecord:
-    """Carry out a run of any workload into a folder, and return its record; see ``run`` for errors."""
+    """Carry out a run of any workload into a folder in this process, and return its record; see ``run`` for errors."""
+    with alone():
+        record = _all_stages(config, folder, force, console, load)
+    assert record is not None
+    return record
+
+
+def _all_stages(config: RunConfig, folder: Path, force: bool, console: Console, load: Load) -> RunRecord | None:
+    """Carry out a run, and return its record; None if this process is not the first one."""
     among = config.quantizer.candidates if chooses(config) else None
     if config.quantizer.backend == AUTO:
         # The candidates share one calibration, whichever it is for.
@@ -138,213 +104,11 @@ def carry_out(config: RunConfig, folder: Path, force: bool, console: Console, lo
 
         def fill(target: Path) -> None:
             timer = StageTimer(console, run_outlook(config, folder, chooses=among is not None))
-            record.append(_Run(config, folder.name, target, kept, timer, load).run(among))
+            course = RunCourse(config, folder.name, target, kept, timer, load)
+            course.make(among)
+            if get_rank() == 0:
+                with alone():
+                    record.append(course.report())
 
         write_folder(folder, fill, kind=RUN, replace=force)
-    return record[0]
-
-
-class _Run:
-    """One run in progress.
-
-    Attributes:
-        target: the folder that is being filled.
-        work: the model, the rows and the scores.
-        budget: the budget of a search for fallback, checked on tuning rows that it does not see.
-    """
-
-    def __init__(
-        self, config: RunConfig, name: str, target: Path, kept: ResumeFiles, timer: StageTimer, load: Load
-    ) -> None:
-        self.name = name
-        self.target = target
-        with timer("load model and data"):
-            self.work = load(timer, kept, target)
-        self.config = config = self.work.fit(config)
-        (target / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-        self.context, self.rows, self.scoring = self.work.context, self.work.rows, self.work.scorer
-        max_drop = None if config.fallback is None else config.fallback.max_drop
-        checked = config.qat is None and runs_here(config.quantizer.backend)
-        self.budget = self.work.budget(max_drop, checked=checked)
-        self.budget.warn("fallback.max_drop")
-        self.model = self.context.model
-        self.placement = RunPlacement(self.context, config, target)
-        self.choice: EngineChoice | None = None
-
-    def run(self, among: Sequence[str] | None) -> RunRecord:
-        """Carry out all stages, in order, with the fastest backend of ``among`` (empty: of all; None: no choice)."""
-        quantizer = Quantizer(self.config.quantizer)
-        self._check(quantizer)
-        batches = self._calibrate(quantizer)
-        engines = RunEngines(self.context, self.config, self.target)
-        if among is not None:
-            kept = KeptEngines(self.context.resume.engines, self.work.scored_rows)
-            rows = self.rows.evaluation
-            picked = pick_backend(self.context, self.config, quantizer, self.scoring, rows, self.target, among, kept)
-            self.config, quantizer, self.choice = picked.config, picked.quantizer, picked.choice
-            (self.target / "config.yaml").write_text(dump_yaml(self.config), encoding="utf-8")
-            engines = picked.engines
-        self.placement.price(quantizer, engines)
-        proxy = self._choose(quantizer, batches)
-        while True:
-            forms, course = self._quantize(quantizer)
-            built = engines.build(quantizer, forms["proxy" if course is None else "qat"], trained=course is not None)
-            loaded, chosen = engines.load(), quantizer.chosen_fallback
-            max_drop = self.budget.next_drop(loaded.get("engine"), 0 if chosen is None else len(chosen.groups))
-            if max_drop is not None:
-                assert proxy is not None
-                self._search(quantizer, proxy, max_drop)
-            elif self.placement.is_fast_enough(quantizer, proxy, engines):
-                break
-        quantizer.save(self.target / QUANTIZER)
-        # An engine without the precision that was asked for is found before the time for its score is spent.
-        self.scoring.take({"float": self.model, **forms})
-        inspection = self._inspect(built["engine"])
-        scores = self.scoring.scores({**forms, **nearest_form(loaded, quantizer, self.model)})
-        outputs = self._outputs(next(reversed(forms.values())), loaded.get("engine"))
-        latency = measure_latency(self.context, self.config, loaded, engines.float_name)
-        record = self._record(quantizer, course, scores, built, latency, inspection)
-        record = replace(record, outputs=outputs)
-        # A sweep looks for them when the folder is in its place.
-        if self.work.calibrations is None:
-            record = replace(record, causes=causes_of(self.context, self.config, quantizer, self.rows.calibration))
-        record = replace(record, stages=tuple(self.context.timer.done))
-        write_reports(record, self.config.report.formats, self.target)
-        self.work.write_call(self.target)
-        return record
-
-    def _check(self, quantizer: Quantizer) -> None:
-        """Raise errors now that would otherwise come after minutes of calibration."""
-        config = self.config
-        require_tools({config.quantizer.backend: build_options(self.config)}, html="html" in config.report.formats)
-        self.work.check()
-        if config.quantizer.formats:
-            # Raises if a rule matches nothing, which would otherwise happen when the plan is made.
-            quantizer.inspect(self.model)
-
-    def _calibrate(self, quantizer: Quantizer) -> list[Batch]:
-        """Calibrate, after fitting the head if the task has one, and return the calibration batches."""
-        self.work.fit_head()
-        batches = in_several(self.context.feed.batches, self.rows.calibration)
-        with self.context.timer("calibrate"):
-            self.work.calibrate(quantizer, batches)
-        return batches
-
-    @cached_property
-    def metric(self) -> Metric:
-        """The score on tuning rows, or by a function, for what is chosen by it."""
-        return self.work.metric(self.budget.searched)
-
-    def _choose(self, quantizer: Quantizer, batches: list[Batch]) -> nn.Module | None:
-        """Measure sensitivity, and let the groups fall back to float that are asked for; return the proxy, if any."""
-        asked, amp = self.config.fallback, self.config.amp or AmpConfig()
-        if self.config.amp is None and asked is None:
-            return None
-        by_metric = amp.measure == "metric"
-
-        def measured(mine: Quantizer) -> nn.Module:
-            proxy = mine.amp(
-                self.model,
-                measure=amp.measure,
-                granularity=amp.granularity,
-                metric=self.metric if by_metric else None,
-                higher_is_better=not by_metric or self.metric.higher_is_better,
-            )
-            if self.config.amp is not None:
-                measure_sensitivity(self.context, mine, proxy, [] if by_metric else batches[: amp.batches])
-            return proxy
-
-        # A score is taken on tuning rows, which the budgets of runs share out differently.
-        proxy = measured(quantizer) if by_metric else self.work.amp(quantizer, str(self.config.amp), measured)
-        if asked is not None and asked.max_drop is None:
-            how = asked.model_dump(include={"num", "ratio", "names", "min_speedup", "costs"})
-            quantizer.fallback(proxy, prices=self.placement.prices, **how)
-        elif asked is not None and asked.max_drop is not None:
-            self._search(quantizer, proxy, asked.max_drop)
-        return proxy
-
-    def _search(self, quantizer: Quantizer, proxy: nn.Module, max_drop: float) -> None:
-        asked = self.config.fallback
-        assert asked is not None
-        most, costs, prices = asked.evaluations, asked.costs, self.placement.prices
-        search_fallback(
-            self.context, quantizer, proxy, self.metric, max_drop, max_evaluations=most, costs=costs, prices=prices
-        )
-
-    def _quantize(self, quantizer: Quantizer) -> tuple[dict[str, nn.Module], TrainingResult | None]:
-        """Return the frozen model, with training also that of PTQ before it; and the result of the training."""
-        settings, course = self.config.qat, None
-        forms = {}
-        if settings is not None:
-            forms["ptq"] = quantizer.quantize(self.model)
-            course = train(self.context, settings, quantizer, self.rows.training, self.metric)
-        with self.context.timer("quantize"):
-            forms["proxy" if course is None else "qat"] = quantizer.quantize(self.model)
-        return forms, course
-
-    def _outputs(self, proxy: nn.Module, engine: Engine | None) -> tuple[OutputDistance, ...]:
-        """Return how far the outputs are from those of the float model, on rows of the evaluation."""
-        feed, report = self.context.feed, self.config.report
-        with self.context.timer("compare the outputs"):
-            rows = feed.samples(self.rows.evaluation or self.rows.calibration)
-            batch = feed.inputs.filled(rows, report.latency_batch, report.latency_sequence)
-            try:
-                return output_distances(self.model, proxy, engine, batch)
-            except EngineError as error:
-                # What was measured until here is not thrown away for it; the verdict says that nothing was compared.
-                self.context.timer.say(f"warning: {error}")
-                return ()
-
-    def _inspect(self, built: BuildResult) -> Inspection:
-        """Return the precisions of the engine's layers; raise if those that were asked for are missing.
-
-        A backend that was chosen by its measured time may have won because it left products in float.
-        """
-        report = self.config.report
-        with self.context.timer("inspect the engine"):
-            return observe_engine(
-                self.config.quantizer.backend,
-                built.path,
-                built.path.with_suffix(".onnx"),
-                threads=self.config.engine.threads,
-                batch=report.latency_batch,
-                sequence=report.latency_sequence,
-                required=self.choice is None,
-            )
-
-    def _record(
-        self,
-        quantizer: Quantizer,
-        course: TrainingResult | None,
-        scores: tuple[Score, ...],
-        built: Mapping[str, BuildResult],
-        latency: Latency | None,
-        inspection: Inspection,
-    ) -> RunRecord:
-        """Return the record of the run, after measuring memory."""
-        config, coverage, chosen = self.config, quantizer.coverage, quantizer.chosen_fallback
-        return RunRecord(
-            name=self.name,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            config=config.model_dump(mode="json"),
-            model=self.work.info,
-            scores=scores,
-            latency=latency,
-            size=sizes_of(built),
-            memory=measure_memory(self.context, config, built) if latency else (),
-            coverage=site_records(coverage),
-            covered_share=coverage.share,
-            escaped=coverage.escaped.rows,
-            histograms=tuple(quantizer.histogram(name).data for name in noisiest(quantizer.plan, _HISTOGRAMS)),
-            sensitivity=quantizer.sensitivity.rows if config.amp is not None else (),
-            measure=quantizer.sensitivity.measure if config.amp is not None else None,
-            fallback=None if chosen is None else fallback_record(chosen, self.budget.asked, self.budget.checks, scores),
-            training=None if course is None else course.record(self.context.task),
-            choice=with_deployed(self.choice, latency, config.quantizer.backend),
-            placement=self.placement.record(quantizer),
-            engine=engine_file(config.quantizer.backend, built["engine"], ran=latency is not None, scored=bool(scores)),
-            inspection=inspection,
-            diff=quantizer.diff(self.model),
-            versions=collect_versions(),
-            machine=collect_machine(),
-        )
+    return record[0] if record else None

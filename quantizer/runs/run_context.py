@@ -281,6 +281,7 @@ def load_context(
     require_room(folder, int(parameters * copies), needed_for)
     processor = load_processor(source, task)
     built = build_task(task, model, processor, **sizes)
+    built.split = True
     return RunContext(timer=timer, resume=resume, model=model, processor=processor, feed=built)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from quantizer.common.distributed import is_mine
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.progress import counted
 from quantizer.config import RunConfig
@@ -53,8 +54,9 @@ def measure_sensitivity(context: RunContext, quantizer: Quantizer, proxy: nn.Mod
     """Rank the groups of a proxy that ``amp()`` returned, on batches; the measure ``metric`` needs none."""
     with context.timer("measure sensitivity"), torch.no_grad():
         with counted(batches, "batches", unit="batch") as steps:
-            for batch in steps:
-                proxy(**batch)
+            for number, batch in enumerate(steps):
+                if is_mine(number):
+                    proxy(**batch)
         # The measure ``metric`` runs only when the ranking is read.
         len(quantizer.sensitivity)
 

@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 from torch import nn
 
+from quantizer.common.distributed import all_reduce_sum
+from quantizer.common.distributed import all_reduce_tensor
+from quantizer.common.distributed import get_world_size
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.plain_values import decoded
 from quantizer.common.progress import loop
@@ -31,7 +34,10 @@ from quantizer.qat.checkpoint import BEST
 from quantizer.qat.checkpoint import LAST
 from quantizer.qat.checkpoint import read_checkpoint
 from quantizer.qat.checkpoint import read_facts
+from quantizer.qat.checkpoint import share_checkpoints
 from quantizer.qat.checkpoint import write_checkpoint
+from quantizer.qat.data_parallel import own_rows
+from quantizer.qat.data_parallel import sum_gradients
 from quantizer.qat.gradient_check import has_gradient
 from quantizer.quantizer import Quantizer
 from quantizer.report.record import TrainingRun
@@ -41,6 +47,7 @@ from quantizer.runs.task_metric import Metric
 from quantizer.sensitivity import fingerprint
 from quantizer.tasks import Row
 from quantizer.tasks import Task
+from quantizer.tasks import rows_at
 from quantizer.tasks.datasets.rows import content_of
 
 __all__ = ["Training", "TrainingResult", "train"]
@@ -90,6 +97,9 @@ class TrainingResult:
 class Training:
     """The training of the proxy that ``qat()`` returned, in eval mode: without dropout, with its batch statistics.
 
+    Several processes take each step together, each with its rows of the batch: they train what one process does, but
+    for the rounding of sums.
+
     Args:
         settings: the ``qat`` section.
         task: makes the batches.
@@ -121,6 +131,7 @@ class Training:
         self._tell = tell
         self._last, self._best = folder / LAST, folder / BEST
         self._a_pass = math.ceil(len(rows) / task.batch_size)
+        self._share_of_batch = 1.0
         self._steps = max(1, math.ceil(settings.epochs * self._a_pass))
         numbers = range(1, settings.evaluations + 1)
         self._scored_at = {math.ceil(self._steps * number / settings.evaluations) for number in numbers}
@@ -134,11 +145,14 @@ class Training:
         """
         settings = self._settings
         proxy.eval()
-        distillation = Distillation(model, temperature=settings.temperature, hidden=settings.hidden)
+        distillation = Distillation(
+            model, temperature=settings.temperature, hidden=settings.hidden, divisor=self._joint
+        )
         rates = settings.learning_rate, settings.scale_learning_rate
         groups = parameter_groups(proxy, rates[0], scale_learning_rate=rates[1])
         optimizer = torch.optim.AdamW([{**group, "highest": group["lr"]} for group in groups], weight_decay=0.0)
         schedule = Schedule(proxy, self._steps, freeze_scales=settings.freeze_scales)
+        share_checkpoints(self._last.parent)
         course = self._resumed(proxy, optimizer)
         if course is None:
             try:
@@ -169,7 +183,7 @@ class Training:
         batch = self._batch(step)
         hidden = {"output_hidden_states": True} if self._settings.hidden else {}
         loss = distillation(proxy(**batch, **hidden), **batch)
-        value = loss.item()
+        (value,) = all_reduce_sum([self._share_of_batch * loss.item()])
         if not math.isfinite(value):
             raise TrainingError(
                 f"the loss is {value} after {step} steps: lower qat.learning_rate ({self._settings.learning_rate:g}). "
@@ -177,7 +191,9 @@ class Training:
             )
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        if step == 0 and not has_gradient(p for group in optimizer.param_groups for p in group["params"]):
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        sum_gradients(trained, self._share_of_batch)
+        if step == 0 and not has_gradient(trained):
             raise TrainingError(
                 "no parameter has a gradient: the outputs that are compared depend on none of them, or on nothing that "
                 "is quantized"
@@ -185,14 +201,23 @@ class Training:
         optimizer.step()
         return value
 
+    def _joint(self, divisor: Tensor) -> Tensor:
+        """Return the divisor of a mean such that the losses of all processes, each by its share, are that of all."""
+        return divisor if get_world_size() == 1 else all_reduce_tensor(divisor) * self._share_of_batch
+
     def _batch(self, step: int) -> dict[str, Tensor]:
+        """Return this process's rows of a batch."""
         number, at = divmod(step, self._a_pass)
         # Different seeds share no pass.
         generator = torch.Generator().manual_seed(self._settings.seed * 2**16 + number)
         order = torch.randperm(len(self._rows), generator=generator).tolist()
         size = self._task.batch_size
-        (batch,) = self._task.batches([self._rows[row] for row in order[at * size : (at + 1) * size]])
-        return batch
+        rows = order[at * size : (at + 1) * size]
+        (batch,) = self._task.batches([self._rows[row] for row in rows])
+        # Of the whole batch, whose padding is that of one process.
+        places = range(len(next(iter(batch.values()))))
+        mine, self._share_of_batch = own_rows(places)
+        return batch if mine == places else rows_at(batch, mine)
 
     def _share(self, step: int) -> float:
         """Return the share of the highest rate at a step from 0: linear warm-up, cosine decay (arXiv:1608.03983)."""

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.common.distributed import all_gather_bytes
 from quantizer.common.distributed import all_reduce_sum
+from quantizer.common.distributed import get_world_size
 from quantizer.common.progress import counted
 from quantizer.errors import SensitivityError
 from quantizer.observe.replay_batches import copied
@@ -105,6 +106,7 @@ class Measurement:
         self._proxy = proxy
         self._metric = metric
         self._errors: dict[str, list[float]] = defaultdict(list)
+        self._gathered: tuple[int, int, dict[str, list[float]]] | None = None
         self._lock = threading.Lock()
         self._thread = 0
         self._inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
@@ -123,11 +125,11 @@ class Measurement:
             self._errors.update({name: [drop] for name, drop in self._by_metric(self._metric).items()})
             self.batches = 1
         names = [group.name for group in self.groups]
-        (batches,) = all_reduce_sum([self.batches])
+        batches, measured = self._everywhere(names)
         if batches == 0:
             raise SensitivityError("nothing was measured yet: run the proxy that amp() returned on data first")
         # An exact sum, rounded once: one process and several get the same, in whatever order batches were measured.
-        errors = {name: math.fsum(of_group) / batches for name, of_group in self._everywhere(names).items()}
+        errors = {name: math.fsum(of_group) / batches for name, of_group in measured.items()}
         # Equal errors are ordered by name, so that the same data gives the same ranking.
         ordered = sorted(self.groups, key=lambda group: (-errors[group.name], group.name))
         positions = {name: position for position, name in enumerate(names)}
@@ -147,12 +149,18 @@ class Measurement:
             for rank, group in enumerate(ordered, start=1)
         ]
 
-    def _everywhere(self, names: Sequence[str]) -> dict[str, list[float]]:
-        """Return the error of each batch of all processes, by group."""
+    def _everywhere(self, names: Sequence[str]) -> tuple[int, dict[str, list[float]]]:
+        """Return the number of batches of all processes, and the error of each, by group."""
+        if self._gathered is not None and get_world_size() == 1 and self._gathered[0] == self.batches:
+            # One process goes on alone with what all of them measured.
+            return self._gathered[1:]
+        (batches,) = map(int, all_reduce_sum([self.batches]))
         mine = np.array([self._errors[name] for name in names], dtype=np.float64)
         parts = [np.frombuffer(part) for part in all_gather_bytes(mine.tobytes())]
         by_group = [part.reshape(len(names), -1) for part in parts if part.size]
-        return {name: [float(error) for part in by_group for error in part[at]] for at, name in enumerate(names)}
+        errors = {name: [float(error) for part in by_group for error in part[at]] for at, name in enumerate(names)}
+        self._gathered = self.batches, batches, errors
+        return batches, errors
 
     def _call(self, proxy: nn.Module, run: Callable[[], Any]) -> Any:
         """Run the proxy once, and measure."""

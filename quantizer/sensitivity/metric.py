@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch import nn
 
+from quantizer.errors import LostRankError
 from quantizer.errors import SensitivityError
 
 __all__ = ["Metric", "Score"]
@@ -30,10 +31,13 @@ class Metric:
 
         Raises:
             SensitivityError: the function raised, or did not return a finite number.
+            LostRankError: another process has ended.
         """
         try:
             with torch.no_grad():
                 value = self.function(model)
+        except LostRankError:
+            raise
         except Exception as error:
             raise SensitivityError(f"the metric raised {type(error).__name__} for {which}: {error}") from error
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -61,15 +61,22 @@ class ScoreCache:
     def known(self) -> int:
         return sum(key.startswith(f"{self._search}/") for key in self._scores)
 
+    def taken(self, groups: tuple[str, ...] | None) -> float | None:
+        """Return the score that was taken with ``groups`` float (None: of the user's own model); None: none was."""
+        return self._scores.get(self._key(groups))
+
     def score(self, groups: tuple[str, ...] | None, take: Callable[[], float]) -> float:
         """Return the score with ``groups`` float (None: the user's own model), measured at the first call only."""
-        key = f"{self._search}/" + _digest(["float model"] if groups is None else ["groups", *sorted(groups)])
+        key = self._key(groups)
         if key not in self._scores:
             self._scores[key] = take()
             if self._path is not None:
                 with whole_file(self._path, SensitivityError) as part:
                     part.write_text(json.dumps({"scores": self._scores}, indent=1), encoding="utf-8")
         return self._scores[key]
+
+    def _key(self, groups: tuple[str, ...] | None) -> str:
+        return f"{self._search}/" + _digest(["float model"] if groups is None else ["groups", *sorted(groups)])
 
 
 def check_scores(path: Path) -> dict[str, float]:

@@ -172,7 +172,12 @@ class SensitivitySession:
                 plan = with_fallback(self.measured_plan, dict.fromkeys(groups, "put back"))
                 return metric.score(tries.of(plan), f"the model with {len(groups)} groups put back")
 
-            return _first_rank(scores.score(groups, take))
+            # One process reads the file and tells the others: all of them take a score, or none.
+            known = _told(scores.taken(groups))
+            if known is None:
+                known = _told(scores.score(groups, take))
+            assert known is not None
+            return known
 
         return score
 
@@ -185,6 +190,7 @@ def _one_of(**given: object) -> None:
         raise SensitivityError(f"fallback() takes one of {', '.join(given)}; got {shown}")
 
 
-def _first_rank(score: float) -> float:
-    """Return the score of the first process, so that all processes decide alike."""
-    return float.fromhex(all_gather_bytes(score.hex().encode())[0].decode())
+def _told(score: float | None) -> float | None:
+    """Return the score of the first process, so that all processes decide alike; None if it has none."""
+    told = all_gather_bytes(b"" if score is None else score.hex().encode())[0].decode()
+    return float.fromhex(told) if told else None

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 import torch
+from safetensors.torch import load
+from safetensors.torch import save
 
+from quantizer.common.distributed import all_gather_bytes
+from quantizer.common.distributed import get_world_size
+from quantizer.common.distributed import is_mine
 from quantizer.errors import TaskError
 
-__all__ = ["first_output"]
+__all__ = ["dealt", "first_output", "of_all_ranks"]
+
+Chunk = TypeVar("Chunk")
 
 
 def first_output(result: object, name: str, place: int = 0) -> torch.Tensor:
@@ -39,3 +49,16 @@ def first_output(result: object, name: str, place: int = 0) -> torch.Tensor:
         f"the model gave {type(result).__name__}, in which there is no tensor or array for {name!r}: expected a "
         f"mapping, a tuple or a tensor"
     )
+
+
+def dealt(chunks: Iterable[Chunk]) -> Iterator[tuple[int, Chunk]]:
+    """Yield those chunks that this process runs, each with its number, from 1."""
+    return ((number, chunk) for number, chunk in enumerate(chunks, start=1) if is_mine(number - 1))
+
+
+def of_all_ranks(rows: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return the rows of all processes, each of which has some of them; all processes must call this."""
+    if get_world_size() == 1:
+        return dict(rows)
+    mine = save({str(at): row.clone(memory_format=torch.contiguous_format) for at, row in rows.items()})
+    return {int(at): row for told in all_gather_bytes(mine) for at, row in load(told).items()}

@@ -33,7 +33,9 @@ from quantizer.tasks.inputs import Sample
 from quantizer.tasks.inputs import TextInputs
 from quantizer.tasks.metrics import bootstrap_interval
 from quantizer.tasks.metrics import resampled_scores
+from quantizer.tasks.outputs import dealt
 from quantizer.tasks.outputs import first_output
+from quantizer.tasks.outputs import of_all_ranks
 
 __all__ = ["Batch", "Predictions", "Progress", "Run", "Task", "build_task", "require_rows", "tasks"]
 
@@ -97,6 +99,8 @@ class Task(ABC):
     """Whether the labels are those of the request, and not the model's own."""
     in_parts: ClassVar[bool] = False
     """Whether a model becomes several engines, which together write text token by token."""
+    split = False
+    """Whether several processes give ``predict`` the same rows, and each runs its part of the batches."""
     needs_head: ClassVar[bool] = False
     """Whether ``fit_head`` must be called before ``predict``."""
 
@@ -226,7 +230,7 @@ class Task(ABC):
         order = self.inputs.order(samples)
         chunks = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
         collected: dict[int, torch.Tensor] = {}
-        for done, chunk in enumerate(chunks, start=1):
+        for done, chunk in dealt(chunks) if self.split else enumerate(chunks, start=1):
             batch = self.inputs.batch([samples[at] for at in chunk])
             with torch.no_grad():
                 result = self.answer(run, batch)
@@ -240,6 +244,7 @@ class Task(ABC):
             collected.update(zip(chunk, result, strict=True))
             if progress is not None:
                 progress(done, len(chunks))
+        collected = of_all_ranks(collected) if self.split else collected
         return _stacked([collected[at].numpy() for at in range(len(samples))])
 
     def fit_head(self, run_float: Run, rows: Sequence[Row], progress: Progress | None = None) -> None:

@@ -287,7 +287,7 @@ def test_it_is_left_out_where_the_output_is_worse(monkeypatch: pytest.MonkeyPatc
     def of(self: OutputError, plan: Plan) -> float:
         return float(any(entry.bias_shift is not None for entry in plan.values()))
 
-    monkeypatch.setattr(OutputError, "of", of)
+    monkeypatch.setattr(OutputError, "of_all_ranks", of)
     q = calibrated(Net())
     said = {entry.bias_note for entry in q.plan.values()}
     assert said == {"bias not corrected: the output of the model comes out better without"}

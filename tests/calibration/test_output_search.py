@@ -204,7 +204,7 @@ def test_a_choice_that_is_worse_on_other_batches_is_undone(
         def __init__(self, proxy: Any, batches: Any) -> None:
             self._errors = next(halves)
 
-        def of(self, plan: Plan) -> float:
+        def of_all_ranks(self, plan: Plan) -> float:
             (estimate,) = {o.estimate for entry in plan.values() for o in entry.operands if o.role == "activation"}
             assert estimate is not None
             return self._errors[estimate]

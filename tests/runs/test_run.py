@@ -41,6 +41,7 @@ from quantizer.files import MARKER
 from quantizer.files import write_folder
 from quantizer.report import read_record
 from quantizer.report.tracking import trackers
+from quantizer.runs import run_course
 from quantizer.runs.progress import stage_timer
 from quantizer.tasks import load_model
 
@@ -451,7 +452,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "export": (Quantizer, "export"),
     "export float": (run_engines, "export_onnx"),
     "build": (stage_timer, "build_engine"),
-    "inspect": (pipeline, "observe_engine"),
+    "inspect": (run_course, "observe_engine"),
     "load engine": (run_engines, "load_engine"),
     "price": (place_groups, "price_groups"),
     "latency": (run_measure, "interleaved_latency"),

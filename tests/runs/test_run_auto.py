@@ -18,7 +18,8 @@ from tiny_run import tiny_run  # noqa: E402
 
 import quantizer.runs.measure as run_measure  # noqa: E402
 import quantizer.runs.pick_backend as pick  # noqa: E402
-import quantizer.runs.run  # noqa: E402
+import quantizer.runs.ranks.variants as run_variants  # noqa: E402
+import quantizer.runs.run_course  # noqa: E402
 from quantizer import Quantizer  # noqa: E402
 from quantizer.cli.main import main  # noqa: E402
 from quantizer.config import dump_yaml  # noqa: E402
@@ -65,7 +66,7 @@ def _taking(times: Mapping[str, float], monkeypatch: pytest.MonkeyPatch) -> None
         return tuple(variant for variant in cpu_variants(*given, **more) if variant.name in times)
 
     monkeypatch.setattr(pick, "interleaved_latency", taken)
-    monkeypatch.setattr(pick, "cpu_variants", variants)
+    monkeypatch.setattr(run_variants, "cpu_variants", variants)
 
 
 @pytest.mark.promise("the run goes on with the fastest; its first line and the report say which that is")
@@ -195,7 +196,7 @@ def test_a_list_narrows_the_choice(written: dict[str, Any], at: Path, monkeypatc
         names.append(asked[-2])
         raise EngineError("that is enough")
 
-    monkeypatch.setattr(quantizer.runs.run, "pick_backend", picks)
+    monkeypatch.setattr(quantizer.runs.run_course, "pick_backend", picks)
     assert main(["run", "tiny.yaml"]) == 1
     assert names == [(ONNXRUNTIME,)]
     assert cpu_candidates(names[0])[0] == (ONNXRUNTIME,)
@@ -230,7 +231,7 @@ def test_the_run_goes_on_with_the_ranges_that_won(at: Path, monkeypatch: pytest.
     settings["quantizer"]["activations"] = {"ranges": "static"}
     Path("tiny.yaml").write_text(yaml.safe_dump(settings))
     tried: list[bool] = []
-    monkeypatch.setattr(pick, "cpu_variants", lambda *_, **named: tried.append(named["dynamic"]) or ())
+    monkeypatch.setattr(run_variants, "cpu_variants", lambda *_, **named: tried.append(named["dynamic"]) or ())
     assert main(["run", "tiny.yaml", "output=again"]) == 1
     assert tried == [False]
 

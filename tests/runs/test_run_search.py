@@ -132,7 +132,7 @@ def search(files: dict[str, Any], expected: Expected, tmp_path: Path, monkeypatc
     monkeypatch.setattr(Quantizer, "fallback", noted)
     monkeypatch.setattr(RunEngines, "build", build)
     unseen = Inspection(backend="openvino", verified=False, note="nothing was built")
-    monkeypatch.setattr(pipeline._Run, "_inspect", lambda *_: unseen)
+    monkeypatch.setattr(pipeline.RunCourse, "_inspect", lambda *_: unseen)
     monkeypatch.setattr(RunEngines, "load", lambda *_: {})
     monkeypatch.setattr(RunPlacement, "price", lambda *_: None)
     return search

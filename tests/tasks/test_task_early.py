@@ -136,12 +136,13 @@ def _carried_out(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """A run that may not begin to calibrate."""
     from rich.console import Console
 
+    from quantizer.quantizer import Quantizer
     from quantizer.runs import run as pipeline
 
     def no_pass(*_: object, **__: object) -> None:
         raise AssertionError("it calibrates, and the mistake was not told")
 
-    monkeypatch.setattr(pipeline.Quantizer, "calibrate", no_pass)
+    monkeypatch.setattr(Quantizer, "calibrate", no_pass)
     pipeline.run(config, tmp_path / "out", False, Console(quiet=True))
 
 

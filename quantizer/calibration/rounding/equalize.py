@@ -31,7 +31,6 @@ from quantizer.calibration.replay import replay
 from quantizer.calibration.smoothquant import held_factors
 from quantizer.calibration.smoothquant import weight_record
 from quantizer.calibrators import Calibrator
-from quantizer.common.distributed import all_reduce_sum
 from quantizer.numerics.equalization import equalizing_factors
 from quantizer.observe.range_group import ChannelRange
 from quantizer.observe.range_group import Migration
@@ -109,11 +108,9 @@ def equalize_where_better(
     assert observation.kept is not None
     _solve(pairs)
     error = OutputError(proxy, observation.kept.few())
-    before = error.of(plan)
+    before = error.of_all_ranks(plan)
     _take(proxy, observation, pairs, make, settings)
-    after = error.of(decided())
-    before, after = all_reduce_sum([before, after])
-    if after < before:
+    if error.of_all_ranks(decided()) < before:
         return
     for pair in pairs:
         pair.first.spread = pair.read.smoothed = None

@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Mapping
+from contextlib import contextmanager
 
 from quantizer.calibration.proxied import Proxied
 from quantizer.common.digest import tensors_digest
+from quantizer.common.distributed import alone
 from quantizer.common.distributed import get_world_size
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import CalibrationError
 from quantizer.numerics.qtype import qtype
 from quantizer.observe.range_group import RoundedWeight
+from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.observe.statistics import RoundingProgress
 from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
 
-__all__ = ["UNREACHED", "nearest", "one_process", "progress", "record", "stored_weights", "why_nearest"]
+__all__ = ["UNREACHED", "nearest", "progress", "record", "stored_weights", "why_nearest", "with_all_batches"]
 
 UNREACHED = "no batch that was kept reaches it"
 
 
-def one_process(method: str) -> None:
-    """Raise ``CalibrationError`` if several processes calibrate together."""
-    if get_world_size() > 1:
+@contextmanager
+def with_all_batches(method: str, kept: ReplayBatches) -> Iterator[None]:
+    """Let each process do the block by itself with all kept batches, which gives all of them the same bits.
+
+    Raises:
+        CalibrationError: several processes calibrate together, and each has only its own batches.
+    """
+    if get_world_size() > 1 and not kept.on_every_rank:
         raise CalibrationError(
-            f"weights.rounding: {method} needs all that a weight multiplies, which processes do not share; calibrate "
-            "in one process, or with rounding: nearest"
+            f"weights.rounding: {method} needs all that a weight multiplies, and each process has its own batches: "
+            "give all of them the same ones with calibrate(split=True), calibrate in one process, or with rounding: "
+            "nearest"
         )
+    with alone():
+        yield
 
 
 def progress(proxy: Proxied, observation: Seen, plan: Plan) -> RoundingProgress:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.rounding.progress import UNREACHED
-from quantizer.calibration.rounding.progress import one_process
 from quantizer.calibration.smoothquant import held_factors
 from quantizer.calibration.staged_passes import StagedPasses
 from quantizer.calibrators import make_calibrator
@@ -91,12 +90,8 @@ def scale_inputs(proxy: Proxied, observation: Seen, plan: Plan, settings: PlanSe
         observation: the statistics, with kept batches.
         plan: the plan without factors.
         settings: the settings of the plan.
-
-    Raises:
-        CalibrationError: several processes calibrate together.
     """
     assert observation.kept is not None
-    one_process("awq")
     by_site = {one.site: unit for unit in _units(proxy, observation, plan) for one in unit}
     with torch.no_grad():
         passes = StagedPasses(proxy.module, observation.kept)

@@ -18,6 +18,7 @@ from quantizer.runs.placement.place_groups import GroupPlacer
 from quantizer.runs.placement.price_groups import TimeCache
 from quantizer.runs.placement.speed_goal import SpeedGoal
 from quantizer.runs.plan_records import placement_record
+from quantizer.runs.ranks.first_rank import from_first_rank
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_engines import FLOAT_STEM
 from quantizer.runs.run_engines import QUANTIZED_STEM
@@ -54,12 +55,18 @@ class RunPlacement:
         """
         if not engines.runs_here and self._config.amp is None and self._config.fallback is None:
             return
+        self.prices = from_first_rank(lambda: self._priced(quantizer, engines), Prices | None)
+        if engines.runs_here and self.prices is not None and self.prices.slower():
+            quantizer.fallback(None, prices=self.prices)
+
+    def _priced(self, quantizer: Quantizer, engines: RunEngines) -> Prices | None:
+        """Return the prices of the groups; None: they could not be timed."""
         with self._context.timer("quantize"):
             quantized = quantizer.quantize(self._context.model)
         engines.build(quantizer, quantized)
         low, plain = engines.files(QUANTIZED_STEM), engines.files(FLOAT_STEM)
         if not engines.runs_here:
-            self.prices = prices_of_files(
+            return prices_of_files(
                 quantizer.plan,
                 quantized,
                 low.onnx,
@@ -68,7 +75,6 @@ class RunPlacement:
                 batch=engines.timing.batch,
                 sequence=engines.timing.sequence,
             )
-            return
         placer = GroupPlacer(
             model=self._context.model,
             example=self._context.feed.example(),
@@ -80,9 +86,7 @@ class RunPlacement:
             say=self._context.timer.tell,
         )
         with self._context.timer("time the groups"):
-            self.prices = placer.prices(quantizer, quantized, low, plain)
-        if self.prices is not None and self.prices.slower():
-            quantizer.fallback(None, prices=self.prices)
+            return placer.prices(quantizer, quantized, low, plain)
 
     def is_fast_enough(self, quantizer: Quantizer, proxy: nn.Module | None, engines: RunEngines) -> bool:
         """Return whether the engine reaches the speed that was asked for; if not, choose groups to quantize again.
@@ -97,7 +101,8 @@ class RunPlacement:
         if not engines.runs_here:
             return True
         chosen = quantizer.chosen_fallback
-        wanted = self._goal.next_speedup(engines, 0 if chosen is None else len(chosen.groups))
+        groups = 0 if chosen is None else len(chosen.groups)
+        wanted = from_first_rank(lambda: self._goal.next_speedup(engines, groups), float | None)
         if wanted is not None:
             quantizer.fallback(proxy, min_speedup=wanted, prices=self.prices)
         return wanted is None

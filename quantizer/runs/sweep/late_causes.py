@@ -18,8 +18,8 @@ from quantizer.report import RunRecord
 from quantizer.report.verdict import USABLE
 from quantizer.report.verdict import verdict_of
 from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.run import QUANTIZER
 from quantizer.runs.run_context import resume_files
+from quantizer.runs.run_course import QUANTIZER
 from quantizer.runs.run_reports import write_reports
 from quantizer.runs.search import CAUSES
 from quantizer.runs.search import causes_of

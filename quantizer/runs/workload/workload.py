@@ -107,7 +107,7 @@ class Workload:
     def calibrate(self, quantizer: Quantizer, batches: Sequence[Batch]) -> None:
         """Calibrate a quantizer on the model, or give it what a run before it has seen."""
         if self.calibrations is None:
-            quantizer.calibrate(self.context.model, batches)
+            quantizer.calibrate(self.context.model, batches, split=True)
         else:
             self.calibrations.calibrate(quantizer, self.context.model, batches)
 

@@ -1,0 +1,54 @@
+"""Values that the first of several processes makes alone, as by building and timing engines, and tells the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from dataclasses import is_dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from typing import TypeVar
+
+from quantizer.common.distributed import get_rank
+from quantizer.common.distributed import get_world_size
+from quantizer.common.distributed import of_first_rank
+from quantizer.common.plain_values import decoded
+
+__all__ = ["from_first_rank", "own_place"]
+
+Value = TypeVar("Value")
+
+
+def from_first_rank(make: Callable[[], Value], hint: Any) -> Value:
+    """Return what ``make`` returns on the first rank, which alone calls it.
+
+    Args:
+        make: returns plain values, or a dataclass of them.
+        hint: the annotation of what it returns; see ``decoded``.
+
+    Raises:
+        LostRankError: another process has ended.
+    """
+    if get_world_size() == 1:
+        return make()
+    told = of_first_rank(lambda: json.dumps(_plain(make())).encode())
+    given: Value = decoded(hint, json.loads(told), "what the first rank told")
+    return given
+
+
+@contextmanager
+def own_place(folder: Path) -> Iterator[Path]:
+    """Yield the folder of a run; on all ranks but the first a temporary one, as the first one writes what remains."""
+    if get_rank() == 0:
+        yield folder
+        return
+    with TemporaryDirectory(prefix="quantizer-rank-") as scratch:
+        yield Path(scratch) / folder.name
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value

@@ -1,0 +1,128 @@
+"""The processes that ``torchrun`` starts for one command: they find each other, and none goes on without the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeAlias
+
+from torch import distributed
+
+from quantizer.common.distributed import all_gather_bytes
+from quantizer.common.distributed import get_rank
+from quantizer.common.progress import own_display
+from quantizer.errors import LostRankError
+from quantizer.errors import QuantizerError
+
+__all__ = ["process_group"]
+
+Peers: TypeAlias = list[tuple[str, int]]
+"""The machine and the number of each process, by rank."""
+
+_PATIENCE = timedelta(days=30)
+"""How long a process waits for another one, which may build engines for hours; one that ends is noticed at once."""
+
+_NOTICED_S = 2.0
+"""Within so many seconds the system knows of a process that its connections have closed."""
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Let the processes of one ``torchrun`` work together in the block; a process that is the only one just does it.
+
+    Models are on the CPU in a run, so the processes talk by gloo. All but the first print nothing but errors.
+
+    Raises:
+        QuantizerError: the processes do not find each other.
+        LostRankError: one of them ended before the block was done.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if not size.isdecimal() or int(size) < 2:
+        yield
+        return
+    _start(size)
+    mine = f"{os.getpid()} {platform.node()}".encode()
+    peers = [(node, int(number)) for number, _, node in (one.decode().partition(" ") for one in all_gather_bytes(mine))]
+    try:
+        with nullcontext() if get_rank() == 0 else _silence(), _saying_who_ended(peers):
+            yield
+            # All end together: what the first one does last, the others wait for.
+            all_gather_bytes(b"")
+    except KeyboardInterrupt as stop:
+        # torchrun ends all processes by SIGTERM as soon as one has failed; a Ctrl-C ends all at once.
+        if type(stop) is KeyboardInterrupt or (ended := _ended(peers)) is None:
+            raise
+        what = str(stop.args[0]) if stop.args else "nothing was written"
+        raise type(stop)(f"{ended} ended before the run was complete; {what}") from stop
+    distributed.destroy_process_group()
+
+
+@contextmanager
+def _saying_who_ended(peers: Peers) -> Iterator[None]:
+    try:
+        yield
+    except LostRankError as error:
+        if (ended := _ended(peers)) is None:
+            raise
+        raise LostRankError(
+            f"{ended} ended before the run was complete, so that rank {get_rank()} of {len(peers)} ends too: its own "
+            "message says why, or that of torchrun. The same command begins anew, with the scores and checkpoints that "
+            "are kept beside the folder"
+        ) from error
+
+
+def _start(size: str) -> None:
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        raise QuantizerError("this torch has no gloo, by which the processes of torchrun talk: start one process")
+    try:
+        distributed.init_process_group("gloo", timeout=_PATIENCE)
+    except (ValueError, RuntimeError) as error:
+        raise QuantizerError(
+            f"WORLD_SIZE says that this is one of {size} processes, which do not find each other ({error}): start them "
+            "with  torchrun --nproc-per-node 2 -m quantizer run CONFIG  or unset WORLD_SIZE for one process"
+        ) from error
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Show no bars, warnings or logs: those of the first process are the same."""
+    logging.disable(logging.WARNING)
+    try:
+        with own_display(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _ended(peers: Peers) -> str | None:
+    """Return the processes of this machine that have ended, in words; None: none has."""
+    here = {rank: number for rank, (node, number) in enumerate(peers) if node == platform.node()}
+    until = time.monotonic() + _NOTICED_S
+    while time.monotonic() < until:
+        if ended := [f"rank {rank} (process {number})" for rank, number in here.items() if _has_ended(number)]:
+            return " and ".join(ended)
+        time.sleep(_NOTICED_S / 100)
+    return None
+
+
+def _has_ended(process: int) -> bool:
+    """Return whether a process is gone, or dead and not yet collected by the one that started it."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z"
+    except (OSError, IndexError):
+        return False

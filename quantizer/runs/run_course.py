@@ -1,0 +1,318 @@
+"""The stages of ``quantizer run`` in their order, from a calibration to the record of what was measured.
+
+Several processes go through them together: each has its part of the batches and of the rows that are scored. What needs
+the machine to itself the first process does alone, and tells the others what follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from quantizer.common.data.batches_of import in_several
+from quantizer.common.distributed import get_world_size
+from quantizer.config import AmpConfig
+from quantizer.config import RunConfig
+from quantizer.config import dump_yaml
+from quantizer.engines import BuildResult
+from quantizer.engines import Engine
+from quantizer.engines import Inspection
+from quantizer.engines import observe_engine
+from quantizer.engines import runs_here
+from quantizer.errors import EngineError
+from quantizer.quantizer import Quantizer
+from quantizer.report import Latency
+from quantizer.report import RunRecord
+from quantizer.report import Score
+from quantizer.report import collect_machine
+from quantizer.report import collect_versions
+from quantizer.report.candidate_record import EngineChoice
+from quantizer.report.output_record import OutputDistance
+from quantizer.report.search.search_records import fallback_record
+from quantizer.runs.compare_outputs import output_distances
+from quantizer.runs.measure import build_options
+from quantizer.runs.measure import engine_file
+from quantizer.runs.measure import measure_latency
+from quantizer.runs.measure import measure_memory
+from quantizer.runs.measure import with_deployed
+from quantizer.runs.pick_backend import Picked
+from quantizer.runs.pick_backend import pick_backend
+from quantizer.runs.placement.run_placement import RunPlacement
+from quantizer.runs.plan_records import site_records
+from quantizer.runs.preflight import require_tools
+from quantizer.runs.progress.stage_timer import StageTimer
+from quantizer.runs.ranks.first_rank import from_first_rank
+from quantizer.runs.ranks.variants import for_all_variants
+from quantizer.runs.ranks.variants import quantizer_of
+from quantizer.runs.run_context import ResumeFiles
+from quantizer.runs.run_context import sizes_of
+from quantizer.runs.run_engines import RunEngines
+from quantizer.runs.run_engines import nearest_form
+from quantizer.runs.run_reports import write_reports
+from quantizer.runs.saved.kept_engines import KeptEngines
+from quantizer.runs.search import causes_of
+from quantizer.runs.search import measure_sensitivity
+from quantizer.runs.search import search_fallback
+from quantizer.runs.task_metric import Metric
+from quantizer.runs.train import TrainingResult
+from quantizer.runs.train import train
+from quantizer.runs.workload.workload import Load
+from quantizer.tasks import Batch
+from quantizer.views.histograms import noisiest
+
+__all__ = ["QUANTIZER", "RunCourse"]
+
+QUANTIZER = "quantizer"
+"""The folder in it with the calibrated quantizer."""
+
+_HISTOGRAMS = 6
+
+
+class RunCourse:
+    """One run in progress.
+
+    Attributes:
+        target: the folder that is being filled.
+        work: the model, the rows and the scores.
+        budget: the budget of a search for fallback, checked on tuning rows that it does not see.
+    """
+
+    def __init__(
+        self, config: RunConfig, name: str, target: Path, kept: ResumeFiles, timer: StageTimer, load: Load
+    ) -> None:
+        self.name = name
+        self.target = target
+        with timer("load model and data"):
+            self.work = load(timer, kept, target)
+        self.config = config = self.work.fit(config)
+        (target / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+        self.context, self.rows, self.scoring = self.work.context, self.work.rows, self.work.scorer
+        max_drop = None if config.fallback is None else config.fallback.max_drop
+        checked = config.qat is None and runs_here(config.quantizer.backend)
+        self.budget = self.work.budget(max_drop, checked=checked)
+        self.budget.warn("fallback.max_drop")
+        self.model = self.context.model
+        self.placement = RunPlacement(self.context, config, target)
+        self.choice: EngineChoice | None = None
+        self.quantizer = Quantizer(config.quantizer)
+        self.engines = RunEngines(self.context, config, target)
+        self.forms: dict[str, nn.Module] = {}
+        self.built: dict[str, BuildResult] = {}
+        self.training: TrainingResult | None = None
+
+    def make(self, among: Sequence[str] | None) -> None:
+        """Carry out the stages up to the scores of frozen models; all processes come here.
+
+        Args:
+            among: the backends of which the fastest is chosen; empty: all; None: there is no choice.
+        """
+        self._check(self.quantizer)
+        batches = self._calibrate(self.quantizer)
+        if among is not None:
+            self._pick(among)
+        quantizer = self.quantizer
+        self.placement.price(quantizer, self.engines)
+        proxy = self._choose(quantizer, batches)
+        while True:
+            self.forms, self.training = self._quantize(quantizer)
+            max_drop = from_first_rank(self._drop_of_engine, float | None)
+            if max_drop is not None:
+                assert proxy is not None
+                self._search(quantizer, proxy, max_drop)
+            elif self.placement.is_fast_enough(quantizer, proxy, self.engines):
+                break
+        self.scoring.take({"float": self.model, **self.forms})
+
+    def _pick(self, among: Sequence[str]) -> None:
+        """Go on with the fastest engine, its configuration and its quantizer."""
+        calibrated = for_all_variants(self.config, self.quantizer, among)
+        picked: list[Picked] = []
+
+        def choose() -> dict[str, Any]:
+            kept = KeptEngines(self.context.resume.engines, self.work.scored_rows)
+            rows = self.rows.evaluation
+            picked.append(
+                pick_backend(self.context, self.config, calibrated, self.scoring, rows, self.target, among, kept)
+            )
+            return picked[0].config.model_dump(mode="json")
+
+        told = from_first_rank(choose, Any)
+        if picked:
+            self.config, self.quantizer, self.choice = picked[0].config, picked[0].quantizer, picked[0].choice
+            self.engines = picked[0].engines
+        else:
+            self.config = RunConfig.model_validate(told)
+            self.quantizer = quantizer_of(self.config, calibrated)
+        (self.target / "config.yaml").write_text(dump_yaml(self.config), encoding="utf-8")
+
+    def _drop_of_engine(self) -> float | None:
+        """Build the engines, and return what the next search may drop; None if the engine meets the budget."""
+        form, trained = self.forms["proxy" if self.training is None else "qat"], self.training is not None
+        self.built = self.engines.build(self.quantizer, form, trained=trained)
+        chosen, engine = self.quantizer.chosen_fallback, self.engines.load().get("engine")
+        return self.budget.next_drop(engine, 0 if chosen is None else len(chosen.groups))
+
+    def report(self) -> RunRecord:
+        """Carry out what is left: save the quantizer, measure the engines, and write the reports."""
+        quantizer, forms, loaded, built = self.quantizer, self.forms, self.engines.load(), self.built
+        quantizer.save(self.target / QUANTIZER)
+        # An engine without the precision that was asked for is found before the time for its score is spent.
+        inspection = self._inspect(built["engine"])
+        scores = self.scoring.scores({**forms, **nearest_form(loaded, quantizer, self.model)})
+        outputs = self._outputs(next(reversed(forms.values())), loaded.get("engine"))
+        latency = measure_latency(self.context, self.config, loaded, self.engines.float_name)
+        record = self._record(scores, built, latency, inspection)
+        record = replace(record, outputs=outputs)
+        # A sweep looks for them when the folder is in its place.
+        if self.work.calibrations is None:
+            record = replace(record, causes=causes_of(self.context, self.config, quantizer, self.rows.calibration))
+        record = replace(record, stages=tuple(self.context.timer.done))
+        write_reports(record, self.config.report.formats, self.target)
+        self.work.write_call(self.target)
+        return record
+
+    def _check(self, quantizer: Quantizer) -> None:
+        """Raise errors now that would otherwise come after minutes of calibration."""
+        config = self.config
+        require_tools({config.quantizer.backend: build_options(self.config)}, html="html" in config.report.formats)
+        self.work.check()
+        if config.quantizer.formats:
+            # Raises if a rule matches nothing, which would otherwise happen when the plan is made.
+            quantizer.inspect(self.model)
+
+    def _calibrate(self, quantizer: Quantizer) -> list[Batch]:
+        """Calibrate, after fitting the head if the task has one, and return the calibration batches."""
+        self.work.fit_head()
+        batches = in_several(self.context.feed.batches, self.rows.calibration)
+        with self.context.timer("calibrate"):
+            self.work.calibrate(quantizer, batches)
+            if get_world_size() > 1:
+                # Here all choose ranges and codes together; one process does when it first needs the plan.
+                _ = quantizer.plan
+        return batches
+
+    @cached_property
+    def metric(self) -> Metric:
+        """The score on tuning rows, or by a function, for what is chosen by it."""
+        return self.work.metric(self.budget.searched)
+
+    def _choose(self, quantizer: Quantizer, batches: list[Batch]) -> nn.Module | None:
+        """Measure sensitivity, and let the groups fall back to float that are asked for; return the proxy, if any."""
+        asked, amp = self.config.fallback, self.config.amp or AmpConfig()
+        if self.config.amp is None and asked is None:
+            return None
+        by_metric = amp.measure == "metric"
+
+        def measured(mine: Quantizer) -> nn.Module:
+            proxy = mine.amp(
+                self.model,
+                measure=amp.measure,
+                granularity=amp.granularity,
+                metric=self.metric if by_metric else None,
+                higher_is_better=not by_metric or self.metric.higher_is_better,
+            )
+            if self.config.amp is not None:
+                measure_sensitivity(self.context, mine, proxy, [] if by_metric else batches[: amp.batches])
+            return proxy
+
+        # A score is taken on tuning rows, which the budgets of runs share out differently.
+        proxy = measured(quantizer) if by_metric else self.work.amp(quantizer, str(self.config.amp), measured)
+        if asked is not None and asked.max_drop is None:
+            how = asked.model_dump(include={"num", "ratio", "names", "min_speedup", "costs"})
+            quantizer.fallback(proxy, prices=self.placement.prices, **how)
+        elif asked is not None and asked.max_drop is not None:
+            self._search(quantizer, proxy, asked.max_drop)
+        return proxy
+
+    def _search(self, quantizer: Quantizer, proxy: nn.Module, max_drop: float) -> None:
+        asked = self.config.fallback
+        assert asked is not None
+        most, costs, prices = asked.evaluations, asked.costs, self.placement.prices
+        search_fallback(
+            self.context, quantizer, proxy, self.metric, max_drop, max_evaluations=most, costs=costs, prices=prices
+        )
+
+    def _quantize(self, quantizer: Quantizer) -> tuple[dict[str, nn.Module], TrainingResult | None]:
+        """Return the frozen model, with training also that of PTQ before it; and the result of the training."""
+        settings, course = self.config.qat, None
+        forms = {}
+        if settings is not None:
+            forms["ptq"] = quantizer.quantize(self.model)
+            course = train(self.context, settings, quantizer, self.rows.training, self.metric)
+        with self.context.timer("quantize"):
+            forms["proxy" if course is None else "qat"] = quantizer.quantize(self.model)
+        return forms, course
+
+    def _outputs(self, proxy: nn.Module, engine: Engine | None) -> tuple[OutputDistance, ...]:
+        """Return how far the outputs are from those of the float model, on rows of the evaluation."""
+        feed, report = self.context.feed, self.config.report
+        with self.context.timer("compare the outputs"):
+            rows = feed.samples(self.rows.evaluation or self.rows.calibration)
+            batch = feed.inputs.filled(rows, report.latency_batch, report.latency_sequence)
+            try:
+                return output_distances(self.model, proxy, engine, batch)
+            except EngineError as error:
+                # What was measured until here is not thrown away for it; the verdict says that nothing was compared.
+                self.context.timer.say(f"warning: {error}")
+                return ()
+
+    def _inspect(self, built: BuildResult) -> Inspection:
+        """Return the precisions of the engine's layers; raise if those that were asked for are missing.
+
+        A backend that was chosen by its measured time may have won because it left products in float.
+        """
+        report = self.config.report
+        with self.context.timer("inspect the engine"):
+            return observe_engine(
+                self.config.quantizer.backend,
+                built.path,
+                built.path.with_suffix(".onnx"),
+                threads=self.config.engine.threads,
+                batch=report.latency_batch,
+                sequence=report.latency_sequence,
+                required=self.choice is None,
+            )
+
+    def _record(
+        self,
+        scores: tuple[Score, ...],
+        built: Mapping[str, BuildResult],
+        latency: Latency | None,
+        inspection: Inspection,
+    ) -> RunRecord:
+        """Return the record of the run, after measuring memory."""
+        config, quantizer, course = self.config, self.quantizer, self.training
+        coverage, chosen = quantizer.coverage, quantizer.chosen_fallback
+        return RunRecord(
+            name=self.name,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            config=config.model_dump(mode="json"),
+            model=self.work.info,
+            scores=scores,
+            latency=latency,
+            size=sizes_of(built),
+            memory=measure_memory(self.context, config, built) if latency else (),
+            coverage=site_records(coverage),
+            covered_share=coverage.share,
+            escaped=coverage.escaped.rows,
+            histograms=tuple(quantizer.histogram(name).data for name in noisiest(quantizer.plan, _HISTOGRAMS)),
+            sensitivity=quantizer.sensitivity.rows if config.amp is not None else (),
+            measure=quantizer.sensitivity.measure if config.amp is not None else None,
+            fallback=None if chosen is None else fallback_record(chosen, self.budget.asked, self.budget.checks, scores),
+            training=None if course is None else course.record(self.context.task),
+            choice=with_deployed(self.choice, latency, config.quantizer.backend),
+            placement=self.placement.record(quantizer),
+            engine=engine_file(config.quantizer.backend, built["engine"], ran=latency is not None, scored=bool(scores)),
+            inspection=inspection,
+            diff=quantizer.diff(self.model),
+            versions=collect_versions(),
+            machine=collect_machine(),
+        )
