@@ -135,7 +135,10 @@ def rates() -> dict[str, float]:
     if torch.cuda.get_device_capability() >= (8, 9):
         codes, one = x.to(torch.float8_e4m3fn), torch.ones((), device="cuda")
         calls["fp8"] = lambda: torch._scaled_mm(codes, codes.t(), one, one, out_dtype=torch.bfloat16)
-    return {name: _SIDE**3 / (statistics.median(milliseconds({name: call}, 20)[name]) / 1000) for name, call in calls.items()}
+    return {
+        name: _SIDE**3 / (statistics.median(milliseconds({name: call}, 20)[name]) / 1000)
+        for name, call in calls.items()
+    }
 
 
 def milliseconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -191,9 +194,7 @@ def _rows(model: torch.nn.Module, folder: Path, rounds: int, fastest: dict[str, 
         torch.cuda.empty_cache()
 
 
-def _cell(
-    model: torch.nn.Module, reference: Run, run: Run, shape: tuple[int, int], rounds: int, rate: float
-) -> str:
+def _cell(model: torch.nn.Module, reference: Run, run: Run, shape: tuple[int, int], rounds: int, rate: float) -> str:
     given = {name: value.cuda() for name, value in batch(*shape).items()}
     taken = milliseconds({"reference": partial(reference, given), "this": partial(run, given)}, rounds)
     ratio = statistics.median(a / b for a, b in zip(taken["reference"], taken["this"], strict=True))

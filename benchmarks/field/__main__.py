@@ -17,14 +17,14 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-_HERE = Path(__file__).resolve()
-sys.path.insert(0, str(_HERE.parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from field_page import write_page
 from field_row import measured_row
 from subjects import SUBJECTS
 from tools import TOOLS
 
+_HERE = Path(__file__).resolve()
 _ROOT = _HERE.parents[2]
 _PAGES = _ROOT / "docs" / "benchmarks"
 _LIMIT_S = 2400
@@ -75,7 +75,9 @@ def _in_process(model: str, tool: str, work: Path) -> None:
             failed = f"stopped after {_LIMIT_S} s"
         else:
             if done.returncode:
-                lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+                lines = [
+                    line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
+                ]
                 failed = lines[-1] if lines else f"ended with {done.returncode}"
     if failed:
         row = {"model": model, "tool": tool, "day": date.today().isoformat(), "failed": failed}

@@ -131,8 +131,7 @@ def _picture(measured: Sequence[dict[str, Any]]) -> str:
     reference = next(row for row in measured if row["tool"] == _REFERENCE)
     base = reference["latency"][_PICTURED]["ms"]
     spots = [
-        (row["name"], base / row["latency"][_PICTURED]["speedup"], row["score"], row["gained"])
-        for row in measured
+        (row["name"], base / row["latency"][_PICTURED]["speedup"], row["score"], row["gained"]) for row in measured
     ]
     points = [
         RunPoint(

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import minilm
 from common import stsb
 from data import imagenet_sample
 from efficientnet_lite import efficientnet_lite0
@@ -77,7 +76,9 @@ class Subject:
     is_transformer: bool = True
 
 
-def _of_task(title: str, task: Task, model: nn.Module, calibration: Sequence[Batch], rows: Sequence[Row], length: int | None) -> Subject:
+def _of_task(
+    title: str, task: Task, model: nn.Module, calibration: Sequence[Batch], rows: Sequence[Row], length: int | None
+) -> Subject:
     sign = 1 if task.higher_is_better else -1
 
     def figures(base: Predictions, found: Predictions) -> dict[str, float]:
@@ -100,7 +101,7 @@ def _of_task(title: str, task: Task, model: nn.Module, calibration: Sequence[Bat
 
 def _texts(task: Task, texts: Sequence[str], length: int, rows: int) -> list[Batch]:
     """Batches of texts, the first of them of the length: each of its rows is some texts behind one another."""
-    joined = [" ".join(texts[at :: _USUAL]) for at in range(_USUAL)]
+    joined = [" ".join(texts[at::_USUAL]) for at in range(_USUAL)]
     tokenizer: Any = task.inputs.tokenizer
     sized = tokenizer(joined, truncation=True, max_length=length, padding="max_length", return_tensors="pt")
     long = {name: sized[name] for name in task.input_names}
@@ -116,8 +117,6 @@ def _similarity(title: str, source: str, rows: int | None) -> Subject:
 
 
 def _minilm(_: Path) -> Subject:
-    from common import MINILM
-
     return _similarity("all-MiniLM-L6-v2, STS-B dev, 1,500 pairs, 128 tokens", MINILM, None)
 
 

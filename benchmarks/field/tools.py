@@ -75,9 +75,7 @@ class Tool:
 
 
 def _float_file(subject: Subject, folder: Path) -> Path:
-    return export_onnx(
-        subject.model, folder / "float.onnx", subject.calibration[0], opset=20, dtype=torch.float32
-    )
+    return export_onnx(subject.model, folder / "float.onnx", subject.calibration[0], opset=20, dtype=torch.float32)
 
 
 def _arrays(batch: Batch) -> dict[str, np.ndarray[Any, Any]]:
@@ -340,7 +338,9 @@ TOOLS: dict[str, Tool] = {
     "quanto": Tool("optimum-quanto", _quanto, "optimum"),
     "auto": Tool("ours, `backend: auto`", _ours, ours=True),
     "openvino": Tool("ours, OpenVINO", partial(_ours, backend="openvino"), ours=True),
-    "openvino-fast": Tool("ours, OpenVINO, `preset: fast`", partial(_ours, backend="openvino", preset="fast"), ours=True),
+    "openvino-fast": Tool(
+        "ours, OpenVINO, `preset: fast`", partial(_ours, backend="openvino", preset="fast"), ours=True
+    ),
     "openvino-accurate": Tool(
         "ours, OpenVINO, `preset: accurate`", partial(_ours, backend="openvino", preset="accurate"), ours=True
     ),
