@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import MINILM
 from common import stsb
 from data import imagenet_sample
 from efficientnet_lite import efficientnet_lite0
