@@ -83,7 +83,8 @@ def in_torch(model: torch.nn.Module, _: Path, *, dtype: torch.dtype, compiles: b
 
 def lowered(model: torch.nn.Module, _: Path, *, dtype: str, half: bool) -> Run:
     """The integers or FP8 codes of a quantized model in torch's kernels, compiled."""
-    quantizer = Quantizer(backend="torch", dtype=dtype, preset="fast")
+    # Plans in FP8 are TensorRT's: no engine of a CPU has it.
+    quantizer = Quantizer(backend="torch" if dtype == "int8" else "tensorrt", dtype=dtype, preset="fast")
     quantizer.calibrate(model, [batch(4, 64), batch(4, 128)], progress=False)
     module = torch.compile(quantizer.lower(model).cuda())
     context = torch.autocast("cuda", torch.bfloat16) if half else nullcontext()
@@ -188,7 +189,7 @@ def _rows(model: torch.nn.Module, folder: Path, rounds: int, fastest: dict[str, 
             reference = reference or run
             cells = [_cell(model, reference, run, shape, rounds, fastest[one.rate]) for shape in SHAPES]
         except (torch.cuda.OutOfMemoryError, QuantizerError) as error:
-            cells = [str(error).splitlines()[0].replace("|", "/"), *("" for _ in SHAPES[1:])]
+            cells = [" ".join(str(error).split()).replace("|", "/"), *("" for _ in SHAPES[1:])]
         yield f"| {one.name} | " + " | ".join(cells) + " |"
         torch.compiler.reset()
         torch.cuda.empty_cache()
