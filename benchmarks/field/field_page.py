@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
+from textwrap import wrap
 from typing import Any
 
 from quantizer.report.charts.runs_plot import RunPoint
@@ -15,9 +17,10 @@ __all__ = ["write_page"]
 _OURS, _REFERENCE = "auto", "onnxruntime-float32"
 """The tool that is compared with the others, and the one beside which all latencies are measured."""
 _BATCHES, _PICTURED = ("1", "8", "32"), "8"
+_VERSIONS = ("torch", "onnxruntime", "openvino", "nncf", "nvidia-modelopt", "torchao", "optimum-quanto")
 _INTRO = """# Against other tools, on a CPU
 
-<!-- Made by `make bench`: change benchmarks/field, not this page. -->
+<!-- Made by `make field`: change benchmarks/field, not this page. -->
 
 Float, INT8 and what each tool makes of real models, with all defaults and the same rows to calibrate on, one thread.
 A row was measured in a process of its own, in turns with ONNX Runtime in float32: a speed-up is the median of ratios
@@ -50,7 +53,7 @@ def _fastest(rows: Sequence[dict[str, Any]], models: Sequence[str]) -> Iterator[
     """Whether ours is the fastest at each size of a batch among those that are as accurate, and who else is."""
     yield "## Who is the fastest\n"
     yield (
-        "Of a model at a batch size: those that are faster than ours, and whose score is not worse. All others are "
+        "Of a model at a batch size: those that are faster than ours, and whose score is not worse. All others are\n"
         "slower, or lose more.\n"
     )
     yield "| model | " + " | ".join(f"batch {batch}" for batch in _BATCHES) + " |\n|---|" + "---|" * len(_BATCHES)
@@ -84,7 +87,11 @@ def _model(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         return
     first = measured[0]
     yield f"## {first['title']}\n"
-    yield f"{first['machine']['cpu']}, commit {first['commit']}, {first['day']}, seed {first['seed']}.\n"
+    shown = ", ".join(f"{name} {version}" for name, version in measured[-1]["versions"].items() if name in _VERSIONS)
+    told = (
+        f"{first['machine']['cpu']} with {first['machine']['instructions']}; commit {first['commit']}, {first['day']}, "
+    )
+    yield fill(f"{told}seed {first['seed']}; {shown}.", 118) + "\n"
     paired = [name for name in ("label_flips", "mean_cosine", "kl_divergence", "sqnr_db") if name in first]
     heads = ["", "tool", first["metric"], "to float", "95%", *(name.replace("_", " ") for name in paired)]
     yield _row(*heads, *(f"batch {batch}, ms (speed-up)" for batch in _BATCHES))
@@ -143,4 +150,6 @@ def _picture(measured: Sequence[dict[str, Any]]) -> str:
         )
         for number, (title, time, score, gained) in enumerate(spots, start=1)
     ]
-    return runs_svg(points, f"{measured[0]['metric']}, batch {_PICTURED}", {})
+    picture = runs_svg(points, f"{measured[0]['metric']}, batch {_PICTURED}", {})
+    # A block of HTML in lines of usual length, so that its text has the colour of the page.
+    return "\n".join(["<div>", *wrap(picture.replace("><", "> <"), 118, break_long_words=False), "</div>"])

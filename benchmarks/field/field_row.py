@@ -33,6 +33,8 @@ from quantizer.tasks import Predictions
 __all__ = ["SEED", "measured_row"]
 
 SEED = 0
+_OTHERS = ("nvidia-modelopt", "torchao", "optimum-quanto")
+"""Distributions of other tools, besides those that each report has."""
 _SECONDS = 20
 """About how long the calls of one batch size are timed."""
 _ROUNDS = (3, 30)
@@ -59,7 +61,7 @@ def measured_row(model: str, tool: str, work: Path) -> dict[str, Any]:
         "seed": SEED,
         "commit": _commit(),
         "machine": collect_machine(),
-        "versions": collect_versions(),
+        "versions": collect_versions() | collect_versions(_OTHERS),
     }
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
