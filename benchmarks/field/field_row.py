@@ -23,6 +23,7 @@ from subjects import Subject
 from tools import REFERENCE
 from tools import TOOLS
 from tools import Made
+from tools import onnx_session
 
 from quantizer.engines import interleaved_latency
 from quantizer.engines.measure.memory import peak_rss_mib
@@ -74,9 +75,20 @@ def measured_row(model: str, tool: str, work: Path) -> dict[str, Any]:
             row |= _in_fresh_process(made, subject.inputs(8))
         run = made.load()
         row |= subject.figures(base, subject.predict(run))
-        other = run if tool == REFERENCE else TOOLS[REFERENCE].make(subject, Path(folder)).load()
+        other = run if tool == REFERENCE else _reference(subject, work / f"{model}-reference")
         row["latency"] = {str(batch): _timed(subject, run, other, batch) for batch in BATCHES}
     return row
+
+
+def _reference(subject: Subject, folder: Path) -> Run:
+    """What all are measured beside; its file is made once."""
+    path = folder / "float.onnx"
+    if not path.exists():
+        made = Path(tempfile.mkdtemp(dir=folder.parent))
+        TOOLS[REFERENCE].make(subject, made)
+        if not folder.exists():
+            made.rename(folder)
+    return onnx_session(path)
 
 
 def _commit() -> str:

@@ -28,7 +28,7 @@ import quantizer
 from quantizer.export import export_onnx
 from quantizer.runs.measure import QUANTIZED_STEM
 
-__all__ = ["REFERENCE", "TOOLS", "Made", "Tool"]
+__all__ = ["REFERENCE", "TOOLS", "Made", "Tool", "onnx_session"]
 
 REFERENCE = "onnxruntime-float32"
 """The tool beside which the latency of all is measured."""
@@ -82,7 +82,8 @@ def _arrays(batch: Batch) -> dict[str, np.ndarray[Any, Any]]:
     return {name: value.numpy() for name, value in batch.items()}
 
 
-def _session(path: Path) -> Run:
+def onnx_session(path: Path) -> Run:
+    """What runs a file in ONNX Runtime's own session."""
     run = plain_session(path)
     return lambda batch: run(_arrays(batch))
 
@@ -121,7 +122,7 @@ def _torch_compile(subject: Subject, _: Path) -> Made:
 
 def _onnxruntime(subject: Subject, folder: Path) -> Made:
     path = _float_file(subject, folder)
-    return Made(partial(_session, path), (path,))
+    return Made(partial(onnx_session, path), (path,))
 
 
 def _openvino_float(subject: Subject, folder: Path, precision: str) -> Made:
@@ -137,7 +138,7 @@ def _quantize_dynamic(subject: Subject, folder: Path) -> Made:
 
     path = folder / "int8.onnx"
     quantize_dynamic(_float_file(subject, folder), path)
-    return Made(partial(_session, path), (path,))
+    return Made(partial(onnx_session, path), (path,))
 
 
 class _Reader:
@@ -159,7 +160,7 @@ def _quantize_static(subject: Subject, folder: Path) -> Made:
     ready, path = folder / "ready.onnx", folder / "int8.onnx"
     quant_pre_process(_float_file(subject, folder), ready, skip_symbolic_shape=True)
     quantize_static(ready, path, _Reader(subject), per_channel=True)
-    return Made(partial(_session, path), (path,))
+    return Made(partial(onnx_session, path), (path,))
 
 
 def _model_optimizer(subject: Subject, folder: Path) -> Made:
@@ -175,7 +176,7 @@ def _model_optimizer(subject: Subject, folder: Path) -> Made:
         high_precision_dtype="fp32",
         output_path=str(path),
     )
-    return Made(partial(_session, path), (path,))
+    return Made(partial(onnx_session, path), (path,))
 
 
 def _one_batch(subject: Subject) -> dict[str, np.ndarray[Any, Any]]:
