@@ -212,8 +212,8 @@ def _nncf_control(subject: Subject, folder: Path) -> Made:
             results = model({name: batch[name].numpy() for name in names})
             return {name: np.array(results[place]) for place, name in enumerate(outputs)}
 
-        found = subject.figures(base, subject.predict(run))
-        return found["gained"], None
+        # Above 0, as NNCF divides by that of the float model, and better above it, whatever the score is.
+        return 1 + subject.figures(base, subject.predict(run))["gained"], None
 
     model = openvino.Core().read_model(_float_file(subject, folder))
     made = nncf.quantize_with_accuracy_control(
