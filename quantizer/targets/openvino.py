@@ -50,6 +50,7 @@ OPENVINO = profiles.add("openvino")(
                 "half-attention": "warning",
                 "attention-operator": "warning",
                 "signedness": "warning",
+                "fused-reduction": "error",
             },
             own_domains=frozenset({"com.microsoft"}),
             refused=frozenset({"QGemm"}),
