@@ -152,8 +152,7 @@ class ModelSession:
     @contextmanager
     def replaced_as_a_whole(self) -> Iterator[None]:
         """Restore the earlier calibration if the one inside the block fails or is interrupted."""
-        before, state = vars(self).copy(), self.decisions.state
-        counts = self.decisions.counts
+        before, state, counts = vars(self).copy(), self.decisions.state, self.decisions.counts
         try:
             yield
         except BaseException:
@@ -296,6 +295,7 @@ class ModelSession:
             regions=regions,
             axes=axes,
             unsigned=target.unsigned_activations,
+            unfused=target.unfused_reductions,
         )
 
     def document(self) -> dict[str, Any]:

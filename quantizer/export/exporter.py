@@ -57,6 +57,7 @@ def export_onnx(
     regions: Float32Modules | None = None,
     axes: Axes | None = None,
     unsigned: Literal["none", "weighted", "all"] = "none",
+    unfused: frozenset[str] = frozenset(),
 ) -> Path:
     """Write a frozen proxy (or a float model) as ONNX with dynamic axes.
 
@@ -69,6 +70,7 @@ def export_onnx(
         regions: the modules that stay float32 where ``dtype`` is float16.
         axes: input name to {axis: dimension name}; None: ``batch`` and ``sequence`` by convention, see ``usual_axes``.
         unsigned: where activations are stored as UINT8, see ``TargetProfile.unsigned_activations``.
+        unfused: the reductions that stay apart from their readers, see ``TargetProfile.unfused_reductions``.
 
     Raises:
         ExportError: the model cannot be exported, or the file cannot be written.
@@ -101,7 +103,7 @@ def export_onnx(
     check_dynamic(ir_model, inputs, wanted, asked=axes is not None)
     if ir_model.opset_imports[""] != opset:
         raise ExportError(f"opset={opset}: the exporter cannot write it; expected 18 or later, such as 20")
-    run_passes(ir_model, passes(unsigned))
+    run_passes(ir_model, passes(unsigned, unfused))
     write_onnx(ir_model, path)
     return path
 

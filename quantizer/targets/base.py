@@ -120,6 +120,8 @@ class TargetProfile:
         opset: the ONNX opset to write.
         unsigned_activations: the INT8 activations stored as UINT8 with zero point 128, with the same values: none,
             those that feed a product with a weight, or all.
+        unfused_reductions: the operators whose results its files pass through a Max, since it would compute them in the
+            type of the next Q.
         zero_points: the kinds of site whose activations are UINT8 with a zero point of their own where INT8 is asked
             for, because the kernels take one at no cost.
         dynamic: its kernels that take the range of an activation at run time; None: it has none.
@@ -154,6 +156,7 @@ class TargetProfile:
     fp8_from: int | None = None
     opset: int = 20
     unsigned_activations: Literal["none", "weighted", "all"] = "none"
+    unfused_reductions: frozenset[str] = frozenset()
     zero_points: frozenset[SiteKind] = frozenset()
     dynamic: DynamicRanges | None = None
     recurrences: Recurrences = Recurrences()

@@ -32,6 +32,9 @@ OPENVINO = profiles.add("openvino")(
         wrong_convolutions=WrongConvolutions(multiple=4, channels=64, product=128, where="CPUs with AMX"),
         # Its linear kernel is a tenth faster with U8 inputs; its fused attention accepts only S8.
         unsigned_activations="weighted",
+        # Measured with OpenVINO 2026.4: fused with a Q, ReduceMax and ReduceMin keep their result in bytes before the Q
+        # divides it, the other eight reductions in floats. It reads a GlobalMaxPool as a ReduceMax.
+        unfused_reductions=frozenset({"ReduceMax", "ReduceMin", "GlobalMaxPool"}),
         # Those kernels subtract whatever zero point there is. A residual add shares its operand with a linear or a
         # convolution, and one Q/DQ serves both.
         zero_points=frozenset({"linear", "conv", "residual_add"}),
@@ -47,6 +50,7 @@ OPENVINO = profiles.add("openvino")(
                 "half-attention": "warning",
                 "attention-operator": "warning",
                 "signedness": "warning",
+                "fused-reduction": "error",
             },
             own_domains=frozenset({"com.microsoft"}),
             refused=frozenset({"QGemm"}),

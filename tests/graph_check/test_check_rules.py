@@ -50,6 +50,16 @@ def gemm(bias: bool) -> Graph:
     return g
 
 
+def maximum(kind: str, apart: bool, *between: str) -> Graph:
+    g = Graph("float32")
+    y = g.node(kind, g.input("x", ["batch", 32, 4, 4]))
+    y = g.node("Max", y, y) if apart else y
+    for operator in between:
+        y = g.node(operator, y, *([g.floats(32, 1, 1)] if operator == "Mul" else []))
+    g.output(g.node("Conv", g.rounded(y, zero=128, kind="uint8"), g.weight((8, 32, 1, 1), 0)))
+    return g
+
+
 def computed_scale(computed: bool) -> Graph:
     g = Graph()
     x = g.input("x", ["batch", 32])
@@ -617,6 +627,18 @@ CASES = [
         "all 1 products have float32 tensors: tensorrt builds what the graph says",
     ),
     Case("gemm-bias", lambda: gemm(True), lambda: gemm(False), "Gemm_3", "computes it in floats", ONNXRUNTIME),
+    *(
+        Case(
+            "fused-reduction",
+            lambda kind=kind, between=between: maximum(kind, False, *between),
+            lambda kind=kind, between=between: maximum(kind, True, *between),
+            f"{kind}_0",
+            "openvino keeps its result in the bytes of QuantizeLinear_",
+            OPENVINO,
+            variant="-".join((kind, *between)),
+        )
+        for kind, between in (("GlobalMaxPool", ()), ("GlobalMaxPool", ("Mul", "Relu")))
+    ),
     Case("mask-range", lambda: half_mask(-65504), lambda: half_mask(-30000), "Mul_5", "the constant -65504"),
     Case(
         "mask-range", lambda: half_mask(-np.inf), lambda: half_mask(-30000), "Mul_5", "the constant -inf", variant="inf"

@@ -113,6 +113,7 @@ def test_engines_figures_and_score(made: Any) -> None:
 def test_summary_and_report(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = made.summary()
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # Jupyter sets it
     assert made.summary() == said
     monkeypatch.undo()
     assert "verdict usable: " in said or "verdict look at this: " in said

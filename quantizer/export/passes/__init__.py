@@ -19,13 +19,23 @@ from quantizer.export.passes.folding.fold_padding import FoldPadding
 from quantizer.export.passes.gemm_to_matmul import GemmToMatMul
 from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
+from quantizer.export.passes.per_target.unfused_reductions import UnfusedReductions
+from quantizer.export.passes.per_target.unsigned_activations import UnsignedActivations
 from quantizer.export.passes.scale_before_quantize import ScaleBeforeQuantize
 from quantizer.export.passes.share_quantizers import ShareQuantizers
 from quantizer.export.passes.store_weights import StoreWeights
-from quantizer.export.passes.unsigned_activations import UnsignedActivations
 from quantizer.export.passes.weights_as_read import WeightsAsRead
 
-__all__ = ["PASSES", "FoldChannelFactors", "GraphPass", "UnsignedActivations", "graph_passes", "passes", "run_passes"]
+__all__ = [
+    "PASSES",
+    "FoldChannelFactors",
+    "GraphPass",
+    "UnfusedReductions",
+    "UnsignedActivations",
+    "graph_passes",
+    "passes",
+    "run_passes",
+]
 
 PASSES: tuple[GraphPass, ...] = (
     StoreWeights(),
@@ -50,7 +60,10 @@ graph_passes: Registry[GraphPass] = Registry("graph pass")
 """Those of other packages, for every file too: ``graph_passes.add(name)(MyPass())`` adds one."""
 
 
-def passes(unsigned: Literal["none", "weighted", "all"]) -> tuple[GraphPass, ...]:
-    """Return the passes for a target, by where it stores activations as UINT8."""
+def passes(
+    unsigned: Literal["none", "weighted", "all"], unfused: frozenset[str] = frozenset()
+) -> tuple[GraphPass, ...]:
+    """Return the passes for a target, by its ``unsigned_activations`` and ``unfused_reductions``."""
     stored: tuple[GraphPass, ...] = () if unsigned == "none" else (UnsignedActivations(unsigned),)
-    return *PASSES, *stored, *(graph_passes[name] for name in graph_passes), NameNodes()
+    apart: tuple[GraphPass, ...] = (UnfusedReductions(unfused),) if unfused else ()
+    return *PASSES, *stored, *apart, *(graph_passes[name] for name in graph_passes), NameNodes()

@@ -20,7 +20,15 @@ from quantizer.qdq.graph import steps_type
 from quantizer.qdq.operand import PRODUCTS
 from quantizer.qdq.operand import Operand
 
-__all__ = ["gemm_bias", "half_site", "quantized_bias", "quantized_mask", "site_kind"]
+__all__ = ["fused_reduction", "gemm_bias", "half_site", "quantized_bias", "quantized_mask", "site_kind"]
+
+_BY_NUMBER = frozenset(
+    [
+        *("Abs", "Add", "Clip", "Div", "Elu", "Gelu", "HardSwish", "LeakyRelu", "Mish", "Mul", "Neg", "Relu"),
+        *("Sigmoid", "Softplus", "Sqrt", "Sub", "Tanh"),
+    ]
+)
+"""Operators that OpenVINO fuses into a reduction before them, if their other inputs are constants."""
 
 
 @rules.add("half-site")
@@ -105,6 +113,30 @@ def _biases(node: Any) -> list[Any]:
     if node.op_type == "Add" and any(getattr(maker(value), "op_type", "") in PRODUCTS for value in node.inputs):
         return [value for value in node.inputs if is_constant(value)]
     return []
+
+
+@rules.add("fused-reduction")
+def fused_reduction(subject: Subject) -> Iterator[Fault]:
+    """Keep a maximum apart from the QuantizeLinear of a product where the target would fuse them."""
+    advice = "read its result twice, which keeps its values and the two apart: Max(y, y)"
+    reported = set()
+    for operand in (operand for pair in subject.products for operand in pair if all(entry.quantized for entry in pair)):
+        node = None if operand.quantize is None else _fused_with(operand.quantize)
+        if node is not None and node.op_type in subject.target.unfused_reductions and node not in reported:
+            reported.add(node)
+            problem = f"{subject.target.name} keeps its result in the bytes of {name_of(operand.quantize)}, unscaled"
+            yield Fault(name_of(node), problem, advice)
+
+
+def _fused_with(quantize: Any) -> Any:
+    """Return the node before a Q and before all that is computed number by number; None where others read it too."""
+    value = quantize.inputs[0]
+    while len(value.uses()) == 1 and (node := maker(value)) is not None:
+        varying = [given for given in node.inputs if given is not None and not is_constant(given)]
+        if node.op_type not in _BY_NUMBER or len(varying) != 1:
+            return node
+        value = varying[0]
+    return None
 
 
 @rules.add("quantized-mask")

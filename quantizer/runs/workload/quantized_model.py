@@ -92,8 +92,9 @@ class QuantizedModel:
             width: the columns of the text.
         """
         text = StringIO()
-        # In a notebook rich would show the text, and write nothing into the file.
-        print_record(self.record, self.saved, Console(file=text, width=width, force_jupyter=False))
+        # In a notebook rich would show the text and write nothing into the file, or write colours: it sets FORCE_COLOR.
+        plain = Console(file=text, width=width, color_system=None, force_terminal=False, force_jupyter=False)
+        print_record(self.record, self.saved, plain)
         return text.getvalue()
 
     def report(self, path: str | os.PathLike[str]) -> Path:

@@ -1,0 +1,1 @@
+"""Passes for the files of some targets, as their profiles ask."""

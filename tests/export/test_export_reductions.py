@@ -1,0 +1,118 @@
+"""Reductions that OpenVINO would compute in the type of the next Q: files keep them apart, and engines are right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.engines import load_engine
+from quantizer.errors import ExportError
+from quantizer.export.passes import UnfusedReductions
+from quantizer.export.passes import run_passes
+
+onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")
+reference = pytest.importorskip("onnx.reference", reason="exporting needs enginequant[onnx]")
+
+KINDS = frozenset({"ReduceMax"})
+X = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+
+
+def graph(nodes: str, kind: str = "float", outputs: str = "float[3] y") -> Any:
+    text = f'<ir_version: 10, opset_import: ["" : 20]> g ({kind}[3,4] x, int64[1] a) => ({outputs}) {{ {nodes} }}'
+    return ir.from_proto(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text)))
+
+
+def operators(model: Any) -> list[str]:
+    return [node.op_type for node in model.graph]
+
+
+def computed(model: Any) -> list[np.ndarray]:
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    return list(reference.ReferenceEvaluator(proto).run(None, {"x": X, "a": np.array([1])}))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "outputs", "after"),
+    [
+        ("m = ReduceMax <keepdims = 0> (x, a) y = Neg (m)", "float[3] y", ["ReduceMax", "Max", "Neg"]),
+        # The result of the model keeps its name, and its readers are kept apart as well.
+        ("m = ReduceMax <keepdims = 0> (x, a) y = Neg (m)", "float[3] y, float[3] m", ["ReduceMax", "Max", "Neg"]),
+        ("m = ReduceMax <keepdims = 0> (x, a) y = Mul (m, m)", "float[3] y", ["ReduceMax", "Max", "Mul"]),
+    ],
+    ids=["one reader", "a result too", "read twice"],
+)
+def test_a_reduction_is_kept_apart(nodes: str, outputs: str, after: list[str]) -> None:
+    model = graph(nodes, outputs=outputs)
+    before = computed(model)
+    run_passes(model, [UnfusedReductions(KINDS)])
+    assert operators(model) == after
+    assert all(map(np.array_equal, computed(model), before))
+    assert UnfusedReductions(KINDS).run(model) == 0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kind", "outputs"),
+    [
+        ("m = ReduceMean <keepdims = 0> (x, a) y = Neg (m)", "float", "float[3] y"),
+        ("m = ReduceMax <keepdims = 0> (x, a) y = Neg (m)", "int32", "int32[3] y"),
+        ("y = ReduceMax <keepdims = 0> (x, a)", "float", "float[3] y"),
+    ],
+    ids=["another reduction", "integers", "no reader"],
+)
+def test_others_stay(nodes: str, kind: str, outputs: str) -> None:
+    model = graph(nodes, kind, outputs)
+    before = operators(model)
+    run_passes(model, [UnfusedReductions(KINDS)])
+    assert operators(model) == before
+
+
+def test_the_promise_of_the_pass_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UnfusedReductions, "run", lambda self, model: 0)
+    with pytest.raises(ExportError, match="UnfusedReductions did not do its work: a reduction can still be fused"):
+        run_passes(graph("m = ReduceMax <keepdims = 0> (x, a) y = Neg (m)"), [UnfusedReductions(KINDS)])
+
+
+class Pooled(nn.Module):
+    """Maxima and minima, each before a product: over tokens, with the axis kept, and of a convolution's pictures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 32, 3)
+        self.gate, self.mixed = nn.Conv2d(32, 32, 1), nn.Linear(32, 32)
+        self.most, self.least = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(x)) - 0.3
+        gated = hidden * torch.sigmoid(self.gate(nn.functional.adaptive_max_pool2d(hidden, 1)))
+        tokens = self.mixed(gated.flatten(2).transpose(1, 2))
+        return self.most(tokens.amax(1)) + self.least(torch.relu(tokens.amin(1) + 1))
+
+
+@pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
+@pytest.mark.usefixtures("exact_byte_products")
+def test_an_engine_is_as_near_as_without_reductions(backend: str, tmp_path: Path) -> None:
+    pytest.importorskip(backend, reason=f"install enginequant[{backend}]")
+    torch.manual_seed(0)
+    model, x = Pooled().eval(), torch.randn(4, 3, 8, 8)
+    quantizer = Quantizer(preset="fast", backend=backend)
+    quantizer.calibrate(model, [x], progress=False)
+    assert all(row.quantized for row in quantizer.coverage if row.multiply_adds)
+    proxy = quantizer.quantize(model)
+    file = quantizer.export(proxy, tmp_path / "m.onnx", (x,))
+    kinds = [node.op_type for node in onnx.load(file).graph.node]
+    assert kinds.count("Max") == (3 if backend == "openvino" else 0)
+    engine = load_engine(backend, quantizer.build(file, tmp_path / "m.engine").path)
+    with torch.no_grad():
+        expected = proxy(x)
+    (found,) = engine({engine.input_names[0]: x}).values()
+    noise = (expected - found).square().mean() / expected.var()
+    assert noise < 1e-4, f"{-10 * torch.log10(noise):.1f} dB"
