@@ -27,6 +27,9 @@ __all__ = ["process_group"]
 Peers: TypeAlias = list[tuple[str, int]]
 """The machine and the number of each process, by rank."""
 
+_MEETING = timedelta(minutes=5)
+"""How long the processes wait for all of them to start."""
+
 _PATIENCE = timedelta(days=30)
 """How long a process waits for another one, which may build engines for hours; one that ends is noticed at once."""
 
@@ -82,8 +85,12 @@ def _saying_who_ended(peers: Peers) -> Iterator[None]:
 def _start(size: str) -> None:
     if not distributed.is_available() or not distributed.is_gloo_available():
         raise QuantizerError("this torch has no gloo, by which the processes of torchrun talk: start one process")
+    # A torch without torch.distributed does not have this.
+    from torch.distributed.rendezvous import rendezvous
+
     try:
-        distributed.init_process_group("gloo", timeout=_PATIENCE)
+        store, rank, count = next(rendezvous("env://", timeout=_MEETING))
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=_PATIENCE)
     except (ValueError, RuntimeError) as error:
         raise QuantizerError(
             f"WORLD_SIZE says that this is one of {size} processes, which do not find each other ({error}): start them "
