@@ -62,7 +62,9 @@ def process_group() -> Iterator[None]:
     except KeyboardInterrupt as stop:
         # torchrun ends all processes by SIGTERM as soon as one has failed; a Ctrl-C ends all at once.
         if type(stop) is KeyboardInterrupt or (ended := _ended(peers)) is None:
-            raise
+            if get_rank() == 0:
+                raise
+            raise type(stop)(f"rank {get_rank()} of {len(peers)}, and rank 0 says what is kept") from stop
         what = str(stop.args[0]) if stop.args else "nothing was written"
         raise type(stop)(f"{ended} ended before the run was complete; {what}") from stop
     distributed.destroy_process_group()
