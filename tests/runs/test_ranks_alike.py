@@ -70,7 +70,7 @@ def _scored_and_compared(rank: int, folder: str) -> None:
         ("settings", _Model(float(rank)), rows, "weights of the model"),
         ("settings", base, rows * (rank + 1), "tuning rows"),
     ):
-        with pytest.raises(QuantizerError, match=f"rank 1 has another {what} than rank 0"):
+        with pytest.raises(QuantizerError, match=f"rank 1 differs from rank 0 in the {what}, and"):
             require_same_work(settings, model, {"tuning": some})
 
     half, full = (nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))

@@ -43,6 +43,6 @@ def require_same_work(settings: str, model: nn.Module, rows: Mapping[str, Sequen
     for rank, other in enumerate(told):
         if others := [name for name in mine if other[name] != told[0][name]]:
             raise QuantizerError(
-                f"rank {rank} has another {' and '.join(others)} than rank 0, and all processes of a run do parts of "
-                "one work: give them the same files, and seed the function that makes the model, if one does"
+                f"rank {rank} differs from rank 0 in the {' and '.join(others)}, and all processes of a run do parts "
+                "of one work: give them the same files, and seed the function that makes the model, if one does"
             )
