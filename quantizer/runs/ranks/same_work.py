@@ -1,4 +1,4 @@
-"""What all processes of a run must have alike, since each does a part of one and the same work."""
+"""Comparison of the work of all processes of a run, of which each does a part."""
 
 from __future__ import annotations
 
