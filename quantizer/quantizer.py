@@ -17,6 +17,7 @@ from quantizer.common.data.doubts import doubts_of_calibration
 from quantizer.common.data.doubts import warn_user
 from quantizer.common.data.exported_program import Model
 from quantizer.common.data.exported_program import module_of
+from quantizer.common.distributed import all_reduce_sum
 from quantizer.common.distributed import get_world_size
 from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
@@ -110,8 +111,10 @@ class Quantizer(QuantizerViews):
         with nullcontext() if resume else self._session.replaced_as_a_whole():
             proxy = self.calib(model, resume=resume)
             self._session.decisions.run(proxy, batches, rows=rows, progress=progress, split=split)
-        if get_world_size() == 1:
-            warn_user(doubts_of_calibration(module_of(model), self._session.decisions.rows))
+        # Without ``split`` a rank may have no data, and not call this at all.
+        if split or get_world_size() == 1:
+            (seen,) = all_reduce_sum([self._session.decisions.rows])
+            warn_user(doubts_of_calibration(module_of(model), int(seen)))
         return proxy
 
     def amp(

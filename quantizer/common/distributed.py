@@ -118,8 +118,12 @@ def exact_sums(terms: Sequence[Sequence[float]]) -> list[float]:
     return [math.fsum(of_place) for of_place in found]
 
 
-def all_reduce_tensor(values: Tensor) -> Tensor:
+def all_reduce_tensor(values: Tensor, *, largest: bool = False) -> Tensor:
     """Return the sum of the tensors of all ranks, which has the same bits on all of them; they must be alike.
+
+    Args:
+        values: this rank's tensor.
+        largest: return the largest value of each place instead.
 
     Raises:
         LostRankError: another process has ended.
@@ -127,7 +131,7 @@ def all_reduce_tensor(values: Tensor) -> Tensor:
     whole = values.clone()
     if get_world_size() > 1:
         with _telling_of_lost_ranks():
-            distributed.all_reduce(whole)
+            distributed.all_reduce(whole, distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM)
     return whole
 
 

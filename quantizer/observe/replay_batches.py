@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterator
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ FEW = Enough(4, 8, 64)
 MANY = Enough(4, 64, 512)
 """To choose the codes of weights: with a few they fit these batches and no others."""
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 _DIGEST = 16  # bytes
 _COUNT = 8  # bytes
 
@@ -179,10 +180,21 @@ class DealtBatches:
         self._given = hashlib.blake2b(digest_size=_DIGEST)
 
     def is_mine(self, batch: Any) -> bool:
-        """Return whether this rank runs the next batch."""
+        """Return whether this rank runs the next batch.
+
+        Raises:
+            CalibrationError: the batch holds an object whose contents are unknown, so that no two ranks can compare it.
+        """
         if get_world_size() == 1:
             return True
         args, keywords = _arguments(batch)
+        for leaf in pytree.tree_leaves((args, keywords)):
+            if not isinstance(leaf, (Tensor, *_PLAIN)):
+                raise CalibrationError(
+                    f"batch {self._count} holds a {type(leaf).__name__}, by which ranks cannot tell whether they were "
+                    "given the same: with split=True batches are of tensors and plain values; without it each rank "
+                    "runs all of its own"
+                )
         self._given.update(_hash((args, keywords)))
         self._count += 1
         if is_mine(self._count - 1):

@@ -41,4 +41,4 @@ def sum_gradients(parameters: Sequence[Tensor], share: float) -> None:
         mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in used]
         summed = all_reduce_tensor(torch.cat([gradient.flatten() * share for gradient in mine]))
         for parameter, part in zip(used, torch.split(summed, [p.numel() for p in used]), strict=True):
-            parameter.grad = part.view_as(parameter).clone()
+            parameter.grad = part.view_as(parameter).to(parameter.dtype, copy=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch import nn
 
-from quantizer.common.distributed import get_world_size
+from quantizer.common.distributed import all_reduce_tensor
 from quantizer.numerics.granularity import beside
 from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.qtype import qtype
@@ -87,8 +87,7 @@ class MovingAverage:
         scale = self.quantizers[0].scale
         assert scale is not None
         needed = torch.zeros_like(scale) if self._needed is None else self._needed
-        if get_world_size() > 1:
-            torch.distributed.all_reduce(needed, torch.distributed.ReduceOp.MAX)
+        needed = all_reduce_tensor(needed, largest=True)
         self._needed = None
         # Without values, or with zeros alone, there is no range to follow.
         moved = torch.where(needed > 0, MOMENTUM * scale + (1 - MOMENTUM) * needed, scale)

@@ -33,6 +33,7 @@ from quantizer.runs.placement.speed_goal import missed_speed
 from quantizer.runs.preflight.run_ready import ready_to_run
 from quantizer.runs.progress.run_stages import run_outlook
 from quantizer.runs.progress.stage_timer import StageTimer
+from quantizer.runs.ranks.first_rank import from_first_rank
 from quantizer.runs.ranks.first_rank import own_place
 from quantizer.runs.run_context import resume_files
 from quantizer.runs.run_course import RunCourse
@@ -67,12 +68,12 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
         for line in (*ready.notes, *filter(None, [ready.estimate])):
             console.print(line, highlight=False, markup=False)
         record = _all_stages(config, place, force, console, partial(configured_workload, config, ready.rows))
-    if record is None:
-        return folder
-    with said_complete(folder):
-        print_record(record, folder, console)
-        print_tracked(config.report.track, record, folder, console)
-    if (missed := missed_speed(record.placement)) is not None:
+    if record is not None:
+        with said_complete(folder):
+            print_record(record, folder, console)
+            print_tracked(config.report.track, record, folder, console)
+    # Told to all, so that no process calls a run incomplete whose folder stands there.
+    if (missed := from_first_rank(lambda: record and missed_speed(record.placement), str | None)) is not None:
         raise EngineError(f"{missed}; {folder} holds it")
     return folder
 

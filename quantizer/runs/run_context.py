@@ -25,7 +25,6 @@ from quantizer.engines import Array
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
 from quantizer.errors import TaskError
-from quantizer.files import require_room
 from quantizer.files import said_complete
 from quantizer.qat.checkpoint import check_checkpoints
 from quantizer.qat.checkpoint import remove_checkpoints
@@ -34,6 +33,7 @@ from quantizer.report import Score
 from quantizer.report import SizeEntry
 from quantizer.report import size_entries
 from quantizer.runs.progress.stage_timer import StageTimer
+from quantizer.runs.ranks.first_rank import require_room_to_write
 from quantizer.runs.saved.kept_engines import check_engines
 from quantizer.runs.saved.kept_engines import remove_engines
 from quantizer.runs.workload.float_engines import FloatEngines
@@ -278,7 +278,7 @@ def load_context(
     """
     model = load_model(source, task, attention, texts)
     parameters = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    require_room(folder, int(parameters * copies), needed_for)
+    require_room_to_write(folder, int(parameters * copies), needed_for)
     processor = load_processor(source, task)
     built = build_task(task, model, processor, **sizes)
     built.split = True

@@ -50,6 +50,7 @@ from quantizer.runs.plan_records import site_records
 from quantizer.runs.preflight import require_tools
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.ranks.first_rank import from_first_rank
+from quantizer.runs.ranks.same_work import require_same_work
 from quantizer.runs.ranks.variants import for_all_variants
 from quantizer.runs.ranks.variants import quantizer_of
 from quantizer.runs.run_context import ResumeFiles
@@ -95,6 +96,9 @@ class RunCourse:
         self.config = config = self.work.fit(config)
         (target / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
         self.context, self.rows, self.scoring = self.work.context, self.work.rows, self.work.scorer
+        # Those of the calibration are compared when they are dealt out.
+        dealt = {"evaluation": self.rows.evaluation, "tuning": self.rows.tuning, "training": self.rows.training}
+        require_same_work(dump_yaml(config), self.context.model, {**dealt, "head": self.rows.head})
         max_drop = None if config.fallback is None else config.fallback.max_drop
         checked = config.qat is None and runs_here(config.quantizer.backend)
         self.budget = self.work.budget(max_drop, checked=checked)

@@ -12,6 +12,7 @@ from quantizer.engines import Engine
 from quantizer.report import Score
 from quantizer.report.compare.resamples import Resamples
 from quantizer.report.compare.resamples import write_resamples
+from quantizer.runs.ranks.first_rank import from_first_rank
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import predict
 from quantizer.runs.run_context import score_record
@@ -60,9 +61,17 @@ class Scoring:
         return task.score(self._predictions(which, engine), self._rows) - task.score(base, self._rows)
 
     def take(self, forms: Mapping[str, nn.Module | Engine]) -> None:
-        """Run models and engines on the rows; their scores are made of that later."""
-        for name, form in forms.items() if self._rows else ():
-            self._predictions(name, form)
+        """Run models and engines on the rows; their scores are made of that later.
+
+        Of several processes the first one may have run some of them alone, as for a choice of engines: the others
+        leave these out, as no part of theirs is asked for.
+        """
+        for name in from_first_rank(lambda: self._left(forms), list[str]) if self._rows else ():
+            self._predictions(name, forms[name])
+
+    def _left(self, forms: Mapping[str, nn.Module | Engine]) -> list[str]:
+        """Return the names of the forms that were not run yet."""
+        return [name for name, form in forms.items() if form not in self._store(form)]
 
     def scores(self, forms: Mapping[str, nn.Module | Engine]) -> tuple[Score, ...]:
         """Return the scores of the float model, and of other models and engines by name; none without rows."""
@@ -78,7 +87,10 @@ class Scoring:
         return tuple(score_record(name, task, base, one, rows, self._resamples) for name, one in told.items())
 
     def _predictions(self, which: str, model: nn.Module | Engine) -> Predictions:
-        known = self._base if model is self._context.model else self._known
+        known = self._store(model)
         if model not in known:
             known[model] = predict(self._context, which, model, self._rows)
         return known[model]
+
+    def _store(self, model: nn.Module | Engine) -> WeakKeyDictionary[nn.Module | Engine, Predictions]:
+        return self._base if model is self._context.model else self._known

@@ -128,8 +128,7 @@ class Measurement:
         batches, measured = self._everywhere(names)
         if batches == 0:
             raise SensitivityError("nothing was measured yet: run the proxy that amp() returned on data first")
-        # An exact sum, rounded once: one process and several get the same, in whatever order batches were measured.
-        errors = {name: math.fsum(of_group) / batches for name, of_group in measured.items()}
+        errors = {name: _mean(of_group, batches) for name, of_group in measured.items()}
         # Equal errors are ordered by name, so that the same data gives the same ranking.
         ordered = sorted(self.groups, key=lambda group: (-errors[group.name], group.name))
         positions = {name: position for position, name in enumerate(names)}
@@ -221,6 +220,17 @@ class Measurement:
                 with group.rounding(), unmoved(self._proxy):
                     drops[group.name] = metric.drop(float_score, metric.score(self._proxy, group.name))
         return drops
+
+
+def _mean(errors: Sequence[float], batches: int) -> float:
+    """Return the mean error of a group: one process and several get the same, in whatever order they measured.
+
+    Processes that took one score together have it once each, and the sum of three divided by three may be another
+    number. Otherwise the sum is exact and rounded once.
+    """
+    if len(errors) == batches and len(set(errors)) == 1:
+        return errors[0]
+    return math.fsum(errors) / batches
 
 
 def _has_hooks_of_others(proxy: nn.Module) -> bool:

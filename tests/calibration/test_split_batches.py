@@ -112,7 +112,7 @@ def test_fewer_batches_than_processes(split: Path, tmp_path: Path) -> None:
 # -- what does not fit ------------------------------------------------------------------------------------------------
 
 
-def _raises(batches: list[Tensor], expected: str, error: type[Exception] = CalibrationError) -> None:
+def _raises(batches: list[Any], expected: str, error: type[Exception] = CalibrationError) -> None:
     q = Quantizer(preset="fast", backend="openvino")
     with pytest.raises(error, match=expected):
         q.calibrate(_model(), batches, split=True)
@@ -122,6 +122,7 @@ def _misfits(rank: int, folder: str) -> None:
     _start(rank, folder)
     _raises(_data()[rank:], r"rank 1 was given other batches than rank 0 \(6 and 7 of them\)")
     _raises([x * (1 + rank) for x in _data()], r"rank 1 was given other batches than rank 0 \(7 and 7 of them\)")
+    _raises([{"x": x, "cache": object()} for x in _data()], "batch 0 holds a object, by which ranks cannot tell")
     _leave()
 
 

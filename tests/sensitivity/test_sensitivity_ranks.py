@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer import Quantizer
+from quantizer.sensitivity.measurement import _mean
 
 
 def _model() -> nn.Module:
@@ -66,3 +68,10 @@ def test_two_ranks_give_the_ranking_of_one(tmp_path: Path) -> None:
     alone = {row.group: row.error for row in q.sensitivity}
     assert first["errors"] == alone
     assert 0 < len(first["chosen"]["groups"]) < len(alone)
+
+
+def test_three_processes_took_one_score() -> None:
+    scores = [count / 872 for count in range(1, 100)]
+    assert [_mean([score] * 3, 3) for score in scores] == scores
+    assert [math.fsum([score] * 3) / 3 for score in scores] != scores, "a sum divided again may be another number"
+    assert _mean([1e16, 1.0, -1e16], 4) == 0.25

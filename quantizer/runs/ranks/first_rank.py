@@ -17,8 +17,9 @@ from quantizer.common.distributed import get_rank
 from quantizer.common.distributed import get_world_size
 from quantizer.common.distributed import of_first_rank
 from quantizer.common.plain_values import decoded
+from quantizer.files import require_room
 
-__all__ = ["from_first_rank", "own_place"]
+__all__ = ["from_first_rank", "own_place", "require_room_to_write"]
 
 Value = TypeVar("Value")
 
@@ -48,6 +49,16 @@ def own_place(folder: Path) -> Iterator[Path]:
         return
     with TemporaryDirectory(prefix="quantizer-rank-") as scratch:
         yield Path(scratch) / folder.name
+
+
+def require_room_to_write(folder: Path, size: int, what: str) -> None:
+    """Raise if the disk has too little space, on the first rank, the only one whose folder remains.
+
+    Raises:
+        QuantizerError: see ``require_room``.
+    """
+    if get_rank() == 0:
+        require_room(folder, size, what)
 
 
 def _plain(value: Any) -> Any:

@@ -27,6 +27,9 @@ __all__ = ["process_group"]
 Peers: TypeAlias = list[tuple[str, int]]
 """The machine and the number of each process, by rank."""
 
+_MEETING = timedelta(minutes=5)
+"""How long the processes wait for all of them to start."""
+
 _PATIENCE = timedelta(days=30)
 """How long a process waits for another one, which may build engines for hours; one that ends is noticed at once."""
 
@@ -59,7 +62,9 @@ def process_group() -> Iterator[None]:
     except KeyboardInterrupt as stop:
         # torchrun ends all processes by SIGTERM as soon as one has failed; a Ctrl-C ends all at once.
         if type(stop) is KeyboardInterrupt or (ended := _ended(peers)) is None:
-            raise
+            if get_rank() == 0:
+                raise
+            raise type(stop)(f"rank {get_rank()} of {len(peers)}, and rank 0 says what is kept") from stop
         what = str(stop.args[0]) if stop.args else "nothing was written"
         raise type(stop)(f"{ended} ended before the run was complete; {what}") from stop
     distributed.destroy_process_group()
@@ -82,8 +87,12 @@ def _saying_who_ended(peers: Peers) -> Iterator[None]:
 def _start(size: str) -> None:
     if not distributed.is_available() or not distributed.is_gloo_available():
         raise QuantizerError("this torch has no gloo, by which the processes of torchrun talk: start one process")
+    # A torch without torch.distributed does not have this.
+    from torch.distributed.rendezvous import rendezvous
+
     try:
-        distributed.init_process_group("gloo", timeout=_PATIENCE)
+        store, rank, count = next(rendezvous("env://", timeout=_MEETING))
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=_PATIENCE)
     except (ValueError, RuntimeError) as error:
         raise QuantizerError(
             f"WORLD_SIZE says that this is one of {size} processes, which do not find each other ({error}): start them "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TypeAlias
 
 from quantizer.common.distributed import alone
@@ -12,6 +11,7 @@ from quantizer.config import RunConfig
 from quantizer.engines.candidates import Variant
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.engines.candidates import cpu_variants
+from quantizer.errors import LostRankError
 from quantizer.quantizer import Quantizer
 from quantizer.runs.choose_engine import FAILURES
 
@@ -39,15 +39,22 @@ def for_all_variants(config: RunConfig, calibrated: Quantizer, among: Sequence[s
     """Return the quantizers of several processes for the backends to choose from, as far as they need batches.
 
     All processes choose their ranges together. One process makes each when it comes to its engine.
+
+    Raises:
+        LostRankError: another process has ended.
     """
     found = {(calibrated.config.backend, False): calibrated}
     for variant in variants_of(config, among) if get_world_size() > 1 else ():
         if variant.dtype is not None and (variant.backend, False) not in found:
-            # What cannot be made is told where its engine is tried.
-            with suppress(*FAILURES):
+            try:
                 quantizer = calibrated.for_backend(variant.backend)
                 _ = quantizer.plan
-                found[variant.backend, False] = quantizer
+            except LostRankError:
+                raise
+            except FAILURES:
+                # What cannot be made is told where its engine is tried.
+                continue
+            found[variant.backend, False] = quantizer
     return found
 
 

@@ -13,10 +13,10 @@ from quantizer.config import ModelConfig
 from quantizer.config import RunConfig
 from quantizer.errors import CalibrationError
 from quantizer.errors import TaskError
-from quantizer.files import require_room
 from quantizer.proxy.build import is_proxy
 from quantizer.runs.preflight.faults import Faults
 from quantizer.runs.progress.stage_timer import StageTimer
+from quantizer.runs.ranks.first_rank import require_room_to_write
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.function_scorer import FunctionScorer
@@ -60,7 +60,7 @@ def function_workload(config: RunConfig, timer: StageTimer, kept: ResumeFiles, f
     settings = config.model
     model = returned_module(settings)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    require_room(folder, size, "what a run writes of this model")
+    require_room_to_write(folder, size, "what a run writes of this model")
     assert settings.inputs is not None
     batches = _batches(model, settings.inputs)
     call = CallForm.of(model, called(f"{settings.source}: forward", output_of, model, batches[0]))
