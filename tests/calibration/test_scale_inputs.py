@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from quantizer import Quantizer
 from quantizer.calibration.rounding import progress
 from quantizer.errors import CalibrationError
+from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.apply import apply_plan
 from quantizer.plan.apply import switch_on
 from quantizer.plan.site_plan import OperandPlan
@@ -190,6 +191,7 @@ def test_inputs_of_one_size_gain_nothing() -> None:
 def test_several_processes_do_not_share_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     q = scaled(Net())
     monkeypatch.setattr(progress, "get_world_size", lambda: 2)
+    monkeypatch.setattr(ReplayBatches, "on_every_rank", False)
     with pytest.raises(CalibrationError, match=r"weights\.rounding: awq needs all that a weight multiplies"):
         _ = q.plan
 

@@ -27,6 +27,7 @@ from quantizer.errors import CalibrationError
 from quantizer.errors import ConfigError
 from quantizer.errors import QuantizerError
 from quantizer.numerics.gptq import gptq_codes
+from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.apply import apply_plan
 from quantizer.plan.apply import switch_on
 from quantizer.plan.site_plan import OperandPlan
@@ -609,6 +610,7 @@ def test_a_folder_keeps_no_batches_for_another_backend(tmp_path: Path) -> None:
 def test_several_processes_do_not_share_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     q = rounded(Net())
     monkeypatch.setattr(progress, "get_world_size", lambda: 2)
+    monkeypatch.setattr(ReplayBatches, "on_every_rank", False)
     with pytest.raises(CalibrationError, match=r"weights\.rounding: gptq needs all that a weight multiplies"):
         _ = q.plan
 

@@ -127,7 +127,7 @@ def test_a_graph_that_the_checker_refuses(mlp: Prepared, tmp_path: Path, monkeyp
         def ensures(self, model: Any) -> None:
             return None
 
-    monkeypatch.setattr(onnx_file, "passes", lambda unsigned: (Spoil(),))
+    monkeypatch.setattr(onnx_file, "passes", lambda *_: (Spoil(),))
     with pytest.raises(ExportError, match=r"m.onnx: onnx.checker refuses the graph: .*NoSuchOperator") as caught:
         quantizer.export(frozen, tmp_path / "m.onnx", x)
     assert isinstance(caught.value.__cause__, onnx.checker.ValidationError)
