@@ -74,3 +74,9 @@ def test_files_and_memory_are_listed_where_there_are_any(tmp_path: Path) -> None
     page = _page(tmp_path, ours)
     assert "| the auto | 12.5 | 0.2 | 40.0 | 3 | 100 |" in page
     assert "| the onnxruntime-float32 |  |  |  | 3 | 100 |" in page
+
+
+def test_models_without_a_figure_are_named(tmp_path: Path) -> None:
+    missing = {"model": "other", "tool": "auto", "name": "ours", "ours": True, "failed": "not measured yet"}
+    page = _page(tmp_path, _row("auto", 2.0, 0.0, ours=True), missing)
+    assert "Of these models nothing was measured yet: other." in page

@@ -90,14 +90,13 @@ def _path(work: Path, model: str, tool: str) -> Path:
 
 
 def _rows(work: Path) -> list[dict[str, Any]]:
-    """All rows that were measured, in the order of the tables, each with what the page says of its tool."""
+    """All rows in the order of the tables, each with what the page says of its tool; of some it says that they lack."""
     rows = []
     for model in SUBJECTS:
         for tool, told in TOOLS.items():
             path = _path(work, model, tool)
-            if path.exists():
-                row = json.loads(path.read_text(encoding="utf-8"))
-                rows.append(row | {"name": told.title, "ours": told.ours})
+            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"failed": "not measured yet"}
+            rows.append(found | {"model": model, "tool": tool, "name": told.title, "ours": told.ours})
     return rows
 
 

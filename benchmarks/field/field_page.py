@@ -42,8 +42,11 @@ def write_page(rows: Sequence[dict[str, Any]], folder: Path) -> None:
         folder: the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    models = list(dict.fromkeys(row["model"] for row in rows))
+    models = list(dict.fromkeys(row["model"] for row in rows if "failed" not in row))
+    none = sorted({row["model"] for row in rows} - {*models})
     parts = [_INTRO, *_fastest(rows, models)]
+    if none:
+        parts.append(f"Of these models nothing was measured yet: {', '.join(none)}.\n")
     for model in models:
         parts += _model([row for row in rows if row["model"] == model])
     (folder / "index.md").write_text("\n".join(parts).rstrip("\n") + "\n", encoding="utf-8")
@@ -83,8 +86,6 @@ def _faster(measured: dict[str, dict[str, Any]], batch: str) -> Iterator[str]:
 
 def _model(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     measured = [row for row in rows if "failed" not in row]
-    if not measured:
-        return
     first = measured[0]
     yield f"## {first['title']}\n"
     shown = ", ".join(f"{name} {version}" for name, version in measured[-1]["versions"].items() if name in _VERSIONS)
@@ -93,18 +94,19 @@ def _model(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     )
     yield fill(f"{told}seed {first['seed']}; {shown}.", 118) + "\n"
     paired = [name for name in ("label_flips", "mean_cosine", "kl_divergence", "sqnr_db") if name in first]
-    heads = ["", "tool", first["metric"], "to float", "95%", *(name.replace("_", " ") for name in paired)]
-    yield _row(*heads, *(f"batch {batch}, ms (speed-up)" for batch in _BATCHES))
-    yield "|---" * (len(heads) + len(_BATCHES)) + "|"
+    heads = ["", "tool", *(f"batch {batch}, ms (speed-up)" for batch in _BATCHES), first["metric"], "to float", "95%"]
+    heads += [name.replace("_", " ") for name in paired]
+    yield _row(*heads)
+    yield "|---" * len(heads) + "|"
     for number, row in enumerate(measured, start=1):
         yield _row(
             str(number),
             _title(row),
+            *(_latency(row["latency"][batch]) for batch in _BATCHES),
             f"{row['score']:.4f}",
             f"{row['gained']:+.4f}",
             f"{row['low']:+.4f} to {row['high']:+.4f}",
             *(f"{row[name]:.1f}" if name == "sqnr_db" else f"{row[name]:.4f}" for name in paired),
-            *(_latency(row["latency"][batch]) for batch in _BATCHES),
         )
     yield "\n" + _picture(measured) + "\n"
     yield _row("tool", "files, MiB", "to load, s", "memory, MiB", "to quantize, s", "peak, MiB")
