@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+from common import Positional
 from common import heading
 from common import minilm
 from common import stsb
@@ -78,24 +79,11 @@ def nncf_file(path: Path, batches: list[Batch], folder: Path) -> None:
     onnx.save(quantized, folder / "NNCF, ONNX backend.onnx")
 
 
-class _Positional(torch.nn.Module):
-    """The TorchScript exporter passes inputs by position."""
-
-    def __init__(self, model: torch.nn.Module, names: list[str]) -> None:
-        super().__init__()
-        self.model, self.names = model, names
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        named = dict(zip(self.names, inputs, strict=True))
-        output: torch.Tensor = self.model(**named, use_cache=False).last_hidden_state
-        return output
-
-
 def model_optimizer_file(model: torch.nn.Module, batches: list[Batch], folder: Path) -> None:
     """Model Optimizer's fake-quantized model through torch's exporter."""
     names = list(batches[0])
     torch.onnx.export(
-        _Positional(model_optimizer(model, batches, matmuls=True), names).eval(),
+        Positional(model_optimizer(model, batches, matmuls=True), names, use_cache=False).eval(),
         tuple(batches[0].values()),
         str(folder / "Model Optimizer, torch.onnx.onnx"),
         dynamo=False,

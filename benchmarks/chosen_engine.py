@@ -36,6 +36,7 @@ from efficientnet_lite import efficientnet_lite0
 from engine_speed import dynamic_file
 from engine_speed import openvino_engine
 from engine_speed import plain_session
+from peers import nncf_by_default
 from torch import nn
 
 from quantizer import Quantizer
@@ -179,19 +180,10 @@ def _built(variant: Variant, path: Path, shape: Shape) -> Run:
 
 
 def _nncf_file(plain: Path, case: Case, folder: Path) -> Path:
-    import nncf
-
-    model = openvino.Core().read_model(plain)
-    names = [port.get_any_name() for port in model.inputs]
-
-    def arrays(batch: Any) -> dict[str, np.ndarray]:
-        return _arrays(batch) if isinstance(batch, Mapping) else {names[0]: batch.numpy()}
-
-    kind = {"model_type": nncf.ModelType.TRANSFORMER} if case.transformer else {}
-    data = nncf.Dataset(case.calibration, arrays)
+    names = [port.get_any_name() for port in openvino.Core().read_model(plain).inputs]
+    arrays = [_arrays(one) if isinstance(one, Mapping) else {names[0]: one.numpy()} for one in case.calibration]
     path = folder / "nncf.xml"
-    made = nncf.quantize(model, data, subset_size=len(case.calibration), **kind)
-    openvino.save_model(made, path, compress_to_fp16=False)
+    openvino.save_model(nncf_by_default(plain, arrays, transformer=case.transformer), path, compress_to_fp16=False)
     return path
 
 

@@ -24,6 +24,7 @@ from quantizer.tasks import load_tokenizer
 __all__ = [
     "MINILM",
     "SHARED",
+    "Positional",
     "calibrated",
     "call",
     "heading",
@@ -85,6 +86,18 @@ def call(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[],
             return model(**batch)
 
     return run
+
+
+class Positional(torch.nn.Module):
+    """A model with its inputs by position, as some front ends pass them; returns its first output."""
+
+    def __init__(self, model: torch.nn.Module, names: list[str], **options: object) -> None:
+        super().__init__()
+        self.model, self.names, self.options = model, names, options
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        made = self.model(**dict(zip(self.names, inputs, strict=True)), **self.options)
+        return made if isinstance(made, torch.Tensor) else made[0]
 
 
 def session_as_written(path: str | Path) -> Any:

@@ -62,9 +62,9 @@ def compiled(path: Path, **settings: object) -> openvino.CompiledModel:
     return openvino.Core().compile_model(path, "CPU", shared | settings)
 
 
-def openvino_engine(path: Path) -> Engine:
+def openvino_engine(path: Path, **settings: object) -> Engine:
     """Ours takes no .xml."""
-    model = compiled(path)
+    model = compiled(path, **settings)
     names = [port.get_any_name() for port in model.inputs]
     outputs = [port.get_any_name() for port in model.outputs]
     request = model.create_infer_request()

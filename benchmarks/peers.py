@@ -27,7 +27,7 @@ from quantizer.tasks import Batch
 from quantizer.tasks import Run
 from quantizer.tasks import Task
 
-__all__ = ["DYNAMIC", "PEERS", "BatchReader", "model_optimizer", "nncf_model", "onnxruntime_file"]
+__all__ = ["DYNAMIC", "PEERS", "BatchReader", "model_optimizer", "nncf_by_default", "nncf_model", "onnxruntime_file"]
 
 _NO_PRODUCTS = ["Add", "Multiply", "Divide", "Subtract", "MVN", "Gather"]
 """OpenVINO's names of what NNCF would quantize besides."""
@@ -72,6 +72,14 @@ def nncf_model(path: Path, batches: list[Batch], *, matmuls: bool) -> openvino.M
         subset_size=len(batches),
         ignored_scope=nncf.IgnoredScope(types=_NO_PRODUCTS, names=[] if matmuls else two_activations, validate=False),
     )
+
+
+def nncf_by_default(path: Path, batches: list[dict[str, np.ndarray]], *, transformer: bool) -> openvino.Model:
+    """The float ONNX file as NNCF quantizes it for who sets nothing but whether it is a transformer."""
+    import nncf
+
+    kind = {"model_type": nncf.ModelType.TRANSFORMER} if transformer else {}
+    return nncf.quantize(openvino.Core().read_model(path), nncf.Dataset(batches), subset_size=len(batches), **kind)
 
 
 def _rounded_by_nncf(value: openvino.Output) -> bool:

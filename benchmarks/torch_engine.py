@@ -19,6 +19,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -27,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import Positional
 from common import calibrated
 from common import heading
 from common import minilm
@@ -44,17 +46,6 @@ from quantizer.tasks import Task
 SHAPES = ((1, 16), (1, 128), (8, 128))
 OURS = {"torch engine, compiled": True, "torch engine, eager": False}
 Batch = dict[str, torch.Tensor]
-
-
-class Positional(torch.nn.Module):
-    """The model with its inputs by position, as PT2E's graph takes them; returns the last hidden state."""
-
-    def __init__(self, model: torch.nn.Module, names: list[str]) -> None:
-        super().__init__()
-        self.model, self.names = model, names
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return self.model(**dict(zip(self.names, inputs, strict=True))).last_hidden_state
 
 
 @dataclass
@@ -117,22 +108,31 @@ def _run(engine: Engine, batch: Batch) -> Any:
     return engine({name: np.asarray(value) for name, value in batch.items()})
 
 
-def pt2e(model: torch.nn.Module, batches: list[Batch]) -> Callable[..., Any]:
-    """torchao's quantized graph, compiled, from batches of one shape."""
+def pt2e(model: torch.nn.Module, batches: Sequence[Batch], axes: Sequence[Any] | None = None) -> Callable[..., Any]:
+    """torchao's quantized graph, compiled, which takes its inputs by position.
+
+    Args:
+        model: the float model.
+        batches: those that it is calibrated on, of one shape but for the axes.
+        axes: of each input, as ``torch.export`` takes them; None: the shape is fixed.
+    """
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
     from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
     from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
     from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import get_default_x86_inductor_quantization_config
 
-    module = Positional(model, list(batches[0])).eval()
-    graph = torch.export.export(module, tuple(batches[0].values())).module()
+    names = list(batches[0])
+    example = tuple(batches[0].values())
+    dynamic = None if axes is None else (tuple(axes),)
+    graph = torch.export.export(Positional(model, names).eval(), example, dynamic_shapes=dynamic).module()
     # The pooler's output is not returned, and the quantizer stumbles over what nobody reads.
     graph.graph.eliminate_dead_code()
     graph.recompile()
     quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())
     prepared = prepare_pt2e(graph, quantizer)
-    for batch in batches:
-        prepared(*batch.values())
+    with torch.no_grad():
+        for batch in batches:
+            prepared(*(batch[name] for name in names))
     converted = convert_pt2e(prepared)
     return torch.compile(converted)
 

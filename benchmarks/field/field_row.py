@@ -31,9 +31,9 @@ from quantizer.report import collect_machine
 from quantizer.report import collect_versions
 from quantizer.tasks import Predictions
 
-__all__ = ["SEED", "measured_row"]
+__all__ = ["measured_row"]
 
-SEED = 0
+_SEED = 0
 _OTHERS = ("nvidia-modelopt", "torchao", "optimum-quanto")
 """Distributions of other tools, besides those that each report has."""
 _SECONDS = 20
@@ -51,15 +51,15 @@ def measured_row(model: str, tool: str, work: Path) -> dict[str, Any]:
         work: a folder for what is made once for a model.
     """
     torch.set_num_threads(1)
-    torch.manual_seed(SEED)
-    random.seed(SEED)
-    np.random.seed(SEED)
+    torch.manual_seed(_SEED)
+    random.seed(_SEED)
+    np.random.seed(_SEED)
     subject = SUBJECTS[model](work)
     base = _base(subject, work / f"{model}-float32.npy")
     row: dict[str, Any] = {
         "title": subject.title,
         "metric": subject.metric,
-        "seed": SEED,
+        "seed": _SEED,
         "commit": _commit(),
         "machine": collect_machine(),
         "versions": collect_versions() | collect_versions(_OTHERS),

@@ -18,11 +18,13 @@ import numpy as np
 import openvino
 import torch
 import torch.nn.functional as F
-from engine_speed import compiled
+from engine_speed import openvino_engine
 from engine_speed import plain_session
+from peers import nncf_by_default
 from subjects import Batch
 from subjects import Run
 from subjects import Subject
+from torch_engine import pt2e
 
 import quantizer
 from quantizer.export import export_onnx
@@ -84,21 +86,15 @@ def _arrays(batch: Batch) -> dict[str, np.ndarray[Any, Any]]:
 
 def onnx_session(path: Path) -> Run:
     """What runs a file in ONNX Runtime's own session."""
-    run = plain_session(path)
-    return lambda batch: run(_arrays(batch))
+    return _of_arrays(plain_session(path))
 
 
 def _openvino(path: Path, **settings: object) -> Run:
-    model = compiled(path, **settings)
-    request = model.create_infer_request()
-    inputs = [port.get_any_name() for port in model.inputs]
-    outputs = [port.get_any_name() for port in model.outputs]
+    return _of_arrays(openvino_engine(path, **settings))
 
-    def run(batch: Batch) -> dict[str, np.ndarray[Any, Any]]:
-        results = request.infer({name: batch[name].numpy() for name in inputs}, share_inputs=True)
-        return {name: np.array(results[place]) for place, name in enumerate(outputs)}
 
-    return run
+def _of_arrays(run: Callable[[dict[str, np.ndarray[Any, Any]]], Any]) -> Run:
+    return lambda batch: run(_arrays(batch))
 
 
 def _module(module: Any) -> Run:
@@ -117,6 +113,8 @@ def _torch(subject: Subject, _: Path) -> Made:
 
 
 def _torch_compile(subject: Subject, _: Path) -> Made:
+    # As torch's manual advises for a CPU, and that of PT2E demands: weights are constants of the graph.
+    torch._inductor.config.freezing = True
     return Made(lambda: _module(torch.compile(subject.model)))
 
 
@@ -141,25 +139,15 @@ def _quantize_dynamic(subject: Subject, folder: Path) -> Made:
     return Made(partial(onnx_session, path), (path,))
 
 
-class _Reader:
-    """Batches for ONNX Runtime, one after the other."""
-
-    def __init__(self, subject: Subject) -> None:
-        self._batches = iter(subject.calibration)
-
-    def get_next(self) -> dict[str, np.ndarray[Any, Any]] | None:
-        batch = next(self._batches, None)
-        return None if batch is None else _arrays(batch)
-
-
 def _quantize_static(subject: Subject, folder: Path) -> Made:
+    from onnx_input import Reader
     from onnxruntime.quantization import quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     # As its manual asks: prepared, in Q/DQ, with a scale for each channel of a weight.
     ready, path = folder / "ready.onnx", folder / "int8.onnx"
     quant_pre_process(_float_file(subject, folder), ready, skip_symbolic_shape=True)
-    quantize_static(ready, path, _Reader(subject), per_channel=True)
+    quantize_static(ready, path, Reader([*map(_arrays, subject.calibration)]), per_channel=True)
     return Made(partial(onnx_session, path), (path,))
 
 
@@ -192,10 +180,8 @@ def _one_batch(subject: Subject) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _nncf(subject: Subject, folder: Path) -> Made:
-    import nncf
-
-    model = openvino.Core().read_model(_float_file(subject, folder))
-    made = nncf.quantize(model, _data(subject), subset_size=len(subject.calibration), **_kind(subject))
+    arrays = [*map(_arrays, subject.calibration)]
+    made = nncf_by_default(_float_file(subject, folder), arrays, transformer=subject.is_transformer)
     return _saved(made, folder)
 
 
@@ -215,29 +201,19 @@ def _nncf_control(subject: Subject, folder: Path) -> Made:
         # Above 0, as NNCF divides by that of the float model, and better above it, whatever the score is.
         return 1 + subject.figures(base, subject.predict(run))["gained"], None
 
-    model = openvino.Core().read_model(_float_file(subject, folder))
+    data = nncf.Dataset([*map(_arrays, subject.calibration)])
+    kind = {"model_type": nncf.ModelType.TRANSFORMER} if subject.is_transformer else {}
     made = nncf.quantize_with_accuracy_control(
-        model,
-        calibration_dataset=_data(subject),
-        validation_dataset=_data(subject),
+        openvino.Core().read_model(_float_file(subject, folder)),
+        calibration_dataset=data,
+        # What is scored are the subject's own rows.
+        validation_dataset=data,
         validation_fn=score,
         max_drop=_DROP,
         subset_size=len(subject.calibration),
-        **_kind(subject),
+        **kind,
     )
     return _saved(made, folder)
-
-
-def _data(subject: Subject) -> Any:
-    import nncf
-
-    return nncf.Dataset(list(subject.calibration), _arrays)
-
-
-def _kind(subject: Subject) -> dict[str, Any]:
-    import nncf
-
-    return {"model_type": nncf.ModelType.TRANSFORMER} if subject.is_transformer else {}
 
 
 def _saved(model: openvino.Model, folder: Path) -> Made:
@@ -246,52 +222,22 @@ def _saved(model: openvino.Model, folder: Path) -> Made:
     return Made(partial(_openvino, path), (path, path.with_suffix(".bin")))
 
 
-class _Positional(torch.nn.Module):
-    """A model whose inputs come by position, as PT2E's graph takes them; returns its first output."""
-
-    def __init__(self, model: torch.nn.Module, names: list[str]) -> None:
-        super().__init__()
-        self.model, self.names = model, names
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        made = self.model(**dict(zip(self.names, inputs, strict=True)))
-        return made if isinstance(made, torch.Tensor) else made[0]
-
-
 def _pt2e(subject: Subject, _: Path) -> Made:
-    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
-    from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
-    from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
-    from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import get_default_x86_inductor_quantization_config
-
+    torch._inductor.config.freezing = True
     example = subject.calibration[0]
-    names = list(example)
     with torch.no_grad():
         made = subject.model(**example)
     output = None if isinstance(made, torch.Tensor) else next(iter(made))
     batch, length = torch.export.Dim("batch", min=2), torch.export.Dim("length", min=2)
     axes = [{0: batch, **({1: length} if value.dim() == 2 else {})} for value in example.values()]
-    module = _Positional(subject.model, names).eval()
-    graph = torch.export.export(module, tuple(example.values()), dynamic_shapes=(tuple(axes),)).module()
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-    prepared = prepare_pt2e(graph, X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config()))
-    with torch.no_grad():
-        for one in subject.calibration:
-            prepared(*(one[name] for name in names))
-    converted = convert_pt2e(prepared)
+    ready = pt2e(subject.model, subject.calibration, axes)
 
-    def load() -> Run:
-        ready = torch.compile(converted)
+    def run(given: Batch) -> Any:
+        with torch.no_grad():
+            first = ready(*(given[name] for name in example))
+        return first if output is None else {output: first}
 
-        def run(one: Batch) -> Any:
-            with torch.no_grad():
-                first = ready(*(one[name] for name in names))
-            return first if output is None else {output: first}
-
-        return run
-
-    return Made(load)
+    return Made(lambda: run)
 
 
 def _quanto(subject: Subject, _: Path) -> Made:

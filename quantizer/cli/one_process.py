@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from quantizer.errors import QuantizerError
+from quantizer.runs.ranks.launcher import launched
 
 __all__ = ["require_one_process"]
 
@@ -15,9 +14,8 @@ def require_one_process(command: str) -> None:
     Raises:
         QuantizerError: ``WORLD_SIZE`` says so.
     """
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size.isdecimal() and int(size) > 1:
-        rank = os.environ.get("RANK", "?")
+    rank, size = launched()
+    if size > 1:
         raise QuantizerError(
             f"{command} is one process, and this is rank {rank} of {size}: each would do the whole work, into the same "
             "folder. Start it without torchrun, under which one  quantizer run CONFIG  works in several processes"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 from quantizer.errors import QuantizerError
 from quantizer.report.page.glossary import words_in
+from quantizer.runs.ranks.launcher import launched
 
 __all__ = ["print_error"]
 
@@ -19,7 +19,7 @@ def print_error(error: QuantizerError) -> None:
 
     Of several processes, all but the first name themselves.
     """
-    rank = os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") != "1" else "0"
-    print(f"{'' if rank == '0' else f'rank {rank}: '}error: {error}", file=sys.stderr)
+    rank, _ = launched()
+    print(f"{'' if rank in ('0', '?') else f'rank {rank}: '}error: {error}", file=sys.stderr)
     for term, sentence in list(words_in(str(error)).items())[:_WORDS]:
         print(f"  ({term}: {sentence})", file=sys.stderr)

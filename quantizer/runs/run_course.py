@@ -94,11 +94,12 @@ class RunCourse:
         with timer("load model and data"):
             self.work = load(timer, kept, target)
         self.config = config = self.work.fit(config)
-        (target / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+        settings = dump_yaml(config)
+        (target / "config.yaml").write_text(settings, encoding="utf-8")
         self.context, self.rows, self.scoring = self.work.context, self.work.rows, self.work.scorer
         # Those of the calibration are compared when they are dealt out.
         dealt = {"evaluation": self.rows.evaluation, "tuning": self.rows.tuning, "training": self.rows.training}
-        require_same_work(dump_yaml(config), self.context.model, {**dealt, "head": self.rows.head})
+        require_same_work(settings, self.context.model, {**dealt, "head": self.rows.head})
         max_drop = None if config.fallback is None else config.fallback.max_drop
         checked = config.qat is None and runs_here(config.quantizer.backend)
         self.budget = self.work.budget(max_drop, checked=checked)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Sequence
-from io import StringIO
+from functools import partial
 from pathlib import Path
-
-from rich.console import Console
 
 from quantizer.report.compare.compared_run import ComparedRun
 from quantizer.report.compare.compared_run import read_runs
@@ -21,11 +19,10 @@ from quantizer.report.compare.print import print_comparison
 from quantizer.report.compare.tables import in_order
 from quantizer.report.compare.tables import runs_html
 from quantizer.report.page.compare_page import write_comparison
+from quantizer.report.tables.tables import plain_text
 from quantizer.views.picture import Picture
 
 __all__ = ["Runs", "compare_runs"]
-
-_WIDTH = 120
 
 
 def compare_runs(runs: Sequence[str | os.PathLike[str]]) -> Runs:
@@ -73,11 +70,7 @@ class Runs:
         return page
 
     def __repr__(self) -> str:
-        text = StringIO()
-        # In a notebook rich would show the text, and write nothing into the file; Jupyter also asks for colours.
-        plain = Console(file=text, width=_WIDTH, color_system=None, force_terminal=False, force_jupyter=False)
-        print_comparison(self._comparison, None, plain)
-        return text.getvalue().rstrip("\n")
+        return plain_text(partial(print_comparison, self._comparison, None)).rstrip("\n")
 
     def _repr_html_(self) -> str:
         lines = [comparison_sentence(self._comparison), *self.notes]

@@ -23,7 +23,7 @@ from quantizer.report.tables.text import plain
 from quantizer.report.tables.text import shorten
 from quantizer.report.tables.text import typeset
 
-__all__ = ["Column", "html_table", "string_from_table", "text_table"]
+__all__ = ["Column", "html_table", "plain_text", "string_from_table", "text_table"]
 
 STYLE = """<style>
 .qz-table{overflow-x:auto;max-width:100%}
@@ -148,10 +148,15 @@ def _text_cell(column: Column, value: Any) -> Text | _Name:
 
 def string_from_table(table: Table, width: int = 120) -> str:
     """Return ``table`` as plain text of at most ``width`` columns."""
+    return plain_text(lambda console: console.print(table), width).rstrip("\n")
+
+
+def plain_text(show: Callable[[Console], None], width: int = 120) -> str:
+    """Return what ``show`` prints on a console of ``width`` columns, without colours."""
     stream = io.StringIO()
-    # In a notebook rich would display the table instead of writing it to the stream.
-    Console(file=stream, width=width, no_color=True, force_terminal=False, force_jupyter=False).print(table)
-    return stream.getvalue().rstrip("\n")
+    # In a notebook rich would display it instead of writing it, or write colours: Jupyter sets FORCE_COLOR.
+    show(Console(file=stream, width=width, color_system=None, force_terminal=False, force_jupyter=False))
+    return stream.getvalue()
 
 
 def _described(columns: Sequence[Column | str], rows: Sequence[Sequence[Any]]) -> list[Column]:

@@ -21,6 +21,7 @@ from quantizer.common.distributed import get_rank
 from quantizer.common.progress import own_display
 from quantizer.errors import LostRankError
 from quantizer.errors import QuantizerError
+from quantizer.runs.ranks.launcher import launched
 
 __all__ = ["process_group"]
 
@@ -47,8 +48,8 @@ def process_group() -> Iterator[None]:
         QuantizerError: the processes do not find each other.
         LostRankError: one of them ended before the block was done.
     """
-    size = os.environ.get("WORLD_SIZE", "1")
-    if not size.isdecimal() or int(size) < 2:
+    _, size = launched()
+    if size == 1:
         yield
         return
     _start(size)
@@ -84,7 +85,7 @@ def _saying_who_ended(peers: Peers) -> Iterator[None]:
         ) from error
 
 
-def _start(size: str) -> None:
+def _start(size: int) -> None:
     if not distributed.is_available() or not distributed.is_gloo_available():
         raise QuantizerError("this torch has no gloo, by which the processes of torchrun talk: start one process")
     # A torch without torch.distributed does not have this.

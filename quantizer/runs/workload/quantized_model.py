@@ -6,10 +6,9 @@ import os
 import shutil
 import weakref
 from functools import cached_property
-from io import StringIO
+from functools import partial
 from pathlib import Path
 
-from rich.console import Console
 from torch import nn
 
 from quantizer.engines import load_engine
@@ -18,6 +17,7 @@ from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord
 from quantizer.report import print_record
 from quantizer.report import write_html
+from quantizer.report.tables.tables import plain_text
 from quantizer.runs.measure import FLOAT_STEM
 from quantizer.runs.measure import QUANTIZED_STEM
 from quantizer.runs.run import RUN
@@ -91,11 +91,7 @@ class QuantizedModel:
         Args:
             width: the columns of the text.
         """
-        text = StringIO()
-        # In a notebook rich would show the text and write nothing into the file, or write colours: it sets FORCE_COLOR.
-        plain = Console(file=text, width=width, color_system=None, force_terminal=False, force_jupyter=False)
-        print_record(self.record, self.saved, plain)
-        return text.getvalue()
+        return plain_text(partial(print_record, self.record, self.saved), width)
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write the report as one HTML file that opens offline, and return its path.
