@@ -27,6 +27,7 @@ from tools import TOOLS
 _HERE = Path(__file__).resolve()
 _ROOT = _HERE.parents[2]
 _PAGES = _ROOT / "docs" / "benchmarks"
+_CURE = "`pip install -c constraints.txt -e '.[bench]'` and `pip install --no-deps -r benchmarks/requirements-no-deps.txt`"
 _LIMIT_S = 2400
 """The most seconds for one row."""
 
@@ -52,7 +53,7 @@ def main() -> None:
 def _print_row(model: str, tool: str, work: Path) -> None:
     needs = TOOLS[tool].needs
     if not TOOLS[tool].is_installed:
-        row: dict[str, Any] = {"failed": f"{needs} is not installed: pip install -c constraints.txt -e '.[bench]'"}
+        row: dict[str, Any] = {"failed": f"{needs} is not installed; {_CURE}"}
     else:
         row = measured_row(model, tool, work)
     row |= {"model": model, "tool": tool, "day": date.today().isoformat()}
