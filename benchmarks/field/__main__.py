@@ -28,8 +28,7 @@ _HERE = Path(__file__).resolve()
 _ROOT = _HERE.parents[2]
 _PAGES = _ROOT / "docs" / "benchmarks"
 _CURE = (
-    "`pip install -c constraints.txt -e '.[bench]'` and "
-    "`pip install --no-deps -r benchmarks/requirements-no-deps.txt`"
+    "`pip install -c constraints.txt -e '.[bench]'` and `pip install --no-deps -r benchmarks/requirements-no-deps.txt`"
 )
 _LIMIT_S = 2400
 """The most seconds for one row."""
