@@ -1,11 +1,13 @@
-"""The models that OpenVINO compiles of an ONNX file: one for all sizes of its inputs, and one for the usual sizes."""
+"""The models that OpenVINO compiles of an ONNX file: one for all sizes of its inputs, and some for fixed ones."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,19 +17,19 @@ from quantizer.engines.base import Array
 from quantizer.engines.dimensions import input_dimensions
 from quantizer.engines.dimensions import ranges_with_cache
 from quantizer.engines.error_hints import explain_error
+from quantizer.engines.openvino.fixed_shapes import fixed_shapes
 from quantizer.engines.openvino.signal_stack import kept_signal_stack
-from quantizer.engines.openvino.usual_shape import LARGEST_BYTES
-from quantizer.engines.openvino.usual_shape import usual_shapes
 from quantizer.errors import EngineError
 from quantizer.targets.openvino import DYNAMIC_BLOCK
 
-__all__ = ["GROUP", "Dimensions", "Models", "checked_precision", "compile_models", "port_name", "reason"]
+__all__ = ["GROUP", "Dimensions", "Models", "checked_precision", "compile_models", "port_name", "reason", "shapes_of"]
 
 GROUP = "DYNAMIC_QUANTIZATION_GROUP_SIZE"
 """How many neighbours share a range where OpenVINO rounds the other operand of a stored weight at run time. It holds at
 a load, whatever the build had."""
 
 Dimensions: TypeAlias = Mapping[str, Sequence[str]]
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +39,23 @@ class Models:
     Attributes:
         compiled: an ``openvino.CompiledModel`` for inputs of all sizes.
         dimensions: the name of each axis of each input, as far as it is known.
-        usual: the model that was compiled for the usual sizes of the inputs; None: there is none.
-        warning: why there is none although the sizes are known.
+        fixed: those that were compiled for fixed shapes, by the shapes of all inputs.
+        warnings: why one is missing although its shapes are known.
     """
 
     compiled: Any
     dimensions: Dimensions
-    usual: Any = None
-    warning: str | None = None
-
-    @property
-    def usual_sizes(self) -> tuple[tuple[int, ...], ...] | None:
-        """The shape of each input of ``usual``."""
-        return None if self.usual is None else tuple(tuple(port.shape) for port in self.usual.inputs)
+    fixed: Mapping[Shapes, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     def of(self, arrays: Sequence[Array]) -> Any:
         """Return the model that runs inputs of these shapes fastest."""
-        return self.usual if tuple(array.shape for array in arrays) == self.usual_sizes else self.compiled
+        return self.fixed.get(shapes_of(arrays), self.compiled)
+
+
+def shapes_of(tensors: Iterable[Any]) -> Shapes:
+    """Return the shapes of arrays, or of the inputs of a compiled model of fixed shapes."""
+    return tuple(tuple(map(int, tensor.shape)) for tensor in tensors)
 
 
 def compile_models(
@@ -62,7 +64,7 @@ def compile_models(
     settings: Mapping[str, object],
     ranges: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Models:
-    """Return the compiled models of an ONNX file; with ``ranges`` of its sizes also the one for the usual sizes."""
+    """Return the compiled models of an ONNX file; with ``ranges`` of its sizes also those for fixed shapes."""
     core = ov.Core()
     try:
         model = core.read_model(str(onnx_path))
@@ -72,16 +74,18 @@ def compile_models(
         raise EngineError(f"OpenVINO refused {onnx_path}: {explain_error(onnx_path, reason(error))}") from error
     dimensions = _dimensions(onnx_path)
     ranges = ranges_with_cache(ranges, dimensions.values())
-    usual = usual_shapes(ports, dimensions, ranges) if _weight_bytes(model) <= LARGEST_BYTES else None
-    if usual is None:
-        return Models(compiled, dimensions)
-    try:
-        model.reshape(dict(enumerate(usual.values())))
-        return Models(compiled, dimensions, _compiled(core, model, settings, onnx_path))
-    except (EngineError, RuntimeError) as error:
-        why = reason(error) if isinstance(error, RuntimeError) else error
-        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in usual.items())
-        return Models(compiled, dimensions, warning=f"no variant for the usual sizes ({shapes}): {why}")
+    fixed, warnings = {}, []
+    for shapes in fixed_shapes(ports, dimensions, ranges, _weight_bytes(model)):
+        try:
+            model.reshape(dict(enumerate(shapes.values())))
+            variant = _compiled(core, model, settings, onnx_path)
+        except (EngineError, RuntimeError) as error:
+            why = reason(error) if isinstance(error, RuntimeError) else error
+            words = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+            warnings.append(f"no variant of its own for inputs of {words}: {why}")
+        else:
+            fixed[shapes_of(variant.inputs)] = variant
+    return Models(compiled, dimensions, fixed, tuple(warnings))
 
 
 def _compiled(core: Any, model: Any, settings: Mapping[str, object], path: Path) -> Any:

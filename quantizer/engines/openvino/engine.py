@@ -4,8 +4,8 @@ An engine file is OpenVINO's own export of the compiled model: one file, which l
 Like a TensorRT engine it belongs to the release and the kind of processor that made it; OpenVINO checks both when it
 loads one. (Its portable form, IR, is two files.) The export does not state the inference precision for which it was
 compiled, nor the blocks of ranges at run time, and has to be loaded with the same; nor does it keep the names of
-dimensions. A line at the file's end holds all of them. Where the usual sizes of the inputs are known, a second export
-follows the first: the same model, compiled for these sizes alone (``usual_shape.py``).
+dimensions. A line at the file's end holds all of them. Where the usual sizes of the inputs are known, further exports
+follow the first: the same model, each compiled for fixed shapes alone (``fixed_shapes.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import json
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence
+from itertools import accumulate
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -47,6 +49,7 @@ from quantizer.engines.openvino.compiled_models import checked_precision
 from quantizer.engines.openvino.compiled_models import compile_models
 from quantizer.engines.openvino.compiled_models import port_name
 from quantizer.engines.openvino.compiled_models import reason
+from quantizer.engines.openvino.compiled_models import shapes_of
 from quantizer.engines.openvino.inspect import observed_layers
 from quantizer.engines.openvino.signal_stack import kept_signal_stack
 from quantizer.engines.optional_import import import_library
@@ -76,14 +79,12 @@ class OpenVINOEngine:
         self.input_names = tuple(spec.name for spec in self.inputs)
         self.output_names = tuple(port_name(port) for port in compiled.outputs)
         self._request = compiled.create_infer_request()
-        self._usual_sizes = models.usual_sizes
-        self._usual: Any = None if models.usual is None else models.usual.create_infer_request()
+        self._fixed = {shapes: model.create_infer_request() for shapes, model in models.fixed.items()}
 
     def __call__(self, inputs: Any) -> dict[str, Any]:
         """Run it once; what it returns belongs to the caller."""
         arrays = checked_inputs(self.name, self.inputs, inputs)
-        usual = self._usual_sizes is not None and tuple(map(np.shape, arrays.values())) == self._usual_sizes
-        request = self._usual if usual else self._request
+        request = self._fixed.get(shapes_of(arrays.values()), self._request)
         try:
             # By position: a port may carry other names beside its own.
             results = request.infer(dict(enumerate(arrays.values())), share_inputs=True)
@@ -121,11 +122,9 @@ class OpenVINOBackend:
         if options.progress:
             options.progress(0.0, "compile")
         models = compile_models(ov, onnx_path, _settings(1, precision), options.dynamic)
-        content = models.compiled.export_model().getbuffer()
-        told = f"{precision},{models.compiled.get_property(GROUP)}"
-        if models.usual is not None:
-            told = f"{told},{len(content)}"
-            content = memoryview(bytes(content) + models.usual.export_model().getbuffer())
+        parts = [model.export_model().getbuffer() for model in (models.compiled, *models.fixed.values())]
+        told = ",".join(map(str, [precision, models.compiled.get_property(GROUP), *map(len, parts[:-1])]))
+        content = memoryview(b"".join(parts)) if parts[1:] else parts[0]
         write_engine(engine_path, content, f"{_NOTE}{told} {json.dumps(models.dimensions)}", cpu_instructions())
         if options.progress:
             options.progress(1.0, "compile")
@@ -136,7 +135,7 @@ class OpenVINOBackend:
             time.perf_counter() - started,
             (
                 *((_EMULATED,) if emulated else ()),
-                *((models.warning,) if models.warning else ()),
+                *models.warnings,
                 *saturation_warnings(self.name, onnx_path),
             ),
         )
@@ -192,17 +191,17 @@ def _loaded(
     checked_engine(path)
     blob, note = read_engine(path, verify=verify)
     told, _, names = note.removeprefix(_NOTE).partition(" ")
-    precision, group, first = (*told.split(","), "", "")[:3]
-    numbers = all((number or "0").isdecimal() for number in (group, first))
-    if not note.startswith(_NOTE) or precision not in _PRECISIONS or not numbers or int(first or 0) > len(blob):
+    precision, *numbers = told.split(",")
+    ends = [*accumulate(map(int, numbers[1:])), len(blob)] if all(map(str.isdecimal, numbers)) else []
+    if not note.startswith(_NOTE) or precision not in _PRECISIONS or not ends or ends != sorted(ends):
         raise EngineError(
             f"{path} is not an engine of backend openvino, or is cut short: it does not end with the precision "
             "that it was built for; build it again from its ONNX file"
         )
-    settings = {**_settings(threads, precision), **({GROUP: int(group)} if group else {}), **more}
-    parts = (blob[: int(first)], blob[int(first) :]) if first else (blob,)
-    compiled, *usual = (_imported(path, part, settings) for part in parts)
-    return Models(compiled, _told_dimensions(path, names), usual[0] if usual else None)
+    settings = {**_settings(threads, precision), **({GROUP: int(numbers[0])} if numbers else {}), **more}
+    parts = [blob[start:end] for start, end in pairwise([0, *ends])]
+    compiled, *fixed = (_imported(path, part, settings) for part in parts)
+    return Models(compiled, _told_dimensions(path, names), {shapes_of(model.inputs): model for model in fixed})
 
 
 def _imported(path: Path, blob: bytes, settings: Mapping[str, object]) -> Any:

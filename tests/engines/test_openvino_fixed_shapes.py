@@ -1,4 +1,4 @@
-"""OpenVINO's second model, for the usual sizes of the inputs: when there is one, when it is taken, what it gives."""
+"""OpenVINO's models for fixed shapes of the inputs: when there is one, when it is taken, what it gives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quantizer.engines import inspect_engine
 from quantizer.engines import load_engine
 from quantizer.engines.engine_file import read_engine
 from quantizer.engines.engine_file import write_engine
-from quantizer.engines.openvino import compiled_models
+from quantizer.engines.openvino import fixed_shapes
 from quantizer.engines.openvino.engine import _loaded
 from quantizer.errors import EngineError
 
@@ -51,13 +51,16 @@ def test_every_size_is_right(tmp_path: Path, size: tuple[int, int]) -> None:
         np.testing.assert_allclose(engine(arrays)["y"], (arrays["x"] + arrays["z"]) @ WEIGHT, rtol=1e-4, atol=1e-4)
 
 
-def test_the_usual_size_has_a_model_of_its_own(tmp_path: Path) -> None:
+def test_the_usual_size_and_one_row_have_models_of_their_own(tmp_path: Path) -> None:
     path = build_engine("openvino", written(tmp_path, "batch, sequence, 64"), tmp_path / "m.engine", USUAL).path
     models = _loaded(path, 1)
-    assert models.usual_sizes == ((4, 16, 64), (4, 16, 64))
-    assert models.of(list(given(4, 16).values())) is models.usual
-    assert models.of(list(given(4, 17).values())) is models.compiled
-    for size in ((4, 16), (8, 16)):
+    assert list(models.fixed) == [((4, 16, 64), (4, 16, 64)), ((1, 16, 64), (1, 16, 64))]
+    for (rows, length, _), _ in models.fixed:
+        found = models.of(list(given(rows, length).values()))
+        assert [list(port.shape) for port in found.inputs] == [[rows, length, 64]] * 2
+    for size in ((4, 17), (1, 17), (2, 16)):
+        assert models.of(list(given(*size).values())) is models.compiled
+    for size in ((4, 16), (8, 16), (1, 16)):
         assert inspect_engine("openvino", path, batch=size[0], sequence=size[1]).layers
 
 
@@ -75,26 +78,32 @@ def test_without_usual_sizes_there_is_one_model(
     tmp_path: Path, shape: str, dynamic: dict[str, tuple[int, int, int]]
 ) -> None:
     path = build_engine("openvino", written(tmp_path, shape), tmp_path / "m.engine", BuildOptions(dynamic=dynamic)).path
-    assert _loaded(path, 1).usual is None
+    assert not _loaded(path, 1).fixed
+
+
+def test_usual_sizes_of_one_row_have_one_model(tmp_path: Path) -> None:
+    sizes = BuildOptions(dynamic={"batch": (1, 1, 8), "sequence": (4, 16, 64)})
+    path = build_engine("openvino", written(tmp_path, "batch, sequence, 64"), tmp_path / "m.engine", sizes).path
+    assert list(_loaded(path, 1).fixed) == [((1, 16, 64), (1, 16, 64))]
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["in the file", "in a second file"])
-def test_a_large_model_is_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+def test_a_large_model_has_fewer_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
     path = written(tmp_path, "batch, sequence, 64")
     if beside:
         onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights", size_threshold=0)
-    monkeypatch.setattr(compiled_models, "LARGEST_BYTES", WEIGHT.nbytes - 1)
-    built = build_engine("openvino", path, tmp_path / "m.engine", USUAL).path
-    assert _loaded(built, 1).usual is None
-    monkeypatch.undo()
-    assert _loaded(build_engine("openvino", path, tmp_path / "n.engine", USUAL).path, 1).usual is not None
+    for copies in (0, 1, 2):
+        monkeypatch.setattr(fixed_shapes, "MOST_BYTES", (copies + 1) * WEIGHT.nbytes - 1)
+        built = build_engine("openvino", path, tmp_path / f"{copies}.engine", USUAL).path
+        assert len(_loaded(built, 1).fixed) == copies
 
 
 def test_sizes_that_the_model_cannot_take(tmp_path: Path) -> None:
     # 16 columns, where the weight has 64 rows.
     built = build_engine("openvino", written(tmp_path, "batch, 5, sequence"), tmp_path / "m.engine", USUAL)
-    assert len(built.warnings) == 1
-    assert built.warnings[0].startswith("no variant for the usual sizes (x [4, 5, 16], z [4, 5, 16]): ")
+    assert [warning.partition(": ")[0] for warning in built.warnings] == [
+        f"no variant of its own for inputs of x [{rows}, 5, 16], z [{rows}, 5, 16]" for rows in (4, 1)
+    ]
     arrays = {name: values[:, :5] for name, values in given(2, 9).items()}
     assert load_engine("openvino", built.path)(arrays)["y"].shape == (2, 5, 32)
 
@@ -105,7 +114,7 @@ def test_a_damaged_length(tmp_path: Path, length: str) -> None:
     content, note = read_engine(path)
     told, _, names = note.removeprefix("inference_precision ").partition(" ")
     parts = told.split(",")
-    assert len(parts) == 3
-    write_engine(path, memoryview(content), f"inference_precision {parts[0]},{parts[1]},{length} {names}")
+    assert len(parts) == 4
+    write_engine(path, memoryview(content), f"inference_precision {','.join([*parts[:3], length])} {names}")
     with pytest.raises(EngineError, match="is not an engine of backend openvino, or is cut short"):
         load_engine("openvino", path)
