@@ -294,8 +294,7 @@ class ModelSession:
             dtype=target.torch_dtype,
             regions=regions,
             axes=axes,
-            unsigned=target.unsigned_activations,
-            unfused=target.unfused_reductions,
+            target=target,
         )
 
     def document(self) -> dict[str, Any]:

@@ -111,6 +111,7 @@ class ReasonCode(_Template):
         "its recurrent product has {weights} weights, fewer than {least}: slower in a quantized loop on {target} than "
         "in one float kernel"
     )
+    SMALL_TABLE = "a table of {numbers} numbers, fewer than {least}: codes would save little"
     RECURRENT_FORMAT = "a recurrent layer takes INT8 or FP8 of fixed ranges for weights and activations"
     TORN_RECURRENCE = "another product of its recurrent layer stays in float: {why}"
     ONE_SIDED_ADD = "{skipping} skips the block and is float ({why}): on {target} the product is rounded for nothing"

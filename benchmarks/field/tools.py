@@ -38,6 +38,9 @@ REFERENCE = "onnxruntime-float32"
 _DROP = 0.01
 """The drop of the score that NNCF's accuracy control may take."""
 
+_LONGEST = 512
+"""The most tokens that every text model here takes."""
+
 
 @dataclass(frozen=True)
 class Made:
@@ -228,7 +231,7 @@ def _pt2e(subject: Subject, _: Path) -> Made:
     with torch.no_grad():
         made = subject.model(**example)
     output = None if isinstance(made, torch.Tensor) else next(iter(made))
-    batch, length = torch.export.Dim("batch", min=2), torch.export.Dim("length", min=2)
+    batch, length = torch.export.Dim("batch", min=2), torch.export.Dim("length", min=2, max=_LONGEST)
     axes = [{0: batch, **({1: length} if value.dim() == 2 else {})} for value in example.values()]
     ready = pt2e(subject.model, subject.calibration, axes)
 

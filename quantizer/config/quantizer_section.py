@@ -158,7 +158,11 @@ class SitesConfig(Section):
         default="auto",
         description="Quantize the operands of residual additions; 'auto': only those that INT8 is seen to hold.",
     )
-    embedding: bool = Field(default=False, description="Store the tables of embeddings in low precision, row by row.")
+    embedding: Annotated[Literal[True, False, "auto"], BeforeValidator(_no_number)] = Field(
+        default="auto",
+        description="Store the tables of embeddings in low precision, row by row; 'auto': the large ones, where the "
+        "backend dequantizes only the rows that are looked up.",
+    )
 
 
 class SelectionConfig(Section):

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -41,6 +40,7 @@ from quantizer.numerics.qtype import BLOCKS_OPSET
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.build import own_copy
 from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.targets import TargetProfile
 
 __all__ = ["export_onnx", "least_opset", "require_exporter"]
 
@@ -56,8 +56,7 @@ def export_onnx(
     dtype: torch.dtype,
     regions: Float32Modules | None = None,
     axes: Axes | None = None,
-    unsigned: Literal["none", "weighted", "all"] = "none",
-    unfused: frozenset[str] = frozenset(),
+    target: TargetProfile | None = None,
 ) -> Path:
     """Write a frozen proxy (or a float model) as ONNX with dynamic axes.
 
@@ -69,8 +68,7 @@ def export_onnx(
         dtype: the float type of everything that is not quantized, scales included.
         regions: the modules that stay float32 where ``dtype`` is float16.
         axes: input name to {axis: dimension name}; None: ``batch`` and ``sequence`` by convention, see ``usual_axes``.
-        unsigned: where activations are stored as UINT8, see ``TargetProfile.unsigned_activations``.
-        unfused: the reductions that stay apart from their readers, see ``TargetProfile.unfused_reductions``.
+        target: what runs the file; None: nothing in it is for one target.
 
     Raises:
         ExportError: the model cannot be exported, or the file cannot be written.
@@ -103,7 +101,7 @@ def export_onnx(
     check_dynamic(ir_model, inputs, wanted, asked=axes is not None)
     if ir_model.opset_imports[""] != opset:
         raise ExportError(f"opset={opset}: the exporter cannot write it; expected 18 or later, such as 20")
-    run_passes(ir_model, passes(unsigned, unfused))
+    run_passes(ir_model, passes(target))
     write_onnx(ir_model, path)
     return path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -150,6 +151,9 @@ def _refusal(
         too_small = settings.profile.gemm_reason(depth, width, record.rows or 0)
         if too_small is not None:
             return too_small, settings.profile.rule
+    table = _table(site, record, settings)
+    if table is not None:
+        return table, RuleKind.SWITCH.text(key="embedding", value="auto")
     wrong = _wrong_convolution(site, record, settings) if wanted.activations is not None else None
     return (None, None) if wrong is None else (wrong, settings.profile.rule)
 
@@ -176,6 +180,15 @@ def _wrong_convolution(site: Site, record: SiteStatistics, settings: PlanSetting
         return None
     shape = operand.weight.shape
     return settings.profile.convolution_reason(shape[1], shape[-1]) if site.operation.kind == "conv" else None
+
+
+def _table(site: Site, record: SiteStatistics, settings: PlanSettings) -> str | None:
+    """Return why 'auto' leaves the table of an embedding in float; None if it does not."""
+    if site.operation.kind != "embedding" or settings.switches["embedding"] != "auto":
+        return None
+    operand = record.operands.get("weight")
+    numbers = 0 if operand is None or operand.weight is None else math.prod(operand.weight.shape)
+    return settings.profile.table_reason(numbers)
 
 
 def _whole(site: Site, operands: tuple[OperandPlan, ...], wanted: Format) -> str | None:

@@ -27,6 +27,9 @@ __all__ = [
     "WrongConvolutions",
 ]
 
+_LARGE_TABLE = 2**18
+"""The numbers of a table of embeddings from which codes save a noteworthy part of a file: 768 KiB."""
+
 FloatDtype = Literal["float16", "bfloat16", "float32"]
 SiteKind = Literal["linear", "conv", "matmul", "residual_add", "embedding"]
 
@@ -122,6 +125,8 @@ class TargetProfile:
             those that feed a product with a weight, or all.
         unfused_reductions: the operators whose results its files pass through a Max, since it would compute them in the
             type of the next Q.
+        row_codes: whether its files look up rows of a table in codes, and dequantize those; otherwise they dequantize a
+            whole table, which some engines do at each run.
         zero_points: the kinds of site whose activations are UINT8 with a zero point of their own where INT8 is asked
             for, because the kernels take one at no cost.
         dynamic: its kernels that take the range of an activation at run time; None: it has none.
@@ -157,6 +162,7 @@ class TargetProfile:
     opset: int = 20
     unsigned_activations: Literal["none", "weighted", "all"] = "none"
     unfused_reductions: frozenset[str] = frozenset()
+    row_codes: bool = False
     zero_points: frozenset[SiteKind] = frozenset()
     dynamic: DynamicRanges | None = None
     recurrences: Recurrences = Recurrences()
@@ -244,6 +250,17 @@ class TargetProfile:
             return small if weights < least else None
         layer = f"{kind}-with-projections" if projects else kind
         return ReasonCode.RECURRENCE.text(target=self.name, kind=layer)
+
+    def table_reason(self, numbers: int) -> str | None:
+        """Return why the table of an embedding is not worth to be stored in codes; None if it is.
+
+        Args:
+            numbers: how many numbers it has.
+        """
+        if not self.row_codes:
+            return ReasonCode.NO_GAIN.text(target=self.name)
+        small = ReasonCode.SMALL_TABLE.text(numbers=numbers, least=_LARGE_TABLE)
+        return small if numbers < _LARGE_TABLE else None
 
     def add_reason(self, skipping: str, why: str) -> str | None:
         """Return why the output of a product stays float in a residual add; None if it may be quantized.

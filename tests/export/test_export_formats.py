@@ -18,6 +18,7 @@ from quantizer.functional import fake_quantize
 from quantizer.functional import quantize
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qtype import QTYPES
+from quantizer.targets import profile
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
@@ -161,11 +162,21 @@ def test_a_weight_is_stored_in_its_format(
 def test_only_int8_of_one_scale_is_stored_unsigned(tmp_path: Path) -> None:
     for dtype in ("int8", "fp8"):
         model, x = Rounded(dtype, None, None, torch.float32), torch.randn(4, 8) * 5
-        export_onnx(model, tmp_path / "m.onnx", {"x": x}, opset=20, dtype=torch.float32, axes=AXES, unsigned="all")
+        export_onnx(
+            model,
+            tmp_path / "m.onnx",
+            {"x": x},
+            opset=20,
+            dtype=torch.float32,
+            axes=AXES,
+            target=profile("onnxruntime"),
+        )
         for expected, got in zip(model(x), run(tmp_path / "m.onnx", x), strict=True):
             assert np.array_equal(expected.numpy(), got)
         zeros = {item.data_type for item in initializers(tmp_path / "m.onnx").values() if not item.dims}
         assert (onnx.TensorProto.UINT8 in zeros) == (dtype == "int8")
     model = Rounded("int8", 1, None, torch.float32)
-    export_onnx(model, tmp_path / "m.onnx", {"x": x}, opset=20, dtype=torch.float32, axes=AXES, unsigned="all")
+    export_onnx(
+        model, tmp_path / "m.onnx", {"x": x}, opset=20, dtype=torch.float32, axes=AXES, target=profile("onnxruntime")
+    )
     assert np.array_equal(model(x)[0].numpy(), run(tmp_path / "m.onnx", x)[0])

@@ -24,6 +24,7 @@ from quantizer import Quantizer
 from quantizer.errors import ExportError
 from quantizer.export import export_onnx
 from quantizer.export.passes import graph_passes, passes
+from quantizer.targets import profile
 
 torch.manual_seed(0)
 net, data = square_by_mul.Net().eval(), [torch.randn(8, 64) for _ in range(4)]
@@ -65,8 +66,8 @@ def test_it_stands_behind_the_others_and_before_the_names(folder: Path) -> None:
         folder,
         PRELUDE
         + """
-for unsigned in ("none", "weighted", "all"):
-    *_, last, names = passes(unsigned)
+for target in (None, *(profile(name) for name in ("tensorrt", "openvino", "onnxruntime"))):
+    *_, last, names = passes(target)
     assert [type(last).__name__, type(names).__name__] == ["SquareByMul", "NameNodes"]
 """,
     )

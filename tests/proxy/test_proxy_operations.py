@@ -482,9 +482,14 @@ class Lookup(nn.Module):
         return self.head(self.words(ids))
 
 
-def test_an_embedding_is_stored_row_by_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "first"),
+    [("tensorrt-rtx", ["DequantizeLinear", "Gather"]), ("openvino", ["Gather", "Cast", "Gather", "Mul"])],
+    ids=["the table", "its rows"],
+)
+def test_an_embedding_is_stored_row_by_row(tmp_path: Path, backend: str, first: list[str]) -> None:
     model, ids = Lookup(), torch.arange(20).reshape(2, 10)
-    q = _calibrated(model, ids, sites={"embedding": True})
+    q = _calibrated(model, ids, backend=backend, fallback_dtype="float32", sites={"embedding": True})
     table = q.plan["words.forward.embedding_0"]
     (weight,) = table.operands
     assert (table.kind, table.multiply_adds, weight.axis, weight.parameter) == ("embedding", 0, 0, "words.weight")
@@ -496,15 +501,34 @@ def test_an_embedding_is_stored_row_by_row(tmp_path: Path) -> None:
     assert "words.weight" not in dict(frozen.named_parameters())
     assert frozen.words.weight.shape == (20, 32)
     operators = _exported(q, frozen, tmp_path, ids)
-    assert operators[:2] == ["DequantizeLinear", "Gather"]
+    assert operators[: len(first)] == first
 
 
-def test_embeddings_are_left_alone_unless_asked_for() -> None:
+@pytest.mark.parametrize(
+    ("rows", "backend", "sites", "reason", "rule"),
+    [
+        (2**13, "openvino", {}, "int8: weight", ""),
+        (2**13, "onnxruntime", {}, "int8: weight", ""),
+        (2**13, "openvino", {"embedding": False}, "this kind of site is switched off", "sites.embedding: false"),
+        (2**13, "tensorrt-rtx", {}, "tensorrt-rtx gains nothing from this kind of site", "sites.embedding: auto"),
+        (
+            2**13 - 1,
+            "openvino",
+            {},
+            "a table of 262112 numbers, fewer than 262144: codes would save little",
+            "sites.embedding: auto",
+        ),
+    ],
+)
+def test_large_tables_are_stored_in_codes_where_rows_of_them_are_read(
+    rows: int, backend: str, sites: dict[str, bool], reason: str, rule: str
+) -> None:
     model = Lookup()
-    q = _calibrated(model, torch.arange(20).reshape(2, 10))
+    model.words = nn.Embedding(rows, 32)
+    q = _calibrated(model, torch.arange(20).reshape(2, 10), backend=backend, sites=sites)
     row = q.plan["words.forward.embedding_0"]
-    assert (row.quantized, row.rule) == (False, "sites.embedding: false")
-    assert "words.weight" in dict(q.quantize(model).named_parameters())
+    assert (row.quantized, row.reason, row.rule) == (not rule, reason, rule or f"target {backend}")
+    assert ("words.weight" in dict(q.quantize(model).named_parameters())) == bool(rule)
 
 
 def test_a_table_that_a_linear_reads_too_stays() -> None:

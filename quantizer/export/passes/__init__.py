@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from quantizer.common.registry import Registry
 from quantizer.export.passes.base import GraphPass
 from quantizer.export.passes.base import run_passes
@@ -19,17 +17,20 @@ from quantizer.export.passes.folding.fold_padding import FoldPadding
 from quantizer.export.passes.gemm_to_matmul import GemmToMatMul
 from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
+from quantizer.export.passes.per_target.rows_of_codes import RowsOfCodes
 from quantizer.export.passes.per_target.unfused_reductions import UnfusedReductions
 from quantizer.export.passes.per_target.unsigned_activations import UnsignedActivations
 from quantizer.export.passes.scale_before_quantize import ScaleBeforeQuantize
 from quantizer.export.passes.share_quantizers import ShareQuantizers
 from quantizer.export.passes.store_weights import StoreWeights
 from quantizer.export.passes.weights_as_read import WeightsAsRead
+from quantizer.targets import TargetProfile
 
 __all__ = [
     "PASSES",
     "FoldChannelFactors",
     "GraphPass",
+    "RowsOfCodes",
     "UnfusedReductions",
     "UnsignedActivations",
     "graph_passes",
@@ -60,10 +61,13 @@ graph_passes: Registry[GraphPass] = Registry("graph pass")
 """Those of other packages, for every file too: ``graph_passes.add(name)(MyPass())`` adds one."""
 
 
-def passes(
-    unsigned: Literal["none", "weighted", "all"], unfused: frozenset[str] = frozenset()
-) -> tuple[GraphPass, ...]:
-    """Return the passes for a target, by its ``unsigned_activations`` and ``unfused_reductions``."""
-    stored: tuple[GraphPass, ...] = () if unsigned == "none" else (UnsignedActivations(unsigned),)
-    apart: tuple[GraphPass, ...] = (UnfusedReductions(unfused),) if unfused else ()
-    return *PASSES, *stored, *apart, *(graph_passes[name] for name in graph_passes), NameNodes()
+def passes(target: TargetProfile | None = None) -> tuple[GraphPass, ...]:
+    """Return the passes of a file for a target, or for none."""
+    asked: list[GraphPass] = []
+    if target is not None and target.unsigned_activations != "none":
+        asked.append(UnsignedActivations(target.unsigned_activations))
+    if target is not None and target.unfused_reductions:
+        asked.append(UnfusedReductions(target.unfused_reductions))
+    if target is not None and target.row_codes:
+        asked.append(RowsOfCodes())
+    return *PASSES, *asked, *(graph_passes[name] for name in graph_passes), NameNodes()
