@@ -124,6 +124,9 @@ def _refusal(
     off = by_kind(settings.switches, kind)
     if off is not None:
         return ReasonCode.SWITCHED_OFF.text(), off
+    table = _table(kind, record, settings)
+    if table is not None:
+        return table, RuleKind.SWITCH.text(key="embedding", value="auto")
     if record.calls == 0:
         return ReasonCode.NOT_CALIBRATED.text(), None
     # An empty batch among others does not matter, and a number in an add is passed through: a sum that starts from 0
@@ -151,9 +154,6 @@ def _refusal(
         too_small = settings.profile.gemm_reason(depth, width, record.rows or 0)
         if too_small is not None:
             return too_small, settings.profile.rule
-    table = _table(site, record, settings)
-    if table is not None:
-        return table, RuleKind.SWITCH.text(key="embedding", value="auto")
     wrong = _wrong_convolution(site, record, settings) if wanted.activations is not None else None
     return (None, None) if wrong is None else (wrong, settings.profile.rule)
 
@@ -182,13 +182,12 @@ def _wrong_convolution(site: Site, record: SiteStatistics, settings: PlanSetting
     return settings.profile.convolution_reason(shape[1], shape[-1]) if site.operation.kind == "conv" else None
 
 
-def _table(site: Site, record: SiteStatistics, settings: PlanSettings) -> str | None:
+def _table(kind: str, record: SiteStatistics, settings: PlanSettings) -> str | None:
     """Return why 'auto' leaves the table of an embedding in float; None if it does not."""
-    if site.operation.kind != "embedding" or settings.switches["embedding"] != "auto":
+    if kind != "embedding" or settings.switches["embedding"] != "auto":
         return None
-    operand = record.operands.get("weight")
-    numbers = 0 if operand is None or operand.weight is None else math.prod(operand.weight.shape)
-    return settings.profile.table_reason(numbers)
+    table = record.operands["weight"].weight if "weight" in record.operands else None
+    return settings.profile.table_reason(None if table is None else math.prod(table.shape))
 
 
 def _whole(site: Site, operands: tuple[OperandPlan, ...], wanted: Format) -> str | None:

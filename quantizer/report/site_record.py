@@ -87,9 +87,9 @@ class Site(Record):
 
     @property
     def quiet(self) -> bool:
-        """True for an addition that is no candidate and an embedding whose kind is switched off: tables omit both."""
-        if self.kind == "embedding":
-            return self.rule == RuleKind.SWITCH.text(key="embedding", value="false")
+        """True for an addition that is no candidate, and for an embedding that is not worth it: tables omit both."""
+        if self.kind == "embedding" and not self.quantized:
+            return self.rule in {RuleKind.SWITCH.text(key="embedding", value=value) for value in ("false", "auto")}
         if self.kind != "residual_add" or self.quantized:
             return False
         code = ReasonCode.of(self.reason)

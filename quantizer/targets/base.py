@@ -251,16 +251,17 @@ class TargetProfile:
         layer = f"{kind}-with-projections" if projects else kind
         return ReasonCode.RECURRENCE.text(target=self.name, kind=layer)
 
-    def table_reason(self, numbers: int) -> str | None:
+    def table_reason(self, numbers: int | None) -> str | None:
         """Return why the table of an embedding is not worth to be stored in codes; None if it is.
 
         Args:
-            numbers: how many numbers it has.
+            numbers: how many numbers it has; None: not known yet.
         """
         if not self.row_codes:
             return ReasonCode.NO_GAIN.text(target=self.name)
-        small = ReasonCode.SMALL_TABLE.text(numbers=numbers, least=_LARGE_TABLE)
-        return small if numbers < _LARGE_TABLE else None
+        if numbers is None or numbers >= _LARGE_TABLE:
+            return None
+        return ReasonCode.SMALL_TABLE.text(numbers=numbers, least=_LARGE_TABLE)
 
     def add_reason(self, skipping: str, why: str) -> str | None:
         """Return why the output of a product stays float in a residual add; None if it may be quantized.

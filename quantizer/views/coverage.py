@@ -68,7 +68,7 @@ class Coverage(View[Site]):
     """All sites that ran, quantized or with the reason, and all products that torch computed in float.
 
     Iteration yields all rows. The table leaves out rows of sites that never ran in calibration, as branches for other
-    settings, and ``quiet`` rows: additions that are no candidates, and embeddings whose quantization is switched off.
+    settings, and ``quiet`` rows: additions that are no candidates, and embeddings whose tables stay float by ``sites``.
     The title counts what is left out, and ``all`` shows it.
 
     Attributes:
