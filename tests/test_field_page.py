@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,9 @@ def _row(tool: str, speedup: float, gained: float, **more: Any) -> dict[str, Any
     }
 
 
-def _page(folder: Path, *rows: dict[str, Any]) -> str:
+def _page(folder: Path, *rows: dict[str, Any], growth: Sequence[dict[str, Any]] = ()) -> str:
     reference = _row("onnxruntime-float32", 1.0, 0.0)
-    write_page([reference, *rows], folder / "benchmarks")
+    write_page([reference, *rows], growth, folder / "benchmarks")
     return (folder / "benchmarks" / "index.md").read_text(encoding="utf-8")
 
 
@@ -80,3 +81,14 @@ def test_models_without_a_figure_are_named(tmp_path: Path) -> None:
     missing = {"model": "other", "tool": "auto", "name": "ours", "ours": True, "failed": "not measured yet"}
     page = _page(tmp_path, _row("auto", 2.0, 0.0, ours=True), missing)
     assert "Of these models nothing was measured yet: other." in page
+
+
+def test_what_grows_is_a_table_of_its_own(tmp_path: Path) -> None:
+    sizes = {"layers": {"2": 1.0, "6": 2.5}, "rows": {"32": 0.51}, "tokens": {"128": {"ms": 8.0, "speedup": 2.0}}}
+    grown = {**_row("nncf", 1.0, 0.0), **sizes}
+    failed = {"model": "growth", "tool": "pt2e", "name": "the pt2e", "ours": False, "failed": "not measured yet"}
+    page = _page(tmp_path, _row("auto", 2.0, 0.0, ours=True), growth=[grown, failed])
+    assert "| tool | 2 layers, s | 6 layers, s | 32 rows, s | 128 tokens, ms (speed-up) |" in page
+    assert "| the nncf | 1.0 | 2.5 | 0.5 | 8.0 (2.00) |" in page
+    assert "| the pt2e | not measured yet |" in page
+    assert "How they grow" not in _page(tmp_path, _row("auto", 2.0, 0.0, ours=True), growth=[failed])

@@ -2,6 +2,7 @@
 
     python benchmarks/field                          every row, and the pages in docs/benchmarks
     python benchmarks/field --model M --tool T       one row: measured again, and printed
+    python benchmarks/field --model growth --tool T  how one tool grows with a model: measured again, and printed
 
 Each row is measured in a process of its own, which takes its turns with ONNX Runtime in float32, so that rows can be
 compared. What was measured is kept, and a run that was stopped goes on. ``--page`` writes the pages alone.
@@ -13,6 +14,8 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from field_page import write_page
+from field_row import about
 from field_row import measured_row
+from growth import GROWN
+from growth import grown
 from subjects import SUBJECTS
 from tools import TOOLS
 
@@ -30,13 +36,15 @@ _PAGES = _ROOT / "docs" / "benchmarks"
 _CURE = (
     "`pip install -c constraints.txt -e '.[bench]'` and `pip install --no-deps -r benchmarks/requirements-no-deps.txt`"
 )
+_GROWTH = "growth"
+"""In the place of a model: how a tool grows."""
 _LIMIT_S = 2400
 """The most seconds for one row."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SUBJECTS, help="this model alone")
+    parser.add_argument("--model", choices=(*SUBJECTS, _GROWTH), help="this model alone")
     parser.add_argument("--tool", choices=TOOLS, help="this tool alone")
     parser.add_argument("--work", type=Path, default=_ROOT / "runs" / "field", help="folder of rows (%(default)s)")
     parser.add_argument("--page", action="store_true", help="write the pages of what was measured, and measure nothing")
@@ -46,16 +54,22 @@ def main() -> None:
         _print_row(asked.model, asked.tool, asked.work)
         return
     if not asked.page:
-        for model in SUBJECTS if asked.model is None else (asked.model,):
-            for tool in TOOLS if asked.tool is None else (asked.tool,):
+        for model in (*SUBJECTS, _GROWTH) if asked.model is None else (asked.model,):
+            for tool in _tools(model) if asked.tool is None else (asked.tool,):
                 _in_process(model, tool, asked.work)
-    write_page(_rows(asked.work), _PAGES)
+    write_page(_rows(SUBJECTS, asked.work), _rows((_GROWTH,), asked.work), _PAGES)
+
+
+def _tools(model: str) -> Sequence[str]:
+    return GROWN if model == _GROWTH else list(TOOLS)
 
 
 def _print_row(model: str, tool: str, work: Path) -> None:
     needs = TOOLS[tool].needs
     if not TOOLS[tool].is_installed:
         row: dict[str, Any] = {"failed": f"{needs} is not installed; {_CURE}"}
+    elif model == _GROWTH:
+        row = about() | grown(tool)
     else:
         row = measured_row(model, tool, work)
     row |= {"model": model, "tool": tool, "day": date.today().isoformat()}
@@ -92,12 +106,12 @@ def _path(work: Path, model: str, tool: str) -> Path:
     return work / f"{model}.{tool}.json"
 
 
-def _rows(work: Path) -> list[dict[str, Any]]:
+def _rows(models: Iterable[str], work: Path) -> list[dict[str, Any]]:
     """All rows in the order of the tables, each with what the page says of its tool; of some it says that they lack."""
     rows = []
-    for model in SUBJECTS:
-        for tool, told in TOOLS.items():
-            path = _path(work, model, tool)
+    for model in models:
+        for tool in _tools(model):
+            told, path = TOOLS[tool], _path(work, model, tool)
             found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"failed": "not measured yet"}
             rows.append(found | {"model": model, "tool": tool, "name": told.title, "ours": told.ours})
     return rows

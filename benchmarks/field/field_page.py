@@ -32,13 +32,18 @@ file, with its export.
 "Ours, `backend: auto`" is `quantize_model(model, batches)`: it builds every engine for this CPU, measures them, and
 keeps the fastest that computes what the model does. Its time has all of that in it.
 """
+_GROWTH = """An encoder of MiniLM's width with random weights: how long quantizing it takes, by its layers (with 128
+rows of 128 tokens to calibrate on) and by the rows (of 6 layers), and the latency of 8 rows of 6 layers, by their
+tokens, beside that of ONNX Runtime in float32.
+"""
 
 
-def write_page(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+def write_page(rows: Sequence[dict[str, Any]], growth: Sequence[dict[str, Any]], folder: Path) -> None:
     """Write the page into a folder.
 
     Args:
         rows: all rows, each with ``name``, the title of its tool, and ``ours``.
+        growth: what ``grown`` returned of each tool, likewise.
         folder: the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -49,6 +54,7 @@ def write_page(rows: Sequence[dict[str, Any]], folder: Path) -> None:
         parts.append(f"Of these models nothing was measured yet: {', '.join(none)}.\n")
     for model in models:
         parts += _model([row for row in rows if row["model"] == model])
+    parts += _growth(growth)
     (folder / "index.md").write_text("\n".join(parts).rstrip("\n") + "\n", encoding="utf-8")
 
 
@@ -89,10 +95,7 @@ def _model(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     first = measured[0]
     yield f"## {first['title']}\n"
     shown = ", ".join(f"{name} {version}" for name, version in measured[-1]["versions"].items() if name in _VERSIONS)
-    told = (
-        f"{first['machine']['cpu']} with {first['machine']['instructions']}; commit {first['commit']}, {first['day']}, "
-    )
-    yield fill(f"{told}seed {first['seed']}; {shown}.", 118) + "\n"
+    yield fill(f"{_machine(first)}, seed {first['seed']}; {shown}.", 118) + "\n"
     paired = [name for name in ("label_flips", "mean_cosine", "kl_divergence", "sqnr_db") if name in first]
     heads = ["", "tool", *(f"batch {batch}, ms (speed-up)" for batch in _BATCHES), first["metric"], "to float", "95%"]
     heads += [name.replace("_", " ") for name in paired]
@@ -114,13 +117,44 @@ def _model(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for row in measured:
         sizes = (f"{row[name]:.1f}" if name in row else "" for name in ("file_mib", "load_s", "run_peak_mib"))
         yield _row(_title(row), *sizes, f"{row['quantize_s']:.0f}", f"{row['quantize_peak_mib']:.0f}")
+    yield from _failed(rows)
+    yield ""
+
+
+def _growth(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """How the tools grow; nothing where none was measured."""
+    measured = [row for row in rows if "failed" not in row]
+    if not measured:
+        return
+    yield "## How they grow\n"
+    yield _GROWTH
+    first = measured[0]
+    yield fill(f"{_machine(first)}.", 118) + "\n"
+    heads = [
+        *(f"{layers} layers, s" for layers in first["layers"]),
+        *(f"{rows} rows, s" for rows in first["rows"]),
+        *(f"{tokens} tokens, ms (speed-up)" for tokens in first["tokens"]),
+    ]
+    yield _row("tool", *heads)
+    yield "|---" * (1 + len(heads)) + "|"
+    for row in measured:
+        seconds = [f"{value:.1f}" for value in (*row["layers"].values(), *row["rows"].values())]
+        yield _row(row["name"], *seconds, *map(_latency, row["tokens"].values()))
+    yield from _failed(rows)
+    yield ""
+
+
+def _failed(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     failed = [row for row in rows if "failed" in row]
     if failed:
         yield "\nNot measured:\n"
         yield "| tool | why |\n|---|---|"
-        for row in failed:
-            yield _row(row["name"], row["failed"].replace("|", "/")[:300])
-    yield ""
+    for row in failed:
+        yield _row(row["name"], row["failed"].replace("|", "/")[:300])
+
+
+def _machine(row: dict[str, Any]) -> str:
+    return f"{row['machine']['cpu']} with {row['machine']['instructions']}; commit {row['commit']}, {row['day']}"
 
 
 def _row(*cells: str) -> str:

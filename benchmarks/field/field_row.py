@@ -31,7 +31,7 @@ from quantizer.report import collect_machine
 from quantizer.report import collect_versions
 from quantizer.tasks import Predictions
 
-__all__ = ["measured_row"]
+__all__ = ["about", "measured_row"]
 
 _SEED = 0
 _OTHERS = ("nvidia-modelopt", "torchao", "optimum-quanto")
@@ -56,14 +56,7 @@ def measured_row(model: str, tool: str, work: Path) -> dict[str, Any]:
     np.random.seed(_SEED)
     subject = SUBJECTS[model](work)
     base = _base(subject, work / f"{model}-float32.npy")
-    row: dict[str, Any] = {
-        "title": subject.title,
-        "metric": subject.metric,
-        "seed": _SEED,
-        "commit": _commit(),
-        "machine": collect_machine(),
-        "versions": collect_versions() | collect_versions(_OTHERS),
-    }
+    row = {"title": subject.title, "metric": subject.metric, "seed": _SEED, **about()}
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         made = TOOLS[tool].make(subject, Path(folder))
@@ -78,6 +71,15 @@ def measured_row(model: str, tool: str, work: Path) -> dict[str, Any]:
         other = run if tool == REFERENCE else _reference(subject, work / f"{model}-reference")
         row["latency"] = {str(batch): _timed(subject, run, other, batch) for batch in BATCHES}
     return row
+
+
+def about() -> dict[str, Any]:
+    """Return where a row was measured, and with which versions."""
+    return {
+        "commit": _commit(),
+        "machine": collect_machine(),
+        "versions": collect_versions() | collect_versions(_OTHERS),
+    }
 
 
 def _reference(subject: Subject, folder: Path) -> Run:

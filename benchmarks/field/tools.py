@@ -269,6 +269,12 @@ def _ours(subject: Subject, folder: Path, **settings: object) -> Made:
     return Made(partial(_loaded, at), (at / f"{QUANTIZED_STEM}.engine",), chosen)
 
 
+def _w4a8(subject: Subject, folder: Path) -> Made:
+    """Weights of linears and convolutions in INT4, one scale a channel, and their activations in INT8."""
+    four = [{"weights": "int4", "kinds": ["linear", "conv"]}]
+    return _ours(subject, folder, backend="openvino", preset="accurate", formats=four)
+
+
 def _loaded(folder: Path) -> Run:
     return _module(quantizer.load(folder))
 
@@ -294,6 +300,7 @@ TOOLS: dict[str, Tool] = {
     "openvino-accurate": Tool(
         "ours, OpenVINO, `preset: accurate`", partial(_ours, backend="openvino", preset="accurate"), ours=True
     ),
+    "openvino-w4a8": Tool("ours, OpenVINO, `preset: accurate`, W4A8", _w4a8, ours=True),
     "onnxruntime": Tool("ours, ONNX Runtime", partial(_ours, backend="onnxruntime"), ours=True),
     "torch": Tool("ours, torch engine", partial(_ours, backend="torch"), ours=True),
 }
