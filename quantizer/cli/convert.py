@@ -13,6 +13,7 @@ from rich.console import Console
 from quantizer.cli.one_process import require_one_process
 from quantizer.common.paths import is_there
 from quantizer.config.data_section import is_function_name
+from quantizer.errors import ConfigError
 
 __all__ = ["Convert"]
 
@@ -76,6 +77,12 @@ processor/, config.json and a report; it is complete when the command ends well,
         )
         data.add_argument("--tuning", metavar="DATA", help="labelled rows that --max-drop scores on")
         data.add_argument("--evaluation", metavar="DATA", help="labelled rows to score everything on at the end")
+        data.add_argument(
+            "--fixed",
+            nargs="+",
+            metavar="NAME=NUMBER",
+            help="inputs of an .onnx file that never change, and the lengths of its named axes: sr=16000 sequence=576",
+        )
         target = parser.add_argument_group("engines")
         target.add_argument(
             "--backend",
@@ -125,6 +132,8 @@ processor/, config.json and a report; it is complete when the command ends well,
         for name in ("backend", "batch_size", "seq_len", "labels"):
             if name in given:
                 given[name] = tuple(given[name])
+        if "fixed" in given and not args.model.endswith(SUFFIX):
+            raise ConfigError([f"--fixed is for .onnx files, and {args.model} is none; leave it out"])
         if _is_function(given):
             given.setdefault("output", Path("converted") / args.model.replace(":", "."))
             convert_function(given, console)

@@ -108,6 +108,46 @@ def test_the_command(file: Path, tmp_path: Path) -> None:
     assert {"model.onnx", "model.engine", "report.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
 
 
+BRANCH = """
+<ir_version: 8, opset_import: ["" : 18]>
+g (float[N, 64] x, int64 rate) => (float[N, 32] y) {
+    c = Equal (rate, sixteen)
+    s = If (c) <
+        then_branch = a () => (float[N, 64] p) { p = Relu (x) },
+        else_branch = b () => (float[N, 64] q) { q = Neg (x) }
+    >
+    y = MatMul (s, w)
+}
+"""
+
+
+def test_the_command_fixes_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import onnx
+
+    model = onnx.parser.parse_model(BRANCH)
+    random = np.random.default_rng(0)
+    weights = {"sixteen": np.array(16), "w": random.normal(size=(64, 32)).astype(np.float32)}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in weights.items())
+    onnx.save(model, tmp_path / "m.onnx")
+    x = random.normal(size=(32, 64)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=x)
+    line = ["convert", "-m", str(tmp_path / "m.onnx"), "--quantization", "--calibration", str(tmp_path / "data.npz")]
+    line += ["--backend", "onnxruntime", "-o", str(tmp_path / "out"), "--fixed"]
+    assert main([*line, "rate=16"]) == 0
+    engine = quantizer.load(tmp_path / "out")
+    expected = np.maximum(x, 0) @ weights["w"]
+    noise = np.asarray(engine(x=torch.from_numpy(x))) - expected
+    assert np.square(noise).sum() < 1e-3 * np.square(expected).sum()
+    capsys.readouterr()
+    for text in ("rate", "=16", "rate=16k"):
+        assert main([*line, text, "--force"]) == 1
+        assert f"--fixed {text}: expected NAME=NUMBER" in capsys.readouterr().err
+    assert main([*line, "speed=16", "--force"]) == 1
+    assert "fixed names 'speed'; the model has the inputs x, rate" in capsys.readouterr().err
+    assert main(["convert", "-m", "my-model", "--fixed", "rate=16"]) == 1
+    assert "--fixed is for .onnx files, and my-model is none; leave it out" in capsys.readouterr().err
+
+
 def test_options_of_checkpoints_do_not_fit(file: Path, tmp_path: Path) -> None:
     from rich.console import Console
 

@@ -25,7 +25,9 @@ SUFFIX = ".onnx"
 _BATCH_ROWS = 8
 """The rows of a batch that is cut from a file, which is also what engines are timed at."""
 
-_TAKEN = frozenset({"model", "output", "quantization", "calibration", "rows", "backend", "dtype", "threads", "force"})
+_TAKEN = frozenset(
+    {"model", "output", "quantization", "calibration", "rows", "fixed", "backend", "dtype", "threads", "force"}
+)
 _EXPECTED = f"a file of arrays ({' or '.join(ARRAY_FILES)}), one for each input by its name, or a folder of such files"
 
 
@@ -45,7 +47,7 @@ def convert_onnx(options: Mapping[str, Any], console: Console) -> Path:
         raise ConfigError(problems)
     folder: Path = options["output"]
     checked_folder(folder, RUN, replace=options.get("force", False))
-    model = from_onnx(options["model"])
+    model = from_onnx(options["model"], fixed=dict(map(_fixed, options.get("fixed", ()))))
     batches = array_batches(Path(options["calibration"]), _BATCH_ROWS, options.get("rows"))
     (backend,) = options["backend"]
     result = quantize_model(
@@ -74,10 +76,25 @@ def _problems(options: Mapping[str, Any]) -> list[str]:
         found.append(f"--calibration is missing: give {_EXPECTED}")
     if len(options["backend"]) != 1:
         found.append(f"--backend {' '.join(options['backend'])}: an ONNX file is quantized for one, or for auto")
+    for text in options.get("fixed", ()):
+        name, number = _fixed(text)
+        if not name or number is None:
+            found.append(f"--fixed {text}: expected NAME=NUMBER, of an input that never changes or of a named axis")
     rows = options.get("rows", 1)
     if rows < 1:
         found.append(f"--rows {rows}: expected 1 or more")
     return found
+
+
+def _fixed(text: str) -> tuple[str, float | None]:
+    """Return the name and the number in ``sr=16000``; None: there is no number."""
+    name, _, value = text.rpartition("=")
+    for kind in (int, float):
+        try:
+            return name, kind(value)
+        except ValueError:
+            continue
+    return name, None
 
 
 def _by_argument(model: OnnxModule, batch: Mapping[str, Any]) -> dict[str, Any]:
