@@ -166,7 +166,7 @@ def _measured(proxy: Proxied, plan: Plan, kept: ReplayBatches, dtype: torch.dtyp
     errors: _Errors = {}
     for batch in kept.in_turns():
         errors = _told(None if batch is None else _Comparison(errors, dtype).run(proxy, plan, sites, batch))
-    notes = {path: _NO_BIAS for path, entry in plan.items() if entry.quantized}
+    notes = {path: _NO_BIAS for path, entry in plan.items() if entry.quantized and entry.kind != "embedding"}
     notes |= {site.path: _UNREACHED for site in sites if site.path not in errors}
     shifts = {path: error.mean(dtype) for path, error in errors.items() if error is not None}
     return BiasShifts(shifts=shifts, notes=notes | dict.fromkeys(shifts, _DONE))

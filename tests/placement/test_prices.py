@@ -216,6 +216,20 @@ def test_times_are_scaled_to_the_engine(calibrated: tuple[Quantizer, nn.Module])
     assert prices.groups[_SECOND] == GroupPrice(group=_SECOND, low_us=50, float_us=100)
 
 
+def test_a_table_of_an_embedding_is_not_for_speed() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(2**13, 32), nn.Linear(32, 32)).eval()
+    q = Quantizer(preset="fast", backend="openvino")
+    q.calibrate(model, [torch.arange(40).reshape(4, 10)])
+    prices = _priced(q, **{"0": (30, 3), "1": (300, 30)})
+    assert {name: price.is_table for name, price in prices.groups.items()} == {
+        "0.forward.embedding_0": True,
+        "1.forward.linear_0": False,
+    }
+    # Whatever was measured counts as a loss.
+    assert list(replace(prices, least_loss_us=-math.inf).slower()) == ["1.forward.linear_0"]
+
+
 def test_slower_groups_are_float_and_say_why(calibrated: tuple[Quantizer, nn.Module]) -> None:
     q, model = calibrated
     prices = _priced(q, first=(150, 100), second=(50, 300))

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from quantizer.quantizer import Quantizer
+from quantizer.report.tables.text import counted
 from quantizer.runs.placement.price_groups import EngineFiles
 from quantizer.runs.placement.price_groups import TimeCache
 from quantizer.runs.placement.price_groups import Timing
@@ -69,8 +70,9 @@ class GroupPlacer:
         if prices is None or not prices.slower():
             return prices
         faster = self.cache.faster(low.onnx, plain.onnx, self.timing, partial(self._faster, quantizer, prices, low))
-        what = f"{len(prices.slower())} groups are slower in {quantizer.config.dtype} than in float"
-        self.say(f"{what}, and go back" if faster else f"{what}, but the engine is not faster without them")
+        number = len(prices.slower())
+        what = f"{counted(number, 'group')} {'is' if number == 1 else 'are'} slower in {quantizer.config.dtype}"
+        self.say(f"{what} than in float" + (", put back" if faster else ", but the engine is not faster without them"))
         return prices if faster else replace(prices, least_loss_us=math.inf)
 
     def _faster(self, quantizer: Quantizer, prices: Prices, low: EngineFiles) -> bool:

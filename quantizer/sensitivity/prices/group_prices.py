@@ -24,11 +24,13 @@ class GroupPrice:
         group: its name in the plan.
         low_us: with the group in low precision, conversions that it causes included.
         float_us: in float.
+        is_table: whether it is a table of an embedding, which is in low precision to take less memory.
     """
 
     group: str
     low_us: float
     float_us: float
+    is_table: bool = False
 
     @property
     def gain_us(self) -> float:
@@ -81,7 +83,7 @@ class Prices:
         return {
             name: ReasonCode.SLOWER.text(low=f"{price.low_us:.0f}", float=f"{price.float_us:.0f}", where=self.where)
             for name, price in self.groups.items()
-            if price.gain_us < -self.least_loss_us and price.float_us > 0
+            if price.gain_us < -self.least_loss_us and price.float_us > 0 and not price.is_table
         }
 
     def gains(self, parts: Mapping[str, Collection[str]]) -> dict[str, float]:
@@ -129,7 +131,11 @@ def prices_from_places(
         for group, share in groups.items():
             times[group][0] += share * low.get(place, 0.0)
             times[group][1] += share * plain.get(place, 0.0)
-    priced = {group: GroupPrice(group=group, low_us=taken[0], float_us=taken[1]) for group, taken in times.items()}
+    computed = {operand.group for site in plan.values() if site.kind != "embedding" for operand in site.operands}
+    priced = {
+        group: GroupPrice(group=group, low_us=taken[0], float_us=taken[1], is_table=group not in computed)
+        for group, taken in times.items()
+    }
     return Prices(groups=priced, low_us=low_us, float_us=float_us, where=where)
 
 
