@@ -24,6 +24,7 @@ from quantizer.proxy.frozen_operand import ComputedOperand
 from quantizer.proxy.frozen_operand import FrozenOperand
 from quantizer.proxy.generated_classes import with_listed_weights
 from quantizer.proxy.generated_classes import with_stored_weight
+from quantizer.proxy.lowered.stored_weight import LazyWeight
 from quantizer.proxy.model_sharing import OwnBuffers
 from quantizer.proxy.model_sharing import take_small
 from quantizer.proxy.operand_quantizer import OperandQuantizer
@@ -289,6 +290,9 @@ def _hand_over(owner: nn.Module, name: str, site: Site, quantizer: OperandQuanti
     owner.__class__ = with_stored_weight(type(owner), name, site.source.attribute, planned.name)
     # The module's property gives the weight without the factor, so with a factor the site reads its own codes.
     quantizer.handed_over = quantizer.factor is None
+    if site.operation.kind == "embedding":
+        # A lookup needs few of its rows.
+        LazyWeight.of(quantizer)
 
 
 def _list_weights(module: nn.Module, known: dict[nn.Module, bool]) -> bool:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch import nn
+from torch.nn import functional
 
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.dynamic_range import fake_quantize_dynamic
@@ -22,7 +23,7 @@ from quantizer.numerics.qtype import qtype
 from quantizer.proxy.frozen_operand import FrozenOperand
 from quantizer.proxy.weight import laid_out
 
-__all__ = ["OperandQuantizer", "Watcher"]
+__all__ = ["OperandQuantizer", "Watcher", "is_recorded"]
 
 _SLICE = 2**20
 """About how many values of a weight are in float32 at once, on the way to another float type."""
@@ -178,12 +179,41 @@ class OperandQuantizer(nn.Module):
         """Return the stored weight in its own float type, multiplied by its factor."""
         assert self.stored is not None
         assert self.scale is not None
-        recorded = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-        if self.scale.dtype != self.stored_dtype and self.stored.numel() > _SLICE and not recorded:
+        if self.scale.dtype != self.stored_dtype and self.stored.numel() > _SLICE and not is_recorded():
             return self._in_slices(self.stored, self.scale)
         values = self._values_of(self.stored)
         # An export would keep a conversion to the same type until its end, for each weight.
         return values if values.dtype == self.stored_dtype else values.to(self.stored_dtype)
+
+    def rows(self, table: Any, ids: Tensor) -> Tensor | None:
+        """Return the rows [*, K] of a table that are asked for, the same bits as those of the whole table.
+
+        None where that has to be there: it has no scale a row, it trains, or the call is recorded.
+
+        Args:
+            table: the table that arrives.
+            ids: whole numbers [*].
+        """
+        if not self.enabled or self.scale is None or self.axis != 0 or self.block_size is not None or is_recorded():
+            return None
+        codes = self.codes if self.stored is None else self.stored
+        whole = table if codes is None else codes
+        if codes is None and (torch.is_grad_enabled() or self.factor is not None or table.dtype != self.scale.dtype):
+            return None
+        if codes is not None and codes.dtype != torch.int8:
+            return None
+        if self.frozen is not None:
+            self.frozen.check(table)
+        flat = ids.reshape(-1)
+        rows, scales = functional.embedding(flat, whole), functional.embedding(flat, self.scale[:, None])[:, 0]
+        if codes is None:
+            scales = scales if self.scale_dtype is None else as_held(scales, self.scale_dtype)
+            values = ops.fake_quantize(rows, scales, self.dtype, 0)
+        else:
+            values = ops.dequantize(rows, scales, self.dtype, 0)
+            values = values.to(table.dtype if self.stored is None else self.stored_dtype)
+        found: Tensor = values.reshape(*ids.shape, rows.shape[-1])
+        return found
 
     def _in_slices(self, stored: Tensor, scale: Tensor) -> Tensor:
         """Return ``dequantized()`` by slices along the first axis, so that no pass has a large weight in float32 whole.
@@ -296,6 +326,11 @@ class OperandQuantizer(nn.Module):
         amax = float(self.scale.float().max()) * qtype(self.dtype).qmax
         state = "stored" if self.stored is not None else "rounding" if self.enabled else "off"
         return f"{self.dtype}, {kind}, amax {amax:.4g}, {state}{migrated}"
+
+
+def is_recorded() -> bool:
+    """Return whether operators are recorded into a graph, by an export or a compiler."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def _in_type_of(former: Tensor | None, moved: Tensor | None) -> Tensor | None:

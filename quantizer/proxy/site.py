@@ -51,6 +51,9 @@ def _call_method(name: str, value: Any, /, *args: Any, **keywords: Any) -> Any:
     return getattr(value, name)(*args, **keywords)
 
 
+_MAX_NORM = 3
+"""The place of ``max_norm`` among the arguments of a lookup."""
+
 _FORMS: dict[tuple[str, str], Callable[..., Any]] = {
     ("operator", "matmul"): operator.matmul,
     ("operator", "add"): operator.add,
@@ -162,6 +165,8 @@ class Site(nn.Module):
         if self._fused:
             names = (operand.name for operand in self.operation.operands)
             return attention({name: self.quantizer_of(name) for name in names}, *args, **keywords)
+        if self.operation.kind == "embedding" and (rows := self._rows(args, keywords)) is not None:
+            return rows
         args, keywords = list(args), dict(keywords)
         target = args[0] if self.source.in_place else None
         self._round(args, keywords)
@@ -191,6 +196,14 @@ class Site(nn.Module):
                 f"{self.path}: this model is frozen, its weights are integers, and it is called in train mode with "
                 "gradients: train what qat(model) gives, then call quantize(model) again; to run it, call eval() first"
             )
+
+    def _rows(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor | None:
+        """Return what a lookup in a frozen table gives, without the rest of the table; None where all is computed."""
+        ids = args[0] if args else keywords.get("input")
+        limited = (args[_MAX_NORM] if len(args) > _MAX_NORM else keywords.get("max_norm")) is not None
+        if limited or not isinstance(ids, Tensor):
+            return None
+        return self.quantizer(0).rows(self.argument(0, args, keywords), ids)
 
     def _operands(self, args: list[Any], keywords: dict[str, Any]) -> list[Any]:
         return [

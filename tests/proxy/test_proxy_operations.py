@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from quantizer import Quantizer
 from quantizer.plan.site_plan import SitePlan
+from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.split_attention import attention
 from quantizer.proxy.weight import Weights
 from quantizer.reasons import ReasonCode
@@ -529,6 +530,46 @@ def test_large_tables_are_stored_in_codes_where_rows_of_them_are_read(
     row = q.plan["words.forward.embedding_0"]
     assert (row.quantized, row.reason, row.rule) == (not rule, reason, rule or f"target {backend}")
     assert ("words.weight" in dict(q.quantize(model).named_parameters())) == bool(rule)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_frozen_lookup_dequantizes_the_rows_that_are_asked_for(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = Lookup().to(dtype), torch.arange(20).reshape(2, 10)
+    model.words.weight.data[3] = 0
+    q = _calibrated(model, ids, sites={"embedding": True})
+    frozen = q.quantize(model)
+    whole = frozen.words.weight
+    expected = whole + 0
+    monkeypatch.setattr(OperandQuantizer, "dequantized", lambda _: pytest.fail("the whole table"))
+    for rows in (torch.tensor([[3, 3], [19, 0]]), torch.tensor(7), torch.empty(0, dtype=torch.long)):
+        assert_same(frozen.words(rows), expected[rows])
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_lookup_in_a_table_that_trains_rounds_the_same_rows(dtype: torch.dtype, rounding: str) -> None:
+    model, ids = Lookup().to(dtype), torch.arange(20).reshape(2, 10)
+    q = _calibrated(model, ids, sites={"embedding": True}, weights={"rounding": rounding})
+    proxy = q.qat(model, copy=True).eval()
+    with torch.no_grad():
+        found = proxy.words(ids)
+    assert_same(found, proxy.words(ids).detach())
+    assert_same(found, q.quantize(model).words(ids))
+
+
+@pytest.mark.parametrize("other", ["max_norm", "fp8", "compiled"])
+def test_other_frozen_lookups_have_the_whole_table(other: str) -> None:
+    model, ids = Lookup(), torch.arange(20).reshape(2, 10)
+    if other == "max_norm":
+        model.words.max_norm = 100.0
+    formats = [{"kinds": ["embedding"], "weights": "fp8"}] if other == "fp8" else []
+    q = _calibrated(model, ids, backend="tensorrt", formats=formats, sites={"embedding": True})
+    frozen = q.quantize(model)
+    called = torch.compile(frozen.words, backend="eager") if other == "compiled" else frozen.words
+    with torch.no_grad():
+        assert_same(called(ids), frozen.words.weight[ids])
 
 
 def test_a_table_that_a_linear_reads_too_stays() -> None:

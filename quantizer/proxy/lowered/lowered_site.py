@@ -1,4 +1,4 @@
-"""A site that computes with a kernel of torch, and its weight as code around it sees it."""
+"""A site that computes with a kernel of torch."""
 
 from __future__ import annotations
 
@@ -13,39 +13,11 @@ from quantizer.proxy.lowered.calls import CALLS
 from quantizer.proxy.lowered.choose import Lowering
 from quantizer.proxy.lowered.choose import choose
 from quantizer.proxy.lowered.kernels import Kernel
-from quantizer.proxy.lowered.stored_weight import StoredWeight
+from quantizer.proxy.lowered.stored_weight import LazyWeight
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 
-__all__ = ["LoweredSite", "LoweredWeight"]
-
-
-class LoweredWeight(OperandQuantizer):
-    """A stored weight that is dequantized only where something other than its site computes with it.
-
-    Attributes:
-        shown: what the module reads as its weight; None: it was not read yet.
-    """
-
-    shown: StoredWeight | None
-
-    def as_parameter(self) -> Tensor:
-        """Return the weight, whose values are made when they are needed; in a compiled graph, what makes them."""
-        if torch.compiler.is_compiling():
-            return super().as_parameter()
-        shown = self.shown
-        if shown is None:
-            assert self.stored is not None
-            shown = self.shown = StoredWeight.of(self.stored, self.stored_dtype, super().as_parameter)
-        return shown
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self.shown = None
-        return super()._apply(fn, recurse)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without what the module reads, which refers to this very object."""
-        return {**super().__getstate__(), "shown": None}  # type: ignore[no-untyped-call]
+__all__ = ["LoweredSite"]
 
 
 class LoweredSite(Site):
@@ -73,8 +45,7 @@ class LoweredSite(Site):
         if call is not None:
             weight = site.quantizer_of(call.weight)
             if weight.handed_over:
-                weight.__class__ = LoweredWeight
-                vars(weight)["shown"] = None
+                LazyWeight.of(weight)
         site.choice()
 
     def choice(self) -> Kernel | str:

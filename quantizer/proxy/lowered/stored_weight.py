@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-__all__ = ["StoredWeight"]
+from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.operand_quantizer import is_recorded
+
+__all__ = ["LazyWeight", "StoredWeight"]
 
 
 class StoredWeight(Tensor):
@@ -48,3 +51,37 @@ class StoredWeight(Tensor):
 
 def _values(value: Any) -> Any:
     return value._read() if isinstance(value, StoredWeight) else value
+
+
+class LazyWeight(OperandQuantizer):
+    """A stored weight that is dequantized only where something other than its site computes with it.
+
+    Attributes:
+        shown: what the module reads as its weight; None: it was not read yet.
+    """
+
+    shown: StoredWeight | None
+
+    @staticmethod
+    def of(quantizer: OperandQuantizer) -> None:
+        """Turn the quantizer of a stored weight into a lazy one."""
+        quantizer.__class__ = LazyWeight
+        vars(quantizer)["shown"] = None
+
+    def as_parameter(self) -> Tensor:
+        """Return the weight, whose values are made when they are needed; in a compiled graph, what makes them."""
+        if is_recorded():
+            return super().as_parameter()
+        shown = self.shown
+        if shown is None:
+            assert self.stored is not None
+            shown = self.shown = StoredWeight.of(self.stored, self.stored_dtype, super().as_parameter)
+        return shown
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.shown = None
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without what the module reads, which refers to this very object."""
+        return {**super().__getstate__(), "shown": None}  # type: ignore[no-untyped-call]
