@@ -107,7 +107,7 @@ def test_every_product_is_quantized(products: Quantized) -> None:
     sites = products.quantizer.coverage
     assert sum(site.kind == "linear" for site in sites.quantized) == 37  # six in each layer, and the pooler
     assert sum(site.kind == "matmul" for site in sites.quantized) == 12
-    assert {site.kind for site in sites.quantized} == {"linear", "matmul"}
+    assert {site.kind for site in sites.quantized} == {"embedding", "linear", "matmul"}
 
 
 def test_products_in_int8_keep_the_score(stsb: Case, products: Quantized) -> None:

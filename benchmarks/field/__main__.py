@@ -22,11 +22,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from field_growth import GROWN
+from field_growth import grown
 from field_page import write_page
 from field_row import about
 from field_row import measured_row
-from growth import GROWN
-from growth import grown
 from subjects import SUBJECTS
 from tools import TOOLS
 
