@@ -21,7 +21,9 @@ TORCH = profiles.add("torch")(
         activation_dtypes=frozenset({"int8", "uint8"}),
         # torch has no integer kernel on a CPU for a product of two activations; the residual add is part of the
         # product before it, in float, at no cost.
-        site_kinds=frozenset({"linear", "conv"}),
+        site_kinds=frozenset({"linear", "conv", "embedding"}),
+        # Its lookup reads rows of codes: MiniLM's engine is 25 MiB, not 56.
+        row_codes=True,
         graph_rules=GraphRules(
             severities={**ALWAYS, "signedness": "warning"},
             signed_cost="is moved to unsigned codes at every run",
