@@ -129,7 +129,7 @@ def test_python_blocks_run(name: str, tmp_path: Path) -> None:
     printed = run_script(tmp_path, script.name, *SCRIPTS[name].words)
     assert {path.name for path in tmp_path.iterdir()} >= SCRIPTS[name].makes
     if name == "quickstart":
-        assert "sites quantized: linear 37 of 37, matmul 12 of 12" in printed
+        assert "sites quantized: embedding 1 of 1, linear 37 of 37, matmul 12 of 12" in printed
         assert "torch.Size" in printed or "(3, " in printed
 
 
