@@ -27,7 +27,7 @@ def fixed_shapes(
 ) -> list[dict[str, list[int]]]:
     """Return the shapes of the inputs for each variant: the usual ones, then those of the fewest rows.
 
-    None if no size is dynamic, or the usual one of some is not known; fewer where the copies would be too large.
+    There are none if no size is dynamic, or the usual one of some is not known; fewer if copies would be too large.
 
     Args:
         ports: the sizes of each input, as ``openvino.Dimension``.
