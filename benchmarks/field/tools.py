@@ -270,8 +270,8 @@ def _ours(subject: Subject, folder: Path, **settings: object) -> Made:
 
 
 def _w4a8(subject: Subject, folder: Path) -> Made:
-    """Weights of linears and convolutions in INT4, one scale a channel, and their activations in INT8."""
-    four = [{"weights": "int4", "kinds": ["linear", "conv"]}]
+    """Weights of linears in INT4, a scale a channel, and activations in INT8; OpenVINO has no such convolution."""
+    four = [{"weights": "int4", "kinds": ["linear"]}]
     return _ours(subject, folder, backend="openvino", preset="accurate", formats=four)
 
 

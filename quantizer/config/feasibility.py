@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from quantizer.config.quantizer_section import QuantizerConfig
 from quantizer.config.schema import RunConfig
 from quantizer.errors import ConfigError
@@ -14,7 +16,7 @@ from quantizer.targets.formats import Format
 from quantizer.targets.formats import impossible
 from quantizer.targets.formats import least_opset_of
 
-__all__ = ["default_format", "check_formats", "check_run", "rule_formats"]
+__all__ = ["default_format", "check_formats", "check_run", "least_opset", "rule_formats"]
 
 
 def check_formats(config: QuantizerConfig) -> None:
@@ -28,6 +30,16 @@ def check_formats(config: QuantizerConfig) -> None:
         raise ConfigError(problems)
 
 
+def least_opset(config: QuantizerConfig) -> int:
+    """Return the first ONNX opset that can represent all formats of a configuration."""
+    return _least_opset([default_format(config), *rule_formats(config)])[0]
+
+
+def _least_opset(formats: Iterable[Format]) -> tuple[int, str]:
+    """Return the first opset with all formats, and the key of one that needs it."""
+    return max((least_opset_of(entry), entry.rule or "dtype") for entry in formats)
+
+
 def check_run(config: RunConfig) -> None:
     """Raise if the target of a run does not support its settings, before anything is loaded.
 
@@ -39,7 +51,7 @@ def check_run(config: RunConfig) -> None:
     default, rules = default_format(config.quantizer), rule_formats(config.quantizer)
     formats = [default, *rules]
     problems = impossible(default, rules, target)
-    least, which = max((least_opset_of(entry), entry.rule or "dtype") for entry in formats)
+    least, which = _least_opset(formats)
     if config.export.opset < least:
         problems.append(
             f"export.opset: got {config.export.opset}; expected {least} or later, the first with the formats of "

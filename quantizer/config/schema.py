@@ -59,8 +59,8 @@ class ExportConfig(Section):
     )
     dynamic: DynamicConfig = Field(
         default=DynamicConfig(),
-        description="Sizes of the dynamic axes. TensorRT's engines take these alone; OpenVINO's have a second model "
-        "for those in the middle.",
+        description="Sizes of the dynamic axes. TensorRT's engines take these alone; OpenVINO's have models of their "
+        "own for those in the middle, and for the fewest rows.",
     )
 
 

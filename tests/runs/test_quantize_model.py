@@ -244,6 +244,17 @@ def test_a_loader_with_labels_and_no_end() -> None:
     assert result.record.config["data"]["calibration"]["rows"] == 32
 
 
+def test_a_format_of_a_later_opset() -> None:
+    import onnx
+
+    openvino = next(name for name in cpu_candidates()[0] if name.startswith("openvino"))
+    four = [{"weights": "int4", "kinds": ["linear"]}]
+    made = quantizer.quantize_model(_net(), _images(), backend=openvino, preset="fast", formats=four)
+    file = onnx.load(made.folder / "model.onnx")
+    assert file.opset_import[0].version == 21
+    assert onnx.TensorProto.INT4 in {constant.data_type for constant in file.graph.initializer}
+
+
 def test_settings_are_those_of_a_quantizer() -> None:
     with pytest.raises(ConfigError, match="bakend"):
         quantizer.quantize_model(_net(), _images(), bakend="openvino")

@@ -19,12 +19,14 @@ from quantizer.config import AmpConfig
 from quantizer.config import DataConfig
 from quantizer.config import DatasetConfig
 from quantizer.config import EngineConfig
+from quantizer.config import ExportConfig
 from quantizer.config import FallbackConfig
 from quantizer.config import ModelConfig
 from quantizer.config import QuantizerConfig
 from quantizer.config import RunConfig
 from quantizer.config import quantizer_config
 from quantizer.config.data_section import MODULE
+from quantizer.config.feasibility import least_opset
 from quantizer.config.load import fallback_config
 from quantizer.errors import ConfigError
 from quantizer.errors import QuantizerError
@@ -183,6 +185,7 @@ def _run_config(
         data=DataConfig.model_construct(calibration=rows, evaluation=rows),
         quantizer=asked,
         amp=AmpConfig(batches=SENSITIVITY_BATCHES),
+        export=ExportConfig(opset=max(ExportConfig().opset, least_opset(asked))),
         engine=EngineConfig(threads=threads),
     )
     said = {
