@@ -68,21 +68,7 @@ processor/, config.json and a report; it is complete when the command ends well,
         own.add_argument(
             "--score", metavar="FUNCTION", help="takes it, or an engine, and returns a number; more is better"
         )
-        data = parser.add_argument_group("data")
-        data.add_argument("--calibration", metavar="DATA", help="texts or images like those that the model will see")
-        data.add_argument("--rows", type=int, help="rows that calibrate (default: 128); the output check takes others")
-        data.add_argument("--column", help="the texts' column in .csv and .jsonl (default: text)")
-        data.add_argument(
-            "--max-drop", metavar="DROP", type=float, help="keep the score so close to float, groups put back"
-        )
-        data.add_argument("--tuning", metavar="DATA", help="labelled rows that --max-drop scores on")
-        data.add_argument("--evaluation", metavar="DATA", help="labelled rows to score everything on at the end")
-        data.add_argument(
-            "--fixed",
-            nargs="+",
-            metavar="NAME=NUMBER",
-            help="inputs of an .onnx file that never change, and the lengths of its named axes: sr=16000 sequence=576",
-        )
+        _add_data(parser)
         target = parser.add_argument_group("engines")
         target.add_argument(
             "--backend",
@@ -95,8 +81,6 @@ processor/, config.json and a report; it is complete when the command ends well,
         target.add_argument("--dtype", help="int8 or fp8 (default: int8)")
         for option, meaning in _SIZES.items():
             target.add_argument(option, nargs=3, type=int, metavar=_THREE, help=meaning)
-        data.add_argument("--labels", nargs="+", metavar="LABEL", help="labels that CLIP and its like choose from")
-        data.add_argument("--template", help="text of a label, with {} in its place (default: This is a photo of {}.)")
         target.add_argument(
             "--new-tokens", type=int, help="tokens that a model of text or speech to text writes at most (default: 128)"
         )
@@ -147,6 +131,26 @@ processor/, config.json and a report; it is complete when the command ends well,
                 given[option] = data_source(given[option], f"--{option}")
         convert(ConversionRequest(backends=given.pop("backend"), **given), console)
         return 0
+
+
+def _add_data(parser: ArgumentParser) -> None:
+    data = parser.add_argument_group("data")
+    data.add_argument("--calibration", metavar="DATA", help="texts or images like those that the model will see")
+    data.add_argument("--rows", type=int, help="rows that calibrate (default: 128); the output check takes others")
+    data.add_argument("--column", help="the texts' column in .csv and .jsonl (default: text)")
+    data.add_argument(
+        "--max-drop", metavar="DROP", type=float, help="keep the score so close to float, groups put back"
+    )
+    data.add_argument("--tuning", metavar="DATA", help="labelled rows that --max-drop scores on")
+    data.add_argument("--evaluation", metavar="DATA", help="labelled rows to score everything on at the end")
+    data.add_argument(
+        "--fixed",
+        nargs="+",
+        metavar="NAME=NUMBER",
+        help="inputs of an .onnx file that never change, and the lengths of its named axes: sr=16000 sequence=576",
+    )
+    data.add_argument("--labels", nargs="+", metavar="LABEL", help="labels that CLIP and its like choose from")
+    data.add_argument("--template", help="text of a label, with {} in its place (default: This is a photo of {}.)")
 
 
 def _is_function(given: Mapping[str, Any]) -> bool:
