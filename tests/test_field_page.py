@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "field"))
 
-from field_page import write_page
+from field_page import write_pages
+from kept_rows import keep_rows
+from kept_rows import kept_rows
 
 
 def _row(tool: str, speedup: float, gained: float, **more: Any) -> dict[str, Any]:
@@ -42,26 +45,31 @@ def _row(tool: str, speedup: float, gained: float, **more: Any) -> dict[str, Any
     }
 
 
-def _page(folder: Path, *rows: dict[str, Any], growth: Sequence[dict[str, Any]] = ()) -> str:
+def _index(folder: Path, *rows: dict[str, Any], growth: Sequence[dict[str, Any]] = ()) -> str:
     reference = _row("onnxruntime-float32", 1.0, 0.0)
-    write_page([reference, *rows], growth, folder / "benchmarks")
+    write_pages({"a-cpu-avx2": [reference, *rows]}, {"a-cpu-avx2": growth}, folder / "benchmarks")
     return (folder / "benchmarks" / "index.md").read_text(encoding="utf-8")
+
+
+def _page(folder: Path, *rows: dict[str, Any], growth: Sequence[dict[str, Any]] = ()) -> str:
+    _index(folder, *rows, growth=growth)
+    return (folder / "benchmarks" / "a-cpu-avx2.md").read_text(encoding="utf-8")
 
 
 def test_ours_is_the_fastest_where_who_is_faster_is_worse(tmp_path: Path) -> None:
     ours, worse = _row("auto", 3.0, -0.001, ours=True, note="openvino int8"), _row("nncf", 4.0, -0.002)
-    page = _page(tmp_path, worse, ours)
-    assert "| A net | **ours** | **ours** | **ours** |" in page
-    assert "in 3 of 3 cells" in page
+    index, page = _index(tmp_path, worse, ours), _page(tmp_path, worse, ours)
+    assert "| A net | **ours** | **ours** | **ours** |" in index
+    assert "in 3 of 3 cells: [all figures](a-cpu-avx2.md)" in index
     assert "the auto (openvino int8)" in page
     assert "<svg" in page
 
 
 @pytest.mark.parametrize("gained", [0.0, 0.002])
 def test_who_is_faster_and_not_worse_is_named(tmp_path: Path, gained: float) -> None:
-    page = _page(tmp_path, _row("auto", 3.0, 0.0, ours=True), _row("nncf", 3.6, gained))
-    assert "| A net | the nncf (1.20 times as fast) |" in page
-    assert "in 0 of 3 cells" in page
+    index = _index(tmp_path, _row("auto", 3.0, 0.0, ours=True), _row("nncf", 3.6, gained))
+    assert "| A net | the nncf (1.20 times as fast) |" in index
+    assert "in 0 of 3 cells" in index
 
 
 def test_a_tool_that_failed_has_its_reason(tmp_path: Path) -> None:
@@ -92,3 +100,42 @@ def test_what_grows_is_a_table_of_its_own(tmp_path: Path) -> None:
     assert "| the nncf | 1.0 | 2.5 | 0.5 | 8.0 (2.00) |" in page
     assert "| the pt2e | not measured yet |" in page
     assert "How they grow" not in _page(tmp_path, _row("auto", 2.0, 0.0, ours=True), growth=[failed])
+
+
+def test_rows_are_kept_by_the_kind_of_machine_and_replaced_by_newer_ones(tmp_path: Path) -> None:
+    other = {"machine": {"cpu": "Intel(R) Xeon(R) Processor", "instructions": "avx2, amx_bf16"}}
+    keep_rows([_row("auto", 2.0, 0.0), _row("nncf", 2.0, 0.0), _row("auto", 4.0, 0.0, **other)], tmp_path)
+    keep_rows([_row("auto", 3.0, 0.0)], tmp_path)
+    kept = kept_rows(tmp_path)
+    assert [*kept] == ["a-cpu-avx2", "intel-xeon-amx-bf16"]
+    speedups = {row["tool"]: row["latency"]["8"]["speedup"] for row in kept["a-cpu-avx2"]}
+    assert speedups == {"auto": 3.0, "nncf": 2.0}
+    assert kept["intel-xeon-amx-bf16"][0]["latency"]["8"]["speedup"] == 4.0
+
+
+def test_each_machine_has_a_page_and_a_part_of_the_index(tmp_path: Path) -> None:
+    other = {"machine": {"cpu": "another CPU", "instructions": "avx2"}}
+    one = [_row("onnxruntime-float32", 1.0, 0.0), _row("auto", 3.0, 0.0, ours=True)]
+    two = [_row("onnxruntime-float32", 1.0, 0.0, **other), _row("auto", 3.0, 0.0, ours=True, **other)]
+    unmeasured = [{"model": "net", "tool": "auto", "name": "ours", "ours": True, "failed": "not measured yet"}]
+    write_pages({"one": one, "two": two, "three": unmeasured}, {"one": [], "two": [], "three": []}, tmp_path)
+    index = (tmp_path / "index.md").read_text(encoding="utf-8")
+    assert [line for line in index.splitlines() if line.startswith("## ")] == [
+        "## a CPU with avx2",
+        "## another CPU with avx2",
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.md", "one.md", "two.md"]
+
+
+def test_the_pages_in_the_repository_are_those_of_its_rows() -> None:
+    root = Path(__file__).resolve().parents[1]
+    kept = kept_rows(root / "benchmarks" / "field" / "rows")
+    assert kept
+    index = (root / "docs" / "benchmarks" / "index.md").read_text(encoding="utf-8")
+    for slug, rows in kept.items():
+        assert f"({slug}.md)" in index
+        page = (root / "docs" / "benchmarks" / f"{slug}.md").read_text(encoding="utf-8")
+        for row in rows:
+            if "failed" not in row and "score" in row:
+                ends = (f"{row['low']:+.4f} to {row['high']:+.4f}", f"{row['latency']['8']['ms']:.1f}")
+                assert any(all(end in line for end in ends) for line in page.splitlines()), json.dumps(row)

@@ -5,7 +5,8 @@
     python benchmarks/field --model growth --tool T  how one tool grows with a model: measured again, and printed
 
 Each row is measured in a process of its own, which takes its turns with ONNX Runtime in float32, so that rows can be
-compared. What was measured is kept, and a run that was stopped goes on. ``--page`` writes the pages alone.
+compared. A run that was stopped goes on with those that its folder lacks. All rows are kept in ``rows``, a file for
+each kind of machine; ``--page`` adds those of the folder to them, and writes the pages alone.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from field_growth import GROWN
 from field_growth import grown
-from field_page import write_page
+from field_page import write_pages
 from field_row import about
 from field_row import measured_row
+from kept_rows import keep_rows
+from kept_rows import kept_rows
 from subjects import SUBJECTS
 from tools import TOOLS
 
 _HERE = Path(__file__).resolve()
 _ROOT = _HERE.parents[2]
-_PAGES = _ROOT / "docs" / "benchmarks"
+_KEPT, _PAGES = _HERE.parent / "rows", _ROOT / "docs" / "benchmarks"
 _CURE = (
     "`pip install -c constraints.txt -e '.[bench]'` and `pip install --no-deps -r benchmarks/requirements-no-deps.txt`"
 )
@@ -57,7 +60,10 @@ def main() -> None:
         for model in (*SUBJECTS, _GROWTH) if asked.model is None else (asked.model,):
             for tool in _tools(model) if asked.tool is None else (asked.tool,):
                 _in_process(model, tool, asked.work)
-    write_page(_rows(SUBJECTS, asked.work), _rows((_GROWTH,), asked.work), _PAGES)
+    keep_rows([json.loads(path.read_text(encoding="utf-8")) for path in sorted(asked.work.glob("*.json"))], _KEPT)
+    machines = kept_rows(_KEPT)
+    told = [{slug: _in_order(models, rows) for slug, rows in machines.items()} for models in (SUBJECTS, (_GROWTH,))]
+    write_pages(*told, _PAGES)
 
 
 def _tools(model: str) -> Sequence[str]:
@@ -67,20 +73,22 @@ def _tools(model: str) -> Sequence[str]:
 def _print_row(model: str, tool: str, work: Path) -> None:
     needs = TOOLS[tool].needs
     if not TOOLS[tool].is_installed:
-        row: dict[str, Any] = {"failed": f"{needs} is not installed; {_CURE}"}
-    elif model == _GROWTH:
-        row = about() | grown(tool)
+        found: dict[str, Any] = {"failed": f"{needs} is not installed; {_CURE}"}
     else:
-        row = measured_row(model, tool, work)
-    row |= {"model": model, "tool": tool, "day": date.today().isoformat()}
-    _path(work, model, tool).write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(row, indent=1))
+        found = grown(tool) if model == _GROWTH else measured_row(model, tool, work)
+    print(json.dumps(_written(model, tool, work, found), indent=1))
+
+
+def _written(model: str, tool: str, work: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """Write a row, with where and when it was measured."""
+    row = {"model": model, "tool": tool, "day": date.today().isoformat(), **about(), **found}
+    (work / f"{model}.{tool}.json").write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+    return row
 
 
 def _in_process(model: str, tool: str, work: Path) -> None:
     """Measure a row that is not there yet; one that fails says why."""
-    path = _path(work, model, tool)
-    if path.exists():
+    if (work / f"{model}.{tool}.json").exists():
         return
     command = [sys.executable, str(_HERE.parent), "--model", model, "--tool", tool, "--work", str(work)]
     log = work / f"{model}.{tool}.log"
@@ -97,24 +105,20 @@ def _in_process(model: str, tool: str, work: Path) -> None:
                 ]
                 failed = lines[-1] if lines else f"ended with {done.returncode}"
     if failed:
-        row = {"model": model, "tool": tool, "day": date.today().isoformat(), "failed": failed}
-        path.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+        _written(model, tool, work, {"failed": failed})
     print(f"{model}, {tool}: {failed or 'measured'}", flush=True)
 
 
-def _path(work: Path, model: str, tool: str) -> Path:
-    return work / f"{model}.{tool}.json"
-
-
-def _rows(models: Iterable[str], work: Path) -> list[dict[str, Any]]:
+def _in_order(models: Iterable[str], kept: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """All rows in the order of the tables, each with what the page says of its tool; of some it says that they lack."""
-    rows = []
-    for model in models:
-        for tool in _tools(model):
-            told, path = TOOLS[tool], _path(work, model, tool)
-            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"failed": "not measured yet"}
-            rows.append(found | {"model": model, "tool": tool, "name": told.title, "ours": told.ours})
-    return rows
+    found = {(row["model"], row["tool"]): row for row in kept}
+    lacks = {"failed": "not measured yet"}
+    return [
+        {"model": model, "tool": tool, "name": TOOLS[tool].title, "ours": TOOLS[tool].ours}
+        | found.get((model, tool), lacks)
+        for model in models
+        for tool in _tools(model)
+    ]
 
 
 if __name__ == "__main__":

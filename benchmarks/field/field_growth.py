@@ -5,21 +5,18 @@ An encoder of MiniLM's width with random weights; the figures of a tool are meas
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from in_turns import in_turns
 from subjects import Batch
 from subjects import Subject
 from tools import REFERENCE
 from tools import TOOLS
-
-from quantizer.engines import interleaved_latency
 
 __all__ = ["GROWN", "grown"]
 
@@ -58,13 +55,7 @@ def _made(tool: str, sizes: tuple[int, int]) -> tuple[float, dict[int, dict[str,
         base = Path(folder) / "reference"
         base.mkdir()
         run, reference = made.load(), TOOLS[REFERENCE].make(subject, base).load()
-        found = {}
-        for tokens in _TOKENS:
-            batch = _batch(_BATCH, tokens)
-            calls = {"this": partial(run, batch), "reference": partial(reference, batch)}
-            taken = interleaved_latency(calls, rounds=_CALLS, warmup=2)
-            ratios = [other / this for this, other in zip(taken["this"], taken["reference"], strict=True)]
-            found[tokens] = {"ms": 1000 * statistics.median(taken["this"]), "speedup": statistics.median(ratios)}
+        found = {tokens: in_turns(run, reference, _batch(_BATCH, tokens), _CALLS) for tokens in _TOKENS}
         return seconds, found
 
 

@@ -1,8 +1,10 @@
-"""The page of the table: for each model the score and the speed of every tool, a picture, and who is the fastest."""
+"""The pages of the table: who is the fastest, and by machine the score and the speed of every tool on each model."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
@@ -12,7 +14,9 @@ from typing import Any
 from quantizer.report.charts.runs_plot import RunPoint
 from quantizer.report.charts.runs_plot import runs_svg
 
-__all__ = ["write_page"]
+__all__ = ["write_pages"]
+
+Rows = Sequence[dict[str, Any]]
 
 _OURS, _REFERENCE = "auto", "onnxruntime-float32"
 """The tool that is compared with the others, and the one beside which all latencies are measured."""
@@ -31,6 +35,15 @@ file, with its export.
 
 "Ours, `backend: auto`" is `quantize_model(model, batches)`: it builds every engine for this CPU, measures them, and
 keeps the fastest that computes what the model does. Its time has all of that in it.
+
+A table says who is faster than ours at a batch size with a score that is not worse. All others are slower, or lose
+more. The rows themselves are in `benchmarks/field/rows`, a file for each kind of machine.
+"""
+_BESIDE = """# {machine}
+
+<!-- Made by `make field`: change benchmarks/field, not this page. -->
+
+[How all of this was measured](index.md), and who is the fastest.
 """
 _GROWTH = """An encoder of MiniLM's width with random weights: how long quantizing it takes, by its layers (with 128
 rows of 128 tokens to calibrate on) and by the rows (of 6 layers), and the latency of 8 rows of 6 layers, by their
@@ -38,36 +51,47 @@ tokens, beside that of ONNX Runtime in float32.
 """
 
 
-def write_page(rows: Sequence[dict[str, Any]], growth: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write the page into a folder.
+def write_pages(machines: Mapping[str, Rows], growth: Mapping[str, Rows], folder: Path) -> None:
+    """Write the pages into a folder: ``index.md``, and one for each machine.
 
     Args:
-        rows: all rows, each with ``name``, the title of its tool, and ``ours``.
+        machines: all rows by the slug of their machine, each with ``name``, the title of its tool, and ``ours``.
         growth: what ``grown`` returned of each tool, likewise.
         folder: the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    models = list(dict.fromkeys(row["model"] for row in rows if "failed" not in row))
+    parts = [_INTRO]
+    for slug, rows in machines.items():
+        if any("failed" not in row for row in rows):
+            parts += _fastest(slug, rows)
+            _write(folder / f"{slug}.md", [_BESIDE.format(machine=_machine(rows)), *_tables(rows, growth[slug])])
+    _write(folder / "index.md", parts)
+
+
+def _write(path: Path, parts: Iterable[str]) -> None:
+    path.write_text("\n".join(parts).rstrip("\n") + "\n", encoding="utf-8")
+
+
+def _tables(rows: Rows, growth: Rows) -> Iterator[str]:
+    models = _measured_models(rows)
     none = sorted({row["model"] for row in rows} - {*models})
-    parts = [_INTRO, *_fastest(rows, models)]
     if none:
-        parts.append(f"Of these models nothing was measured yet: {', '.join(none)}.\n")
+        yield f"Of these models nothing was measured yet: {', '.join(none)}.\n"
     for model in models:
-        parts += _model([row for row in rows if row["model"] == model])
-    parts += _growth(growth)
-    (folder / "index.md").write_text("\n".join(parts).rstrip("\n") + "\n", encoding="utf-8")
+        yield from _model([row for row in rows if row["model"] == model])
+    yield from _growth(growth)
 
 
-def _fastest(rows: Sequence[dict[str, Any]], models: Sequence[str]) -> Iterator[str]:
+def _measured_models(rows: Rows) -> list[str]:
+    return list(dict.fromkeys(row["model"] for row in rows if "failed" not in row))
+
+
+def _fastest(slug: str, rows: Rows) -> Iterator[str]:
     """Whether ours is the fastest at each size of a batch among those that are as accurate, and who else is."""
-    yield "## Who is the fastest\n"
-    yield (
-        "Of a model at a batch size: those that are faster than ours, and whose score is not worse. All others are\n"
-        "slower, or lose more.\n"
-    )
+    yield f"## {_machine(rows)}\n"
     yield "| model | " + " | ".join(f"batch {batch}" for batch in _BATCHES) + " |\n|---|" + "---|" * len(_BATCHES)
     cells = best = 0
-    for model in models:
+    for model in _measured_models(rows):
         measured = {row["tool"]: row for row in rows if row["model"] == model and "failed" not in row}
         if _OURS not in measured:
             continue
@@ -77,7 +101,7 @@ def _fastest(rows: Sequence[dict[str, Any]], models: Sequence[str]) -> Iterator[
             cells, best = cells + 1, best + (not faster)
             shown.append(", ".join(faster) or "**ours**")
         yield f"| {measured[_OURS]['title']} | " + " | ".join(shown) + " |"
-    yield f"\nOurs is the fastest at an equal or better score in {best} of {cells} cells.\n"
+    yield f"\nOurs is the fastest at an equal or better score in {best} of {cells} cells: [all figures]({slug}.md).\n"
 
 
 def _faster(measured: dict[str, dict[str, Any]], batch: str) -> Iterator[str]:
@@ -90,12 +114,13 @@ def _faster(measured: dict[str, dict[str, Any]], batch: str) -> Iterator[str]:
             yield f"{row['name']} ({ratio:.2f} times as fast)"
 
 
-def _model(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _model(rows: Rows) -> Iterator[str]:
     measured = [row for row in rows if "failed" not in row]
     first = measured[0]
     yield f"## {first['title']}\n"
-    shown = ", ".join(f"{name} {version}" for name, version in measured[-1]["versions"].items() if name in _VERSIONS)
-    yield fill(f"{_machine(first)}, seed {first['seed']}; {shown}.", 118) + "\n"
+    versions = measured[-1]["versions"]
+    shown = ", ".join(f"{name} {versions[name]}" for name in _VERSIONS if name in versions)
+    yield fill(f"Commit {_commits(measured)}, seed {first['seed']}; {shown}.", 118) + "\n"
     paired = [name for name in ("label_flips", "mean_cosine", "kl_divergence", "sqnr_db") if name in first]
     heads = ["", "tool", *(f"batch {batch}, ms (speed-up)" for batch in _BATCHES), first["metric"], "to float", "95%"]
     heads += [name.replace("_", " ") for name in paired]
@@ -121,15 +146,15 @@ def _model(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield ""
 
 
-def _growth(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _growth(rows: Rows) -> Iterator[str]:
     """How the tools grow; nothing where none was measured."""
     measured = [row for row in rows if "failed" not in row]
     if not measured:
         return
     yield "## How they grow\n"
     yield _GROWTH
+    yield f"Commit {_commits(measured)}.\n"
     first = measured[0]
-    yield fill(f"{_machine(first)}.", 118) + "\n"
     heads = [
         *(f"{layers} layers, s" for layers in first["layers"]),
         *(f"{rows} rows, s" for rows in first["rows"]),
@@ -144,7 +169,7 @@ def _growth(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield ""
 
 
-def _failed(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _failed(rows: Rows) -> Iterator[str]:
     failed = [row for row in rows if "failed" in row]
     if failed:
         yield "\nNot measured:\n"
@@ -153,8 +178,13 @@ def _failed(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield _row(row["name"], row["failed"].replace("|", "/")[:300])
 
 
-def _machine(row: dict[str, Any]) -> str:
-    return f"{row['machine']['cpu']} with {row['machine']['instructions']}; commit {row['commit']}, {row['day']}"
+def _machine(rows: Rows) -> str:
+    told = next(row["machine"] for row in rows if "failed" not in row)
+    return f"{told['cpu']} with {told['instructions']}"
+
+
+def _commits(measured: Rows) -> str:
+    return ", ".join(sorted({f"{row['commit']} of {row['day']}" for row in measured}))
 
 
 def _row(*cells: str) -> str:
@@ -169,7 +199,7 @@ def _latency(taken: dict[str, float]) -> str:
     return f"{taken['ms']:.1f} ({taken['speedup']:.2f})"
 
 
-def _picture(measured: Sequence[dict[str, Any]]) -> str:
+def _picture(measured: Rows) -> str:
     """Score against time at one batch size; times are those of the reference divided by the speed-ups."""
     reference = next(row for row in measured if row["tool"] == _REFERENCE)
     base = reference["latency"][_PICTURED]["ms"]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from in_turns import in_turns
 from subjects import BATCHES
 from subjects import SUBJECTS
 from subjects import Batch
@@ -25,7 +24,6 @@ from tools import TOOLS
 from tools import Made
 from tools import onnx_session
 
-from quantizer.engines import interleaved_latency
 from quantizer.engines.measure.memory import peak_rss_mib
 from quantizer.report import collect_machine
 from quantizer.report import collect_versions
@@ -56,7 +54,7 @@ def measured_row(model: str, tool: str, work: Path) -> dict[str, Any]:
     np.random.seed(_SEED)
     subject = SUBJECTS[model](work)
     base = _base(subject, work / f"{model}-float32.npy")
-    row = {"title": subject.title, "metric": subject.metric, "seed": _SEED, **about()}
+    row = {"title": subject.title, "metric": subject.metric, "seed": _SEED}
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         made = TOOLS[tool].make(subject, Path(folder))
@@ -131,19 +129,12 @@ def _loaded_and_run(load: Callable[[], Run], batch: Batch) -> dict[str, float]:
 
 
 def _timed(subject: Subject, run: Run, reference: Run, batch: int) -> dict[str, float]:
-    """The median latency, and that of ratios to the reference's, in turns; both in one process."""
+    """The latencies of one batch size, in as many rounds as their time allows."""
     given = subject.inputs(batch)
-    calls = {"this": partial(run, given), "reference": partial(reference, given)}
-    for call in calls.values():
-        call()
+    for call in (run, reference):
+        call(given)
     started = time.perf_counter()
-    for call in calls.values():
-        call()
+    for call in (run, reference):
+        call(given)
     rounds = int(_SECONDS / (time.perf_counter() - started))
-    taken = interleaved_latency(calls, rounds=min(max(rounds, _ROUNDS[0]), _ROUNDS[1]), warmup=1)
-    return {
-        "ms": 1000 * statistics.median(taken["this"]),
-        "reference_ms": 1000 * statistics.median(taken["reference"]),
-        "speedup": statistics.median(b / a for a, b in zip(taken["this"], taken["reference"], strict=True)),
-        "rounds": len(taken["this"]),
-    }
+    return in_turns(run, reference, given, min(max(rounds, _ROUNDS[0]), _ROUNDS[1]))
