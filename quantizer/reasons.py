@@ -112,6 +112,9 @@ class ReasonCode(_Template):
         "in one float kernel"
     )
     SMALL_TABLE = "a table of {numbers} numbers, fewer than {least}: codes would save little"
+    TABLE_CODES = "rows of a table are looked up in codes of int8 with a scale for each row, and in no others"
+    TABLE_LIMITED = "its lookup limits norms (max_norm), so it writes to its table"
+    TABLE_READ = "its table stays in floats for others, {where}: codes would come beside it"
     RECURRENT_FORMAT = "a recurrent layer takes INT8 or FP8 of fixed ranges for weights and activations"
     TORN_RECURRENCE = "another product of its recurrent layer stays in float: {why}"
     ONE_SIDED_ADD = "{skipping} skips the block and is float ({why}): on {target} the product is rounded for nothing"

@@ -54,12 +54,15 @@ def main() -> None:
     asked = parser.parse_args()
     asked.work.mkdir(parents=True, exist_ok=True)
     if asked.model and asked.tool:
+        if asked.tool not in _tools(asked.model):
+            parser.error(f"of {asked.tool} it is not measured how it grows; choose from {', '.join(GROWN)}")
         _print_row(asked.model, asked.tool, asked.work)
         return
     if not asked.page:
         for model in (*SUBJECTS, _GROWTH) if asked.model is None else (asked.model,):
-            for tool in _tools(model) if asked.tool is None else (asked.tool,):
-                _in_process(model, tool, asked.work)
+            for tool in _tools(model):
+                if asked.tool in (None, tool):
+                    _in_process(model, tool, asked.work)
     keep_rows([json.loads(path.read_text(encoding="utf-8")) for path in sorted(asked.work.glob("*.json"))], _KEPT)
     machines = kept_rows(_KEPT)
     told = [{slug: _in_order(models, rows) for slug, rows in machines.items()} for models in (SUBJECTS, (_GROWTH,))]

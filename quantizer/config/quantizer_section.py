@@ -160,8 +160,8 @@ class SitesConfig(Section):
     )
     embedding: Annotated[Literal[True, False, "auto"], BeforeValidator(_no_number)] = Field(
         default="auto",
-        description="Store the tables of embeddings in low precision, row by row; 'auto': the large ones, where the "
-        "backend dequantizes only the rows that are looked up.",
+        description="Store the tables of embeddings in low precision, row by row; 'auto': the large ones in INT8 that "
+        "nothing else reads as floats, where the backend dequantizes only the rows that are looked up.",
     )
 
 

@@ -102,8 +102,8 @@ class BuildOptions:
 
     Attributes:
         dynamic: smallest, usual and largest size of each dynamic dimension, by its name in the ONNX file
-            (``{"batch": (1, 8, 32)}``). TensorRT needs it, and OpenVINO compiles a second model for the usual sizes;
-            engines on a CPU take any size.
+            (``{"batch": (1, 8, 32)}``). TensorRT needs it, and OpenVINO compiles a model of its own for the usual
+            sizes and for the smallest batch; engines on a CPU take any size.
         compute_capability: with TensorRT-RTX, the GPU generations to build for ahead of time (``sm89``, or several in
             one engine); None builds one engine for all from compute capability 8.0 on.
         inference_precision: the type in which OpenVINO computes what is not quantized, ``float32`` or ``bfloat16``;

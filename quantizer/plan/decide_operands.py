@@ -111,7 +111,8 @@ def _weight(
     assert seen.weight is not None
     if seen.weight.path is None:
         return refused((ReasonCode.OFFLOADED if offloaded else ReasonCode.UNREGISTERED).text())
-    if wanted.dynamic and not settings.profile.reads_dynamic and not _multiplies_last_axis(seen):
+    multiplied = site.operation.kind != "embedding"
+    if multiplied and wanted.dynamic and not settings.profile.reads_dynamic and not _multiplies_last_axis(seen):
         return refused(ReasonCode.NO_DYNAMIC.text(target=settings.profile.name))
     axis, block = _scale_of(site, seen, settings, wanted.block_size)
     if wanted.block_size is not None:

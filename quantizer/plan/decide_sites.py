@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from quantizer.errors import ConfigError
+from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import UINT8
 from quantizer.numerics.qtype import qtype
 from quantizer.observe.site_statistics import SiteStatistics
@@ -94,7 +95,7 @@ def decide(
     if indivisible:
         raise ConfigError(indivisible)
     plan = _whole_attention(_fused_attention(plan, observation, settings.profile), settings.profile)
-    plan = _whole_recurrences(plan)
+    plan = _tables_alone(_whole_recurrences(plan), settings)
     names = group_names(plan)
     return {
         path: replace(entry, operands=tuple(replace(o, group=names.get((path, o.name))) for o in entry.operands))
@@ -124,7 +125,7 @@ def _refusal(
     off = by_kind(settings.switches, kind)
     if off is not None:
         return ReasonCode.SWITCHED_OFF.text(), off
-    table = _table(kind, record, settings)
+    table = _table(kind, host, record, settings, wanted)
     if table is not None:
         return table, RuleKind.SWITCH.text(key="embedding", value="auto")
     if record.calls == 0:
@@ -182,12 +183,33 @@ def _wrong_convolution(site: Site, record: SiteStatistics, settings: PlanSetting
     return settings.profile.convolution_reason(shape[1], shape[-1]) if site.operation.kind == "conv" else None
 
 
-def _table(kind: str, record: SiteStatistics, settings: PlanSettings) -> str | None:
+def _table(kind: str, host: nn.Module, record: SiteStatistics, settings: PlanSettings, wanted: Format) -> str | None:
     """Return why 'auto' leaves the table of an embedding in float; None if it does not."""
     if kind != "embedding" or settings.switches["embedding"] != "auto":
         return None
     table = record.operands["weight"].weight if "weight" in record.operands else None
-    return settings.profile.table_reason(None if table is None else math.prod(table.shape))
+    reason = settings.profile.table_reason(None if table is None else math.prod(table.shape))
+    if reason is None and (wanted.weights != INT8 or wanted.block_size is not None or not settings.per_channel):
+        return ReasonCode.TABLE_CODES.text()
+    limited = reason is None and getattr(host, "max_norm", None) is not None
+    return ReasonCode.TABLE_LIMITED.text() if limited else reason
+
+
+def _tables_alone(plan: Plan, settings: PlanSettings) -> Plan:
+    """Return the plan with the tables in float that 'auto' would store twice: others read them as floats."""
+    if settings.switches["embedding"] != "auto":
+        return plan
+    left: Plan = {}
+    for entry in plan.values():
+        if entry.kind != "embedding" or not entry.quantized:
+            continue
+        table = entry.operands[0]
+        tied = (other.name for other in plan.values() if not other.quantized and table.parameter in other.reads)
+        where = next(tied, table.read_outside)
+        if where is not None:
+            rule = RuleKind.SWITCH.text(key="embedding", value="auto")
+            left[entry.name] = _floated(entry, ReasonCode.TABLE_READ.text(where=where), rule)
+    return {**plan, **left}
 
 
 def _whole(site: Site, operands: tuple[OperandPlan, ...], wanted: Format) -> str | None:

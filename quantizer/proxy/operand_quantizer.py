@@ -5,6 +5,7 @@ Legend: x [*] the operand; scale [] or [C]; factor [K]; stored [*] the weight's 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from typing import Protocol
 
@@ -185,35 +186,39 @@ class OperandQuantizer(nn.Module):
         # An export would keep a conversion to the same type until its end, for each weight.
         return values if values.dtype == self.stored_dtype else values.to(self.stored_dtype)
 
-    def rows(self, table: Any, ids: Tensor) -> Tensor | None:
+    def rows(self, table: Any, ids: Tensor, lookup: Callable[[], Tensor]) -> Tensor | None:
         """Return the rows [*, K] of a table that are asked for, the same bits as those of the whole table.
 
-        None where that has to be there: it has no scale a row, it trains, or the call is recorded.
+        None where that has to be there: it has no scale a row, its scales train, or the call is recorded.
 
         Args:
             table: the table that arrives.
             ids: whole numbers [*].
+            lookup: looks up rows in the table as it is.
         """
         if not self.enabled or self.scale is None or self.axis != 0 or self.block_size is not None or is_recorded():
             return None
         codes = self.codes if self.stored is None else self.stored
-        whole = table if codes is None else codes
-        if codes is None and (torch.is_grad_enabled() or self.factor is not None or table.dtype != self.scale.dtype):
-            return None
-        if codes is not None and codes.dtype != torch.int8:
+        if (table.dtype != self.scale.dtype or self._is_learning) if codes is None else codes.dtype != torch.int8:
             return None
         if self.frozen is not None:
             self.frozen.check(table)
         flat = ids.reshape(-1)
-        rows, scales = functional.embedding(flat, whole), functional.embedding(flat, self.scale[:, None])[:, 0]
         if codes is None:
-            scales = scales if self.scale_dtype is None else as_held(scales, self.scale_dtype)
-            values = ops.fake_quantize(rows, scales, self.dtype, 0)
-        else:
-            values = ops.dequantize(rows, scales, self.dtype, 0)
-            values = values.to(table.dtype if self.stored is None else self.stored_dtype)
-        found: Tensor = values.reshape(*ids.shape, rows.shape[-1])
-        return found
+            values = lookup()
+            scales = functional.embedding(flat, self.current_scale()[:, None])[:, 0]
+            rounded: Tensor = ops.fake_quantize(values.reshape(len(flat), -1), scales, self.dtype, 0)
+            return rounded.reshape(values.shape)
+        scales = functional.embedding(flat, self.scale[:, None])[:, 0]
+        read: Tensor = ops.dequantize(functional.embedding(flat, codes), scales, self.dtype, 0)
+        read = read.to(table.dtype if self.stored is None else self.stored_dtype)
+        return read.reshape(*ids.shape, read.shape[-1])
+
+    @property
+    def _is_learning(self) -> bool:
+        """True where a call changes the range, or has gradients of it; and where a factor comes before it."""
+        moving = torch.is_grad_enabled() and (self.change is not None or self.watcher is not None)
+        return moving or self.factor is not None
 
     def _in_slices(self, stored: Tensor, scale: Tensor) -> Tensor:
         """Return ``dequantized()`` by slices along the first axis, so that no pass has a large weight in float32 whole.

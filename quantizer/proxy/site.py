@@ -165,7 +165,7 @@ class Site(nn.Module):
         if self._fused:
             names = (operand.name for operand in self.operation.operands)
             return attention({name: self.quantizer_of(name) for name in names}, *args, **keywords)
-        if self.operation.kind == "embedding" and (rows := self._rows(args, keywords)) is not None:
+        if self.operation.kind == "embedding" and (rows := self._rows(function, args, keywords)) is not None:
             return rows
         args, keywords = list(args), dict(keywords)
         target = args[0] if self.source.in_place else None
@@ -197,13 +197,13 @@ class Site(nn.Module):
                 "gradients: train what qat(model) gives, then call quantize(model) again; to run it, call eval() first"
             )
 
-    def _rows(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor | None:
-        """Return what a lookup in a frozen table gives, without the rest of the table; None where all is computed."""
+    def _rows(self, function: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor | None:
+        """Return what a lookup gives, without the rest of its rounded table; None where all of it is computed."""
         ids = args[0] if args else keywords.get("input")
         limited = (args[_MAX_NORM] if len(args) > _MAX_NORM else keywords.get("max_norm")) is not None
-        if limited or not isinstance(ids, Tensor):
+        if limited or not isinstance(ids, Tensor) or ids.is_nested:
             return None
-        return self.quantizer(0).rows(self.argument(0, args, keywords), ids)
+        return self.quantizer(0).rows(self.argument(0, args, keywords), ids, partial(function, *args, **keywords))
 
     def _operands(self, args: list[Any], keywords: dict[str, Any]) -> list[Any]:
         return [

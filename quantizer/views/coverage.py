@@ -165,12 +165,15 @@ class Coverage(View[Site]):
     def _left_out(self) -> str:
         """Return how many rows the table leaves out, and what shows them, as the tail of the title."""
         never = sum(not row.ran for row in self.rows)
-        quiet = sum(row.quiet for row in self.rows if row.kind == "residual_add" and row.ran)
+        quiet = Counter(row.kind for row in self.rows if row.quiet and row.ran)
+        adds, tables = quiet["residual_add"], quiet["embedding"]
         counts = [
             *([counted(never, "site") + " that never ran"] if never else []),
-            *([counted(quiet, "addition") + f" that join{'s' if quiet == 1 else ''} no branches"] if quiet else []),
+            *([counted(adds, "addition") + f" that join{'s' if adds == 1 else ''} no branches"] if adds else []),
+            *([counted(tables, "table") + f" that stay{'s' if tables == 1 else ''} float"] if tables else []),
         ]
-        return f"; print .all for {' and '.join(counts)}" if counts and not self._shows_all else ""
+        told = " and ".join(filter(None, [", ".join(counts[:-1]), *counts[-1:]]))
+        return f"; print .all for {told}" if told and not self._shows_all else ""
 
     def text(self, limit: int | None = None) -> str:
         """Return the table as plain text, followed by the products that are not in low precision."""

@@ -64,6 +64,11 @@ def test_the_usual_size_and_one_row_have_models_of_their_own(tmp_path: Path) -> 
         assert inspect_engine("openvino", path, batch=size[0], sequence=size[1]).layers
 
 
+def test_the_smallest_size_is_that_of_the_batch_alone(tmp_path: Path) -> None:
+    path = build_engine("openvino", written(tmp_path, "sequence, batch, 64"), tmp_path / "m.engine", USUAL).path
+    assert list(_loaded(path, 1).fixed) == [((16, 4, 64), (16, 4, 64)), ((16, 1, 64), (16, 1, 64))]
+
+
 @pytest.mark.parametrize(
     ("shape", "dynamic"),
     [

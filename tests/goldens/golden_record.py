@@ -40,6 +40,8 @@ BACKENDS = tuple(sorted(profiles.names()))
 EXPORTED = ("openvino", "tensorrt-rtx")
 
 _DIGITS = re.compile(r"-?\d+\.\d+(e[+-]?\d+)?")
+_MEASURED = re.compile(r"\b[0-9a-f]{64}\b|\b\d{6,}\b|-?\d+\.\d+(e[+-]?\d+)?")
+"""What a saved quantizer has of this kind of CPU: checksums and ranges."""
 _BATCHES = 3
 
 
@@ -75,14 +77,16 @@ def _entry(net: GoldenNet, backend: str) -> Iterator[tuple[str, Any]]:
         warnings.simplefilter("always")
         text: dict[str, str] = {}
         bits: dict[str, str] = {}
+        saved: dict[str, str] = {}
         try:
             _quantized(Quantizer(preset="fast", **config), model, data, Path(folder), text, bits)
+            saved["saved"] = _digest(_MEASURED.sub("#", _yaml(Path(folder) / "saved" / "quantizer.yaml")).encode())
         except QuantizerError as refused:
             text["refused"] = str(refused)
     ours = {str(one.message) for one in said if Path(one.filename).is_relative_to(_PACKAGE)}
     text["warnings"] = "\n".join(sorted(ours))
     bits["text"] = _digest(json.dumps(text, sort_keys=True).encode())
-    masked = {key: _DIGITS.sub("#", value) for key, value in text.items()}
+    masked = {key: _DIGITS.sub("#", value) for key, value in (*text.items(), *saved.items())}
     # Whole for two of the backends, to be read where it differs.
     shown = {key: value.splitlines() for key, value in masked.items()}
     yield "text", shown if backend in EXPORTED else _digest(json.dumps(masked, sort_keys=True).encode())
@@ -106,7 +110,7 @@ def _quantized(
     quantizer.save(folder / "saved")
     for file in sorted((folder / "saved").iterdir()):
         if not file.name.startswith("."):
-            bits[file.name] = _digest(_content(file))
+            bits[file.name] = _digest(_yaml(file).encode() if file.suffix == ".yaml" else file.read_bytes())
     frozen = quantizer.quantize(model)
     with torch.no_grad():
         output = frozen(**data[0]) if isinstance(data[0], dict) else frozen(data[0])
@@ -116,9 +120,9 @@ def _quantized(
         text["file"], bits["file"] = _onnx(path)
 
 
-def _content(file: Path) -> bytes:
-    """What is in a file, without the places of this machine."""
-    return _placeless(file.read_text(encoding="utf-8")).encode() if file.suffix == ".yaml" else file.read_bytes()
+def _yaml(file: Path) -> str:
+    """The text of a file, without the places of this machine."""
+    return _placeless(file.read_text(encoding="utf-8"))
 
 
 def _placeless(text: str) -> str:

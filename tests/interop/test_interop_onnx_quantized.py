@@ -142,6 +142,8 @@ def test_the_command_fixes_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[
     for text in ("rate", "=16", "rate=16k"):
         assert main([*line, text, "--force"]) == 1
         assert f"--fixed {text}: expected NAME=NUMBER" in capsys.readouterr().err
+    assert main([*line, "rate=16", "rate=8", "--force"]) == 1
+    assert "--fixed rate: got 2 numbers for it, expected one" in capsys.readouterr().err
     assert main([*line, "speed=16", "--force"]) == 1
     assert "fixed names 'speed'; the model has the inputs x, rate" in capsys.readouterr().err
     assert main(["convert", "-m", "my-model", "--fixed", "rate=16"]) == 1

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_same
@@ -557,6 +558,91 @@ def test_a_lookup_in_a_table_that_trains_rounds_the_same_rows(dtype: torch.dtype
         found = proxy.words(ids)
     assert_same(found, proxy.words(ids).detach())
     assert_same(found, q.quantize(model).words(ids))
+
+
+@pytest.mark.parametrize("scales", ["fixed", "average", "learned"])
+def test_a_table_trains_as_if_it_were_rounded_whole(scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.tensor([[3, 3, 7, 0], [19, 3, 0, 5]])
+
+    def trained() -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(0)
+        model = Lookup()
+        q = _calibrated(model, torch.arange(20).reshape(2, 10), sites={"embedding": True})
+        proxy = q.qat(model, copy=True, scales=scales)
+        optimizer = torch.optim.Adam(proxy.parameters(), lr=0.01)
+        for _ in range(4):
+            optimizer.zero_grad()
+            proxy(ids).square().sum().backward()
+            optimizer.step()
+        proxy.eval()
+        with torch.no_grad():
+            found = proxy.words(ids)
+        assert_same(found, proxy.words(ids).detach())
+        return proxy, found
+
+    proxy, found = trained()
+    monkeypatch.setattr(OperandQuantizer, "rows", lambda *_: None)
+    whole, expected = trained()
+    assert_same(found, expected)
+    for name, parameter in whole.named_parameters():
+        assert_same(proxy.get_parameter(name), parameter)
+
+
+@pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
+def test_tables_have_codes_beside_ranges_at_run_time(backend: str) -> None:
+    model, ids = Lookup(), torch.arange(20).reshape(2, 10)
+    q = _calibrated(model, ids, backend=backend, activations={"ranges": "dynamic"}, sites={"embedding": True})
+    assert q.plan["words.forward.embedding_0"].quantized
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"formats": [{"weights": "int4"}]}, "rows of a table are looked up in codes of int8"),
+        ({"weights": {"granularity": "per_tensor"}}, "rows of a table are looked up in codes of int8"),
+        ({}, "its lookup limits norms (max_norm)"),
+        ({"exclude": {"names": ["head"]}}, "its table stays in floats for others, head.forward.linear_0"),
+        ({"sites": {"embedding": True}, "exclude": {"names": ["head"]}}, None),
+    ],
+    ids=["int4", "one scale", "max_norm", "tied", "tied and asked for"],
+)
+def test_large_tables_stay_float_where_codes_save_nothing(settings: dict[str, Any], reason: str | None) -> None:
+    model = Lookup()
+    model.words = nn.Embedding(2**13, 32, max_norm=None if settings else 1.0)
+    if "exclude" in settings:
+        model.head = nn.Linear(32, 2**13)
+        model.head.weight = model.words.weight
+    row = _calibrated(model, torch.arange(20).reshape(2, 10), backend="onnxruntime", **settings).plan[
+        "words.forward.embedding_0"
+    ]
+    assert row.quantized == (reason is None)
+    assert reason is None or row.reason.startswith(reason)
+
+
+def test_a_frozen_lookup_that_limits_norms() -> None:
+    model, ids = Lookup(), torch.arange(20).reshape(2, 10)
+    model.words.max_norm = 1.0
+    frozen = _calibrated(model, ids, sites={"embedding": True}).quantize(model)
+    found = frozen.words(ids)
+    assert_same(found, F.embedding(ids, frozen.words.weight + 0, max_norm=1.0))
+    assert float(found.norm(dim=-1).max()) < 1.001
+
+
+def test_the_weight_of_a_frozen_table_is_an_array_too() -> None:
+    model, ids = Lookup(), torch.arange(20).reshape(2, 10)
+    frozen = _calibrated(model, ids, sites={"embedding": True}).quantize(model)
+    expected = (frozen.words.weight + 0).numpy()
+    np.testing.assert_array_equal(frozen.words.weight.numpy(), expected)
+    np.testing.assert_array_equal(np.asarray(frozen.words.weight), expected)
+    np.testing.assert_array_equal(frozen.words.weight.detach().cpu().numpy(), expected)
+
+
+def test_a_frozen_lookup_of_jagged_rows() -> None:
+    model, ids = Lookup(), torch.arange(20).reshape(2, 10)
+    frozen = _calibrated(model, ids, sites={"embedding": True}).quantize(model)
+    jagged = torch.nested.nested_tensor([torch.arange(3), torch.arange(5)], layout=torch.jagged)
+    for found, given in zip(frozen.words(jagged).unbind(), jagged.unbind(), strict=True):
+        assert_same(found, frozen.words(given))
 
 
 @pytest.mark.parametrize("other", ["max_norm", "fp8", "compiled"])

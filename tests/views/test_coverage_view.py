@@ -113,6 +113,15 @@ def test_a_counter_that_runs_is_no_residual_add() -> None:
     assert q.coverage.title().endswith("; print .all for 1 addition that joins no branches")
 
 
+def test_the_title_counts_tables_that_stay_float() -> None:
+    q = Quantizer(preset="fast", backend="openvino")
+    q.calibrate(nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 8)).eval(), [torch.arange(8)])
+    assert q.coverage.title().endswith(
+        "; print .all for 1 addition that joins no branches and 1 table that stays float"
+    )
+    assert "a table of 128 numbers" in q.coverage.all.text()
+
+
 def test_a_place_is_a_file_and_a_line() -> None:
     coverage = _calibrated().coverage
     places = {row.name: row.place for row in coverage}

@@ -208,7 +208,7 @@ class ScaledMatmul:
 
 
 class TableLookup:
-    """The rows of a table of embeddings that are asked for, dequantized; frozen proxies dequantize the whole table.
+    """The rows of a table of embeddings that are asked for, dequantized.
 
     Args:
         weight: int8 [N, K].

@@ -45,6 +45,13 @@ class StoredWeight(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self._read().clone()
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array, as ``Tensor.numpy`` does."""
+        return self._read().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self._read().__array__(dtype)  # type: ignore[no-untyped-call]
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"StoredWeight({self._read()!r})"
 
@@ -77,6 +84,10 @@ class LazyWeight(OperandQuantizer):
             assert self.stored is not None
             shown = self.shown = StoredWeight.of(self.stored, self.stored_dtype, super().as_parameter)
         return shown
+
+    def forward(self, x: Any) -> Any:
+        # A lookup that limits norms writes to the rows that it reads: to values, which are made once.
+        return _values(super().forward(x))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.shown = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,8 @@ def _problems(options: Mapping[str, Any]) -> list[str]:
         found.append(f"--calibration is missing: give {_EXPECTED}")
     if len(options["backend"]) != 1:
         found.append(f"--backend {' '.join(options['backend'])}: an ONNX file is quantized for one, or for auto")
+    times = Counter(_fixed(text)[0] for text in options.get("fixed", ()))
+    found += [f"--fixed {name}: got {count} numbers for it, expected one" for name, count in times.items() if count > 1]
     for text in options.get("fixed", ()):
         name, number = _fixed(text)
         if not name or number is None:
