@@ -189,7 +189,7 @@ class OperandQuantizer(nn.Module):
     def rows(self, table: Any, ids: Tensor, lookup: Callable[[], Tensor]) -> Tensor | None:
         """Return the rows [*, K] of a table that are asked for, the same bits as those of the whole table.
 
-        None where that has to be there: it has no scale a row, its scales train, or the call is recorded.
+        None where that has to be there: it has no scale a row, its range is watched, or the call is recorded.
 
         Args:
             table: the table that arrives.
@@ -199,26 +199,20 @@ class OperandQuantizer(nn.Module):
         if not self.enabled or self.scale is None or self.axis != 0 or self.block_size is not None or is_recorded():
             return None
         codes = self.codes if self.stored is None else self.stored
-        if (table.dtype != self.scale.dtype or self._is_learning) if codes is None else codes.dtype != torch.int8:
+        watched = self.watcher is not None and torch.is_grad_enabled()
+        if codes is None and (watched or self.factor is not None or table.dtype != self.scale.dtype):
+            return None
+        if codes is not None and codes.dtype != torch.int8:
             return None
         if self.frozen is not None:
             self.frozen.check(table)
-        flat = ids.reshape(-1)
+        found = lookup() if codes is None else functional.embedding(ids, codes)
+        flat, rows = ids.reshape(-1), found.reshape(ids.numel(), found.shape[-1])
         if codes is None:
-            values = lookup()
-            scales = functional.embedding(flat, self.current_scale()[:, None])[:, 0]
-            rounded: Tensor = ops.fake_quantize(values.reshape(len(flat), -1), scales, self.dtype, 0)
-            return rounded.reshape(values.shape)
-        scales = functional.embedding(flat, self.scale[:, None])[:, 0]
-        read: Tensor = ops.dequantize(functional.embedding(flat, codes), scales, self.dtype, 0)
-        read = read.to(table.dtype if self.stored is None else self.stored_dtype)
-        return read.reshape(*ids.shape, read.shape[-1])
-
-    @property
-    def _is_learning(self) -> bool:
-        """True where a call changes the range, or has gradients of it; and where a factor comes before it."""
-        moving = torch.is_grad_enabled() and (self.change is not None or self.watcher is not None)
-        return moving or self.factor is not None
+            rounded: Tensor = ops.fake_quantize(rows, self._scale_for(rows, flat), self.dtype, 0)
+            return rounded.reshape(found.shape)
+        read: Tensor = ops.dequantize(rows, _of_rows(self.scale, flat), self.dtype, 0).reshape(found.shape)
+        return read.to(table.dtype if self.stored is None else self.stored_dtype)
 
     def _in_slices(self, stored: Tensor, scale: Tensor) -> Tensor:
         """Return ``dequantized()`` by slices along the first axis, so that no pass has a large weight in float32 whole.
@@ -298,16 +292,21 @@ class OperandQuantizer(nn.Module):
             return x
         if self.watcher is not None and torch.is_grad_enabled():
             self.watcher(x.detach(), self)
-        scale = self.scale
+        scale = self._scale_for(x)
+        result: Tensor = ops.fake_quantize(x, scale, self.dtype, self.axis, self.block_size, self.zero_point)
+        return result
+
+    def _scale_for(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Return the scale [*] with which x is rounded, with gradients if it trains; x may be some rows, by number."""
+        assert self.scale is not None
+        scale = self.scale if rows is None else _of_rows(self.scale, rows)
         if self.change is not None:
+            change = self.change if rows is None else _of_rows(self.change, rows)
             sharing = x.shape[0] if self.of_samples else scale.numel()
             # An empty batch has no values.
             values = max(x.numel() // max(sharing, 1), 1)
-            scale = trained_scale(scale, self.change, values, qtype(self.dtype).qmax, moves=self.moves)
-        if self.scale_dtype is not None:
-            scale = as_held(scale, self.scale_dtype)
-        result: Tensor = ops.fake_quantize(x, scale, self.dtype, self.axis, self.block_size, self.zero_point)
-        return result
+            scale = trained_scale(scale, change, values, qtype(self.dtype).qmax, moves=self.moves)
+        return scale if self.scale_dtype is None else as_held(scale, self.scale_dtype)
 
     def multiplied(self, x: Tensor) -> Tensor:
         """Return x [*] times the factor; x itself without one."""
@@ -336,6 +335,10 @@ class OperandQuantizer(nn.Module):
 def is_recorded() -> bool:
     """Return whether operators are recorded into a graph, by an export or a compiler."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+def _of_rows(scale: Tensor, rows: Tensor) -> Tensor:
+    return functional.embedding(rows, scale[:, None])[:, 0]
 
 
 def _in_type_of(former: Tensor | None, moved: Tensor | None) -> Tensor | None:

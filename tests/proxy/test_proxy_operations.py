@@ -583,9 +583,11 @@ def test_a_table_trains_as_if_it_were_rounded_whole(scales: str, monkeypatch: py
     proxy, found = trained()
     monkeypatch.setattr(OperandQuantizer, "rows", lambda *_: None)
     whole, expected = trained()
-    assert_same(found, expected)
+    # The gradient of a learned scale is a sum over the calls of its row, in another order.
+    near = {"rtol": 1e-4, "atol": 1e-4} if scales == "learned" else {"rtol": 0.0, "atol": 0.0}
+    torch.testing.assert_close(found, expected, **near)
     for name, parameter in whole.named_parameters():
-        assert_same(proxy.get_parameter(name), parameter)
+        torch.testing.assert_close(proxy.get_parameter(name), parameter, **near)
 
 
 @pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
