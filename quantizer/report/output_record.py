@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from quantizer.report.record_base import Record
 
-__all__ = ["ALIKE_DB", "FURTHER_DB", "OutputDistance", "worst_output"]
+__all__ = ["ALIKE_DB", "FURTHER_DB", "OutputDistance", "is_no_further", "worst_output"]
 
 ALIKE_DB = 30.0
 """SQNR of an engine's output to its proxy's that is always enough for a quantized model."""
@@ -37,8 +37,29 @@ class OutputDistance(Record):
     """SQNR in dB of the proxy's output; null: there is no difference."""
     engine_to_proxy_db: float | None = None
     """SQNR in dB of the engine's output to the proxy's; null: there is no difference, or the engine did not run."""
+    noise_sqnr_db: float | None = None
+    """Least SQNR in dB of the proxy's output with the noise of float sums; null: it was not needed, or not taken."""
     engine: bool
     """Whether the engine ran."""
+
+    @property
+    def is_alike(self) -> bool:
+        """True for an engine that computes what its proxy does, with sums in an order of its own, or did not run."""
+        if self.engine_to_proxy_db is None or self.engine_to_proxy_db >= ALIKE_DB or self.sqnr_db is None:
+            return True
+        return is_no_further(self.sqnr_db, (self.proxy_sqnr_db, self.noise_sqnr_db), FURTHER_DB)
+
+
+def is_no_further(engine: float | None, pytorch: Sequence[float | None], decibels: float) -> bool:
+    """Return whether an engine is at most so much further from the float model than PyTorch at its worst.
+
+    Args:
+        engine: the SQNR in dB of the engine's output; None: there is no difference.
+        pytorch: those of PyTorch's, likewise.
+        decibels: how much further.
+    """
+    known = [one for one in pytorch if one is not None]
+    return engine is None or (bool(known) and engine >= min(known) - decibels)
 
 
 def worst_output(outputs: Sequence[OutputDistance]) -> OutputDistance | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantizer.report.output_record import ALIKE_DB
-from quantizer.report.output_record import FURTHER_DB
 from quantizer.report.output_record import worst_output
 from quantizer.report.placement_record import Placement
 from quantizer.report.ratios import quantized_entry
@@ -136,14 +134,7 @@ def _engine(record: RunRecord) -> list[tuple[str, str]]:
         return []
     if record.latency is None:
         return [(LOOK, "the engine was built and did not run here")]
-    apart = [
-        one
-        for one in record.outputs
-        if one.engine_to_proxy_db is not None
-        and one.engine_to_proxy_db < ALIKE_DB
-        and one.sqnr_db is not None
-        and (one.proxy_sqnr_db is None or one.sqnr_db < one.proxy_sqnr_db - FURTHER_DB)
-    ]
+    apart = [one for one in record.outputs if not one.is_alike]
     return [
         (
             NOT if (one.engine_to_proxy_db or 0.0) < _FEW_DB else LOOK,

@@ -38,11 +38,11 @@ from quantizer.runs.choose_engine import named
 from quantizer.runs.choose_engine import not_built
 from quantizer.runs.choose_engine import require_sites
 from quantizer.runs.choose_engine import timed
-from quantizer.runs.compare_outputs import check_engine
-from quantizer.runs.compare_outputs import reference_outputs
-from quantizer.runs.compare_outputs import tolerance
 from quantizer.runs.measure import FLOAT_STEM
 from quantizer.runs.measure import build_options
+from quantizer.runs.outputs.compare_outputs import check_engine
+from quantizer.runs.outputs.compare_outputs import reference_outputs
+from quantizer.runs.outputs.output_check import tolerance
 from quantizer.runs.ranks.variants import Calibrated
 from quantizer.runs.ranks.variants import variants_of
 from quantizer.runs.run_context import RunContext

@@ -37,12 +37,12 @@ from quantizer.report import collect_versions
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.output_record import OutputDistance
 from quantizer.report.search.search_records import fallback_record
-from quantizer.runs.compare_outputs import output_distances
 from quantizer.runs.measure import build_options
 from quantizer.runs.measure import engine_file
 from quantizer.runs.measure import measure_latency
 from quantizer.runs.measure import measure_memory
 from quantizer.runs.measure import with_deployed
+from quantizer.runs.outputs.compare_outputs import output_distances
 from quantizer.runs.pick_backend import Picked
 from quantizer.runs.pick_backend import pick_backend
 from quantizer.runs.placement.run_placement import RunPlacement

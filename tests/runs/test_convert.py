@@ -35,10 +35,10 @@ import quantizer.runs.convert.engine_maker as maker  # noqa: E402
 import quantizer.runs.convert.run as steps  # noqa: E402
 import quantizer.runs.run_context as stages  # noqa: E402
 from quantizer.runs.budget.engine_budget import EngineBudget  # noqa: E402
-from quantizer.runs.compare_outputs import OutputCheck  # noqa: E402
-from quantizer.runs.compare_outputs import tolerance  # noqa: E402
 from quantizer.runs.convert import load_converted  # noqa: E402
 from quantizer.runs.convert import measure  # noqa: E402
+from quantizer.runs.outputs.output_check import OutputCheck  # noqa: E402
+from quantizer.runs.outputs.output_check import tolerance  # noqa: E402
 from quantizer.runs.progress import stage_timer  # noqa: E402
 
 SIZES = ["--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,18 @@ import pytest
 import torch
 from torch import nn
 
+from quantizer import Quantizer
 from quantizer.engines import TensorSpec
 from quantizer.errors import EngineError
-from quantizer.runs.compare_outputs import NOTHING_DB
-from quantizer.runs.compare_outputs import OutputCheck
-from quantizer.runs.compare_outputs import Reference
-from quantizer.runs.compare_outputs import Tolerance
-from quantizer.runs.compare_outputs import check_engine
-from quantizer.runs.compare_outputs import reference_outputs
+from quantizer.runs.outputs.compare_outputs import NOTHING_DB
+from quantizer.runs.outputs.compare_outputs import Reference
+from quantizer.runs.outputs.compare_outputs import check_engine
+from quantizer.runs.outputs.compare_outputs import distances_of
+from quantizer.runs.outputs.compare_outputs import reference_outputs
+from quantizer.runs.outputs.noise import float_noise
+from quantizer.runs.outputs.output_check import OutputCheck
+from quantizer.runs.outputs.output_check import Tolerance
+from quantizer.runs.outputs.output_check import tolerance
 
 
 class _Engine:
@@ -121,3 +126,78 @@ def test_as_many_classes_as_tokens(shapes: tuple[tuple[int, int], ...]) -> None:
 @pytest.mark.parametrize("shapes", [((2, 4), (3, 6)), ((2, 6), (3, 6))], ids=["two lengths", "one length"])
 def test_padding_of_tokens_is_not_compared(shapes: tuple[tuple[int, int], ...]) -> None:
     assert [check.sqnr_db for check in _checks(_hidden(), _hidden(wrong=True), shapes)] == [None, None]
+
+
+class _Stairs(nn.Module):
+    """Products one after another, whose sums lie on the edges of steps: a little noise moves many of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the logits of two classes."""
+        for layer in self.layers:
+            x = x + 8 * torch.sin(8 * layer(x))
+        return {"y": x[:, :2]}
+
+
+def _quantized_stairs() -> tuple[nn.Module, nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model, x = _Stairs().eval(), torch.randn(8, 32)
+    q = Quantizer(preset="fast", backend="openvino")
+    q.calibrate(model, [x])
+    return model, q.quantize(model), {"x": x}
+
+
+def test_noise_of_float_sums_moves_a_model_that_rounds_and_is_taken_away_again() -> None:
+    model, frozen, batch = _quantized_stairs()
+    (expected,), (plain,) = (reference_outputs(one, [batch], ["y"]) for one in (frozen, model))
+    noisy = expected.noisy()
+    assert len(noisy) == 8
+    assert all(not np.array_equal(one["y"], expected.outputs["y"]) for one in noisy)
+    assert expected.noisy() is noisy
+    assert plain.noisy() == []
+    with float_noise(frozen, 1), torch.no_grad():
+        np.testing.assert_array_equal(frozen(**batch)["y"].numpy(), noisy[1]["y"])
+    with torch.no_grad():
+        np.testing.assert_array_equal(frozen(**batch)["y"].numpy(), expected.outputs["y"])
+
+
+class _Given:
+    """An engine that gives what it was made with."""
+
+    name = "fake"
+    device = "cpu"
+    inputs = (TensorSpec("x", np.dtype(np.float32), (None, 32)),)
+    input_names = ("x",)
+    output_names = ("y",)
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+
+    def __call__(self, inputs: Any) -> dict[str, Any]:
+        """Return it."""
+        return {"y": self._values}
+
+
+def test_an_engine_may_be_as_far_as_the_noise_of_sums_and_no_further() -> None:
+    model, frozen, batch = _quantized_stairs()
+    (expected,), (plain,) = (reference_outputs(one, [batch], ["y"]) for one in (frozen, model))
+    right = plain.outputs["y"]
+    # PyTorch's own order of sums happens to give nearly what float does.
+    lucky = replace(expected, outputs={"y": right + 1e-4 * np.abs(right).mean()})
+    (check,) = check_engine(_Given(expected.noisy()[0]["y"]), [lucky], [plain], tolerance(None, True, torch.float32))
+    assert check.sqnr_db is not None
+    assert check.sqnr_db < 30
+    assert check.noise_float_db is not None
+    assert check.float_db is not None
+    assert check.float_db >= check.noise_float_db - 3
+    (distance,) = distances_of([check], engine=True)
+    assert distance.is_alike
+    assert not replace(distance, noise_sqnr_db=None).is_alike
+    with pytest.raises(EngineError, match="with the noise of float sums; expected an SQNR of 30 dB or more"):
+        check_engine(_Given(-4 * right), [lucky], [plain], tolerance(None, True, torch.float32))
+    # An order that nobody may take: the noise does not count where a bound was asked for.
+    with pytest.raises(EngineError, match="expected an SQNR of 40 dB or more: the engine"):
+        check_engine(_Given(expected.noisy()[0]["y"]), [lucky], [plain], tolerance(40.0, True, torch.float32))

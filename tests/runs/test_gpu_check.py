@@ -24,8 +24,8 @@ from quantizer.engines.engine_file import read_engine
 from quantizer.engines.engine_file import write_engine
 from quantizer.qdq.signature import Signature
 from quantizer.qdq.signature import Value
-from quantizer.runs.compare_outputs import Tolerance
-from quantizer.runs.compare_outputs import reference_outputs
+from quantizer.runs.outputs.compare_outputs import reference_outputs
+from quantizer.runs.outputs.output_check import Tolerance
 from quantizer.runs.serving import Expected
 from quantizer.runs.serving import ServedEngine
 from quantizer.runs.serving import write_serving_files

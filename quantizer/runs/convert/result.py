@@ -16,13 +16,13 @@ from quantizer.report.search.budget_record import BudgetOutcome
 from quantizer.report.search.budget_record import EngineCheck
 from quantizer.report.search.search_records import budget_outcome
 from quantizer.report.search.search_records import fallback_reason
-from quantizer.runs.compare_outputs import OutputCheck
 from quantizer.runs.convert.folder import ENGINE
 from quantizer.runs.convert.folder import FORMAT
 from quantizer.runs.convert.folder import ONNX
 from quantizer.runs.convert.folder import processor_folder
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
+from quantizer.runs.outputs.output_check import OutputCheck
 from quantizer.runs.serving import ServingFiles
 
 __all__ = ["BackendResult", "QuantizationSummary", "backend_config", "quantization_facts"]

@@ -30,8 +30,6 @@ from quantizer.report import collect_versions
 from quantizer.report import print_record
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.tables.choice_table import print_choice
-from quantizer.runs.compare_outputs import distances_of
-from quantizer.runs.compare_outputs import output_distances
 from quantizer.runs.convert.card import write_card
 from quantizer.runs.convert.choose import PYTORCH
 from quantizer.runs.convert.choose import Chooser
@@ -61,6 +59,8 @@ from quantizer.runs.convert.stages import conversion_outlook
 from quantizer.runs.convert.summary import print_result
 from quantizer.runs.convert.summary import print_summary
 from quantizer.runs.measure import NOT_VERIFIED
+from quantizer.runs.outputs.compare_outputs import distances_of
+from quantizer.runs.outputs.compare_outputs import output_distances
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.preflight import require_tools
 from quantizer.runs.progress.stage_timer import StageTimer

@@ -21,9 +21,9 @@ import numpy as np
 
 from quantizer.engines.engine_file import content_bytes
 from quantizer.qdq.signature import Value
-from quantizer.runs.compare_outputs import Reference
-from quantizer.runs.compare_outputs import Tolerance
-from quantizer.runs.compare_outputs import token_outputs
+from quantizer.runs.outputs.compare_outputs import Reference
+from quantizer.runs.outputs.compare_outputs import token_outputs
+from quantizer.runs.outputs.output_check import Tolerance
 from quantizer.runs.serving.model_config import CONFIG_NAME
 from quantizer.runs.serving.model_config import ServedEngine
 from quantizer.runs.serving.model_config import config_text

@@ -18,12 +18,12 @@ from quantizer.report.output_record import OutputDistance
 from quantizer.report.ratios import latency_entries
 from quantizer.report.ratios import size_entries
 from quantizer.report.record import Latency
-from quantizer.runs.compare_outputs import distances_of
 from quantizer.runs.convert.parts.part_maker import PartMaker
 from quantizer.runs.convert.parts.part_maker import PartsMade
 from quantizer.runs.convert.parts.result import PartsResult
 from quantizer.runs.convert.record import conversion_config
 from quantizer.runs.measure import engine_file
+from quantizer.runs.outputs.compare_outputs import distances_of
 from quantizer.runs.plan_records import site_records
 from quantizer.tasks.seq2seq.parts import WITH_PAST
 

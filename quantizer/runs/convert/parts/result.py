@@ -11,13 +11,13 @@ from typing import Any
 from quantizer.qdq.signature import Signature
 from quantizer.report import Score
 from quantizer.report import collect_versions
-from quantizer.runs.compare_outputs import OutputCheck
 from quantizer.runs.convert.folder import FORMAT
 from quantizer.runs.convert.folder import processor_folder
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.parts.loaded import MODEL
 from quantizer.runs.convert.result import QuantizationSummary
+from quantizer.runs.outputs.output_check import OutputCheck
 
 __all__ = ["Agreement", "PartResult", "PartsResult", "WholeLatency", "parts_config"]
 

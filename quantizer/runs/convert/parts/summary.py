@@ -11,10 +11,10 @@ from rich.text import Text
 
 from quantizer.report.tables import text
 from quantizer.report.tables.lines import print_lines
-from quantizer.runs.compare_outputs import OutputCheck
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.parts.result import PartsResult
+from quantizer.runs.outputs.output_check import OutputCheck
 
 __all__ = ["print_parts"]
 

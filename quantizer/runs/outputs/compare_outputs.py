@@ -9,10 +9,14 @@ Shapes: B rows, S tokens, D width.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import replace
+from functools import cache
+from functools import partial
 from typing import Any
 from typing import TypeAlias
 
@@ -28,6 +32,10 @@ from quantizer.errors import EngineError
 from quantizer.report.output_record import ALIKE_DB
 from quantizer.report.output_record import FURTHER_DB
 from quantizer.report.output_record import OutputDistance
+from quantizer.runs.outputs.noise import float_noise
+from quantizer.runs.outputs.noise import rounds
+from quantizer.runs.outputs.output_check import OutputCheck
+from quantizer.runs.outputs.output_check import Tolerance
 from quantizer.runs.run_context import as_predictor
 from quantizer.tasks import Batch
 from quantizer.tasks import batch_shape
@@ -36,53 +44,23 @@ from quantizer.tasks.metrics import mean_cosine
 from quantizer.tasks.metrics import sqnr_db
 
 __all__ = [
-    "OutputCheck",
     "Reference",
-    "Tolerance",
     "check_engine",
     "distances_of",
     "output_distances",
     "reference_outputs",
     "token_outputs",
-    "tolerance",
 ]
-
-HALF_DB = 30.0
-"""Float16 has 11 bits: 66 dB for one rounding, and a network has hundreds."""
-FLOAT_DB = 60.0
-"""Float32 has 24 bits: 144 dB for one rounding."""
 
 NOTHING_DB = -1000.0
 """The SQNR against an output of zeros: lower than any other, and a number that JSON can represent."""
 
 _EDGE_ROWS = 4
+_NOISES = 8
+"""How often the noise of float sums is drawn."""
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Outputs = dict[str, Floats]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputCheck:
-    """One output of an engine at one shape.
-
-    Attributes:
-        batch: the rows of the shape.
-        sequence: its tokens; None: rows are images.
-        output: the name of the output.
-        sqnr_db: the SQNR against the reference output, in dB; None: no difference; ``NOTHING_DB``: the reference is
-            all zeros and has no power.
-        float_db: the same against the float model's output.
-        proxy_float_db: the SQNR of the reference output against the float model's: the error of quantization itself.
-        cosine: the mean cosine of its vectors to the float model's.
-    """
-
-    batch: int
-    sequence: int | None
-    output: str
-    sqnr_db: float | None
-    float_db: float | None
-    proxy_float_db: float | None
-    cosine: float
 
 
 @dataclass(frozen=True)
@@ -93,49 +71,13 @@ class Reference:
         inputs: the whole batch.
         rows: the rows that were run: of a large batch only the first and the last ones.
         outputs: the outputs of these rows, by name.
+        noisy: the same with the noise of float sums, a few times; there are none if the model does not round.
     """
 
     inputs: Batch
     rows: tuple[int, ...]
     outputs: Outputs
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """The condition on an engine's outputs.
-
-    Attributes:
-        decibels: the SQNR against the reference that is always enough, in dB.
-        beyond_db: an engine also passes if it is at most this much further from the float model than the reference
-            is, in dB; None: it does not.
-    """
-
-    decibels: float
-    beyond_db: float | None = None
-
-    def __str__(self) -> str:
-        least = f"SQNR of {self.decibels:g} dB or more"
-        if self.beyond_db is None:
-            return least
-        return f"{least}, or at most {self.beyond_db:g} dB further from the float model than PyTorch"
-
-    def holds(self, distance: OutputCheck) -> bool:
-        """Return whether an output of an engine passes."""
-        if distance.sqnr_db is None or distance.sqnr_db >= self.decibels:
-            return True
-        to_float, proxy_to_float = distance.float_db, distance.proxy_float_db
-        if self.beyond_db is None or proxy_to_float is None:
-            return False
-        return to_float is None or to_float >= proxy_to_float - self.beyond_db
-
-
-def tolerance(asked: float | None, quantized: bool, float_dtype: torch.dtype) -> Tolerance:
-    """Return the tolerance that was asked for, in dB, or the default for the engine's types."""
-    if asked is not None:
-        return Tolerance(asked)
-    if quantized:
-        return Tolerance(ALIKE_DB, FURTHER_DB)
-    return Tolerance(FLOAT_DB if float_dtype == torch.float32 else HALF_DB)
+    noisy: Callable[[], Sequence[Outputs]] = tuple
 
 
 def reference_outputs(model: nn.Module, batches: Iterable[Batch], names: Sequence[str]) -> list[Reference]:
@@ -146,8 +88,17 @@ def reference_outputs(model: nn.Module, batches: Iterable[Batch], names: Sequenc
         rows = tuple(sorted({*range(min(_EDGE_ROWS, count)), *range(max(0, count - _EDGE_ROWS), count)}))
         with torch.no_grad():
             result = model(**rows_at(batch, rows))
-        references.append(Reference(batch, rows, _by_name(result, names)))
+        noisy = cache(partial(_noisy, model, rows_at(batch, rows), names))
+        references.append(Reference(batch, rows, _by_name(result, names), noisy))
     return references
+
+
+def _noisy(model: nn.Module, batch: Batch, names: Sequence[str]) -> list[Outputs]:
+    found = []
+    for seed in range(_NOISES if rounds(model) else 0):
+        with float_noise(model, seed), torch.no_grad():
+            found.append(_by_name(model(**batch), names))
+    return found
 
 
 def check_engine(
@@ -193,7 +144,7 @@ def _compared(
     read = (_read(one, reference, of_tokens) for one in (values, reference.outputs[name], plain.outputs[name]))
     got, right, float_right = _finite(_where(what, name, reference), *read)
     batch, sequence = batch_shape(reference.inputs)
-    return OutputCheck(
+    check = OutputCheck(
         batch=batch,
         sequence=sequence,
         output=name,
@@ -202,6 +153,10 @@ def _compared(
         proxy_float_db=_decibels(float_right, right),
         cosine=mean_cosine(float_right, got),
     )
+    if check.sqnr_db is None or check.sqnr_db >= ALIKE_DB or check.is_no_further(FURTHER_DB):
+        return check
+    noisy = (_decibels(float_right, _read(one[name], reference, of_tokens)) for one in reference.noisy())
+    return replace(check, noise_float_db=min((one for one in noisy if one is not None), default=None))
 
 
 def _where(what: str, name: str, reference: Reference) -> str:
@@ -251,6 +206,7 @@ def distances_of(checks: Sequence[OutputCheck], *, engine: bool) -> tuple[Output
             cosine=check.cosine,
             proxy_sqnr_db=check.proxy_float_db,
             engine_to_proxy_db=check.sqnr_db,
+            noise_sqnr_db=check.noise_float_db,
             engine=engine,
         )
         for check in checks
@@ -269,7 +225,8 @@ def _names_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
 def _to_float(check: OutputCheck, bound: Tolerance) -> str:
     if bound.beyond_db is None or check.float_db is None or check.proxy_float_db is None:
         return ""
-    return f", and {check.float_db:.1f} dB against the float model where PyTorch has {check.proxy_float_db:.1f}"
+    noise = "" if check.noise_float_db is None else f", or {check.noise_float_db:.1f} with the noise of float sums"
+    return f", and {check.float_db:.1f} dB against the float model where PyTorch has {check.proxy_float_db:.1f}{noise}"
 
 
 def _finite(where: str, got: Floats, right: Floats, float_right: Floats) -> tuple[Floats, Floats, Floats]:

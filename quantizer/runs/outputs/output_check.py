@@ -1,0 +1,83 @@
+"""What is known of one output of an engine, and the condition on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quantizer.report.output_record import ALIKE_DB
+from quantizer.report.output_record import FURTHER_DB
+from quantizer.report.output_record import is_no_further
+
+__all__ = ["OutputCheck", "Tolerance", "tolerance"]
+
+HALF_DB = 30.0
+"""Float16 has 11 bits: 66 dB for one rounding, and a network has hundreds."""
+FLOAT_DB = 60.0
+"""Float32 has 24 bits: 144 dB for one rounding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputCheck:
+    """One output of an engine at one shape.
+
+    Attributes:
+        batch: the rows of the shape.
+        sequence: its tokens; None: rows are images.
+        output: the name of the output.
+        sqnr_db: the SQNR against the reference output, in dB; None: no difference; ``NOTHING_DB``: the reference is
+            all zeros and has no power.
+        float_db: the same against the float model's output.
+        proxy_float_db: the SQNR of the reference output against the float model's: the error of quantization itself.
+        noise_float_db: the least of those that the reference has with the noise of float sums; None: it was not needed.
+        cosine: the mean cosine of its vectors to the float model's.
+    """
+
+    batch: int
+    sequence: int | None
+    output: str
+    sqnr_db: float | None
+    float_db: float | None
+    proxy_float_db: float | None
+    cosine: float
+    noise_float_db: float | None = None
+
+    def is_no_further(self, decibels: float) -> bool:
+        """Return whether the engine is at most so much further from the float model than PyTorch is."""
+        return is_no_further(self.float_db, (self.proxy_float_db, self.noise_float_db), decibels)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The condition on an engine's outputs.
+
+    Attributes:
+        decibels: the SQNR against the reference that is always enough, in dB.
+        beyond_db: an engine also passes if it is at most this much further from the float model than the reference
+            is, in dB; None: it does not.
+    """
+
+    decibels: float
+    beyond_db: float | None = None
+
+    def __str__(self) -> str:
+        least = f"SQNR of {self.decibels:g} dB or more"
+        if self.beyond_db is None:
+            return least
+        return f"{least}, or at most {self.beyond_db:g} dB further from the float model than PyTorch"
+
+    def holds(self, distance: OutputCheck) -> bool:
+        """Return whether an output of an engine passes."""
+        if distance.sqnr_db is None or distance.sqnr_db >= self.decibels:
+            return True
+        return self.beyond_db is not None and distance.is_no_further(self.beyond_db)
+
+
+def tolerance(asked: float | None, quantized: bool, float_dtype: torch.dtype) -> Tolerance:
+    """Return the tolerance that was asked for, in dB, or the default for the engine's types."""
+    if asked is not None:
+        return Tolerance(asked)
+    if quantized:
+        return Tolerance(ALIKE_DB, FURTHER_DB)
+    return Tolerance(FLOAT_DB if float_dtype == torch.float32 else HALF_DB)
