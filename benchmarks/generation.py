@@ -6,7 +6,8 @@ SmolLM2-135M of its package, one step with its cache of keys and values as input
 paragraphs of WikiText-2, with all defaults. At each step engine and proxy read the tokens that the proxy wrote: the
 shares are those of steps at which both choose the same token, once with the caches that each made itself, whose
 differences add up, and once with the proxy's cache for both, where a step is compared by itself. Beside them stands how
-often the proxy chooses what the float model does. Latencies are of one token with 128 in the cache, medians of one
+often the proxy itself does if its products have the noise of float sums, which any other order of sums makes, and how
+often it chooses what the float model does. Latencies are of one token with 128 in the cache, medians of one
 interleaved run with one thread, each with the float engine of ONNX Runtime as 1. OpenVINO's own way for such models,
 weights in INT8 or INT4 with products in float, is in the same run.
 """
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Mapping
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from quantizer.engines import build_engine
 from quantizer.engines import interleaved_latency
 from quantizer.engines import load_engine
 from quantizer.export import export_onnx
+from quantizer.runs.outputs.noise import float_noise
 from quantizer.tasks import Plain
 from quantizer.tasks import Task
 from quantizer.tasks import build_task
@@ -55,21 +58,22 @@ def paragraphs() -> list[Plain]:
 
 
 def agreement(
-    frozen: Step, engine: Step, plain: Step, start: torch.Tensor, empty: Mapping[str, torch.Tensor]
+    frozen: Step, engine: Step, noisy: Step, plain: Step, start: torch.Tensor, empty: Mapping[str, torch.Tensor]
 ) -> Counter[str]:
-    """How often the proxy's token is chosen while it writes, by the engine with either cache and the float model."""
+    """How often the proxy's token is chosen while it writes: by the engine with either cache, with noise, in float."""
     read, seen, same = start, start.shape[1], Counter[str]()
-    caches = [dict(empty) for _ in range(3)]
+    caches = [dict(empty) for _ in range(4)]
     for _ in range(WRITTEN):
         given = {"input_ids": read, "attention_mask": torch.ones(1, seen, dtype=torch.long)}
-        theirs, own, float_ = (
-            step({**given, **cache}) for step, cache in zip((frozen, engine, plain), caches, strict=True)
+        theirs, own, moved, float_ = (
+            step({**given, **cache}) for step, cache in zip((frozen, engine, noisy, plain), caches, strict=True)
         )
         token = chosen(theirs)
         same["own cache"] += chosen(own) == token
         same["proxy's cache"] += chosen(engine({**given, **caches[0]})) == token
+        same["proxy with noise"] += chosen(moved) == token
         same["float model"] += chosen(float_) == token
-        caches = [next_cache(made) for made in (theirs, own, float_)]
+        caches = [next_cache(made) for made in (theirs, own, moved, float_)]
         read, seen = torch.tensor([[token]]), seen + 1
     return same
 
@@ -81,6 +85,17 @@ def chosen(made: Any) -> int:
 
 def of_module(module: torch.nn.Module) -> Step:
     return lambda batch: module(**batch)
+
+
+def with_noise(proxy: torch.nn.Module) -> Step:
+    """The proxy with other noise at each step."""
+    seeds = count()
+
+    def step(batch: Mapping[str, torch.Tensor]) -> Any:
+        with float_noise(proxy, next(seeds)):
+            return proxy(**batch)
+
+    return step
 
 
 def of_engine(engine: Engine) -> Step:
@@ -134,10 +149,9 @@ def main(rounds: int, prompts: int) -> None:
             for row in rows[:prompts]:
                 start = tokenizer(row.text, return_tensors="pt").input_ids[:, :READ]
                 with torch.no_grad():
-                    same += agreement(
-                        of_module(frozen), of_engine(engine), of_module(model), start, model.empty_cache(1)
-                    )
-            shares = ", ".join(f"{name} {count / (prompts * WRITTEN):.1%}" for name, count in same.items())
+                    steps = of_module(frozen), of_engine(engine), with_noise(frozen), of_module(model)
+                    same += agreement(*steps, start, model.empty_cache(1))
+            shares = ", ".join(f"{name} {number / (prompts * WRITTEN):.1%}" for name, number in same.items())
             lines.append(f"{title}: the proxy's token in {prompts * WRITTEN} steps: {shares}")
         arrays = {key: np.asarray(value) for key, value in task.random_batch(1, CACHED + 1).items()}
         times = interleaved_latency({key: partial(run, arrays) for key, run in calls.items()}, rounds=rounds)

@@ -55,7 +55,7 @@ class Tolerance:
     Attributes:
         decibels: the SQNR against the reference that is always enough, in dB.
         beyond_db: an engine also passes if it is at most this much further from the float model than the reference
-            is, in dB; None: it does not.
+            is, with the noise of float sums or without, in dB; None: it does not.
     """
 
     decibels: float
