@@ -127,6 +127,12 @@ def test_each_machine_has_a_page_and_a_part_of_the_index(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.md", "one.md", "two.md"]
 
 
+def test_a_machine_without_ours_says_so(tmp_path: Path) -> None:
+    index = _index(tmp_path, _row("nncf", 3.0, 0.0))
+    assert "Ours is not measured here yet: [figures of others](a-cpu-avx2.md)." in index
+    assert "cells" not in index
+
+
 def test_the_pages_in_the_repository_are_those_of_its_rows() -> None:
     root = Path(__file__).resolve().parents[1]
     kept = kept_rows(root / "benchmarks" / "field" / "rows")

@@ -1,4 +1,4 @@
-"""What is known of one output of an engine, and the condition on it."""
+"""Checks of one output of an engine: its figures, and the condition on them."""
 
 from __future__ import annotations
 
