@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["keep_rows", "kept_rows", "machine_slug"]
+from quantizer.files.whole import whole_file
+
+__all__ = ["keep_rows", "kept_rows"]
 
 _LEFT_OUT = ("(R)", "(TM)", "Processor")
 """Parts of a CPU's name that tell nothing."""
@@ -22,16 +24,15 @@ def keep_rows(rows: Sequence[dict[str, Any]], folder: Path) -> None:
         folder: the folder of the files.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for slug in dict.fromkeys(machine_slug(row) for row in rows):
+    for slug in dict.fromkeys(_machine_slug(row) for row in rows):
         path = folder / f"{slug}.json"
         before = _read(path) if path.exists() else []
-        newer = [row for row in rows if machine_slug(row) == slug]
+        newer = [row for row in rows if _machine_slug(row) == slug]
         both = {(row["model"], row["tool"]): row for row in (*before, *newer)}
         # A line for a row, so that a change of one shows as one.
         lines = ",\n".join(json.dumps(both[key], sort_keys=True) for key in sorted(both))
-        fresh = path.with_suffix(".part")
-        fresh.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-        fresh.rename(path)
+        with whole_file(path) as fresh:
+            fresh.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 def kept_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -39,7 +40,7 @@ def kept_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return {path.stem: _read(path) for path in sorted(folder.glob("*.json"))}
 
 
-def machine_slug(row: dict[str, Any]) -> str:
+def _machine_slug(row: dict[str, Any]) -> str:
     """Return the machine of a row as a name for files: its CPU, and the last of the instructions that matter here."""
     name = str(row["machine"]["cpu"])
     for part in _LEFT_OUT:

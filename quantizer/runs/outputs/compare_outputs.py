@@ -153,7 +153,7 @@ def _compared(
         proxy_float_db=_decibels(float_right, right),
         cosine=mean_cosine(float_right, got),
     )
-    if check.sqnr_db is None or check.sqnr_db >= ALIKE_DB or check.is_no_further(FURTHER_DB):
+    if Tolerance(ALIKE_DB, FURTHER_DB).holds(check):
         return check
     noisy = (_decibels(float_right, _read(one[name], reference, of_tokens)) for one in reference.noisy())
     return replace(check, noise_float_db=min((one for one in noisy if one is not None), default=None))

@@ -26,7 +26,7 @@ _SUM = 1e-6
 
 def rounds(model: nn.Module) -> bool:
     """Return whether a model is a proxy that rounds operands."""
-    return any(isinstance(module, Site) and module.active for module in model.modules())
+    return bool(_rounding_sites(model))
 
 
 @contextmanager
@@ -47,10 +47,13 @@ def float_noise(proxy: nn.Module, seed: int) -> Iterator[None]:
         noise = torch.randn(result.shape, generator=generator)
         return result * (1 + relative * noise).to(result)
 
-    sites = [module for module in proxy.modules() if isinstance(module, Site) and module.active]
-    hooks = [site.register_forward_hook(add) for site in sites]
+    hooks = [site.register_forward_hook(add) for site in _rounding_sites(proxy)]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _rounding_sites(model: nn.Module) -> list[Site]:
+    return [module for module in model.modules() if isinstance(module, Site) and module.active]

@@ -30,8 +30,9 @@ class OutputCheck:
             all zeros and has no power.
         float_db: the same against the float model's output.
         proxy_float_db: the SQNR of the reference output against the float model's: the error of quantization itself.
-        noise_float_db: the least of those that the reference has with the noise of float sums; None: it was not needed.
         cosine: the mean cosine of its vectors to the float model's.
+        noise_float_db: the least SQNR of the reference against the float model with the noise of float sums; None: it
+            was not needed.
     """
 
     batch: int
