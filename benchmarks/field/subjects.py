@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import replace
 from importlib.metadata import files
 from io import BytesIO
 from pathlib import Path
@@ -23,6 +24,7 @@ from common import stsb
 from data import imagenet_sample
 from efficientnet_lite import efficientnet_lite0
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
@@ -35,11 +37,14 @@ from quantizer.tasks import load_tokenizer
 from quantizer.tasks.classification import compare_classifiers
 from quantizer.tasks.metrics import accuracy
 from quantizer.tasks.metrics import bootstrap_interval
+from quantizer.tasks.seq2seq.writer import Writer
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tasks"))
 
 import checkpoints
 import task_data
+from spoken import spoken
+from whisper_base import whisper_base
 
 __all__ = ["BATCHES", "SUBJECTS", "Batch", "Run", "Subject"]
 
@@ -49,6 +54,8 @@ BATCHES = (1, 8, 32)
 Batch = dict[str, torch.Tensor]
 Run = Callable[[Batch], Any]
 _USUAL = 8
+_WRITTEN = 64
+"""The most tokens of a sentence that Whisper writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +197,31 @@ def _efficientnet(_: Path) -> Subject:
     )
 
 
+def _whisper(work: Path) -> Subject:
+    """The encoder alone, as nobody else takes the three parts; the decoder stays in PyTorch, in float32."""
+    folder = work / "whisper"
+    if not (folder / "config.json").exists():
+        whisper_base(folder)
+    model: Any = load_model(str(folder), "speech-to-text")
+    task = build_task("speech-to-text", model, load_processor(str(folder), "speech-to-text"), batch_size=4)
+    training, evaluation = (
+        list(load_rows("transcripts", path=str(spoken(work, part)))) for part in ("calibration", "evaluation")
+    )
+
+    def predict(run: Run) -> Predictions:
+        def written(batch: Batch) -> dict[str, torch.Tensor]:
+            hidden = run(batch)["last_hidden_state"]
+            heard = BaseModelOutput(last_hidden_state=torch.as_tensor(hidden))
+            return Writer(model, _WRITTEN)(encoder_outputs=heard)
+
+        with torch.no_grad():
+            return task.predict(written, evaluation)
+
+    title = "Whisper base's encoder, 100 sentences read by eSpeak NG, 30 s each"
+    of_task = _of_task(title, task, model.get_encoder(), task.batches(training), evaluation, None)
+    return replace(of_task, predict=predict)
+
+
 def _logits(output: Any) -> torch.Tensor:
     """The one output of a module or an engine."""
     if isinstance(output, Mapping):
@@ -203,5 +235,6 @@ SUBJECTS: dict[str, Callable[[Path], Subject]] = {
     "efficientnet": _efficientnet,
     "mpnet": _mpnet,
     "smollm2": _smollm2,
+    "whisper": _whisper,
 }
 """What loads each model, by name, with a folder for what is made for it."""

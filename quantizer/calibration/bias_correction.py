@@ -62,7 +62,7 @@ _NO_BATCH = "bias not corrected: no batch of the calibration is kept, as in a fo
 _WORSE = "bias not corrected: the output of the model comes out better without"
 
 
-def corrected(proxy: Proxied, plan: Plan, observation: Seen, dtype: torch.dtype) -> Plan:
+def corrected(proxy: Proxied, plan: Plan, observation: Seen, error: OutputError, dtype: torch.dtype) -> Plan:
     """Return the plan with shifts of biases, and a note for each quantized site.
 
     The shifts are measured once, and again after more data.
@@ -71,6 +71,7 @@ def corrected(proxy: Proxied, plan: Plan, observation: Seen, dtype: torch.dtype)
         proxy: the calibrated proxy, its sites inactive and unobserved.
         plan: the plan without shifts.
         observation: the statistics, with kept batches; the shifts are stored in it.
+        error: that of the proxy.
         dtype: the float type of biases on the target, to which shifts are rounded.
     """
     kept = ReplayBatches() if observation.kept is None else observation.kept
@@ -83,19 +84,18 @@ def corrected(proxy: Proxied, plan: Plan, observation: Seen, dtype: torch.dtype)
     known = observation.bias_shifts
     if known is None or known[0] != observation.batches:
         with torch.no_grad():
-            known = observation.batches, _chosen(proxy, plan, kept.few(), dtype)
+            known = observation.batches, _chosen(proxy, plan, kept.few(), error, dtype)
         observation.bias_shifts = known
     return _with_shifts(plan, known[1])
 
 
-def _chosen(proxy: Proxied, plan: Plan, kept: ReplayBatches, dtype: torch.dtype) -> BiasShifts:
+def _chosen(proxy: Proxied, plan: Plan, kept: ReplayBatches, error: OutputError, dtype: torch.dtype) -> BiasShifts:
     """Measure the shifts; return none if the output of the model is worse with them, on the batches of all ranks."""
     measured = _measured(proxy, plan, kept, dtype)
     if not measured.shifts:
         return measured
-    error = OutputError(proxy, kept)
-    before = error.of_all_ranks(plan)
-    if error.of_all_ranks(_with_shifts(plan, measured)) <= before:
+    before = error.of_all_ranks(plan, kept)
+    if error.of_all_ranks(_with_shifts(plan, measured), kept, before) <= before:
         return measured
     notes = {path: _WORSE if path in measured.shifts else note for path, note in measured.notes.items()}
     return BiasShifts(shifts={}, notes=notes)

@@ -12,6 +12,7 @@ from quantizer.calibration.auto_range import Trial
 from quantizer.calibration.auto_range import choose_ranges
 from quantizer.calibration.bias_correction import corrected
 from quantizer.calibration.costly_attention import leave_costly_attention
+from quantizer.calibration.output_error import OutputError
 from quantizer.calibration.output_search import choose
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.rounding.equalize import equalize_where_better
@@ -42,13 +43,14 @@ def make_plan(proxy: Proxied, observation: Seen) -> Plan:
     Ranges and codes of weights are chosen once, and again after more data; so are the shifts of biases, with ranges and
     codes as they came out. This runs the proxy, so pause its observation first.
     """
-    plan = _with_ranges(proxy, observation)
+    error = OutputError(proxy)
+    plan = _with_ranges(proxy, observation, error)
     if not proxy.config.bias_correction:
         return plan
-    return corrected(proxy, plan, observation, proxy.config.target.torch_dtype)
+    return corrected(proxy, plan, observation, error, proxy.config.target.torch_dtype)
 
 
-def _with_ranges(proxy: Proxied, observation: Seen) -> Plan:
+def _with_ranges(proxy: Proxied, observation: Seen, error: OutputError) -> Plan:
     config, settings = proxy.config, plan_settings(proxy)
 
     def decided() -> Plan:
@@ -76,17 +78,22 @@ def _with_ranges(proxy: Proxied, observation: Seen) -> Plan:
             estimates = estimates[:1]
         if len(shares) > 1 or len(estimates) > 1:
             chooses = partial(
-                choose, proxy, observation, decided, smoothing=smoothing, shares=shares, estimates=estimates
+                choose, error, observation, decided, smoothing=smoothing, shares=shares, estimates=estimates
             )
             chosen = chooses()
             # The small numbers of a softmax want ranges that clip what others need.
-            if activations.calibrator == "output" and leave_costly_attention(proxy, observation, decided):
+            if activations.calibrator == "output" and leave_costly_attention(error, observation, decided):
                 chooses(start=chosen)
         elif smoothing is not None:
             smoothing.take(shares[0])
         if activations.smooth is not None:
             equalize_where_better(
-                proxy, observation, decided, make=partial(calibrator_of, config, histogram=False), settings=settings
+                proxy,
+                observation,
+                decided,
+                error,
+                make=partial(calibrator_of, config, histogram=False),
+                settings=settings,
             )
         if activations.calibrator == "auto":
             assert observation.kept is not None

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 
 from quantizer.calibration.output_error import OutputError
-from quantizer.calibration.proxied import Proxied
 from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import Plan
 from quantizer.reasons import ReasonCode
@@ -24,13 +23,13 @@ docs/explain/calibration.md shows the measurement behind the figure.
 """
 
 
-def leave_costly_attention(proxy: Proxied, observation: Seen, decided: Callable[[], Plan]) -> bool:
+def leave_costly_attention(error: OutputError, observation: Seen, decided: Callable[[], Plan]) -> bool:
     """Set ``left`` of the products of all attentions if the output gains much where these are in float.
 
     Return whether they were set.
 
     Args:
-        proxy: the calibrated proxy, its sites inactive and unobserved.
+        error: that of the calibrated proxy.
         observation: the statistics, with kept batches.
         decided: a function that returns the plan for the current records.
     """
@@ -45,11 +44,11 @@ def leave_costly_attention(proxy: Proxied, observation: Seen, decided: Callable[
     products = [path for path, entry in plan.items() if any(operand.group in groups for operand in entry.operands)]
     if not products or observation.kept.everywhere < 2:
         return False
-    error = OutputError(proxy, observation.kept.few())
-    rounded = error.of_all_ranks(plan)
+    few = observation.kept.few()
+    rounded = error.of_all_ranks(plan, few)
     for path in products:
         observation.records[path].left = ReasonCode.COSTLY_ATTENTION.text(cost="?")
-    left = error.of_all_ranks(decided())
+    left = error.of_all_ranks(decided(), few)
     cost = 10 * math.log10(rounded / left) if rounded and left else 0.0
     for path in products:
         reason = ReasonCode.COSTLY_ATTENTION.text(cost=f"{cost:.1f}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,16 +15,20 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.calibration.proxied import Proxied
+from quantizer.common.digest import tensors_digest
 from quantizer.common.distributed import exact_sums
 from quantizer.observe.outputs import flat_output
 from quantizer.observe.outputs import floats
 from quantizer.observe.outputs import is_no_mask
 from quantizer.observe.padding import padding_mask
 from quantizer.observe.replay_batches import Batch
+from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.observe.replay_batches import copied
 from quantizer.plan.apply import apply_plan
 from quantizer.plan.apply import switch_on
+from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import SitePlan
 from quantizer.proxy.eager_attention import attention_of
 from quantizer.proxy.restored_state import unmoved
 
@@ -32,36 +38,79 @@ _OTHER = 0.01
 """From this error on, two implementations of attention compute something else: bfloat16 makes 0.0001."""
 
 
+_NOT_COMPUTED = {
+    *("reason", "rule", "note", "bias_note", "smoothing", "rounding", "estimate", "sqnr_db", "clipped"),
+    *("group", "range_group"),
+    *("view", "computation", "operands"),
+}
+"""Fields of a plan that change nothing of what a proxy computes, or are the same in all plans of its model."""
+
+
 class OutputError:
-    """The float outputs of some batches, with which those of quantized models are compared.
+    """The error of quantized models on batches; float outputs, and the errors of a plan, are computed once a batch.
 
     Legend: y the float output of a batch, all floating tensors of it together and without padding; z the output with
     the operands rounded. The error of a plan is the sum over batches of |z - y|^2 / |y|^2, without those values of y
     that are masks.
     """
 
-    def __init__(self, proxy: Proxied, batches: Iterable[Batch]) -> None:
+    def __init__(self, proxy: Proxied) -> None:
         """
         Args:
             proxy: the calibrated proxy, its sites inactive and unobserved.
-            batches: inputs of the proxy.
         """
         self._proxy = proxy
-        with torch.no_grad():
-            self._expected = [(batch, _output(proxy.module, batch)) for batch in batches]
+        self._expected: dict[Hashable, Tensor] = {}
+        self._known: dict[tuple[str, Hashable], float] = {}
 
-    def of(self, plan: Plan) -> float:
-        """Return the error of the model quantized by a plan; the proxy is float again afterwards."""
-        return math.fsum(self._terms(plan))
+    def of(self, plan: Plan, batches: Mapping[Hashable, Batch]) -> float:
+        """Return the error of the model quantized by a plan; the proxy is float again afterwards.
 
-    def of_all_ranks(self, plan: Plan) -> float:
-        """Return the error by the batches of all ranks, with the bits of one process that has all of them."""
-        (error,) = exact_sums([self._terms(plan)])
+        Args:
+            plan: the plan.
+            batches: inputs of the proxy, each under a name that no other has.
+        """
+        return math.fsum(self._terms(plan, batches))
+
+    def of_all_ranks(self, plan: Plan, kept: ReplayBatches, limit: float = math.inf) -> float:
+        """Return the error by the batches of all ranks, with the bits of one process that has all of them.
+
+        Beyond ``limit`` it is that of some of the batches.
+        """
+        (error,) = exact_sums([self._terms(plan, kept.mine(), limit)])
         return error
 
-    def _terms(self, plan: Plan) -> list[float]:
-        with torch.no_grad(), quantized(self._proxy, plan):
-            return [_error(_output(self._proxy.module, batch), output) for batch, output in self._expected]
+    def _terms(self, plan: Plan, batches: Mapping[Hashable, Batch], limit: float = math.inf) -> list[float]:
+        terms: list[float] = []
+        digest = _computed(plan)
+        with torch.no_grad():
+            for name in [name for name in batches if name not in self._expected]:
+                self._expected[name] = _output(self._proxy.module, batches[name])
+            with quantized(self._proxy, plan):
+                for name, batch in batches.items():
+                    if (digest, name) not in self._known:
+                        error = _error(_output(self._proxy.module, batch), self._expected[name])
+                        self._known[digest, name] = error
+                    terms.append(self._known[digest, name])
+                    if math.fsum(terms) > limit:
+                        break
+        return terms
+
+
+def _computed(plan: Plan) -> str:
+    """Return a checksum of all that a plan changes in what a proxy computes."""
+    tensors: dict[str, Tensor] = {}
+    values: list[str] = []
+    for path, entry in plan.items():
+        parts: list[SitePlan | OperandPlan] = [entry, *entry.operands]
+        for place, part in enumerate(parts):
+            for name in {field.name for field in fields(part)} - _NOT_COMPUTED:
+                value = getattr(part, name)
+                if isinstance(value, Tensor):
+                    tensors[f"{path} {place} {name}"] = value
+                else:
+                    values.append(f"{path} {place} {name} {value!r}")
+    return tensors_digest(tensors, "\n".join(sorted(values)))
 
 
 def other_attention_error(model: nn.Module, proxy: nn.Module, batch: Batch) -> float | None:

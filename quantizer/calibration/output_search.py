@@ -9,13 +9,12 @@ not be worse than the first estimate with the first share, which are used otherw
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 from quantizer.calibration.output_error import OutputError
-from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.smoothquant import Smoothing
 from quantizer.calibrators import Estimate
 from quantizer.common.progress import loop
@@ -45,30 +44,20 @@ class _Search:
 
     def __init__(
         self,
-        proxy: Proxied,
+        error: OutputError,
         observation: Seen,
         decided: Callable[[], Plan],
         smoothing: Smoothing | None,
         estimates: Sequence[Estimate],
     ) -> None:
         assert observation.kept is not None
-        self._proxy = proxy
+        self._error = error
         self._observation = observation
         self._decided = decided
         self._smoothing = smoothing
         self._estimates = estimates
         self._halves = observation.kept.few().halves()
         self.errors: dict[Setting, float] = {}
-
-    # Float outputs are computed once there is something to compare with them.
-
-    @cached_property
-    def _chosen_on(self) -> OutputError:
-        return OutputError(self._proxy, self._halves[0])
-
-    @cached_property
-    def _checked_on(self) -> OutputError:
-        return OutputError(self._proxy, self._halves[1])
 
     def take(self, setting: Setting) -> Plan:
         """Use a setting, and return the plan with it."""
@@ -83,12 +72,15 @@ class _Search:
         return self._decided()
 
     def measure(self, setting: Setting) -> None:
-        """Compute the error with a setting on the first half."""
-        self.errors[setting] = self._chosen_on.of_all_ranks(self.take(setting))
+        """Compute the error with a setting on the first half, or so much of it that it cannot be the best."""
+        self.errors[setting] = self._error.of_all_ranks(self.take(setting), self._halves[0], self._limit())
+
+    def _limit(self) -> float:
+        return min(self.errors.values(), default=math.inf) * 10 ** (_TOLERANCE_DB / 10)
 
     def best(self) -> Setting:
         """Return the setting with the least error, or one about as good, of an earlier estimate or a weaker share."""
-        limit = min(self.errors.values()) * 10 ** (_TOLERANCE_DB / 10)
+        limit = self._limit()
         return min(
             (setting for setting, error in self.errors.items() if error <= limit),
             key=lambda setting: (setting.estimate, setting.share or 0.0),
@@ -96,12 +88,12 @@ class _Search:
 
     def is_worse(self, setting: Setting, than: Setting) -> bool:
         """Return whether a setting has a larger error than another on the second half."""
-        mine, other = (self._checked_on.of_all_ranks(self.take(entry)) for entry in (setting, than))
-        return mine > other
+        other = self._error.of_all_ranks(self.take(than), self._halves[1])
+        return self._error.of_all_ranks(self.take(setting), self._halves[1], other) > other
 
 
 def choose(
-    proxy: Proxied,
+    error: OutputError,
     observation: Seen,
     decided: Callable[[], Plan],
     *,
@@ -113,7 +105,7 @@ def choose(
     """Choose a share of smoothing and an estimate, use them for all records of ``observation``, and return them.
 
     Args:
-        proxy: the calibrated proxy, its sites inactive and unobserved.
+        error: that of the calibrated proxy.
         observation: the statistics, with kept batches.
         decided: a function that returns the plan for the current records.
         smoothing: the tensors that can be smoothed; None if there is no choice between shares.
@@ -121,7 +113,7 @@ def choose(
         estimates: the estimates to choose from, the default first.
         start: the setting from which the search goes on; None: it begins with some of the shares.
     """
-    search = _Search(proxy, observation, decided, smoothing, estimates)
+    search = _Search(error, observation, decided, smoothing, estimates)
     plain = Setting(shares[0], 0)
     assert observation.kept is not None
     if observation.kept.everywhere < 2:

@@ -10,6 +10,7 @@ import copy
 import hashlib
 from collections.abc import Callable
 from collections.abc import Collection
+from collections.abc import Hashable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from enum import Enum
@@ -159,10 +160,14 @@ class ReplayBatches:
         for key in keys:
             yield copied(*mine[key]) if key in mine else None
 
+    def mine(self) -> dict[Hashable, Batch]:
+        """Return the batches that this rank runs, by their hashes, in their order."""
+        mine = self._part(self._all())
+        return {key: mine[key] for key in sorted(mine)}
+
     def __iter__(self) -> Iterator[Batch]:
         # Copies, since a model may change its inputs, and the batches are run more than once.
-        mine = self._part(self._all())
-        return iter([copied(*mine[key]) for key in sorted(mine)])
+        return iter([copied(*batch) for batch in self.mine().values()])
 
 
 class DealtBatches:

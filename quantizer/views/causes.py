@@ -118,7 +118,7 @@ class _Trial:
         self._given = batches
         self._batches = [_batch(batch) for batch in batches]
         self._proxied = proxied_copy(config, model)
-        self._error = OutputError(self._proxied, self._batches)
+        self._error = OutputError(self._proxied)
         self._whole = self.sqnr(plan)
         chosen = config.activations.model_dump()
         searched = {key for key, value in _SEARCHED.items() if chosen[key] == value}
@@ -130,7 +130,7 @@ class _Trial:
         """Return the SQNR of the output in dB, with all groups of a plan or with one alone."""
         if group is not None:
             plan = with_fallback(plan, {name: "" for name in operands_of(plan) if name != group})
-        error = self._error.of(plan) / len(self._batches)
+        error = self._error.of(plan, dict(enumerate(self._batches))) / len(self._batches)
         return -10 * math.log10(error) if error else math.inf
 
     def findings(self, groups: Iterable[str]) -> dict[str, tuple[str, ...]]:

@@ -25,6 +25,7 @@ from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import QuantizerError
 from quantizer.errors import TrainingError
 from quantizer.interop.tripy import tripy_scales
+from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.site_plan import Plan
 from quantizer.sensitivity import fingerprint
 
@@ -284,7 +285,7 @@ def test_the_reason_is_said() -> None:
 
 
 def test_it_is_left_out_where_the_output_is_worse(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of(self: OutputError, plan: Plan) -> float:
+    def of(self: OutputError, plan: Plan, kept: ReplayBatches, limit: float = math.inf) -> float:
         return float(any(entry.bias_shift is not None for entry in plan.values()))
 
     monkeypatch.setattr(OutputError, "of_all_ranks", of)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from quantizer.calibration import choose_ranges
 from quantizer.calibration import output_error
 from quantizer.calibration import output_search
 from quantizer.calibration.choose_ranges import make_plan
+from quantizer.calibration.output_error import OutputError
 from quantizer.calibrators import Estimate
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.site_plan import Plan
@@ -200,14 +202,14 @@ def test_a_choice_that_is_worse_on_other_batches_is_undone(
 ) -> None:
     halves: Iterator[dict[str, float]] = iter([{"max": 2.0, "mse": 1.0}, checked])
 
-    class Known:
-        def __init__(self, proxy: Any, batches: Any) -> None:
-            self._errors = next(halves)
+    errors: dict[str, dict[str, float]] = {}
 
-        def of_all_ranks(self, plan: Plan) -> float:
-            (estimate,) = {o.estimate for entry in plan.values() for o in entry.operands if o.role == "activation"}
-            assert estimate is not None
-            return self._errors[estimate]
+    def known(self: OutputError, plan: Plan, half: ReplayBatches, limit: float = math.inf) -> float:
+        (estimate,) = {o.estimate for entry in plan.values() for o in entry.operands if o.role == "activation"}
+        assert estimate is not None
+        if half.digest not in errors:
+            errors[half.digest] = next(halves)
+        return errors[half.digest][estimate]
 
     model = Mlp().eval()
     q = Quantizer(preset="fast", backend="onnxruntime", activations={"calibrator": "mse", "smooth": 0.5})
@@ -216,10 +218,10 @@ def test_a_choice_that_is_worse_on_other_batches_is_undone(
     assert session is not None
     session.decide()
     seen = session.observation()
-    monkeypatch.setattr(output_search, "OutputError", Known)
+    monkeypatch.setattr(OutputError, "of_all_ranks", known)
     with caplog.at_level(logging.INFO):
         output_search.choose(
-            session._proxied,
+            OutputError(session._proxied),
             seen,
             lambda: make_plan(session._proxied, seen),
             smoothing=None,
@@ -228,6 +230,65 @@ def test_a_choice_that_is_worse_on_other_batches_is_undone(
         )
     assert {group.chosen[1] for group in seen.groups if group.chosen is not None} <= {expected}
     assert ("is worse on other batches" in caplog.text) == (expected == "max")
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The outputs of all passes of models that are compared."""
+    outputs: list[bytes] = []
+    output = output_error._output
+
+    def counted(proxy: nn.Module, batch: Any) -> Tensor:
+        found = output(proxy, batch)
+        outputs.append(found.numpy().tobytes())
+        return found
+
+    monkeypatch.setattr(output_error, "_output", counted)
+    return outputs
+
+
+def test_a_plan_that_cannot_win_is_not_measured_to_the_end(ran: list[bytes]) -> None:
+    q = calibrated(Outliers().eval(), data(8, rows=4), preset="fast")
+    session = q._session.decisions.calibration
+    assert session is not None
+    kept = _kept(data(8, rows=4))
+    part = OutputError(session._proxied).of_all_ranks(q.plan, kept, limit=1e-9)
+    assert len(ran) == 8 + 1, "all in float, and one of them rounded"
+    ran.clear()
+    whole = OutputError(session._proxied).of_all_ranks(q.plan, kept)
+    assert len(ran) == 8 + 8
+    assert 1e-9 < part < whole
+    assert OutputError(session._proxied).of_all_ranks(q.plan, kept, limit=whole) == whole
+
+
+def test_no_batch_runs_twice_in_float_or_with_one_plan(ran: list[bytes]) -> None:
+    assert calibrated(Outliers().eval(), data(4)).plan
+    assert len(ran) > 4 * 4, "several settings are compared on four batches"
+    assert len(ran) == len(set(ran))
+
+
+@pytest.mark.parametrize("field", ["scale", "smooth", "codes", "quantized", "dtype", "zero_point", "bias_shift"])
+def test_a_plan_that_computes_something_else_is_measured_anew(field: str) -> None:
+    def without(plan: Plan) -> Plan:
+        path, entry = next((path, entry) for path, entry in plan.items() if entry.quantized)
+        if field == "bias_shift":
+            return {**plan, path: replace(entry, bias_shift=torch.ones(64))}
+        (read, *others) = entry.operands
+        changed: dict[str, Any] = {
+            "scale": read.scale,
+            "smooth": torch.ones(32),
+            "codes": torch.ones(1),
+            "quantized": False,
+            "dtype": "uint8",
+            "zero_point": 3,
+        }
+        scale = {"scale": 2 * changed["scale"]} if field == "scale" else {field: changed[field]}
+        return {**plan, path: replace(entry, operands=(replace(read, **scale), *others))}
+
+    plan = calibrated(Outliers().eval(), data(4), preset="fast").plan
+    said = {path: replace(entry, reason="because", bias_note="so") for path, entry in plan.items()}
+    assert output_error._computed(plan) == output_error._computed(said)
+    assert output_error._computed(plan) != output_error._computed(without(plan))
 
 
 # -- the batches that are kept -----------------------------------------------------------------------------------------

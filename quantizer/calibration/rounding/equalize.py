@@ -82,6 +82,7 @@ def equalize_where_better(
     proxy: Proxied,
     observation: Seen,
     decided: Callable[[], Plan],
+    error: OutputError,
     *,
     make: Callable[[], Calibrator],
     settings: PlanSettings,
@@ -92,6 +93,7 @@ def equalize_where_better(
         proxy: the calibrated proxy, its sites inactive and unobserved.
         observation: the statistics, with channels and kept batches.
         decided: a function that returns the plan for the current records.
+        error: that of the proxy.
         make: a function that makes a calibrator for the range of x / s.
         settings: the settings of the plan.
     """
@@ -107,10 +109,10 @@ def equalize_where_better(
         return
     assert observation.kept is not None
     _solve(pairs)
-    error = OutputError(proxy, observation.kept.few())
-    before = error.of_all_ranks(plan)
+    few = observation.kept.few()
+    before = error.of_all_ranks(plan, few)
     _take(proxy, observation, pairs, make, settings)
-    if error.of_all_ranks(decided()) < before:
+    if error.of_all_ranks(decided(), few, before) < before:
         return
     for pair in pairs:
         pair.first.spread = pair.read.smoothed = None
