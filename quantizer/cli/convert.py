@@ -79,6 +79,12 @@ processor/, config.json and a report; it is complete when the command ends well,
             "tensorrt-rtx: a folder for each, all from one calibration",
         )
         target.add_argument("--dtype", help="int8 or fp8 (default: int8)")
+        target.add_argument(
+            "--config",
+            metavar="FILE",
+            type=Path,
+            help="YAML with other settings of the quantizer: preset, formats, sites to leave out",
+        )
         for option, meaning in _SIZES.items():
             target.add_argument(option, nargs=3, type=int, metavar=_THREE, help=meaning)
         target.add_argument(

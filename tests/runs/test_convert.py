@@ -420,6 +420,12 @@ def test_interrupted_nothing_is_left(
     assert not list(tmp_path.iterdir())
 
 
+SETTINGS = {
+    "fast": "preset: fast\n",
+    "wrong": "preset: fats\n",
+    "backend": "backend: openvino\n",
+    "dynamic": "formats:\n  - {activations: dynamic}\n",
+}
 DATA = ("--quantization", "--calibration", "texts.txt")
 BAD = {
     "no data": (("--quantization",), "--quantization needs data to calibrate on, and --calibration is missing"),
@@ -473,6 +479,24 @@ BAD = {
         (*DATA, "--backend", "tensorrt-rtx", "--dtype", "fp8", "--compute-capability", "sm80"),
         "--compute-capability: 'sm80' has no FP8",
     ),
+    "settings for nothing": (("--config", "fast.yaml"), "--config fast.yaml is used with --quantization only"),
+    "settings that are wrong": (
+        (*DATA, "--config", "wrong.yaml"),
+        "wrong.yaml:1: preset: got the text 'fats'; expected",
+    ),
+    "no settings": ((*DATA, "--config", "none.yaml"), "none.yaml: there is no such file; expected a YAML file"),
+    "settings of a backend": (
+        (*DATA, "--config", "backend.yaml"),
+        "--config backend.yaml: backend is given by --backend; leave it out there",
+    ),
+    "settings that a backend lacks": (
+        (*DATA, "--backend", "tensorrt", "--config", "dynamic.yaml"),
+        "--config dynamic.yaml: quantizer.formats[0]: tensorrt has no kernels for ranges at run time",
+    ),
+    "settings for a function": (
+        (*DATA[:1], "-m", "nets:build", "--inputs", "nets:data", "--config", "fast.yaml"),
+        "--config is for checkpoints, and -m nets:build is a function; leave it out",
+    ),
     "threads": (("--threads", "0"), "--threads 0: expected 1 or more"),
     "exists": (("-o", "texts.txt"), "texts.txt cannot be written: it is no folder"),
     "the current folder": (("-o", ".", "--force"), "is the current folder, or holds it"),
@@ -489,12 +513,15 @@ def test_bad_input_is_told_before_the_model_is_loaded(
 ) -> None:
     (tmp_path / "texts.txt").write_text("a good film\n\nthe plot was dull\n")
     (tmp_path / "empty.txt").write_text("\n \n")
+    for name, text in SETTINGS.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    there = {path.name for path in tmp_path.iterdir()}
     monkeypatch.setattr(stages, "load_model", lambda *_: pytest.fail("the model was loaded"))
     words, expected = BAD[case]
     code, said = convert(*words)
     assert code == 1
     assert expected in said
-    assert {path.name for path in tmp_path.iterdir()} == {"texts.txt", "empty.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == there
 
 
 def test_problems_are_told_together(convert: Callable[..., tuple[int, str]]) -> None:

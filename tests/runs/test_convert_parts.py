@@ -16,6 +16,7 @@ from quantizer.cli.main import main
 for _package in ("transformers", "scipy", "torchmetrics", "onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,onnxruntime]")
 
+import onnx  # noqa: E402
 import onnxruntime  # noqa: E402
 import transformers  # noqa: E402
 from tiny_audio import tiny_recordings  # noqa: E402
@@ -59,11 +60,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def converted(place: Path) -> Path:
     words = ["convert", "-m", str(place / "t5"), *SMALL, "--seq-len", "4", "8", "16", "-o", str(place / "made")]
-    words += ["--quantization", "--calibration", str(place / "texts.txt")]
+    (place / "settings.yaml").write_text("formats:\n  - {names: ['**.wo'], activations: dynamic}\n")
+    words += ["--quantization", "--calibration", str(place / "texts.txt"), "--config", str(place / "settings.yaml")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "_SECONDS", 0.1)
         assert main([*words, "--evaluation", f"text-pairs:{place / 'pairs.csv'}"]) == 0
     return place / "made"
+
+
+def test_the_settings_of_a_file_are_those_of_all_parts(converted: Path) -> None:
+    q = Quantizer.load(converted / "quantizer")
+    plan = q.plan
+    at_run_time = {path for path, entry in plan.items() if "with ranges at run time" in entry.reason}
+    assert at_run_time == {path for path, entry in plan.items() if ".wo." in path}
+    assert at_run_time
+    nodes = [node.op_type for node in onnx.load(converted / "onnxruntime/onnx/encoder_model.onnx").graph.node]
+    assert "DynamicQuantizeLinear" in nodes
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from quantizer.config import QuantizerConfig
+from quantizer.config.load import quantizer_config
 from quantizer.files import require_writable
 from quantizer.runs.convert.data import Samples
 from quantizer.runs.convert.data import read_calibration
@@ -42,7 +42,7 @@ def ready_to_convert(asked: ConversionRequest, folder: Path) -> tuple[Samples | 
     faults.raise_all("the conversion cannot start")
     assert facts is not None
     calibration = [] if data is None else data.calibration
-    passes = calibration_passes(QuantizerConfig().preset, len(calibration)) + FORMS * len(evaluation)
+    passes = calibration_passes(quantizer_config(asked.config).preset, len(calibration)) + FORMS * len(evaluation)
     longest = 0 if facts.sequence is None else facts.sequence[2]
     rows = [*calibration, *tuning, *evaluation]
     return data, facts, estimate(asked.model, rows, passes, longest, earlier_conversion(asked, facts, folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +12,11 @@ from pathlib import Path
 
 from quantizer.common.label_texts import TEMPLATE
 from quantizer.common.label_texts import label_problem
+from quantizer.config import QuantizerConfig
 from quantizer.config.data_section import MOST_SECONDS
 from quantizer.config.describe import nearest
+from quantizer.config.feasibility import check_formats
+from quantizer.config.load import quantizer_config
 from quantizer.engines import backends
 from quantizer.engines.candidates import Variant
 from quantizer.engines.candidates import cpu_candidates
@@ -70,6 +74,7 @@ class ConversionRequest:
             of those named beside it, the engine that is fastest here is kept, in float if nothing in INT8 is faster.
         quantization: whether to quantize; otherwise the float model is converted.
         dtype: the number format of quantized operands; None: int8.
+        config: a YAML file with the other settings of the quantizer; None: the default ones.
         calibration: the calibration data; needed by ``quantization``.
         rows: the number of calibration rows; None: 128, or all if there are fewer.
         column: the column of texts in a plain ``.csv`` or ``.jsonl`` file.
@@ -104,6 +109,7 @@ class ConversionRequest:
     backends: Sequence[str] = (AUTO,)
     quantization: bool = False
     dtype: str | None = None
+    config: Path | None = None
     calibration: DataSource | None = None
     rows: int | None = None
     column: str = "text"
@@ -151,7 +157,8 @@ class ConversionRequest:
         fit = [
             name
             for name in names
-            if self.dtype in (None, *profile(name).activation_dtypes)
+            if not self._settings_problems([name])
+            and self.dtype in (None, *profile(name).activation_dtypes)
             and self.inference_precision in (None, *profile(name).inference_precisions)
         ]
         chosen = {"backends": tuple(fit) or names, "chooses": True, "missing": missing}
@@ -190,8 +197,8 @@ class ConversionRequest:
 
     def _quantization(self) -> Iterator[str]:
         if not self.quantization:
-            given = {"--calibration": self.calibration, "--rows": self.rows, "--dtype": self.dtype}
-            for option, value in {**given, "--max-drop": self.max_drop}.items():
+            given: dict[str, object] = {"--calibration": self.calibration, "--rows": self.rows, "--dtype": self.dtype}
+            for option, value in {**given, "--config": self.config, "--max-drop": self.max_drop}.items():
                 if value is not None:
                     yield f"{option} {value} is used with --quantization only; add that, or leave this out"
         elif self.calibration is None:
@@ -218,6 +225,35 @@ class ConversionRequest:
             known = profile(name).activation_dtypes
             if self.dtype not in known:
                 yield f"--dtype {self.dtype}: {name} does not compute in it; expected {' or '.join(sorted(known))}"
+        yield from self._settings_problems([name for name in self.backends if name in backends.names()])
+
+    def settings(self, backend: str) -> QuantizerConfig:
+        """Return the settings of the quantizer for a backend.
+
+        Raises:
+            ConfigError: those of ``config`` are wrong, or the backend cannot compute in its formats.
+        """
+        found = quantizer_config(self.config, backend=backend, dtype=self.dtype or "int8")
+        check_formats(found)
+        return found
+
+    def _settings_problems(self, names: Iterable[str]) -> list[str]:
+        """Return what is wrong with the file of settings for some backends."""
+        if self.config is None:
+            return []
+        try:
+            said = quantizer_config(self.config).model_fields_set & {"backend", "dtype"}
+        except ConfigError as error:
+            return list(error.problems)
+        if said:
+            return [f"--config {self.config}: {name} is given by --{name}; leave it out there" for name in sorted(said)]
+        found = []
+        for name in names:
+            try:
+                self.settings(name)
+            except ConfigError as error:
+                found += [f"--config {self.config}: {problem}" for problem in error.problems]
+        return found
 
     def _sizes(self) -> Iterator[str]:
         for option, sizes in (("--batch-size", self.batch_size), ("--seq-len", self.seq_len)):

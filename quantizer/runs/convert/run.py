@@ -213,7 +213,7 @@ class _Run:
             ranges: ``dynamic`` for ranges that are taken at run time.
         """
         if self.calibrated is None:
-            self.calibrated = Quantizer(backend=name, dtype=self.asked.dtype or "int8")
+            self.calibrated = Quantizer(self.asked.settings(name))
             with self.stage("calibrate"):
                 self.stage.tell(f"on {len(self.calibration)} {self.task.reads}s, for {name}")
                 self.calibrated.calibrate(self.model, self.batches)

@@ -33,7 +33,7 @@ _KEYS = {
 }
 """The key of a run's configuration for each option."""
 
-_OF_CHECKPOINTS = ("task", "calibration", "rows", "column", "tuning", "evaluation", "tolerance")
+_OF_CHECKPOINTS = ("task", "config", "calibration", "rows", "column", "tuning", "evaluation", "tolerance")
 
 
 def convert_function(given: Mapping[str, Any], console: Console) -> Path:

@@ -177,7 +177,7 @@ class _Run:
         return self.calibrated if is_it else self.calibrated.for_backend(name)
 
     def _calibrate(self) -> Quantizer:
-        quantizer = Quantizer(backend=self.asked.backends[0], dtype=self.asked.dtype or "int8")
+        quantizer = Quantizer(self.asked.settings(self.asked.backends[0]))
         with self.stage("write what calibrates"):
             batches = calibration_batches(self.model, self.task.sample_batches(self.calibration), self.tokens)
         with self.stage("calibrate"):
