@@ -163,13 +163,25 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_own_run_validates_inspects_and_runs(
+def test_the_own_run_validates(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(own)
+    assert main(["validate", "my-run.yaml"]) == 0
+    # The engine for a GPU takes another library: its command is only read here.
+    *_, ahead = _of_the_own_run()
+    assert load_run(ahead[1], ahead[2:]).engine.compute_capability == "sm89"
+
+
+def _of_the_own_run() -> list[list[str]]:
+    return [words for words in _commands() if "my-run.yaml" in words]
+
+
+# Half a minute of engines; the blocks of the README, which are run, make as many.
+@pytest.mark.nightly
+def test_the_own_run_is_inspected_and_runs(
     own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(own)
-    assert main(["validate", "my-run.yaml"]) == 0
-    commands = [words for words in _commands() if "my-run.yaml" in words]
-    inspect, run, ahead = commands
+    inspect, run, _ = _of_the_own_run()
     assert main(inspect) == 0
     assert (
         "+        return self.site_forward_linear_0(F.linear, input, self.weight, self.bias)" in capsys.readouterr().out
@@ -182,9 +194,6 @@ def test_the_own_run_validates_inspects_and_runs(
     assert quantizer.Quantizer.load(folder / "quantizer").config.activations.calibrator == "max"
     assert (folder / "config.yaml").is_file()
     assert main(["show", "runs/max"]) == 0
-    # The engine for a GPU takes another library: its command is only read here.
-    ahead_config = load_run(ahead[1], ahead[2:])
-    assert ahead_config.engine.compute_capability == "sm89"
 
 
 # Nearly a minute of engines: its parts are tested on smaller nets in runs/test_function_source.py.

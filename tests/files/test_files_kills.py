@@ -25,7 +25,9 @@ from quantizer.files import whole_file
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 
 HERE = Path(__file__).parent
-WAYS = pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two renames"])
+WAYS = pytest.mark.parametrize(
+    "exchanges", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["exchange", "two renames"]
+)
 
 
 def _no_exchange(one: Path, other: Path) -> bool:

@@ -68,6 +68,7 @@ def test_it_trains_by_the_schedule(model: nn.Module, tmp_path: Path) -> None:
     assert_same(q.quantize(model)(**inputs), proxy.eval()(**inputs))
 
 
+@pytest.mark.nightly
 def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     script = Path(__file__).with_name("trainers.py")
     places = os.pathsep.join(str(script.parents[up]) for up in (1, 2))
@@ -159,7 +160,7 @@ def score(found: Any) -> dict[str, float]:
     "The callback fixes the scales late, stops at a gradient that is NaN and names the last checkpoint, and "
     "warns when an evaluation falls below the one before the first step, which is PTQ's."
 )
-@pytest.mark.parametrize("metric", [None, "score"])
+@pytest.mark.parametrize("metric", [pytest.param(None, marks=pytest.mark.nightly), "score"])
 def test_a_training_that_ends_below_ptq(
     model: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture, metric: str | None
 ) -> None:

@@ -74,6 +74,7 @@ def test_a_classifier_is_converted_and_serves(place: Path, monkeypatch: pytest.M
     assert "a-recording.wav" in (folder / "README.md").read_text()
 
 
+@pytest.mark.nightly
 def test_speech_runs_from_yaml(place: Path, tmp_path: Path) -> None:
     config = {
         "model": {"source": str(place / "ctc"), "task": "automatic-speech-recognition", "seconds": 1},

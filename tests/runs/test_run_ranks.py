@@ -175,6 +175,7 @@ def _train(rank: int, folder: str) -> None:
     assert _main(rank, folder, "run", f"{folder}/run.yaml", "--output", f"{folder}/two") == 1
 
 
+@pytest.mark.nightly
 def test_a_training_by_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny_run(_with_port(tmp_path))
     for name, count in (("tuning", 8), ("training", 13)):

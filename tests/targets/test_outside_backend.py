@@ -109,6 +109,7 @@ def test_by_configuration(folder: Path) -> None:
     assert "onnx" in record["versions"]
 
 
+@pytest.mark.nightly
 def test_converted_beside_another(folder: Path) -> None:
     pytest.importorskip("openvino", reason="install enginequant[openvino]")
     words = ["convert", "-m", "model", "--quantization", "--calibration", "text-csv:calibration.csv", "--rows", "12"]
