@@ -56,6 +56,19 @@ def _page(folder: Path, *rows: dict[str, Any], growth: Sequence[dict[str, Any]] 
     return (folder / "benchmarks" / "a-cpu-avx2.md").read_text(encoding="utf-8")
 
 
+def test_rows_of_two_machines_are_compared(tmp_path: Path) -> None:
+    machines = {
+        "one": [_row("onnxruntime-float32", 1.0, 0.0), _row("nncf", 2.0, 0.004), _row("auto", 3.0, 0.001, ours=True)],
+        "other": [_row("onnxruntime-float32", 1.0, 0.0), _row("nncf", 2.0, 0.001), _row("auto", 3.0, 0.002, ours=True)],
+    }
+    write_pages(machines, {"one": [], "other": []}, tmp_path)
+    said = (tmp_path / "index.md").read_text(encoding="utf-8").partition("## Found again")[2]
+    assert " ".join(said.split()) == (
+        "3 rows were measured on more than one machine, each in an environment made for it: the scores of 2 are within "
+        "0.002 of each other. The others: - the nncf on A net: 0.9040, 0.9010"
+    )
+
+
 def test_ours_is_the_fastest_where_who_is_faster_is_worse(tmp_path: Path) -> None:
     ours, worse = _row("auto", 3.0, -0.001, ours=True, note="openvino int8"), _row("nncf", 4.0, -0.002)
     index, page = _index(tmp_path, worse, ours), _page(tmp_path, worse, ours)
@@ -123,6 +136,7 @@ def test_each_machine_has_a_page_and_a_part_of_the_index(tmp_path: Path) -> None
     assert [line for line in index.splitlines() if line.startswith("## ")] == [
         "## a CPU with avx2",
         "## another CPU with avx2",
+        "## Found again",
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.md", "one.md", "two.md"]
 

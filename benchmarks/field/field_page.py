@@ -21,6 +21,8 @@ Rows = Sequence[dict[str, Any]]
 _OURS, _REFERENCE = "auto", "onnxruntime-float32"
 """The tool that is compared with the others, and the one beside which all latencies are measured."""
 _BATCHES, _PICTURED = ("1", "8", "32"), "8"
+_AGAIN = 0.002
+"""How near a score must be to that of another machine."""
 _VERSIONS = ("torch", "onnxruntime", "openvino", "nncf", "nvidia-modelopt", "torchao", "optimum-quanto")
 _INTRO = """# Against other tools, on a CPU
 
@@ -65,6 +67,7 @@ def write_pages(machines: Mapping[str, Rows], growth: Mapping[str, Rows], folder
         if any("failed" not in row for row in rows):
             parts += _fastest(slug, rows)
             _write(folder / f"{slug}.md", [_BESIDE.format(machine=_machine(rows)), *_tables(rows, growth[slug])])
+    parts += _found_again(machines.values())
     _write(folder / "index.md", parts)
 
 
@@ -104,6 +107,27 @@ def _fastest(slug: str, rows: Rows) -> Iterator[str]:
             shown.append(", ".join(faster) or "**ours**")
         yield f"| {measured[_OURS]['title']} | " + " | ".join(shown) + " |"
     yield f"\nOurs is the fastest at an equal or better score in {best} of {cells} cells: [all figures]({slug}.md).\n"
+
+
+def _found_again(machines: Iterable[Rows]) -> Iterator[str]:
+    """How many rows have the same score on another machine, in an environment that was made for it."""
+    scores: dict[tuple[str, str], list[float]] = {}
+    for row in (row for rows in machines for row in rows if "failed" not in row):
+        scores.setdefault((row["title"], row["name"]), []).append(row["score"])
+    twice = {row: found for row, found in scores.items() if len(found) > 1}
+    if not twice:
+        return
+    others = {row: found for row, found in twice.items() if max(found) - min(found) > _AGAIN}
+    yield "## Found again\n"
+    yield fill(
+        f"{len(twice)} rows were measured on more than one machine, each in an environment made for it: the scores of "
+        f"{len(twice) - len(others)} are within {_AGAIN} of each other.",
+        118,
+    )
+    if others:
+        yield "\nThe others:\n"
+    for (title, name), found in others.items():
+        yield f"- {name} on {title}: " + ", ".join(f"{score:.4f}" for score in found)
 
 
 def _faster(measured: dict[str, dict[str, Any]], batch: str) -> Iterator[str]:
