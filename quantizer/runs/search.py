@@ -26,11 +26,12 @@ from quantizer.sensitivity import fingerprint
 from quantizer.sensitivity.prices.group_prices import Prices
 from quantizer.tasks import Batch
 from quantizer.tasks import Row
+from quantizer.tasks.inputs import rows_at
 
 __all__ = ["CAUSES", "causes_of", "has_causes", "measure_sensitivity", "search_fallback"]
 
-_BATCHES = 2
-"""On so many batches causes are looked for, as each setting that is tried is calibrated on them."""
+_BATCHES, _ROWS = 2, 8
+"""On so many rows of so many batches causes are looked for, as each setting that is tried is calibrated on them."""
 
 
 CAUSES = "look for causes"
@@ -47,7 +48,12 @@ def causes_of(context: RunContext, config: RunConfig, quantizer: Quantizer, rows
     if not has_causes(config) or not rows:
         return ()
     with context.timer(CAUSES):
-        return quantizer.causes(context.model, context.feed.batches(rows)[:_BATCHES]).rows
+        batches = [_beginning(batch) for batch in context.feed.batches(rows)[:_BATCHES]]
+        return quantizer.causes(context.model, batches).rows
+
+
+def _beginning(batch: Batch) -> Batch:
+    return rows_at(batch, range(min(_ROWS, len(next(iter(batch.values()))))))
 
 
 def measure_sensitivity(context: RunContext, quantizer: Quantizer, proxy: nn.Module, batches: Sequence[Batch]) -> None:

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def _mean_score(model: nn.Module) -> float:
     with torch.no_grad():
         return float(torch.cat([model(image) for image in _images()]).mean())
+
+
+def test_causes_are_looked_for_on_some_rows_of_large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def causes(self: quantizer.Quantizer, model: nn.Module, batches: Any) -> Any:
+        seen.extend(len(batch["image"]) for batch in batches)
+        return SimpleNamespace(rows=())
+
+    monkeypatch.setattr(quantizer.Quantizer, "causes", causes)
+    quantizer.quantize_model(_net(), _images(40), backend=ONNXRUNTIME)
+    assert seen == [8, 8]
 
 
 def test_engines_figures_and_score(made: Any) -> None:
