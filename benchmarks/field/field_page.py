@@ -127,7 +127,8 @@ def _found_again(machines: Iterable[Rows]) -> Iterator[str]:
     if others:
         yield "\nThe others:\n"
     for (title, name), found in others.items():
-        yield f"- {name} on {title}: " + ", ".join(f"{score:.4f}" for score in found)
+        said = f"- {name} on {title}: " + ", ".join(f"{score:.4f}" for score in found)
+        yield fill(said, 118, subsequent_indent="  ")
 
 
 def _faster(measured: dict[str, dict[str, Any]], batch: str) -> Iterator[str]:

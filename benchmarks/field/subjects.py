@@ -201,7 +201,9 @@ def _whisper(work: Path) -> Subject:
     """The encoder alone, as nobody else takes the three parts; the decoder stays in PyTorch, in float32."""
     folder = work / "whisper"
     if not (folder / "config.json").exists():
-        whisper_base(folder)
+        unfinished = work / "whisper.part"
+        whisper_base(unfinished)
+        unfinished.rename(folder)
     model: Any = load_model(str(folder), "speech-to-text")
     task = build_task("speech-to-text", model, load_processor(str(folder), "speech-to-text"), batch_size=4)
     training, evaluation = (

@@ -91,7 +91,7 @@ def check_scores(path: Path) -> dict[str, float]:
 
 
 def fingerprint(plan: Mapping[str, SitePlan], metric: Callable[..., object], weights: Fingerprint) -> str:
-    """Return a checksum of a plan's scales, formats and shifts, of the weights and of the metric's code.
+    """Return a checksum of a plan's formats, scales, factors, codes and shifts, of the weights and the metric's code.
 
     The data that a metric reads is not part of it: another data set needs another file, unless the metric names its
     data in an attribute ``reads`` (a text).
@@ -100,14 +100,17 @@ def fingerprint(plan: Mapping[str, SitePlan], metric: Callable[..., object], wei
     for site in plan.values():
         for operand in site.operands:
             parts += [site.name, operand.name, operand.dtype, str(operand.quantized), str(operand.group)]
-            parts.append("" if operand.scale is None else _of_tensor(operand.scale))
+            parts += map(str, (operand.dynamic, operand.axis, operand.block_size, operand.zero_point))
+            tensors = (operand.scale, operand.smooth, operand.spread, operand.codes)
+            parts += ["" if values is None else _of_tensor(values) for values in tensors]
         if site.bias_shift is not None:
             parts += [site.name, _of_tensor(site.bias_shift)]
     return _digest(parts)
 
 
 def _of_tensor(values: Tensor) -> str:
-    return values.float().cpu().numpy().tobytes().hex()
+    values = values.detach().cpu()
+    return hashlib.sha256((values.float() if values.is_floating_point() else values).numpy().tobytes()).hexdigest()
 
 
 def _of_function(function: Callable[..., object]) -> list[str]:

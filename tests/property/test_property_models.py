@@ -22,7 +22,7 @@ from invariants import is_finite
 
 NIGHTLY = settings.default == settings.get_profile("nightly")
 MODELS = settings.get_profile("nightly").max_examples if NIGHTLY else 25
-ENGINES = MODELS // 5  # exporting and building take seconds
+ENGINES = MODELS // 10 if NIGHTLY else 5  # exporting and building take seconds
 QUICK = settings(
     max_examples=MODELS,
     deadline=None,

@@ -35,8 +35,10 @@ import quantizer.runs.convert.engine_maker as maker  # noqa: E402
 import quantizer.runs.convert.run as steps  # noqa: E402
 import quantizer.runs.run_context as stages  # noqa: E402
 from quantizer.runs.budget.engine_budget import EngineBudget  # noqa: E402
+from quantizer.runs.convert import ConversionRequest  # noqa: E402
 from quantizer.runs.convert import load_converted  # noqa: E402
 from quantizer.runs.convert import measure  # noqa: E402
+from quantizer.runs.convert.data import DataSource  # noqa: E402
 from quantizer.runs.outputs.output_check import OutputCheck  # noqa: E402
 from quantizer.runs.outputs.output_check import tolerance  # noqa: E402
 from quantizer.runs.progress import stage_timer  # noqa: E402
@@ -425,6 +427,7 @@ SETTINGS = {
     "wrong": "preset: fats\n",
     "backend": "backend: openvino\n",
     "dynamic": "formats:\n  - {activations: dynamic}\n",
+    "fp8": "formats:\n  - {activations: fp8, weights: fp8}\n",
 }
 DATA = ("--quantization", "--calibration", "texts.txt")
 BAD = {
@@ -493,6 +496,10 @@ BAD = {
         (*DATA, "--backend", "tensorrt", "--config", "dynamic.yaml"),
         "--config dynamic.yaml: quantizer.formats[0]: tensorrt has no kernels for ranges at run time",
     ),
+    "settings with a format that the GPU lacks": (
+        (*DATA, "--backend", "tensorrt-rtx", "--compute-capability", "sm80", "--config", "fp8.yaml"),
+        "--compute-capability: 'sm80' has no FP8",
+    ),
     "settings for a function": (
         (*DATA[:1], "-m", "nets:build", "--inputs", "nets:data", "--config", "fast.yaml"),
         "--config is for checkpoints, and -m nets:build is a function; leave it out",
@@ -522,6 +529,30 @@ def test_bad_input_is_told_before_the_model_is_loaded(
     assert code == 1
     assert expected in said
     assert {path.name for path in tmp_path.iterdir()} == there
+
+
+def test_a_dtype_that_is_wrong_is_told_once(convert: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("a good film\n")
+    (tmp_path / "fast.yaml").write_text(SETTINGS["fast"])
+    _, said = convert(*DATA, "--dtype", "fp8", "--config", "fast.yaml", "--backend", "openvino", "onnxruntime")
+    assert said.count("fp8") == 2, "once for each backend"
+    assert "2 problems" in said
+
+
+@pytest.mark.parametrize(("ranges", "offered"), [("static", False), ("dynamic", False), (None, True)])
+def test_ranges_of_a_file_are_those_of_all_engines(ranges: str | None, offered: bool, tmp_path: Path) -> None:
+    config = tmp_path / "ranges.yaml"
+    config.write_text("preset: fast\n" if ranges is None else f"activations: {{ranges: {ranges}}}\n")
+    data = DataSource(path=tmp_path)
+    asked = ConversionRequest(
+        model="m",
+        output=tmp_path / "out",
+        quantization=True,
+        calibration=data,
+        config=config,
+        backends=("auto", "onnxruntime"),
+    )
+    assert any(variant.dynamic for variant in asked.variants) is offered
 
 
 def test_problems_are_told_together(convert: Callable[..., tuple[int, str]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import SensitivityError
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import SitePlan
 from quantizer.report.search.search_records import fallback_reason
 from quantizer.sensitivity import Evaluation
 from quantizer.sensitivity import Fallback
@@ -367,6 +370,30 @@ def test_scores_of_another_calibration_are_not_taken(tmp_path: Path) -> None:
 
 def _scaled(model: nn.Module, factor: float) -> float:
     return factor * float(next(model.parameters()).sum())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"codes": torch.ones(2, 2, dtype=torch.int8)},
+        {"smooth": torch.ones(2)},
+        {"spread": torch.ones(2)},
+        {"zero_point": 3},
+        {"block_size": 2},
+        {"axis": 0},
+        {"dynamic": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_scores_are_those_of_a_plan_that_computes_the_same(change: dict[str, Any]) -> None:
+    operand = OperandPlan(name="weight", role="weight", quantized=True, scale=torch.ones(()))
+    site = {"operation": "linear", "kind": "linear", "host_type": "Linear", "file": "", "line": 1, "reason": ""}
+    plans = [
+        {"site": SitePlan(name="site", quantized=True, operands=(one,), **site)}  # type: ignore[arg-type]
+        for one in (operand, replace(operand, **change))
+    ]
+    weights = Fingerprint.of(nn.Linear(2, 2))
+    assert len({fingerprint(plan, len, weights) for plan in plans}) == 2
 
 
 def test_metrics_are_told_apart_by_their_code() -> None:

@@ -197,7 +197,7 @@ class EngineMaker:
     def _quantized(self, variant: Variant, quantizer: Quantizer, folder: Path) -> Made:
         """Quantize, export and build."""
         with self.stage("quantize"):
-            if variant.dynamic:
+            if variant.dynamic or self.asked.chooses:
                 require_sites(quantizer)
             quantized = quantizer.quantize(self.context.model)
         with self.stage("export"):

@@ -16,6 +16,7 @@ from quantizer.config import QuantizerConfig
 from quantizer.config.data_section import MOST_SECONDS
 from quantizer.config.describe import nearest
 from quantizer.config.feasibility import check_formats
+from quantizer.config.feasibility import rule_formats
 from quantizer.config.load import quantizer_config
 from quantizer.engines import backends
 from quantizer.engines.candidates import Variant
@@ -164,9 +165,12 @@ class ConversionRequest:
         chosen = {"backends": tuple(fit) or names, "chooses": True, "missing": missing}
         if set(names) <= set(backends.names()):
             dtype = (self.dtype or "int8") if self.quantization else None
-            # A plan in which ranges are taken at run time has no calibrated ones to search in.
             chosen["variants"] = cpu_variants(
-                fit or names, dtype=dtype, precision=self.inference_precision, dynamic=True, named=bool(among)
+                fit or names,
+                dtype=dtype,
+                precision=self.inference_precision,
+                dynamic=not self._says_ranges(),
+                named=bool(among),
             )
         for field_name, value in chosen.items():
             object.__setattr__(self, field_name, value)
@@ -189,7 +193,7 @@ class ConversionRequest:
         elif self.compute_capability is not None and not re.fullmatch("sm[0-9]{2,3}", self.compute_capability):
             yield f"--compute-capability {self.compute_capability}: expected one such as sm89"
         elif self.compute_capability is not None:
-            formats = {self.dtype or "int8"} if self.quantization else set()
+            formats = self._formats(chosen) if self.quantization else set()
             targets = [profile(name) for name in chosen]
             yield from map(_option, engine_problems(targets, formats=formats, capabilities=[self.compute_capability]))
         known = [profile(name) for name in self.backends if name in backends.names()]
@@ -238,7 +242,7 @@ class ConversionRequest:
         return found
 
     def _settings_problems(self, names: Iterable[str]) -> list[str]:
-        """Return what is wrong with the file of settings for some backends."""
+        """Return what is wrong with the file of settings for backends; that one lacks the dtype is told elsewhere."""
         if self.config is None:
             return []
         try:
@@ -249,10 +253,25 @@ class ConversionRequest:
             return [f"--config {self.config}: {name} is given by --{name}; leave it out there" for name in sorted(said)]
         found = []
         for name in names:
-            try:
-                self.settings(name)
-            except ConfigError as error:
-                found += [f"--config {self.config}: {problem}" for problem in error.problems]
+            if self.dtype in (None, *profile(name).activation_dtypes):
+                try:
+                    self.settings(name)
+                except ConfigError as error:
+                    found += [f"--config {self.config}: {problem}" for problem in error.problems]
+        return list(dict.fromkeys(found))
+
+    def _says_ranges(self) -> bool:
+        """Return whether the file of settings says when ranges are taken; a wrong one is told of with the others."""
+        if self.config is None or self._settings_problems([]):
+            return False
+        return "ranges" in quantizer_config(self.config).activations.model_fields_set
+
+    def _formats(self, names: Sequence[str]) -> set[str]:
+        """Return the formats of the plan, as far as they are known without a wrong file."""
+        found = {self.dtype or "int8"}
+        for name in names if self.config is not None and not self._settings_problems(names) else ():
+            for rule in rule_formats(self.settings(name)):
+                found |= {dtype.name for dtype in (rule.activations, rule.weights) if dtype is not None}
         return found
 
     def _sizes(self) -> Iterator[str]:
