@@ -56,8 +56,6 @@ NOTHING_DB = -1000.0
 """The SQNR against an output of zeros: lower than any other, and a number that JSON can represent."""
 
 _EDGE_ROWS = 4
-_FEW = 1000
-"""So few numbers say little: one of them may decide over the SQNR of all."""
 _NOISES = 8
 """How often the noise of float sums is drawn."""
 
@@ -74,14 +72,12 @@ class Reference:
         rows: the rows that were run: of a large batch only the first and the last ones.
         outputs: the outputs of these rows, by name.
         noisy: the same with the noise of float sums, a few times; there are none if the model does not round.
-        whole: returns the outputs of all rows; None: these are all.
     """
 
     inputs: Batch
     rows: tuple[int, ...]
     outputs: Outputs
     noisy: Callable[[], Sequence[Outputs]] = tuple
-    whole: Callable[[], Reference] | None = None
 
 
 def reference_outputs(model: nn.Module, batches: Iterable[Batch], names: Sequence[str]) -> list[Reference]:
@@ -89,23 +85,12 @@ def reference_outputs(model: nn.Module, batches: Iterable[Batch], names: Sequenc
     references = []
     for batch in batches:
         count = len(next(iter(batch.values())))
-        rows = sorted({*range(min(_EDGE_ROWS, count)), *range(max(0, count - _EDGE_ROWS), count)})
-        references.append(_reference(model, batch, rows, names))
+        rows = tuple(sorted({*range(min(_EDGE_ROWS, count)), *range(max(0, count - _EDGE_ROWS), count)}))
+        with torch.no_grad():
+            result = model(**rows_at(batch, rows))
+        noisy = cache(partial(_noisy, model, rows_at(batch, rows), names))
+        references.append(Reference(batch, rows, _by_name(result, names), noisy))
     return references
-
-
-def _reference(model: nn.Module, batch: Batch, rows: Sequence[int], names: Sequence[str]) -> Reference:
-    some = rows_at(batch, rows)
-    with torch.no_grad():
-        result = model(**some)
-    count = len(next(iter(batch.values())))
-    return Reference(
-        batch,
-        tuple(rows),
-        _by_name(result, names),
-        cache(partial(_noisy, model, some, names)),
-        None if len(rows) == count else cache(partial(_reference, model, batch, range(count), names)),
-    )
 
 
 def _noisy(model: nn.Module, batch: Batch, names: Sequence[str]) -> list[Outputs]:
@@ -135,7 +120,8 @@ def check_engine(
     for reference, plain in zip(expected, of_float, strict=True):
         given = _by_name(as_predictor(engine)(reference.inputs), engine.output_names)
         for name in reference.outputs:
-            check = _compared(f"{engine.name} engine", name, given[name], reference, plain, name in of_tokens)
+            got = given[name][list(reference.rows)]
+            check = _compared(f"{engine.name} engine", name, got, reference, plain, name in of_tokens)
             if not bound.holds(check):
                 raise EngineError(
                     f"{_where(f'{engine.name} engine', name, reference)}: SQNR {check.sqnr_db:.1f} dB against "
@@ -154,36 +140,7 @@ def _is_cache(name: str) -> bool:
 def _compared(
     what: str, name: str, values: Floats, reference: Reference, plain: Reference, of_tokens: bool
 ) -> OutputCheck:
-    """Return how far the values of one output are from those of the reference, and from those of the float model.
-
-    Where they are far, it is asked of more rows if the output has few numbers, and then with the noise of float sums.
-
-    Args:
-        what: what computed the values, in words.
-        name: the output.
-        values: the values of all rows of the batch.
-        reference: the outputs that are expected.
-        plain: those of the float model.
-        of_tokens: whether the output has a vector for each token.
-    """
-    enough = Tolerance(ALIKE_DB, FURTHER_DB)
-    check, right = _distances(what, name, values[list(reference.rows)], reference, plain, of_tokens)
-    if not enough.holds(check) and reference.whole and plain.whole and reference.outputs[name].size < _FEW:
-        reference, plain = reference.whole(), plain.whole()
-        check, right = _distances(what, name, values, reference, plain, of_tokens)
-    if enough.holds(check):
-        return check
-    noisy = (_decibels(right, _read(one[name], reference, of_tokens)) for one in reference.noisy())
-    return replace(check, noise_float_db=min((one for one in noisy if one is not None), default=None))
-
-
-def _distances(
-    what: str, name: str, values: Floats, reference: Reference, plain: Reference, of_tokens: bool
-) -> tuple[OutputCheck, Floats]:
-    """Return the figures of ``_compared`` without those with noise, and the float model's output.
-
-    Here ``values`` are those of the rows of the references.
-    """
+    """Return how far the values of one output are from those of the reference, and from those of the float model."""
     read = (_read(one, reference, of_tokens) for one in (values, reference.outputs[name], plain.outputs[name]))
     got, right, float_right = _finite(_where(what, name, reference), *read)
     batch, sequence = batch_shape(reference.inputs)
@@ -196,12 +153,10 @@ def _distances(
         proxy_float_db=_decibels(float_right, right),
         cosine=mean_cosine(float_right, got),
     )
-    return check, float_right
-
-
-def _of_proxy(*given: Any) -> OutputCheck:
-    """Return the figures of a proxy that is its own reference."""
-    return _distances(*given)[0]
+    if Tolerance(ALIKE_DB, FURTHER_DB).holds(check):
+        return check
+    noisy = (_decibels(float_right, _read(one[name], reference, of_tokens)) for one in reference.noisy())
+    return replace(check, noise_float_db=min((one for one in noisy if one is not None), default=None))
 
 
 def _where(what: str, name: str, reference: Reference) -> str:
@@ -225,11 +180,13 @@ def output_distances(
     """
     names = _names_of(model, batch) if engine is None else engine.output_names
     (expected,), (plain,) = (reference_outputs(one, [batch], names) for one in (proxy, model))
+    given = expected.outputs
+    if engine is not None:
+        whole = _by_name(as_predictor(engine)(batch), names)
+        given = {name: whole[name][list(expected.rows)] for name in expected.outputs}
     of_tokens = token_outputs([expected])
-    shown = [name for name in expected.outputs if not _is_cache(name)]
-    given = expected.outputs if engine is None else _by_name(as_predictor(engine)(batch), names)
-    compare = _of_proxy if engine is None else _compared
-    checks = [compare("the output", name, given[name], expected, plain, name in of_tokens) for name in shown]
+    shown = [name for name in given if not _is_cache(name)]
+    checks = [_compared("the output", name, given[name], expected, plain, name in of_tokens) for name in shown]
     return distances_of(checks, engine=engine is not None)
 
 
