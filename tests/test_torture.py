@@ -51,7 +51,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.name != "posix", reason="forks, and sends POSIX signals")
 @pytest.mark.parametrize(
-    ("cases", "kills"), [(40, 3), pytest.param(300, 12, marks=pytest.mark.nightly)], ids=["seconds", "minute"]
+    ("cases", "kills"), [(80, 5), pytest.param(300, 12, marks=pytest.mark.nightly)], ids=["seconds", "minute"]
 )
 def test_a_part_of_it(tmp_path: Path, cases: int, kills: int) -> None:
     """Of each sort of file that is read quickly, and kills and full disks while one is saved."""

@@ -7,7 +7,6 @@ from collections.abc import Hashable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.calibration.proxied import Proxied
-from quantizer.common.digest import tensors_digest
 from quantizer.common.distributed import exact_sums
 from quantizer.observe.outputs import flat_output
 from quantizer.observe.outputs import floats
@@ -26,9 +24,8 @@ from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.observe.replay_batches import copied
 from quantizer.plan.apply import apply_plan
 from quantizer.plan.apply import switch_on
-from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import SitePlan
+from quantizer.plan.site_plan import plan_digest
 from quantizer.proxy.eager_attention import attention_of
 from quantizer.proxy.restored_state import unmoved
 
@@ -36,14 +33,6 @@ __all__ = ["OutputError", "other_attention_error", "quantized"]
 
 _OTHER = 0.01
 """From this error on, two implementations of attention compute something else: bfloat16 makes 0.0001."""
-
-
-_NOT_COMPUTED = {
-    *("reason", "rule", "note", "bias_note", "smoothing", "rounding", "estimate", "sqnr_db", "clipped"),
-    *("group", "range_group"),
-    *("view", "computation", "operands"),
-}
-"""Fields of a plan that change nothing of what a proxy computes, or are the same in all plans of its model."""
 
 
 class OutputError:
@@ -82,7 +71,7 @@ class OutputError:
 
     def _terms(self, plan: Plan, batches: Mapping[Hashable, Batch], limit: float = math.inf) -> list[float]:
         terms: list[float] = []
-        digest = _computed(plan)
+        digest = plan_digest(plan)
         with torch.no_grad():
             for name in [name for name in batches if name not in self._expected]:
                 self._expected[name] = _output(self._proxy.module, batches[name])
@@ -95,22 +84,6 @@ class OutputError:
                     if math.fsum(terms) > limit:
                         break
         return terms
-
-
-def _computed(plan: Plan) -> str:
-    """Return a checksum of all that a plan changes in what a proxy computes."""
-    tensors: dict[str, Tensor] = {}
-    values: list[str] = []
-    for path, entry in plan.items():
-        parts: list[SitePlan | OperandPlan] = [entry, *entry.operands]
-        for place, part in enumerate(parts):
-            for name in {field.name for field in fields(part)} - _NOT_COMPUTED:
-                value = getattr(part, name)
-                if isinstance(value, Tensor):
-                    tensors[f"{path} {place} {name}"] = value
-                else:
-                    values.append(f"{path} {place} {name} {value!r}")
-    return tensors_digest(tensors, "\n".join(sorted(values)))
 
 
 def other_attention_error(model: nn.Module, proxy: nn.Module, batch: Batch) -> float | None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import fields
 from dataclasses import replace
 
 from torch import Tensor
 
+from quantizer.common.digest import tensors_digest
 from quantizer.numerics.float16 import FLOAT16_MAX
 from quantizer.numerics.qtype import INT8
 from quantizer.proxy.computed.computation import Computation
@@ -23,9 +25,15 @@ __all__ = [
     "OperandPlan",
     "Plan",
     "SitePlan",
+    "plan_digest",
     "with_fallback",
     "summary",
 ]
+
+_REMARKS = {"reason", "rule", "note", "bias_note", "smoothing", "rounding", "estimate", "sqnr_db", "clipped"}
+"""Fields that say why."""
+_OF_THE_MODEL = {"file", "line", "group", "range_group", "view", "computation"}
+"""Fields that are the same in all plans of a model, or name places."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -215,3 +223,22 @@ def summary(operands: tuple[OperandPlan, ...], bias_note: str | None = None) -> 
     smoothing = [operand.smoothing for operand in operands if operand.smoothing and operand.role == "activation"]
     notes = [f"{operand.name}: {note}" for operand in operands if operand.quantized for note in operand.notes]
     return "; ".join([*held, *left, *smoothing, *([] if bias_note is None else [bias_note]), *notes])
+
+
+def plan_digest(plan: Mapping[str, SitePlan]) -> str:
+    """Return the SHA-256 (hexadecimal) of all that a plan changes in what a proxy of its model computes.
+
+    A new field of a plan is part of it unless it is named above: at worst something is computed anew.
+    """
+    tensors: dict[str, Tensor] = {}
+    values: list[str] = []
+    for path, entry in plan.items():
+        parts: list[SitePlan | OperandPlan] = [entry, *entry.operands]
+        for place, part in enumerate(parts):
+            for name in {field.name for field in fields(part)} - _REMARKS - _OF_THE_MODEL - {"operands"}:
+                value = getattr(part, name)
+                if isinstance(value, Tensor):
+                    tensors[f"{path} {place} {name}"] = value
+                else:
+                    values.append(f"{path} {place} {name} {value!r}")
+    return tensors_digest(tensors, "\n".join(sorted(values)))

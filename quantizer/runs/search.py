@@ -26,7 +26,7 @@ from quantizer.sensitivity import fingerprint
 from quantizer.sensitivity.prices.group_prices import Prices
 from quantizer.tasks import Batch
 from quantizer.tasks import Row
-from quantizer.tasks.inputs import rows_at
+from quantizer.tasks import rows_at
 
 __all__ = ["CAUSES", "causes_of", "has_causes", "measure_sensitivity", "search_fallback"]
 

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from types import CodeType
 
-from torch import Tensor
-
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.plain_values import decoded
 from quantizer.common.plain_values import json_values
@@ -21,6 +19,7 @@ from quantizer.errors import SensitivityError
 from quantizer.files import checked_file
 from quantizer.files import whole_file
 from quantizer.plan.site_plan import SitePlan
+from quantizer.plan.site_plan import plan_digest
 
 __all__ = ["ScoreCache", "check_scores", "fingerprint"]
 
@@ -91,26 +90,13 @@ def check_scores(path: Path) -> dict[str, float]:
 
 
 def fingerprint(plan: Mapping[str, SitePlan], metric: Callable[..., object], weights: Fingerprint) -> str:
-    """Return a checksum of a plan's formats, scales, factors, codes and shifts, of the weights and the metric's code.
+    """Return a checksum of what a plan computes and of its groups, of the weights and of the metric's code.
 
     The data that a metric reads is not part of it: another data set needs another file, unless the metric names its
     data in an attribute ``reads`` (a text).
     """
-    parts = [*_of_function(metric), json.dumps(weights.plain())]
-    for site in plan.values():
-        for operand in site.operands:
-            parts += [site.name, operand.name, operand.dtype, str(operand.quantized), str(operand.group)]
-            parts += map(str, (operand.dynamic, operand.axis, operand.block_size, operand.zero_point))
-            tensors = (operand.scale, operand.smooth, operand.spread, operand.codes)
-            parts += ["" if values is None else _of_tensor(values) for values in tensors]
-        if site.bias_shift is not None:
-            parts += [site.name, _of_tensor(site.bias_shift)]
-    return _digest(parts)
-
-
-def _of_tensor(values: Tensor) -> str:
-    values = values.detach().cpu()
-    return hashlib.sha256((values.float() if values.is_floating_point() else values).numpy().tobytes()).hexdigest()
+    groups = [str(operand.group) for site in plan.values() for operand in site.operands]
+    return _digest([*_of_function(metric), json.dumps(weights.plain()), plan_digest(plan), *groups])
 
 
 def _of_function(function: Callable[..., object]) -> list[str]:

@@ -21,8 +21,8 @@ from invariants import engine_follows_the_frozen_proxy
 from invariants import is_finite
 
 NIGHTLY = settings.default == settings.get_profile("nightly")
-MODELS = settings.get_profile("nightly").max_examples if NIGHTLY else 25
-ENGINES = MODELS // 10 if NIGHTLY else 5  # exporting and building take seconds
+MODELS = settings.get_profile("nightly").max_examples if NIGHTLY else 50
+ENGINES = MODELS // 10  # exporting and building take seconds
 QUICK = settings(
     max_examples=MODELS,
     deadline=None,
