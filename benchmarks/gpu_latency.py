@@ -1,24 +1,24 @@
 """The torch engine's kernels on a GPU beside half precision: models of BERT-base's and BERT-large's size.
 
-    python benchmarks/gpu_latency.py [ROUNDS]
+    python benchmarks/gpu_latency.py [--rounds N] [--models NAME ...] [--shapes ROWSxLENGTH ...]
 
-It writes its own section of RESULTS.md. Without a GPU that section says "not measured", and why; figures that are
-there already stay. Weights are random, with which the time is the same. INT8 and FP8 are ``Quantizer.lower``, compiled
-by ``torch.compile``, once in float32 and once under autocast to bfloat16 for what is not quantized. A share is that of
-the rate of one large product in the same type, measured first: of the multiply-adds of all linear layers. TensorRT's
-engines are measured where its library is installed. What is too large for the memory of a GPU, or needs a newer one,
-is a row with the reason.
+It writes its own section of RESULTS.md, after each row, so that a lease that ends leaves what was measured. Without a
+GPU the section says "not measured", and why; figures that are there already stay. Weights are random, with which the
+time is the same. INT8 and FP8 are ``Quantizer.lower`` of the model, cast to bfloat16. All are captured into a CUDA
+graph and its replays timed, in turns with the reference, so that no time of launches is in them;
+``torch.compile(mode="reduce-overhead")`` does that for a user. A share is that of the rate of one large product in the
+same type, measured first: of the multiply-adds of all linear layers. TensorRT's engines are measured where its library
+is installed, as a call from the memory of the host. What is too large for the memory of a GPU, or needs a newer one, is
+a row with the reason.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -47,6 +47,7 @@ _SIDE = 8192
 _TENSORRT = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 """The modules of the backends."""
 Batch = dict[str, torch.Tensor]
+Shape = tuple[int, int]
 Run = Callable[[Batch], Any]
 
 
@@ -57,6 +58,7 @@ class Contestant:
     name: str
     rate: str
     make: Callable[[torch.nn.Module, Path], Run]
+    replays: bool = True
 
 
 def why_not() -> str | None:
@@ -68,9 +70,11 @@ def why_not() -> str | None:
 
 
 def batch(rows: int, length: int) -> Batch:
-    """Random tokens, nothing masked."""
+    """Random tokens, the last of each row masked: a mask of nothing is left out by transformers, but in a capture."""
     ids = torch.randint(0, 30_000, (rows, length), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    mask = torch.ones_like(ids)
+    mask[:, -1] = 0
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def in_torch(model: torch.nn.Module, _: Path, *, dtype: torch.dtype, compiles: bool) -> Run:
@@ -78,21 +82,27 @@ def in_torch(model: torch.nn.Module, _: Path, *, dtype: torch.dtype, compiles: b
     module = BertModel(model.config)
     module.load_state_dict(model.state_dict())
     module = module.to("cuda", dtype).eval()
-    return partial(_called, torch.compile(module) if compiles else module, nullcontext())
+    return partial(_called, _compiled(module) if compiles else module)
 
 
-def lowered(model: torch.nn.Module, _: Path, *, dtype: str, half: bool) -> Run:
-    """The integers or FP8 codes of a quantized model in torch's kernels, compiled."""
-    # Plans in FP8 are TensorRT's: no engine of a CPU has it.
-    quantizer = Quantizer(backend="torch" if dtype == "int8" else "tensorrt", dtype=dtype, preset="fast")
+def lowered(model: torch.nn.Module, _: Path, *, dtype: str) -> Run:
+    """The integers or FP8 codes of a quantized model in torch's kernels, compiled; all else in bfloat16."""
+    # Plans in FP8 are TensorRT's, as no engine of a CPU has it. Torch has no kernel for their attention.
+    backend = "torch" if dtype == "int8" else "tensorrt"
+    quantizer = Quantizer(backend=backend, dtype=dtype, preset="fast", sites={"matmul": False})
     quantizer.calibrate(model, [batch(4, 64), batch(4, 128)], progress=False)
-    module = torch.compile(quantizer.lower(model).cuda())
-    context = torch.autocast("cuda", torch.bfloat16) if half else nullcontext()
-    return partial(_called, module, context)
+    return partial(_called, _compiled(quantizer.lower(model).to("cuda", torch.bfloat16)))
 
 
-def _called(module: Any, context: AbstractContextManager[Any], given: Batch) -> Any:
-    with torch.no_grad(), context:
+def _compiled(module: torch.nn.Module) -> torch.nn.Module:
+    """Compile the one block that a model repeats, once for a shape: the whole takes as many times longer."""
+    for layer in module.encoder.layer:
+        layer.compile(dynamic=False)
+    return module
+
+
+def _called(module: Any, given: Batch) -> Any:
+    with torch.no_grad():
         return module(**given)
 
 
@@ -109,20 +119,17 @@ def in_tensorrt(model: torch.nn.Module, folder: Path, *, backend: str, dtype: st
 
 def contestants() -> Iterator[Contestant]:
     """Those that this machine may run, the reference first."""
-    for dtype in (torch.float16, torch.bfloat16):
-        for compiles in (False, True):
-            name = f"{str(dtype).removeprefix('torch.')}{', torch.compile' if compiles else ''}"
-            yield Contestant(name, "float16", partial(in_torch, dtype=dtype, compiles=compiles))
+    for dtype, compiles in ((torch.float16, False), (torch.float16, True), (torch.bfloat16, True)):
+        name = f"{str(dtype).removeprefix('torch.')}{', torch.compile' if compiles else ''}"
+        yield Contestant(name, "float16", partial(in_torch, dtype=dtype, compiles=compiles))
     formats = ["int8"] + (["fp8"] if torch.cuda.get_device_capability() >= (8, 9) else [])
     for dtype in formats:
-        for half in (False, True):
-            name = f"ours, {dtype}, torch.compile{', autocast to bfloat16' if half else ''}"
-            yield Contestant(name, dtype, partial(lowered, dtype=dtype, half=half))
+        yield Contestant(f"ours, {dtype}, torch.compile", dtype, partial(lowered, dtype=dtype))
     for backend, module in _TENSORRT.items():
         if find_spec(module) is not None:
             for dtype in formats:
                 make = partial(in_tensorrt, backend=backend, dtype=dtype)
-                yield Contestant(f"ours, {dtype}, {backend}", dtype, make)
+                yield Contestant(f"ours, {dtype}, {backend}", dtype, make, replays=False)
 
 
 def rates() -> dict[str, float]:
@@ -163,45 +170,61 @@ def multiply_adds(model: torch.nn.Module, rows: int, length: int) -> int:
     return sum(size * rows * (1 if name.startswith("pooler") else length) for name, size in sizes.items())
 
 
-def section(rounds: int) -> Iterator[str]:
+def section(models: list[str], shapes: list[Shape], rounds: int) -> Iterator[str]:
     """The lines of the section."""
     fastest = rates()
     yield f"{date.today()}, {torch.cuda.get_device_name()}, torch {torch.__version__}, {rounds} rounds in turns.\n"
     told = ", ".join(f"{name} {2 * rate / 1e12:.0f}" for name, rate in fastest.items())
     yield f"Measured rates of one product of {_SIDE} x {_SIDE}, in TFLOPS or TOPS: {told}.\n"
-    for title, sizes in SIZES.items():
+    for title in models:
         torch.manual_seed(0)
-        model = BertModel(BertConfig(**sizes)).eval()
+        model = BertModel(BertConfig(**SIZES[title])).eval()
         yield f"### {title}\n"
-        yield "| milliseconds (to float16; share of the rate) | " + " | ".join(f"{b} x {s}" for b, s in SHAPES) + " |"
-        yield "|---" * (1 + len(SHAPES)) + "|"
+        yield "| milliseconds (to float16; share of the rate) | " + " | ".join(f"{b} x {s}" for b, s in shapes) + " |"
+        yield "|---" * (1 + len(shapes)) + "|"
         with tempfile.TemporaryDirectory() as folder:
-            yield from _rows(model, Path(folder), rounds, fastest)
+            yield from _rows(model, Path(folder), shapes, rounds, fastest)
         yield ""
 
 
-def _rows(model: torch.nn.Module, folder: Path, rounds: int, fastest: dict[str, float]) -> Iterator[str]:
+def _rows(
+    model: torch.nn.Module, folder: Path, shapes: list[Shape], rounds: int, fastest: dict[str, float]
+) -> Iterator[str]:
     """A row a contestant; each takes turns with the first, so that not all have to fit into memory at once."""
     reference: Run | None = None
     for one in contestants():
         try:
             run = one.make(model, folder)
             reference = reference or run
-            cells = [_cell(model, reference, run, shape, rounds, fastest[one.rate]) for shape in SHAPES]
-        except (torch.cuda.OutOfMemoryError, QuantizerError) as error:
-            cells = [" ".join(str(error).split()).replace("|", "/"), *("" for _ in SHAPES[1:])]
+            cells = [_cell(model, reference, run, one, shape, rounds, fastest[one.rate]) for shape in shapes]
+        except (RuntimeError, QuantizerError) as error:
+            cells = [" ".join(str(error).split()).replace("|", "/")[:200], *("" for _ in shapes[1:])]
         yield f"| {one.name} | " + " | ".join(cells) + " |"
         torch.compiler.reset()
         torch.cuda.empty_cache()
 
 
-def _cell(model: torch.nn.Module, reference: Run, run: Run, shape: tuple[int, int], rounds: int, rate: float) -> str:
+def _cell(
+    model: torch.nn.Module, reference: Run, run: Run, one: Contestant, shape: Shape, rounds: int, rate: float
+) -> str:
     given = {name: value.cuda() for name, value in batch(*shape).items()}
-    taken = milliseconds({"reference": partial(reference, given), "this": partial(run, given)}, rounds)
+    call = captured(run, given) if one.replays else partial(run, given)
+    taken = milliseconds({"reference": captured(reference, given), "this": call}, rounds)
     ratio = statistics.median(a / b for a, b in zip(taken["reference"], taken["this"], strict=True))
     time = statistics.median(taken["this"])
     share = multiply_adds(model, *shape) / (time / 1000) / rate
     return f"{time:.2f} ({ratio:.2f}; {share:.0%})"
+
+
+def captured(run: Run, given: Batch) -> Callable[[], None]:
+    """The kernels of a call, recorded, to be run again without the host."""
+    for _ in range(3):
+        run(given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(given)
+    return graph.replay
 
 
 def write_section(text: str) -> None:
@@ -214,10 +237,24 @@ def write_section(text: str) -> None:
     RESULTS.write_text(f"{head}{gap}{HEADING}\n\n{text.strip()}\n{end}", encoding="utf-8")
 
 
-def main(rounds: int) -> None:
+def _shape(text: str) -> Shape:
+    rows, length = text.split("x")
+    return int(rows), int(length)
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("--rounds", type=int, default=30)
+    asked.add_argument("--models", nargs="+", choices=list(SIZES), default=list(SIZES))
+    asked.add_argument("--shapes", nargs="+", type=_shape, default=list(SHAPES), metavar="ROWSxLENGTH")
+    given = asked.parse_args()
     reason = why_not()
     if reason is None:
-        write_section("\n".join(section(rounds)))
+        lines = []
+        for line in section(given.models, given.shapes, given.rounds):
+            print(line, flush=True)
+            lines.append(line)
+            write_section("\n".join(lines))
         return
     print(f"not measured: {reason}")
     if HEADING not in RESULTS.read_text(encoding="utf-8"):
@@ -225,4 +262,4 @@ def main(rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 30)
+    main()

@@ -16,6 +16,7 @@ from helpers import needs_exact_byte_products
 from helpers import tiny
 from torch import Tensor
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional
 
@@ -360,9 +361,9 @@ def test_copies_casts_and_loaded_states_choose_their_kernels_again() -> None:
     twin = copy.deepcopy(lowered)
     assert torch.equal(twin(x), expected)
     assert all(row.kernel for row in q.kernels(twin))
-    half = copy.deepcopy(lowered).half()
-    assert {row.reason for row in q.kernels(half) if row.operation == "linear"} == {
-        "kernels compute float32, and the weight is float16"
+    double = copy.deepcopy(lowered).double()
+    assert {row.reason for row in q.kernels(double) if row.operation == "linear"} == {
+        "no kernel returns float64, the type of the weight"
     }
     twin.load_state_dict(theirs.quantize(other).state_dict())
     assert torch.equal(twin(x), theirs.lower(other)(x))
@@ -436,7 +437,65 @@ def test_a_compiled_one_fuses_what_lies_between(config: dict[str, Any]) -> None:
         assert sqnr_db(compiled(rows(2)), frozen(rows(2))) > 40
 
 
+@pytest.mark.parametrize("kernels", [None, "cuda"])
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    [
+        (torch.float16, {}),
+        (torch.bfloat16, {}),
+        # Without float16: under its autocast torch's operator for FP8 on a CPU adds in it, and overflows.
+        (torch.bfloat16, {"backend": "tensorrt", "formats": [FP8]}),
+    ],
+    ids=["int8-float16", "int8", "fp8"],
+)
+def test_in_half_precision_results_have_the_type_of_the_model_or_of_autocast(
+    kernels: str | None, dtype: torch.dtype, config: dict[str, Any]
+) -> None:
+    model = nn.Sequential(nn.Linear(36, 20), nn.GELU(), nn.Linear(20, 12)).eval()
+    q = calibrated(model, rows(0, 36), **config)
+    frozen, lowered = q.quantize(model), lower(q.quantize(model), Lowering(kernels=kernels))
+    held = copy.deepcopy(lowered).to(dtype)
+    if kernels is not None:
+        assert all(row.kernel for row in [*q.kernels(lowered), *q.kernels(held)])
+    x = rows(1, 36)
+    with torch.autocast("cpu", dtype=dtype):
+        found, expected = lowered(x), frozen(x)
+    assert found.dtype is expected.dtype is held(x.to(dtype)).dtype is dtype
+    assert sqnr_db(found.float(), frozen(x)) > 35
+    assert sqnr_db(held(x.to(dtype)).float(), frozen(x)) > 35
+
+
+def test_a_table_of_a_model_in_half_precision_gives_rows_in_it() -> None:
+    model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 8)).eval()
+    q = calibrated(model, torch.randint(0, 50, (12, 7)))
+    lowered = q.lower(model)
+    held = copy.deepcopy(lowered).bfloat16()
+    ids = torch.randint(0, 50, (2, 7))
+    assert all(row.kernel for row in q.kernels(held))
+    assert held[0](ids).dtype is torch.bfloat16
+    assert sqnr_db(held(ids).float(), lowered(ids)) > 35
+
+
+@pytest.mark.promise(
+    "Compile the block that a model repeats rather than the whole (`for layer in model.encoder.layer: "
+    "layer.compile()`): one compilation serves all layers, whatever their scales are."
+)
+@pytest.mark.parametrize("config", [{}, {"backend": "tensorrt", "formats": [FP8]}], ids=["int8", "fp8"])
+def test_blocks_with_other_ranges_share_one_compilation(config: dict[str, Any]) -> None:
+    counter = CompileCounter()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))).eval()
+    q = calibrated(model, rows(), **config)
+    lowered, expected = lower(q.quantize(model), Lowering(kernels="cuda")), q.quantize(model)(rows(1))
+    assert len({float(site.quantizer(0).scale) for site in sites_of(lowered)}) == 4
+    for block in lowered:
+        block.compile(backend=counter)
+    with torch.no_grad():
+        assert sqnr_db(lowered(rows(1)), expected) > 40
+    assert counter.frame_count == 1
+
+
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
 def test_on_a_gpu_eager_and_compiled() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU is here")

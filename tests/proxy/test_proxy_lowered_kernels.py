@@ -174,6 +174,7 @@ def test_a_lookup_is_bit_for_bit_that_of_floats() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
 @pytest.mark.parametrize("rows", [1, 17, 300])
 def test_kernels_of_a_gpu_compute_what_they_do_on_a_cpu(rows: int) -> None:
     if not torch.cuda.is_available():

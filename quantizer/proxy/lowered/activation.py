@@ -32,9 +32,10 @@ class Activation:
 
     Args:
         quantizer: has one scale for the tensor, or takes ranges at each call, of the tensor or of its rows.
+        device: where the kernel computes; None: where the scale is.
     """
 
-    def __init__(self, quantizer: OperandQuantizer) -> None:
+    def __init__(self, quantizer: OperandQuantizer, device: torch.device | None = None) -> None:
         self._kind = qtype(quantizer.dtype)
         self._quantizer = quantizer
         self._factored = quantizer.factor is not None
@@ -44,6 +45,15 @@ class Activation:
         self._point = 0 if quantizer.zero_point is None else int(quantizer.zero_point)
         self._to_unsigned = UINT8.qmin - self._kind.qmin
         self._to_signed = INT8.qmin - self._kind.qmin
+        # Numbers would be constants of a compiled graph, which a block that a model repeats then has for each layer.
+        if device is None and quantizer.scale is not None:
+            device = quantizer.scale.device
+        self._step = torch.tensor(self._scale, device=device)
+        self._points = {
+            signed: torch.tensor(self._point + shift, dtype=torch.int32, device=device)
+            for signed, shift in ((True, self._to_signed), (False, self._to_unsigned))
+        }
+        self._centered = self._point + self._to_signed == 0
 
     def unsigned(self, x: Tensor) -> Codes:
         """Return UINT8 codes of float32 values on the CPU, in one pass over them where the range is fixed."""
@@ -59,33 +69,30 @@ class Activation:
         step, point = float(scale), int(zero) + self._to_unsigned
         return byte_codes(x, step, point), step, point, None
 
-    def fixed(self) -> tuple[Tensor, Tensor]:
-        """Return s [] and z [] of UINT8 codes as tensors, where they do not depend on the values."""
-        return torch.tensor(self._scale), torch.tensor(self._point + self._to_unsigned)
+    def fusible(self, x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return codes by operations that a compiler fuses with those before, on any device; INT8 or UINT8 ones.
 
-    def fusible(self, x: Tensor, *, signed: bool) -> Codes:
-        """Return codes by operations that a compiler fuses with those before, on any device; INT8 or UINT8 ones."""
+        s [] and z [] are tensors, and z is None where it is zero whatever the values are.
+        """
         if self._factored:
             x = self._quantizer.multiplied(x)
-        rows: Tensor | None = None
-        scale: float | Tensor = self._scale
-        point: int | Tensor = self._point
+        made = INT8 if signed else UINT8
+        scale, rows = self._step, None
+        point = None if signed and self._centered else self._points[signed]
         if self._by_row:
             rows = block_scales(x, self._kind.name, x.shape[-1])
-            x, scale = x / rows, 1.0
         elif self._dynamic:
             scale, zero = dynamic_range(x, self._kind.name)
-            point = zero.int()
-        point = point + (self._to_signed if signed else self._to_unsigned)
-        made = INT8 if signed else UINT8
-        divided = x if self._by_row else x / scale
-        return (divided.round() + point).clamp(made.qmin, made.qmax).to(made.storage), scale, point, rows
+            point = zero.int() + (self._to_signed if signed else self._to_unsigned)
+        steps = (x / (scale if rows is None else rows)).round()
+        codes = (steps if point is None else steps + point).clamp(made.qmin, made.qmax).to(made.storage)
+        return codes, scale, point, rows
 
-    def floating(self, x: Tensor) -> tuple[Tensor, float]:
-        """Return codes in the range of a floating-point format, in float32, and s."""
+    def floating(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return codes in the range of a floating-point format, in float32, and s []."""
         if self._factored:
             x = self._quantizer.multiplied(x)
-        return (x / self._scale).clamp(self._kind.qmin, self._kind.qmax), self._scale
+        return (x / self._step).clamp(self._kind.qmin, self._kind.qmax), self._step
 
     @property
     def storage(self) -> torch.dtype:

@@ -20,7 +20,10 @@ from quantizer.proxy.lowered.kernels import TableLookup
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 
-__all__ = ["Lowering", "choose"]
+__all__ = ["FLOATS", "Lowering", "choose"]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""The types of values that kernels take and return; they compute in float32 what they do not compute in codes."""
 
 _CPU, _GPU = "cpu", "cuda"
 _SPATIAL = {"conv1d": 1, "conv2d": 2}
@@ -55,8 +58,8 @@ def choose(site: Site, lowering: Lowering) -> Kernel | str:
     scales = _scales(held, call)
     if scales is None:
         return f"no kernel takes weights of {held.dtype} with these scales"
-    if held.stored_dtype is not torch.float32:
-        return f"kernels compute float32, and the weight is {str(held.stored_dtype).removeprefix('torch.')}"
+    if held.stored_dtype not in FLOATS:
+        return f"no kernel returns {str(held.stored_dtype).removeprefix('torch.')}, the type of the weight"
     if call.activation is None:
         whole = qtype(held.dtype).storage is torch.int8
         return TableLookup(held.stored, scales) if whole else f"no lookup in codes of {held.dtype}"
@@ -105,7 +108,7 @@ def _product(
     if device == _GPU:
         if spatial:
             return "torch has no integer convolution on a GPU"
-        return (ScaledMatmul if weights.is_float else IntegerMatmul)(codes, scales, Activation(given))
+        return (ScaledMatmul if weights.is_float else IntegerMatmul)(codes, scales, Activation(given, codes.device))
     if device != _CPU:
         return f"torch has no integer kernels on {device}"
     if weights.is_float:

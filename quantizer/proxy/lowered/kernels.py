@@ -36,8 +36,10 @@ class Kernel(Protocol):
 
     name: str
 
-    def __call__(self, x: Tensor, bias: Tensor | None, window: Window) -> Tensor | None:
-        """Return the result, float32; None if the kernel cannot make this call."""
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, window: Window, out: torch.dtype = torch.float32
+    ) -> Tensor | None:
+        """Return the result in the type ``out``, of x and b in float32; None if the kernel cannot make this call."""
 
 
 class IntegerLinear:
@@ -55,14 +57,13 @@ class IntegerLinear:
         self._weight, self._scales, self._activation = weight, scales, activation
         self._zeros = torch.zeros(len(scales), dtype=torch.int64)
         self._packed = torch.ops.onednn.qlinear_prepack(weight, None)
-        self._step, self._point = activation.fixed()
         self._call: Any = torch.ops.onednn.qlinear_pointwise.default
 
-    def __call__(self, x: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+    def __call__(self, x: Tensor, bias: Tensor | None, window: Window, out: torch.dtype = torch.float32) -> Tensor:
         if torch.compiler.is_compiling():
-            return self._compiled(x, bias)
+            return self._compiled(x, bias).to(out)
         if x.dim() == 1:
-            return self(x[None], bias, window)[0]
+            return self(x[None], bias, window, out)[0]
         codes, scale, point, rows = self._activation.unsigned(x)
         if not codes.is_contiguous():
             codes = codes.contiguous()
@@ -75,15 +76,14 @@ class IntegerLinear:
             result.mul_(rows)
             if bias is not None:
                 result.add_(bias)
-        return result
+        return result.to(out)
 
     def _compiled(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return the result by operations that Inductor fuses, around one that it calls."""
         codes, scale, point, rows = self._activation.fusible(x, signed=False)
-        step = scale if isinstance(scale, Tensor) else self._step
-        zero = point if isinstance(point, Tensor) else self._point
+        assert point is not None
         inside = bias if rows is None else None
-        result = integer_linear(codes, step, zero, self._weight, self._scales, inside)
+        result = integer_linear(codes, scale, point, self._weight, self._scales, inside)
         if rows is None:
             return result
         return result * rows if bias is None else result * rows + bias
@@ -108,7 +108,9 @@ class IntegerConvolution:
         self._packed: dict[Window, tuple[Tensor, tuple[Any, ...]] | None] = {}
         self._call: Any = torch.ops.onednn.qconv_pointwise.default
 
-    def __call__(self, x: Tensor, bias: Tensor | None, window: Window) -> Tensor | None:
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, window: Window, out: torch.dtype = torch.float32
+    ) -> Tensor | None:
         if x.dim() != self._weight.dim() or torch.compiler.is_compiling():
             return None
         key = tuple(tuple(part) if isinstance(part, list) else part for part in window)
@@ -124,7 +126,7 @@ class IntegerConvolution:
             *(1.0, 0, torch.float32, "none", [], ""),
         )
         # What follows may take a view, which the layout of the kernel, channels last, does not allow.
-        return made.contiguous() if x.is_contiguous() else made
+        return (made.contiguous() if x.is_contiguous() else made).to(out)
 
     def _pack(self, window: Window) -> tuple[Tensor, tuple[Any, ...]] | None:
         axes = self._weight.dim() - 2
@@ -164,7 +166,7 @@ class IntegerMatmul:
         self._weight, self._extra = _in_steps(weight, _EIGHT)
         self._sums = weight.sum(1, dtype=torch.int32)
 
-    def __call__(self, x: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+    def __call__(self, x: Tensor, bias: Tensor | None, window: Window, out: torch.dtype = torch.float32) -> Tensor:
         codes, scale, point, rows = self._activation.fusible(x, signed=True)
         flat = codes.reshape(-1, codes.shape[-1])
         missing = max(0, _ROWS - len(flat))
@@ -172,11 +174,13 @@ class IntegerMatmul:
             # What is added meets rows and columns of zeros, or is cut off below.
             flat = functional.pad(flat, (0, self._extra, 0, missing))
         sums = torch._int_mm(flat, self._weight.t())[: flat.shape[0] - missing, : self._columns]
-        result = (sums - point * self._sums) * (self._scales * scale)
+        if point is not None:
+            sums = sums - point * self._sums
+        result = sums * (self._scales * scale)
         result = result.reshape(*x.shape[:-1], self._columns)
         if rows is not None:
             result = result * rows
-        return result if bias is None else result + bias
+        return (result if bias is None else result + bias).to(out)
 
 
 class ScaledMatmul:
@@ -195,16 +199,27 @@ class ScaledMatmul:
         self._weight, self._extra = _in_steps(weight, _SIXTEEN)
         self._one = torch.ones((), device=weight.device)
 
-    def __call__(self, x: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+    def __call__(self, x: Tensor, bias: Tensor | None, window: Window, out: torch.dtype = torch.float32) -> Tensor:
         values, scale = self._activation.floating(x)
         flat = values.reshape(-1, values.shape[-1])
         if self._extra:
             flat = functional.pad(flat, (0, self._extra))
         codes = flat.to(self._activation.storage)
+        if out is torch.bfloat16:
+            return self._scaled_inside(codes, scale, bias).reshape(*x.shape[:-1], self._columns)
         one = self._one
         sums = torch._scaled_mm(codes, self._weight.t(), one, one, out_dtype=torch.float32)[:, : self._columns]
         result = (sums * (self._scales * scale)).reshape(*x.shape[:-1], self._columns)
-        return result if bias is None else result + bias
+        return (result if bias is None else result + bias).to(out)
+
+    def _scaled_inside(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the result in bfloat16, for which the kernel itself takes a scale for each row and channel, and b."""
+        extra = len(self._weight) - self._columns
+        scales = functional.pad(self._scales, (0, extra))[None]
+        rows = scale.expand(len(codes), 1).contiguous()
+        added = None if bias is None else functional.pad(bias.bfloat16(), (0, extra))
+        made = torch._scaled_mm(codes, self._weight.t(), rows, scales, bias=added, out_dtype=torch.bfloat16)
+        return made[:, : self._columns]
 
 
 class TableLookup:
@@ -220,8 +235,8 @@ class TableLookup:
     def __init__(self, weight: Tensor, scales: Tensor) -> None:
         self._weight, self._scales = weight, scales[:, None]
 
-    def __call__(self, x: Tensor, bias: Tensor | None, window: Window) -> Tensor:
-        return functional.embedding(x, self._weight) * functional.embedding(x, self._scales)
+    def __call__(self, x: Tensor, bias: Tensor | None, window: Window, out: torch.dtype = torch.float32) -> Tensor:
+        return (functional.embedding(x, self._weight) * functional.embedding(x, self._scales)).to(out)
 
 
 _EIGHT, _SIXTEEN = 8, 16

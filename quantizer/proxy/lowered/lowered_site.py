@@ -10,6 +10,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.proxy.lowered.calls import CALLS
+from quantizer.proxy.lowered.choose import FLOATS
 from quantizer.proxy.lowered.choose import Lowering
 from quantizer.proxy.lowered.choose import choose
 from quantizer.proxy.lowered.kernels import Kernel
@@ -33,6 +34,8 @@ class LoweredSite(Site):
     _arguments: Callable[..., Any]
     _check: Callable[[Tensor], None] | None
     _shift: Tensor | None
+    _looks_up: bool
+    _type: torch.dtype
     _added: tuple[Tensor, Tensor] | None
 
     @staticmethod
@@ -54,8 +57,10 @@ class LoweredSite(Site):
             self.chosen, self._added = choose(self, self.lowering), None
             if not isinstance(self.chosen, str):
                 call = CALLS[self.source.operation]
-                frozen = self.quantizer_of(call.weight).frozen
+                held = self.quantizer_of(call.weight)
+                frozen = held.frozen
                 self._shift = self.bias_shift
+                self._looks_up, self._type = call.activation is None, held.stored_dtype
                 self._arguments, self._check = call.arguments, None if frozen is None else frozen.check
         return self.chosen
 
@@ -74,24 +79,40 @@ class LoweredSite(Site):
             x, weight, bias, window = given
             if self._check is not None:
                 self._check(weight)
-            if not x.is_floating_point() if kernel.name == _LOOKUP else x.dtype is torch.float32 and x.numel():
-                result = self._computed(kernel, x, bias, window)
+            out = self._type_of_result(x)
+            if out is not None and x.numel():
+                result = self._computed(kernel, x, bias, window, out)
                 if result is not None:
                     return result
         return super().forward(*args, **keywords)
 
-    def _computed(self, kernel: Kernel, x: Tensor, bias: Any, window: Any) -> Any:
+    def _type_of_result(self, x: Tensor) -> torch.dtype | None:
+        """Return the type that the float operation would return, that of autocast where it is on; None: no kernel."""
+        if not x.is_floating_point():
+            return self._type if self._looks_up else None
+        if self._looks_up or x.dtype not in FLOATS:
+            return None
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            made = torch.get_autocast_dtype(device)
+            return made if made in FLOATS else None
+        return x.dtype if x.dtype is self._type else None
+
+    def _computed(self, kernel: Kernel, x: Tensor, bias: Any, window: Any, out: torch.dtype) -> Any:
         """Return the result; None if the kernel cannot make this call. A bias of another shape is added after it."""
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self._computed(kernel, x, bias, window)
+                return self._computed(kernel, x, bias, window, out)
         if self._shift is not None:
             bias = self._shifted(bias, self._shift)
-        plain = bias is None or (isinstance(bias, Tensor) and bias.dim() == 1 and bias.dtype is torch.float32)
-        if plain:
-            return kernel(x, bias, window)
-        result = kernel(x, None, window)
-        return None if result is None else result + bias
+        if not self._looks_up:
+            x = x.float()
+        if bias is None:
+            return kernel(x, None, window, out)
+        if isinstance(bias, Tensor) and bias.dim() == 1 and bias.dtype in FLOATS:
+            return kernel(x, bias.float(), window, out)
+        result = kernel(x, None, window, torch.float32)
+        return None if result is None else (result + bias).to(out)
 
     def _shifted(self, bias: Any, shift: Tensor) -> Any:
         """Return the bias with the site's shift; the sum with a parameter, which is frozen, is kept."""
@@ -124,7 +145,8 @@ class LoweredSite(Site):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the kernel, whose weight is in a layout that cannot be copied."""
         state = {**super().__getstate__(), "chosen": None, "_added": None}
-        return {name: value for name, value in state.items() if name not in ("_arguments", "_check", "_shift")}
+        return {name: value for name, value in state.items() if name not in _CHOSEN}
 
 
-_LOOKUP = "aten::embedding"
+_CHOSEN = ("_arguments", "_check", "_shift", "_looks_up", "_type")
+"""What the choice of a kernel sets."""
