@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch import nn
 from torch.utils import _pytree
 
+from quantizer.common.data.batches_of import beside
 from quantizer.common.interrupts import interrupts_end_the_block
 from quantizer.errors import ExportError
 from quantizer.errors import MissingDependencyError
@@ -85,9 +87,12 @@ def export_onnx(
     # A copy is converted and put in eval mode: in place, the caller's model would change.
     regions = regions or Float32Modules()
     exported = convert_floats(_copied(model, dtype, regions).eval(), dtype, regions)
-    args, keywords = _split(example, regions.io_dtype(dtype))
+    names = _output_names(model, beside(model, example))
+    if any(not tensor.is_cpu for tensor in chain(exported.parameters(), exported.buffers())):
+        # A file has no device, and what is folded into it is computed as in a file of a model on the CPU.
+        exported.cpu()
+    args, keywords = _split(beside(exported, example), regions.io_dtype(dtype))
     _name_positional(exported, args)
-    names = _output_names(model, example)
     _check_output_names(names, [*inspect.signature(exported.forward).parameters, *keywords])
     parameters = _name_inputs(exported, keywords)
     inputs = _named(exported, args, keywords)

@@ -29,6 +29,7 @@ from quantizer.proxy.model_sharing import OwnBuffers
 from quantizer.proxy.model_sharing import take_small
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
+from quantizer.proxy.site import move_beside_parameters
 from quantizer.proxy.weight import operand_of
 
 __all__ = [
@@ -62,6 +63,7 @@ def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
         )
     for path, entry in plan.items():
         _apply_site_plan(sites[path], entry)
+        move_beside_parameters(sites[path], proxy)
 
 
 def _apply_site_plan(site: Site, entry: SitePlan) -> None:

@@ -24,7 +24,7 @@ from quantizer.proxy.split_attention import attention
 from quantizer.proxy.split_attention import observed_probabilities
 from quantizer.rewrite.find_sites import SiteSource
 
-__all__ = ["CallOverride", "Observer", "Site"]
+__all__ = ["CallOverride", "Observer", "Site", "move_beside_parameters"]
 
 
 class Observer(Protocol):
@@ -265,3 +265,17 @@ def _implied(source: SiteSource, entry: Operation) -> Callable[..., Any]:
 
 def _quantizer_name(operand: str) -> str:
     return f"_{operand}_quantizer" if operand in ("input", "weight") else f"_{operand}_input_quantizer"
+
+
+def move_beside_parameters(site: Site, proxy: nn.Module) -> None:
+    """Move the scales of a site to the device of its module's parameters, or of the first module around that has any.
+
+    A plan that was loaded lies on the CPU, and so do scales that training changed.
+    """
+    path = site.host_path
+    nearest = next(proxy.get_submodule(path).parameters(), None)
+    while nearest is None and path:
+        path = path.rpartition(".")[0]
+        nearest = next(proxy.get_submodule(path).parameters(), None)
+    if nearest is not None and not nearest.is_meta:
+        site.to(nearest.device)

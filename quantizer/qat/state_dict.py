@@ -37,7 +37,9 @@ def prepare_state_dict(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> None
         proxy: the proxy to train.
         kinds: the kinds of the scales, by ``SITE.OPERAND``; all others are fixed.
     """
-    proxy.register_buffer(_BUFFER, _as_bytes(_decisions(proxy, kinds)))
+    # Beside the parameters: NCCL sends no tensor of the CPU.
+    device = next(proxy.parameters()).device
+    proxy.register_buffer(_BUFFER, _as_bytes(_decisions(proxy, kinds)).to(device))
     proxy.register_state_dict_pre_hook(partial(_before_saving, kinds))  # type: ignore[no-untyped-call]
     proxy.register_state_dict_post_hook(_after_saving)  # type: ignore[no-untyped-call]
     proxy.register_load_state_dict_pre_hook(partial(_before_loading, kinds))  # type: ignore[no-untyped-call]

@@ -24,7 +24,9 @@ from quantizer import Quantizer
 from quantizer.common.data.batches_of import BATCH_ROWS
 from quantizer.common.data.batches_of import MOST_ROWS
 from quantizer.common.data.batches_of import batches_of
+from quantizer.common.data.batches_of import beside
 from quantizer.common.data.batches_of import length_of
+from quantizer.common.data.batches_of import moved
 from quantizer.common.data.batches_of import row_count
 from quantizer.errors import CalibrationError
 from quantizer.errors import CalibrationWarning
@@ -256,3 +258,16 @@ def test_causes_takes_the_same_data() -> None:
     assert len(q.causes(model, data, num=1)) <= 1
     with pytest.raises(CalibrationError, match=r"causes\(\) measures on data"):
         q.causes(model, [])
+
+
+def test_tensors_are_moved_to_the_device_of_the_model() -> None:
+    """A device without values stands for a GPU; what is there already is the same object."""
+    here, there = torch.zeros(2), torch.device("meta")
+    batch = {"x": here, "nested": (here, [here]), "number": 3}
+    assert moved(batch, here.device) is batch
+    found = moved(batch, there)
+    assert found["number"] == 3
+    assert {found["x"].device, found["nested"][0].device, found["nested"][1][0].device} == {there}
+    assert beside(nn.Linear(2, 2), batch) is batch
+    apart = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    assert beside(apart, batch) is batch

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from calibrated import make_calibrated
+from helpers import ConvNet
 from helpers import batch
 from helpers import tiny
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from quantizer import Quantizer
+from quantizer import quantize_model
 from quantizer.tasks.metrics import sqnr_db
 
 pytestmark = pytest.mark.gpu
@@ -34,6 +36,18 @@ def device() -> str:
 
 def _batches(device: str) -> list[Inputs]:
     return [{name: value.to(device) for name, value in batch("bert", seed=seed).items()} for seed in range(4)]
+
+
+def _pictures(device: str) -> list[Tensor]:
+    return [torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(n)).to(device) for n in range(4)]
+
+
+def _first(model: nn.Module, given: Inputs | Tensor) -> Tensor:
+    if isinstance(given, dict):
+        return _hidden(model, given)
+    with torch.no_grad():
+        found: Tensor = model(given)
+    return found
 
 
 def _model(device: str) -> nn.Module:
@@ -101,6 +115,76 @@ def test_training_in_bfloat16_lowers_the_loss(device: str) -> None:
     assert losses[-1] < 0.9 * losses[0]
     frozen = q.quantize(model)
     assert torch.isfinite(_hidden(frozen, _batches(device)[0])).all()
+
+
+@pytest.mark.parametrize("preset", ["balanced", "accurate"])
+@pytest.mark.parametrize("kind", ["bert", "convolutions"])
+def test_presets_are_as_near_to_the_model_as_on_a_cpu(device: str, preset: str, kind: str) -> None:
+    near = {}
+    for place in ("cpu", device):
+        torch.manual_seed(0)
+        model = (tiny("bert") if kind == "bert" else ConvNet().eval()).to(place)
+        data = _batches(place) if kind == "bert" else _pictures(place)
+        q = Quantizer(backend="openvino", preset=preset)
+        q.calibrate(model, data, progress=False)
+        found, expected = _first(q.quantize(model), data[0]), _first(model, data[0])
+        near[place] = sqnr_db(expected.cpu().numpy(), found.cpu().numpy())
+    assert abs(near[device] - near["cpu"]) < 2
+
+
+def test_a_saved_quantizer_and_batches_of_a_loader_are_moved_to_the_model(device: str, tmp_path: Path) -> None:
+    model = _model(device)
+    q = make_calibrated(model, _batches("cpu"), backend="onnxruntime")
+    q.save(tmp_path / "saved")
+    again = Quantizer.load(tmp_path / "saved")
+    inputs = _batches(device)[0]
+    assert torch.equal(_hidden(again.quantize(model), inputs), _hidden(q.quantize(model), inputs))
+    amp = again.amp(model)
+    _hidden(amp, inputs)
+    assert len(again.fallback(amp, num=2).groups) == 2
+    places = {tensor.device.type for tensor in again.qat(model).state_dict().values()}
+    assert places == {device}
+
+
+def test_a_file_is_that_of_the_model_on_a_cpu(device: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    make_calibrated(_model("cpu"), _batches("cpu"), backend="onnxruntime").save(tmp_path / "saved")
+    written = {}
+    for place in ("cpu", device):
+        q, model = Quantizer.load(tmp_path / "saved"), _model(place)
+        path = q.export(q.quantize(model), tmp_path / f"{place}.onnx", _batches("cpu")[0])
+        written[place] = path.read_bytes()
+    assert written[device] == written["cpu"]
+
+
+def test_an_engine_of_a_model_on_a_gpu(device: str) -> None:
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    model = _model(device)
+    made = quantize_model(model, _batches("cpu"), backend="onnxruntime", progress=False)
+    assert {parameter.device.type for parameter in model.parameters()} == {device}
+    assert made.engine is not None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_a_lowered_model_in_half_precision(device: str, dtype: str) -> None:
+    if dtype == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs compute capability 8.9")
+    model, inputs = _model(device), _batches(device)[0]
+    q = make_calibrated(model, _batches(device), backend="torch" if dtype == "int8" else "tensorrt", dtype=dtype)
+    expected, lowered = _hidden(q.quantize(model), inputs), q.lower(model)
+    kernel = "aten::_int_mm" if dtype == "int8" else "aten::_scaled_mm"
+    assert {row.kernel for row in q.kernels(lowered) if row.operation == "linear"} == {kernel}
+    with torch.autocast(device, torch.bfloat16):
+        under = _hidden(lowered, inputs)
+    assert sqnr_db(expected.cpu().numpy(), under.float().cpu().numpy()) > 25
+    half = lowered.bfloat16()
+    for layer in half.encoder.layer:
+        layer.compile(fullgraph=True)
+    found = _hidden(half, inputs)
+    assert found.dtype is torch.bfloat16
+    assert sqnr_db(expected.cpu().numpy(), found.float().cpu().numpy()) > 25
 
 
 def _in_ranks(rank: int, world: int, device: str, folder: str) -> None:

@@ -1,7 +1,7 @@
 """The batches in what is given as data: a loader, a ``Dataset``, a tensor, an array, or an iterable of batches.
 
 A batch is what ``call`` runs: a mapping (keyword arguments), a tuple or list (positional), or one tensor. Arrays in it
-become tensors, and a label behind the inputs is dropped.
+become tensors, a label behind the inputs is dropped, and tensors are moved to the device of the model.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 from typing import TypeVar
 
@@ -31,7 +32,7 @@ from quantizer.common.data.labels import without_label
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
 
-__all__ = ["BATCH_ROWS", "MOST_ROWS", "batches_of", "in_several", "length_of", "row_count"]
+__all__ = ["BATCH_ROWS", "MOST_ROWS", "batches_of", "beside", "in_several", "length_of", "moved", "row_count"]
 
 Row = TypeVar("Row")
 Batch = TypeVar("Batch")
@@ -58,7 +59,7 @@ def in_several(make: Callable[[Sequence[Row]], list[Batch]], rows: Sequence[Row]
 
 
 def batches_of(model: nn.Module, data: Any, rows: int | None = None) -> Iterator[Any]:
-    """Yield the batches of data, each without its label and with tensors in the place of arrays.
+    """Yield the batches of data, each without its label, with tensors in the place of arrays, and where the model is.
 
     Args:
         model: the model whose ``forward`` takes them; a proxy of it is as good.
@@ -75,7 +76,7 @@ def batches_of(model: nn.Module, data: Any, rows: int | None = None) -> Iterator
     """
     if rows is not None and rows < 1:
         raise CalibrationError(f"rows: got {rows}; expected the number of rows to read, from 1")
-    return _read(Forward.of(model), _dtype(model), _iterable(data, rows), rows)
+    return _read(Forward.of(model), _dtype(model), _device(model), _iterable(data, rows), rows)
 
 
 def length_of(data: Any, rows: int | None = None) -> int | None:
@@ -99,7 +100,9 @@ def row_count(batch: Any) -> int:
     return 1
 
 
-def _read(forward: Forward, dtype: torch.dtype, data: Iterable[Any], most: int | None) -> Iterator[Any]:
+def _read(
+    forward: Forward, dtype: torch.dtype, device: torch.device | None, data: Iterable[Any], most: int | None
+) -> Iterator[Any]:
     limit = MOST_ROWS if most is None and length_of(data) is None else most
     number, read = 0, 0
     loader = iter(data)
@@ -120,7 +123,7 @@ def _read(forward: Forward, dtype: torch.dtype, data: Iterable[Any], most: int |
             warn_user([f"{told}: rows=... says how many to take, more or fewer"])
             return
         batch = without_label(forward, _with_tensors(given, dtype, number), number)
-        yield batch
+        yield batch if device is None else moved(batch, device)
         number, read = number + 1, read + max(row_count(batch), 1)
 
 
@@ -155,6 +158,31 @@ def _dtype(model: nn.Module) -> torch.dtype:
     """Return the type of the model's parameters, which the floats of arrays get: NumPy makes doubles unasked."""
     floats = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     return next(floats, torch.float32)
+
+
+def _device(model: nn.Module) -> torch.device | None:
+    """Return where the model is; None if its parts are in several places, or without values."""
+    places = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
+    return next(iter(places)) if len(places) == 1 and torch.device("meta") not in places else None
+
+
+def beside(model: nn.Module, batch: Any) -> Any:
+    """Return a batch with its tensors where the model is, if that is one place."""
+    device = _device(model)
+    return batch if device is None else moved(batch, device)
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on a device, as a loader makes them on the CPU; one that is there as it is."""
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if hasattr(batch, "keys"):
+        values = {key: moved(batch[key], device) for key in batch.keys()}  # noqa: SIM118 - duck-typed
+        return batch if all(values[key] is batch[key] for key in values) else values
+    if isinstance(batch, tuple | list):
+        parts = [moved(value, device) for value in batch]
+        return batch if all(a is b for a, b in zip(parts, batch, strict=True)) else parts
+    return batch
 
 
 def _with_tensors(batch: Any, dtype: torch.dtype, number: int) -> Any:
