@@ -125,6 +125,8 @@ class TargetProfile:
             those that feed a product with a weight, or all.
         unfused_reductions: the operators whose results its files pass through a Max, since it would compute them in the
             type of the next Q.
+        misread_reductions: the operators for which they do so where it would multiply the result by the factors of
+            other channels, see ``qdq/reductions.py``.
         row_codes: whether its files look up rows of a table in codes, and dequantize those; otherwise they dequantize a
             whole table, which some engines do at each run.
         zero_points: the kinds of site whose activations are UINT8 with a zero point of their own where INT8 is asked
@@ -162,6 +164,7 @@ class TargetProfile:
     opset: int = 20
     unsigned_activations: Literal["none", "weighted", "all"] = "none"
     unfused_reductions: frozenset[str] = frozenset()
+    misread_reductions: frozenset[str] = frozenset()
     row_codes: bool = False
     zero_points: frozenset[SiteKind] = frozenset()
     dynamic: DynamicRanges | None = None

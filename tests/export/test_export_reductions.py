@@ -12,10 +12,13 @@ from torch import Tensor
 from torch import nn
 
 from quantizer import Quantizer
+from quantizer.engines import BuildOptions
+from quantizer.engines import build_engine
 from quantizer.engines import load_engine
 from quantizer.errors import ExportError
 from quantizer.export.passes import UnfusedReductions
 from quantizer.export.passes import run_passes
+from quantizer.targets import profile
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")
@@ -79,6 +82,108 @@ def test_the_promise_of_the_pass_is_checked(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(UnfusedReductions, "run", lambda self, model: 0)
     with pytest.raises(ExportError, match="UnfusedReductions did not do its work: a reduction can still be fused"):
         run_passes(graph("m = ReduceMax <keepdims = 0> (x, a) y = Neg (m)"), [UnfusedReductions(KINDS)])
+
+
+def misread_file(shape: tuple[int, ...], kind: str, axes: list[int], keeps: int, quantized: bool, joined: bool) -> Any:
+    """A reduction, factors of channels along axis 1 of its result, and perhaps a Q and a DQ."""
+    made = onnx.helper.make_node
+    result = np.sum(np.zeros(shape), axis=tuple(axes), keepdims=bool(keeps))
+    sizes = [1] * result.ndim
+    sizes[1] = result.shape[1] * (2 if joined else 1)
+    factors = np.exp(np.random.default_rng(1).uniform(-1, 1, sizes)).astype(np.float32)
+    held = {"f": factors, "s": np.float32(0.03), "z": np.uint8(122), "a": np.array(axes), "first": np.array(0)}
+    inputs = ["x"] if kind.startswith("Global") else ["x", "a"]
+    nodes = [made(kind, inputs, ["r"], **({} if kind.startswith("Global") else {"keepdims": keeps}))]
+    if joined:
+        nodes += [made("Gather", ["x", "first"], ["c"], axis=1), made("Concat", ["c", "r"], ["k"], axis=1)]
+    nodes.append(made("Mul", ["k" if joined else "r", "f"], ["m" if quantized else "y"]))
+    if quantized:
+        nodes += [made("QuantizeLinear", ["m", "s", "z"], ["q"]), made("DequantizeLinear", ["q", "s", "z"], ["y"])]
+    floats = onnx.TensorProto.FLOAT
+    given = onnx.helper.make_tensor_value_info("x", floats, ["batch", *shape[1:]])
+    graph = onnx.helper.make_graph(
+        nodes,
+        "g",
+        [given],
+        [onnx.helper.make_tensor_value_info("y", floats, None)],
+        [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in held.items()],
+    )
+    proto = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    return ir.from_proto(onnx.shape_inference.infer_shapes(proto))
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "axes", "keeps", "quantized", "joined", "misread"),
+    [
+        ((4, 12, 32), "ReduceMean", [1], 0, True, False, True),
+        ((4, 12, 32), "ReduceSum", [1], 0, True, True, True),
+        ((4, 12, 32), "ReduceMean", [1], 0, False, False, False),
+        ((4, 12, 32), "ReduceMean", [1], 1, True, False, False),
+        ((4, 12, 32), "ReduceL2", [2], 0, False, False, True),
+        ((4, 12, 32), "ReduceMean", [2], 1, True, False, True),
+        ((4, 12, 32), "GlobalAveragePool", [2], 1, False, False, True),
+        ((4, 12, 5, 6), "GlobalAveragePool", [2, 3], 1, True, False, False),
+        ((4, 12, 5, 6), "ReduceMean", [2, 3], 0, True, False, False),
+        ((4, 5, 6, 32), "ReduceMean", [1, 2], 0, True, False, True),
+        ((4, 5, 6, 32), "ReduceMean", [1, 2], 0, False, False, False),
+        ((4, 5, 6, 32), "ReduceMean", [1, 2], 1, True, False, False),
+    ],
+)
+def test_factors_of_channels_behind_a_reduction_are_read_where_they_belong(
+    shape: tuple[int, ...],
+    kind: str,
+    axes: list[int],
+    keeps: int,
+    quantized: bool,
+    joined: bool,
+    misread: bool,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("openvino", reason="install enginequant[openvino]")
+    x = np.random.default_rng(2).normal(0.3, 1, shape).astype(np.float32)
+    model = misread_file(shape, kind, axes, keeps, quantized, joined)
+    (expected,) = reference.ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": x})
+    run_passes(model, [UnfusedReductions(frozenset(), profile("openvino").misread_reductions)])
+    assert ("Max" in operators(model)) == misread
+    path = tmp_path / "m.onnx"
+    onnx.save(ir.to_proto(model), path)
+    build_engine("openvino", path, tmp_path / "m.engine", BuildOptions())
+    (found,) = load_engine("openvino", tmp_path / "m.engine")({"x": x}).values()
+    # A value near a tie may take the next code.
+    assert np.mean(np.abs(found - expected) > 1e-4) < 0.01
+
+
+class Tokens(nn.Module):
+    """The first token and the mean of all, as DINOv2's classifier has them, before a linear layer."""
+
+    def __init__(self, joined: bool) -> None:
+        super().__init__()
+        self.joined = joined
+        self.head = nn.Linear(64 if joined else 32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(1)
+        return self.head(torch.cat([x[:, 0], mean], 1) if self.joined else mean)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.usefixtures("exact_byte_products")
+def test_a_mean_of_tokens_before_a_smoothed_layer(joined: bool, tmp_path: Path) -> None:
+    pytest.importorskip("openvino", reason="install enginequant[openvino]")
+    torch.manual_seed(0)
+    model = Tokens(joined).eval()
+    x = (torch.randn(8, 12, 32) + 0.3) * torch.logspace(-1, 1, 32)
+    q = Quantizer(preset="fast", backend="openvino", activations={"smooth": 0.5})
+    q.calibrate(model, [x], progress=False)
+    proxy = q.quantize(model)
+    file = q.export(proxy, tmp_path / "m.onnx", (x,))
+    assert "Max" in [node.op_type for node in onnx.load(file).graph.node]
+    engine = load_engine("openvino", q.build(file, tmp_path / "m.engine").path)
+    with torch.no_grad():
+        expected = proxy(x)
+    (found,) = engine({engine.input_names[0]: x}).values()
+    noise = (expected - found).square().mean() / expected.var()
+    assert noise < 1e-4, f"{-10 * torch.log10(noise):.1f} dB"
 
 
 class Pooled(nn.Module):

@@ -60,6 +60,14 @@ def maximum(kind: str, apart: bool, *between: str) -> Graph:
     return g
 
 
+def mean_of_tokens(apart: bool) -> Graph:
+    g = Graph("float32")
+    y = g.node("ReduceMean", g.input("x", ["batch", 12, 32]), g.constant(np.array([1])), keepdims=0)
+    y = g.node("Mul", g.node("Max", y, y) if apart else y, g.floats(32))
+    g.output(g.node("MatMul", g.rounded(y, zero=128, kind="uint8"), g.weight((32, 8), 1)))
+    return g
+
+
 def computed_scale(computed: bool) -> Graph:
     g = Graph()
     x = g.input("x", ["batch", 32])
@@ -638,6 +646,15 @@ CASES = [
             variant="-".join((kind, *between)),
         )
         for kind, between in (("GlobalMaxPool", ()), ("GlobalMaxPool", ("Mul", "Relu")))
+    ),
+    Case(
+        "fused-reduction",
+        lambda: mean_of_tokens(False),
+        lambda: mean_of_tokens(True),
+        "ReduceMean_0",
+        "openvino would multiply its result by the factors of other channels",
+        OPENVINO,
+        variant="factors",
     ),
     Case("mask-range", lambda: half_mask(-65504), lambda: half_mask(-30000), "Mul_5", "the constant -65504"),
     Case(

@@ -31,7 +31,6 @@ NO_PROMISES = {
     "which no folder holds: a loaded quantizer": "a limitation",
     "Proxy and engine agree in score, not bit for bit": "a limitation; how far apart they may be is promised elsewhere",
     "For TensorRT the loops were built, never run.": "a limitation",
-    "DINOv2-small with two classes, calibrated on 64 images, is refused": "a limitation",
     "A loop of your own over `F.linear(x, self.weight[i])` stays float": "a limitation",
     "what stays float of each architecture of transformers": "where to look it up",
     "what is written into them is lost without an error": "a limitation",

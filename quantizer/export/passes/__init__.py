@@ -66,8 +66,8 @@ def passes(target: TargetProfile | None = None) -> tuple[GraphPass, ...]:
     asked: list[GraphPass] = []
     if target is not None and target.unsigned_activations != "none":
         asked.append(UnsignedActivations(target.unsigned_activations))
-    if target is not None and target.unfused_reductions:
-        asked.append(UnfusedReductions(target.unfused_reductions))
+    if target is not None and (target.unfused_reductions or target.misread_reductions):
+        asked.append(UnfusedReductions(target.unfused_reductions, target.misread_reductions))
     if target is not None and target.row_codes:
         asked.append(RowsOfCodes())
     return *PASSES, *asked, *(graph_passes[name] for name in graph_passes), NameNodes()

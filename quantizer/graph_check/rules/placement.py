@@ -19,16 +19,10 @@ from quantizer.qdq.graph import name_of
 from quantizer.qdq.graph import steps_type
 from quantizer.qdq.operand import PRODUCTS
 from quantizer.qdq.operand import Operand
+from quantizer.qdq.reductions import BY_NUMBER
+from quantizer.qdq.reductions import misreads_channels
 
 __all__ = ["fused_reduction", "gemm_bias", "half_site", "quantized_bias", "quantized_mask", "site_kind"]
-
-_BY_NUMBER = frozenset(
-    [
-        *("Abs", "Add", "Clip", "Div", "Elu", "Gelu", "HardSwish", "LeakyRelu", "Mish", "Mul", "Neg", "Relu"),
-        *("Sigmoid", "Softplus", "Sqrt", "Sub", "Tanh"),
-    ]
-)
-"""Operators that OpenVINO fuses into a reduction before them, if their other inputs are constants."""
 
 
 @rules.add("half-site")
@@ -117,7 +111,7 @@ def _biases(node: Any) -> list[Any]:
 
 @rules.add("fused-reduction")
 def fused_reduction(subject: Subject) -> Iterator[Fault]:
-    """Keep a maximum apart from the QuantizeLinear of a product where the target would fuse them."""
+    """Keep a reduction apart from what follows it where the target would fuse the two, and wrongly."""
     advice = "read its result twice, which keeps its values and the two apart: Max(y, y)"
     reported = set()
     for operand in (operand for pair in subject.products for operand in pair if all(entry.quantized for entry in pair)):
@@ -126,6 +120,10 @@ def fused_reduction(subject: Subject) -> Iterator[Fault]:
             reported.add(node)
             problem = f"{subject.target.name} keeps its result in the bytes of {name_of(operand.quantize)}, unscaled"
             yield Fault(name_of(node), problem, advice)
+    for node in subject.nodes:
+        if node.op_type in subject.target.misread_reductions and misreads_channels(node):
+            problem = f"{subject.target.name} would multiply its result by the factors of other channels"
+            yield Fault(name_of(node), problem, advice)
 
 
 def _fused_with(quantize: Any) -> Any:
@@ -133,7 +131,7 @@ def _fused_with(quantize: Any) -> Any:
     value = quantize.inputs[0]
     while len(value.uses()) == 1 and (node := maker(value)) is not None:
         varying = [given for given in node.inputs if given is not None and not is_constant(given)]
-        if node.op_type not in _BY_NUMBER or len(varying) != 1:
+        if node.op_type not in BY_NUMBER or len(varying) != 1:
             return node
         value = varying[0]
     return None

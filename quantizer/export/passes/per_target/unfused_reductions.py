@@ -1,7 +1,8 @@
 """Pass that keeps a reduction apart from what follows it, for a target that would compute it in the type of the next Q.
 
 OpenVINO fuses a ReduceMax with the Q behind it, and then keeps the maximum itself in bytes: 1.4 becomes 1 before the Q
-divides it by the scale. It fuses one reader alone, and a Max that reads the result twice is two.
+divides it by the scale. With a ReduceMean it fuses the factors of channels, and may read those of another axis, see
+``qdq/reductions.py``. It fuses one reader alone, and a Max that reads the result twice is two.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from quantizer.export.passes.base import MatchPass
+from quantizer.qdq.reductions import misreads_channels
 
 __all__ = ["UnfusedReductions"]
 
@@ -18,16 +20,17 @@ class UnfusedReductions(MatchPass[Any]):
 
     Args:
         kinds: the operators of such reductions.
+        misread: those of which the ones count behind which factors of channels would be misread.
     """
 
     left = "a reduction can still be fused with its reader"
 
-    def __init__(self, kinds: frozenset[str]) -> None:
-        self.kinds = kinds
+    def __init__(self, kinds: frozenset[str], misread: frozenset[str] = frozenset()) -> None:
+        self.kinds, self.misread = kinds, misread
 
     def match(self, node: Any) -> Any | None:
         """Return the result of a reduction of floats; None for one that nothing but such a Max reads."""
-        if node.op_type not in self.kinds:
+        if node.op_type not in self.kinds and not (node.op_type in self.misread and misreads_channels(node)):
             return None
         result = node.outputs[0]
         readers = [reader for reader, _ in result.uses()]
