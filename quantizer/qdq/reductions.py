@@ -14,13 +14,14 @@ from quantizer.qdq.graph import attribute
 from quantizer.qdq.graph import constant
 from quantizer.qdq.graph import is_constant
 from quantizer.qdq.graph import is_quantize
+from quantizer.qdq.graph import maker
 
 __all__ = ["BY_NUMBER", "misreads_channels"]
 
 BY_NUMBER = frozenset(
     [
-        *("Abs", "Add", "Clip", "Div", "Elu", "Gelu", "HardSwish", "LeakyRelu", "Mish", "Mul", "Neg", "Relu"),
-        *("Sigmoid", "Softplus", "Sqrt", "Sub", "Tanh"),
+        *("Abs", "Add", "BatchNormalization", "Clip", "Div", "Elu", "Gelu", "HardSwish", "LeakyRelu", "Mish", "Mul"),
+        *("Neg", "PRelu", "Pow", "Relu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Tanh"),
     ]
 )
 """Operators that OpenVINO fuses into a reduction before them, if their other inputs are constants."""
@@ -33,11 +34,20 @@ def misreads_channels(node: Any) -> bool:
     if not by_channel or shape is None:
         return by_channel
     axes, keeps = _axes(node, len(shape))
-    if len(shape) < 3 or axes is None:
-        return axes is None
+    if len(shape) < 3:
+        return False
+    if axes is None or _transposed(node.inputs[0]):
+        return True
     if len(shape) == 3:
         return quantized and not keeps if axes == {1} else True
     return quantized and not keeps and not axes.isdisjoint({0, 1})
+
+
+def _transposed(value: Any) -> bool:
+    """Return whether a value comes from a Transpose, which OpenVINO moves behind the reduction of other axes."""
+    while (node := maker(value)) is not None and node.op_type in BY_NUMBER:
+        value = next((given for given in node.inputs if given is not None and not is_constant(given)), None)
+    return node is not None and node.op_type == "Transpose"
 
 
 def _followed(value: Any) -> tuple[bool, bool]:

@@ -186,6 +186,44 @@ def test_a_mean_of_tokens_before_a_smoothed_layer(joined: bool, tmp_path: Path) 
     assert noise < 1e-4, f"{-10 * torch.log10(noise):.1f} dB"
 
 
+class Statistics(nn.Module):
+    """A statistic of each channel over time, normalized, as networks for sound have them."""
+
+    def __init__(self, statistic: str) -> None:
+        super().__init__()
+        self.statistic = statistic
+        self.first, self.norm, self.head = nn.Conv1d(4, 32, 3), nn.BatchNorm1d(32), nn.Linear(32, 8)
+        nn.init.uniform_(self.norm.weight, 0.2, 3)
+        nn.init.uniform_(self.norm.running_mean, -1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(x))
+        if self.statistic == "transposed mean":
+            found = hidden.transpose(1, 2).mean(1)
+        else:
+            found = hidden.std(-1) if self.statistic == "deviation" else hidden.mean(-1)
+        return self.head(self.norm(found))
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["float", "int8"])
+@pytest.mark.parametrize("statistic", ["mean", "transposed mean", "deviation"])
+@pytest.mark.usefixtures("exact_byte_products")
+def test_a_normalized_statistic_of_each_channel(statistic: str, quantized: bool, tmp_path: Path) -> None:
+    pytest.importorskip("openvino", reason="install enginequant[openvino]")
+    torch.manual_seed(0)
+    model, x = Statistics(statistic).eval(), torch.randn(8, 4, 40)
+    q = Quantizer(preset="fast", backend="openvino", exclude={"names": [] if quantized else ["*"]})
+    q.calibrate(model, [x], progress=False)
+    proxy = q.quantize(model)
+    file = q.export(proxy, tmp_path / "m.onnx", (x,))
+    engine = load_engine("openvino", q.build(file, tmp_path / "m.engine").path)
+    with torch.no_grad():
+        expected = proxy(x)
+    (found,) = engine({engine.input_names[0]: x}).values()
+    noise = (expected - found).square().mean() / expected.var()
+    assert noise < 1e-4, f"{-10 * torch.log10(noise):.1f} dB"
+
+
 class Pooled(nn.Module):
     """Maxima and minima, each before a product: over tokens, with the axis kept, and of a convolution's pictures."""
 
