@@ -43,7 +43,7 @@ def make_plan(proxy: Proxied, observation: Seen) -> Plan:
     Ranges and codes of weights are chosen once, and again after more data; so are the shifts of biases, with ranges and
     codes as they came out. This runs the proxy, so pause its observation first.
     """
-    error = OutputError(proxy)
+    error = OutputError(proxy, None if observation.kept is None else observation.kept.errors)
     plan = _with_ranges(proxy, observation, error)
     if not proxy.config.bias_correction:
         return plan

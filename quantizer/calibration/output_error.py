@@ -14,6 +14,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.calibration.proxied import Proxied
+from quantizer.common.digest import tensors_digest
 from quantizer.common.distributed import exact_sums
 from quantizer.observe.outputs import flat_output
 from quantizer.observe.outputs import floats
@@ -38,19 +39,23 @@ _OTHER = 0.01
 class OutputError:
     """The error of quantized models on batches; float outputs, and the errors of a plan, are computed once a batch.
 
+    A plan of another backend may be the same, and its error is known then: for the same float output, to the bit.
+
     Legend: y the float output of a batch, all floating tensors of it together and without padding; z the output with
     the operands rounded. The error of a plan is the sum over batches of |z - y|^2 / |y|^2, without those values of y
     that are masks.
     """
 
-    def __init__(self, proxy: Proxied) -> None:
+    def __init__(self, proxy: Proxied, known: dict[tuple[str, Hashable, str], float] | None = None) -> None:
         """
         Args:
             proxy: the calibrated proxy, its sites inactive and unobserved.
+            known: errors by plan, batch and float output, to which new ones are added; None: none.
         """
         self._proxy = proxy
         self._expected: dict[Hashable, Tensor] = {}
-        self._known: dict[tuple[str, Hashable], float] = {}
+        self._digests: dict[Hashable, str] = {}
+        self._known = {} if known is None else known
 
     def of(self, plan: Plan, batches: Mapping[Hashable, Batch]) -> float:
         """Return the error of the model quantized by a plan; the proxy is float again afterwards.
@@ -75,12 +80,13 @@ class OutputError:
         with torch.no_grad():
             for name in [name for name in batches if name not in self._expected]:
                 self._expected[name] = _output(self._proxy.module, batches[name])
+                self._digests[name] = tensors_digest({"output": self._expected[name]})
             with quantized(self._proxy, plan):
                 for name, batch in batches.items():
-                    if (digest, name) not in self._known:
-                        error = _error(_output(self._proxy.module, batch), self._expected[name])
-                        self._known[digest, name] = error
-                    terms.append(self._known[digest, name])
+                    key = digest, name, self._digests[name]
+                    if key not in self._known:
+                        self._known[key] = _error(_output(self._proxy.module, batch), self._expected[name])
+                    terms.append(self._known[key])
                     if math.fsum(terms) > limit:
                         break
         return terms

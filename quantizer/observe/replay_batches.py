@@ -66,6 +66,10 @@ class ReplayBatches:
 
     Under ``torch.distributed``, after ``shared``, they are those of all ranks, and an iteration gives a rank its part
     of them. A batch that several ranks have is dealt out to one of them.
+
+    Attributes:
+        errors: what is known of plans on these batches, see ``OutputError``; copies share it, those of other backends
+            too.
     """
 
     def __init__(
@@ -73,10 +77,12 @@ class ReplayBatches:
         kept: Mapping[bytes, Batch] | None = None,
         enough: Enough = FEW,
         everywhere: Mapping[bytes, _Held] | None = None,
+        errors: dict[tuple[str, Hashable, str], float] | None = None,
     ) -> None:
         self._kept = dict(kept or {})
         self._enough = enough
         self._everywhere = everywhere
+        self.errors = {} if errors is None else errors
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -97,11 +103,11 @@ class ReplayBatches:
         """Return those among ``keys``."""
         kept = {key: batch for key, batch in self._kept.items() if key in keys}
         held = None if self._everywhere is None else {key: self._everywhere[key] for key in keys}
-        return ReplayBatches(kept, everywhere=held)
+        return ReplayBatches(kept, everywhere=held, errors=self.errors)
 
     def copy(self) -> ReplayBatches:
         """Return a copy that can keep other batches."""
-        return ReplayBatches(self._kept, self._enough)
+        return ReplayBatches(self._kept, self._enough, errors=self.errors)
 
     def few(self) -> ReplayBatches:
         """Return those that would have been kept if a few had been enough."""
@@ -135,7 +141,7 @@ class ReplayBatches:
             for key in _taken(rows, self._enough)
         }
         kept = {key: batch for key, batch in self._kept.items() if key in held}
-        return ReplayBatches(kept, self._enough, held)
+        return ReplayBatches(kept, self._enough, held, self.errors)
 
     def halves(self) -> tuple[ReplayBatches, ReplayBatches]:
         """Return two parts without a common batch, to choose on and to check on; with one batch both are that one."""

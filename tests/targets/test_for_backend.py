@@ -12,16 +12,20 @@ import numpy.typing as npt
 import pytest
 import torch
 from calibrated import make_calibrated
+from torch import Tensor
 from torch import nn
 
 from quantizer import Quantizer
+from quantizer.calibration import output_error
 from quantizer.engines import load_engine
 from quantizer.errors import CalibrationError
 from quantizer.errors import ConfigError
 from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import plan_digest
 from quantizer.targets import profiles
 from quantizer.tasks import load_model
 from quantizer.tasks import load_tokenizer
+from tests.helpers import ConvNet
 from tests.helpers import Mlp
 from tests.helpers import assert_same
 from tests.helpers import batch
@@ -248,3 +252,32 @@ def _decibels(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32])
     """How far the expected signal is above the difference."""
     noise = max(float(np.square(found - expected).sum()), 1e-30)
     return float(10 * np.log10(np.square(expected).sum() / noise))
+
+
+def test_what_one_backend_measured_of_a_plan_another_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plans for torch are those for ONNX Runtime here; with other weights nothing is taken."""
+    measured = []
+    error = output_error._error
+
+    def counted(*given: Tensor) -> float:
+        measured.append(error(*given))
+        return measured[-1]
+
+    monkeypatch.setattr(output_error, "_error", counted)
+    model, data = ConvNet().eval(), [torch.randn(16, 3, 16, 16) for _ in range(4)]
+    q = Quantizer(backend="onnxruntime")
+    q.calibrate(model, data, progress=False)
+    q.quantize(model)
+    before = len(measured)
+    other = q.for_backend("torch")
+    other.quantize(model)
+    assert len(measured) == before > 0
+    alone = Quantizer(backend="torch")
+    alone.calibrate(model, data, progress=False)
+    assert plan_digest(alone._session.decided()) == plan_digest(other._session.decided())
+    with torch.no_grad():
+        model.head.weight.mul_(1.01)
+    before = len(measured)
+    with pytest.warns(UserWarning, match="weights"):
+        q.for_backend("torch").quantize(model)
+    assert len(measured) > before
