@@ -14,8 +14,6 @@ import pytest
 import torch
 import transformers
 from PIL import Image as Picture
-from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 
 from quantizer.errors import TaskError
 from quantizer.tasks import Boxes
@@ -27,6 +25,9 @@ from quantizer.tasks.image_inputs import read_size
 from quantizer.tasks.images.average_precision import Found
 from quantizer.tasks.images.average_precision import average_precision
 from quantizer.tasks.images.average_precision import match_objects
+
+COCO = pytest.importorskip("pycocotools.coco", reason="install enginequant[hf]").COCO
+COCOeval = pytest.importorskip("pycocotools.cocoeval", reason="install enginequant[hf]").COCOeval
 
 NAME = "object-detection"
 CLASSES = ("cat", "dog", "bird")
