@@ -3,7 +3,8 @@
 OpenVINO 2026.4 fuses what is computed number by number into the reduction before it. Its kernel takes the channel of a
 factor from axis 1 of what is reduced, where three axes [A, B, C] are [1, A, B, C] to it. The factor is right where axis
 1 of the result is that same axis. Measured over reductions of two to five axes, with a QuantizeLinear behind and
-without: without one only inputs of three axes are fused so.
+without: without one only inputs of three axes are fused so. In files with Q/DQ it moves factors before a reduction
+behind it first.
 """
 
 from __future__ import annotations
@@ -15,28 +16,54 @@ from quantizer.qdq.graph import constant
 from quantizer.qdq.graph import is_constant
 from quantizer.qdq.graph import is_quantize
 from quantizer.qdq.graph import maker
+from quantizer.qdq.operand import PRODUCTS
 
-__all__ = ["BY_NUMBER", "misreads_channels"]
+__all__ = ["BY_NUMBER", "misreads_channels", "misreads_channels_before"]
 
 BY_NUMBER = frozenset(
     [
-        *("Abs", "Add", "BatchNormalization", "Clip", "Div", "Elu", "Gelu", "HardSwish", "LeakyRelu", "Mish", "Mul"),
-        *("Neg", "PRelu", "Pow", "Relu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Tanh"),
+        *("Abs", "Add", "BatchNormalization", "Clip", "Div", "Elu", "Erf", "Exp", "Gelu", "HardSigmoid", "HardSwish"),
+        *("LeakyRelu", "Min", "Mish", "Mul", "Neg", "PRelu", "Pow", "Relu", "Sigmoid", "Softplus", "Sqrt"),
+        *("Sub", "Tanh"),
     ]
 )
 """Operators that OpenVINO fuses into a reduction before them, if their other inputs are constants."""
 
+_PASSED = frozenset(["Cast", "Concat", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"])
+"""Operators that keep numbers as they are."""
+
+_LINEAR = frozenset(
+    [
+        *("Add", "BatchNormalization", "Cast", "Div", "GroupNormalization", "Identity", "InstanceNormalization", "Mul"),
+        *("RMSNormalization", "Reshape", "Squeeze", "Sub", "Transpose", "Unsqueeze"),
+    ]
+)
+"""Operators behind which a factor can be moved, and such as have one themselves."""
+
 
 def misreads_channels(node: Any) -> bool:
     """Return whether the factors of channels behind a reduction would be those of another axis."""
-    shape = node.inputs[0].shape
     by_channel, quantized = _followed(node.outputs[0])
-    if not by_channel or shape is None:
-        return by_channel
+    return by_channel and _turns_channels(node, quantized)
+
+
+def misreads_channels_before(node: Any) -> bool:
+    """Return whether factors of channels before a reduction would be: they are moved behind it in files with Q/DQ."""
+    return _turns_channels(node, True) and _scaled_by_channel(node.inputs[0])
+
+
+def _turns_channels(node: Any, quantized: bool) -> bool:
+    """Return whether factors behind a reduction are read at another axis; ``quantized``: a Q follows them."""
+    shape = node.inputs[0].shape
+    if node.op_type == "Einsum":
+        return len(node.inputs) == 1
+    if shape is None:
+        return True
     axes, keeps = _axes(node, len(shape))
     if len(shape) < 3:
         return False
-    if axes is None or _transposed(node.inputs[0]):
+    if axes is None or _transposed(node.inputs[0]) or any(size == 1 for size in shape):
+        # A size of 1 is dropped, or was added, and the kernel sees fewer axes.
         return True
     if len(shape) == 3:
         return quantized and not keeps if axes == {1} else True
@@ -50,24 +77,49 @@ def _transposed(value: Any) -> bool:
     return node is not None and node.op_type == "Transpose"
 
 
+def _scaled_by_channel(value: Any) -> bool:
+    """Return whether a value is multiplied by constants of several numbers, or added to such other than a bias."""
+    while (node := maker(value)) is not None and node.op_type in _LINEAR:
+        varying = [given for given in node.inputs if given is not None and not is_constant(given)]
+        if len(varying) != 1:
+            return False
+        is_bias = node.op_type == "Add" and getattr(maker(varying[0]), "op_type", "") in PRODUCTS
+        others = [given for given in node.inputs if given not in (None, varying[0])]
+        if node.op_type not in _PASSED and not is_bias and any(map(_varies, others)):
+            return True
+        value = varying[0]
+    return False
+
+
 def _followed(value: Any) -> tuple[bool, bool]:
-    """Return whether a value meets a constant of several numbers before anything else reads it, and a Q behind it.
+    """Return whether what is computed of a value alone meets a constant of several numbers, and whether a Q.
 
     A Q behind a Concat is one before it, too.
     """
-    by_channel = False
-    while len(uses := tuple(value.uses())) == 1:
-        reader = uses[0][0]
-        if is_quantize(reader):
-            return by_channel, True
-        if reader.op_type != "Concat":
-            others = [given for given in reader.inputs if given is not None and given is not value]
-            if reader.op_type not in BY_NUMBER or not all(map(is_constant, others)):
-                break
-            held = map(constant, others)
-            by_channel = by_channel or any(array is None or array.size > 1 for array in held)
-        value = reader.outputs[0]
-    return by_channel, False
+    of_value, waiting = {value}, [node for node, _ in value.uses()]
+    seen: set[Any] = set()
+    by_channel = quantized = False
+    while waiting:
+        node = waiting.pop()
+        varying = [given for given in node.inputs if given is not None and not is_constant(given)]
+        alone = all(given in of_value for given in varying)
+        if node in seen or not (alone or node.op_type == "Concat"):
+            continue
+        seen.add(node)
+        if is_quantize(node):
+            by_channel, quantized = by_channel or _varies(node.inputs[1]), True
+        elif node.op_type in BY_NUMBER or node.op_type in _PASSED:
+            others = [given for given in node.inputs if given is not None and given not in varying]
+            by_channel = by_channel or (node.op_type in BY_NUMBER and any(map(_varies, others)))
+            of_value.add(node.outputs[0])
+            waiting += [reader for reader, _ in node.outputs[0].uses()]
+    return by_channel, quantized
+
+
+def _varies(value: Any) -> bool:
+    """Return whether a constant has several numbers, or cannot be read."""
+    array = constant(value)
+    return array is None or array.size > 1
 
 
 def _axes(node: Any, rank: int) -> tuple[set[int] | None, bool]:

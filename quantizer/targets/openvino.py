@@ -35,13 +35,15 @@ OPENVINO = profiles.add("openvino")(
         # Measured with OpenVINO 2026.4: fused with a Q, ReduceMax and ReduceMin keep their result in bytes before the Q
         # divides it, the other eight reductions in floats. It reads a GlobalMaxPool as a ReduceMax.
         unfused_reductions=frozenset({"ReduceMax", "ReduceMin", "GlobalMaxPool"}),
-        # Seen of ReduceMean, ReduceSum, ReduceL2 and GlobalAveragePool; the others have the same kernel.
+        # Seen of ReduceMean, ReduceSum, ReduceL2, ReduceMax and GlobalAveragePool; the others have the same kernel. It
+        # reads an Einsum of one operand as a sum.
         misread_reductions=frozenset(
             [
-                *("ReduceMean", "ReduceSum", "ReduceL1", "ReduceL2", "ReduceProd", "ReduceSumSquare"),
-                *("ReduceLogSum", "ReduceLogSumExp", "GlobalAveragePool"),
+                *("ReduceMean", "ReduceSum", "ReduceL1", "ReduceL2", "ReduceProd", "ReduceSumSquare", "ReduceMax"),
+                *("ReduceMin", "ReduceLogSum", "ReduceLogSumExp", "GlobalAveragePool", "GlobalMaxPool", "Einsum"),
             ]
         ),
+        unfused_products=True,
         # It keeps no table in codes that a DQ reads, but one that a Gather does: MiniLM's engine is 68 MiB, not 169.
         row_codes=True,
         # Those kernels subtract whatever zero point there is. A residual add shares its operand with a linear or a

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -26,13 +27,17 @@ from quantizer.common.data.batches_of import MOST_ROWS
 from quantizer.common.data.batches_of import batches_of
 from quantizer.common.data.batches_of import beside
 from quantizer.common.data.batches_of import length_of
-from quantizer.common.data.batches_of import moved
 from quantizer.common.data.batches_of import row_count
 from quantizer.errors import CalibrationError
 from quantizer.errors import CalibrationWarning
 
 X = torch.randn(70, 32, generator=torch.Generator().manual_seed(3))
 CLASSES = torch.arange(70) % 10
+
+
+class _Pair(NamedTuple):
+    values: Tensor
+    length: int
 
 
 class _Masked(nn.Module):
@@ -263,11 +268,15 @@ def test_causes_takes_the_same_data() -> None:
 def test_tensors_are_moved_to_the_device_of_the_model() -> None:
     """A device without values stands for a GPU; what is there already is the same object."""
     here, there = torch.zeros(2), torch.device("meta")
-    batch = {"x": here, "nested": (here, [here]), "number": 3}
-    assert moved(batch, here.device) is batch
-    found = moved(batch, there)
-    assert found["number"] == 3
-    assert {found["x"].device, found["nested"][0].device, found["nested"][1][0].device} == {there}
+    batch = {"x": here, "nested": (here, [here]), "pair": _Pair(here, 1), "number": 3}
+    assert beside(here.device, batch) is batch
+    found = beside(there, batch)
+    assert (found["number"], found["pair"].length) == (3, 1)
+    moved = [found["x"], found["nested"][0], found["nested"][1][0], found["pair"].values]
+    assert {tensor.device for tensor in moved} == {there}
     assert beside(nn.Linear(2, 2), batch) is batch
+    # Lengths, say, that belong on the CPU.
+    apart = {"x": torch.zeros(2, device=there), "lengths": here}
+    assert beside(there, apart) is apart
     apart = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     assert beside(apart, batch) is batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,77 @@ def test_a_normalized_statistic_of_each_channel(statistic: str, quantized: bool,
     (found,) = engine({engine.input_names[0]: x}).values()
     noise = (expected - found).square().mean() / expected.var()
     assert noise < 1e-4, f"{-10 * torch.log10(noise):.1f} dB"
+
+
+class Function(nn.Module):
+    """A function as a layer, with factors of 32 channels."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.factors = function, nn.Parameter(torch.rand(32) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.factors)
+
+
+def over_time(*layers: nn.Module, function: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    return nn.Sequential(nn.Conv1d(4, 32, 3), nn.ReLU(), *layers, Function(function), nn.Linear(32, 8))
+
+
+BEFORE_AND_BEHIND = {
+    "norm-mean": (lambda: over_time(nn.BatchNorm1d(32), function=lambda x, f: x.mean(-1)), (4, 42)),
+    "norm-maximum": (lambda: over_time(nn.BatchNorm1d(32), function=lambda x, f: x.amax(-1)), (4, 42)),
+    "norm-both": (
+        lambda: over_time(nn.BatchNorm1d(32), function=lambda x, f: x.mean(-1) + x.std(-1)),
+        (4, 42),
+    ),
+    "instances-mean": (
+        lambda: over_time(nn.InstanceNorm1d(32, affine=True), function=lambda x, f: x.mean(-1)),
+        (4, 42),
+    ),
+    "scaled-tokens": (
+        lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), Function(lambda x, f: (x * f).mean(1)), nn.Linear(32, 8)),
+        (12, 16),
+    ),
+    "silu": (lambda: over_time(function=lambda x, f: nn.functional.silu(x.mean(-1)) * f), (4, 42)),
+    "gate": (
+        lambda: over_time(function=lambda x, f: (x * (x.mean(-1).unsqueeze(-1) * f[:, None])).flatten(1)[:, :32]),
+        (4, 42),
+    ),
+    "einsum": (lambda: over_time(function=lambda x, f: torch.einsum("bct->bc", x) * f), (4, 42)),
+    "layers": (lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)), (64,)),
+    "three-layers": (
+        lambda: nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8)),
+        (128,),
+    ),
+    "layers-norm": (lambda: nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 8)), (16,)),
+}
+"""Networks that OpenVINO computes wrongly as they are written, most of them with no digit right."""
+
+
+@pytest.mark.parametrize("name", BEFORE_AND_BEHIND)
+@pytest.mark.usefixtures("exact_byte_products")
+def test_factors_of_channels_before_and_behind(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("openvino", reason="install enginequant[openvino]")
+    torch.manual_seed(0)
+    make, shape = BEFORE_AND_BEHIND[name]
+    model, x = make().eval(), torch.randn(8, *shape)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d | nn.InstanceNorm1d):
+            nn.init.uniform_(module.weight, 0.2, 3)
+            nn.init.uniform_(module.bias, -1, 1)
+    q = Quantizer(preset="fast", backend="openvino", activations={"smooth": 0.5})
+    q.calibrate(model, [x], progress=False)
+    proxy = q.quantize(model)
+    file = q.export(proxy, tmp_path / "m.onnx", (x,))
+    assert "Max" in [node.op_type for node in onnx.load(file).graph.node]
+    engine = load_engine("openvino", q.build(file, tmp_path / "m.engine").path)
+    for rows in (1, 8):
+        with torch.no_grad():
+            expected = proxy(x[:rows])
+        (found,) = engine({engine.input_names[0]: x[:rows]}).values()
+        noise = (expected - found).square().mean() / expected.square().mean()
+        assert noise < 1e-4, f"{rows} rows: {-10 * torch.log10(noise):.1f} dB"
 
 
 class Pooled(nn.Module):

@@ -152,8 +152,12 @@ def test_a_file_is_that_of_the_model_on_a_cpu(device: str, tmp_path: Path) -> No
     written = {}
     for place in ("cpu", device):
         q, model = Quantizer.load(tmp_path / "saved"), _model(place)
-        path = q.export(q.quantize(model), tmp_path / f"{place}.onnx", _batches("cpu")[0])
+        frozen = q.quantize(model)
+        before = _hidden(frozen, _batches(place)[0])
+        path = q.export(frozen, tmp_path / f"{place}.onnx", _batches("cpu")[0])
+        assert torch.equal(_hidden(frozen, _batches(place)[0]), before)
         written[place] = path.read_bytes()
+        assert {tensor.device.type for tensor in model.state_dict().values()} == {place}
     assert written[device] == written["cpu"]
 
 

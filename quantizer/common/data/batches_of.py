@@ -32,7 +32,7 @@ from quantizer.common.data.labels import without_label
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
 
-__all__ = ["BATCH_ROWS", "MOST_ROWS", "batches_of", "beside", "in_several", "length_of", "moved", "row_count"]
+__all__ = ["BATCH_ROWS", "MOST_ROWS", "batches_of", "beside", "in_several", "length_of", "row_count"]
 
 Row = TypeVar("Row")
 Batch = TypeVar("Batch")
@@ -123,7 +123,7 @@ def _read(
             warn_user([f"{told}: rows=... says how many to take, more or fewer"])
             return
         batch = without_label(forward, _with_tensors(given, dtype, number), number)
-        yield batch if device is None else moved(batch, device)
+        yield batch if device is None else beside(device, batch)
         number, read = number + 1, read + max(row_count(batch), 1)
 
 
@@ -166,22 +166,36 @@ def _device(model: nn.Module) -> torch.device | None:
     return next(iter(places)) if len(places) == 1 and torch.device("meta") not in places else None
 
 
-def beside(model: nn.Module, batch: Any) -> Any:
-    """Return a batch with its tensors where the model is, if that is one place."""
-    device = _device(model)
-    return batch if device is None else moved(batch, device)
+def beside(place: nn.Module | torch.device, batch: Any) -> Any:
+    """Return a batch with its tensors on a device, or where a model is, as a loader makes them on the CPU.
+
+    One that has a tensor there stays as it is, and so does one for a model that is in several places: somebody has put
+    its parts where they belong.
+    """
+    device = place if isinstance(place, torch.device) else _device(place)
+    found = {tensor.device for tensor in _tensors(batch)}
+    return batch if device is None or device in found or not found else _moved(batch, device)
 
 
-def moved(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on a device, as a loader makes them on the CPU; one that is there as it is."""
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif hasattr(batch, "keys") or isinstance(batch, tuple | list):
+        for value in batch.values() if hasattr(batch, "keys") else batch:
+            yield from _tensors(value)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device)
     if hasattr(batch, "keys"):
-        values = {key: moved(batch[key], device) for key in batch.keys()}  # noqa: SIM118 - duck-typed
-        return batch if all(values[key] is batch[key] for key in values) else values
+        return {key: _moved(batch[key], device) for key in batch.keys()}  # noqa: SIM118 - duck-typed
+    if isinstance(batch, tuple) and hasattr(batch, "to"):
+        return batch.to(device)  # a PackedSequence, whose sizes stay on the CPU
     if isinstance(batch, tuple | list):
-        parts = [moved(value, device) for value in batch]
-        return batch if all(a is b for a, b in zip(parts, batch, strict=True)) else parts
+        parts = [_moved(value, device) for value in batch]
+        named = isinstance(batch, tuple) and hasattr(batch, "_fields")
+        return type(batch)(*parts) if named else type(batch)(parts)
     return batch
 
 

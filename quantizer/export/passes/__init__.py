@@ -18,6 +18,8 @@ from quantizer.export.passes.gemm_to_matmul import GemmToMatMul
 from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
 from quantizer.export.passes.per_target.rows_of_codes import RowsOfCodes
+from quantizer.export.passes.per_target.unfused_products import UnfusedProducts
+from quantizer.export.passes.per_target.unfused_reductions import FactorsBeforeReductions
 from quantizer.export.passes.per_target.unfused_reductions import UnfusedReductions
 from quantizer.export.passes.per_target.unsigned_activations import UnsignedActivations
 from quantizer.export.passes.scale_before_quantize import ScaleBeforeQuantize
@@ -31,6 +33,8 @@ __all__ = [
     "FoldChannelFactors",
     "GraphPass",
     "RowsOfCodes",
+    "FactorsBeforeReductions",
+    "UnfusedProducts",
     "UnfusedReductions",
     "UnsignedActivations",
     "graph_passes",
@@ -67,7 +71,10 @@ def passes(target: TargetProfile | None = None) -> tuple[GraphPass, ...]:
     if target is not None and target.unsigned_activations != "none":
         asked.append(UnsignedActivations(target.unsigned_activations))
     if target is not None and (target.unfused_reductions or target.misread_reductions):
+        asked.append(FactorsBeforeReductions(target.misread_reductions))
         asked.append(UnfusedReductions(target.unfused_reductions, target.misread_reductions))
+    if target is not None and target.unfused_products:
+        asked.append(UnfusedProducts())
     if target is not None and target.row_codes:
         asked.append(RowsOfCodes())
     return *PASSES, *asked, *(graph_passes[name] for name in graph_passes), NameNodes()

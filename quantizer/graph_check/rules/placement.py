@@ -21,6 +21,7 @@ from quantizer.qdq.operand import PRODUCTS
 from quantizer.qdq.operand import Operand
 from quantizer.qdq.reductions import BY_NUMBER
 from quantizer.qdq.reductions import misreads_channels
+from quantizer.qdq.reductions import misreads_channels_before
 
 __all__ = ["fused_reduction", "gemm_bias", "half_site", "quantized_bias", "quantized_mask", "site_kind"]
 
@@ -120,8 +121,11 @@ def fused_reduction(subject: Subject) -> Iterator[Fault]:
             reported.add(node)
             problem = f"{subject.target.name} keeps its result in the bytes of {name_of(operand.quantize)}, unscaled"
             yield Fault(name_of(node), problem, advice)
+    quantized = any(map(is_quantize, subject.nodes))
     for node in subject.nodes:
-        if node.op_type in subject.target.misread_reductions and misreads_channels(node):
+        if node.op_type not in subject.target.misread_reductions or node in reported:
+            continue
+        if misreads_channels(node) or (quantized and misreads_channels_before(node)):
             problem = f"{subject.target.name} would multiply its result by the factors of other channels"
             yield Fault(name_of(node), problem, advice)
 

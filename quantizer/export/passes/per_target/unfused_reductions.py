@@ -10,9 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from quantizer.export.passes.base import MatchPass
+from quantizer.export.passes.base import insert_before
+from quantizer.qdq.graph import is_quantize
 from quantizer.qdq.reductions import misreads_channels
+from quantizer.qdq.reductions import misreads_channels_before
 
-__all__ = ["UnfusedReductions"]
+__all__ = ["FactorsBeforeReductions", "UnfusedReductions"]
 
 
 class UnfusedReductions(MatchPass[Any]):
@@ -48,3 +51,28 @@ class UnfusedReductions(MatchPass[Any]):
             if reader is not same:
                 reader.replace_input_with(index, same.outputs[0])
         model.graph.insert_after(node, same)
+
+
+class FactorsBeforeReductions(MatchPass[Any]):
+    """``x * factors -> ReduceMean`` becomes ``x * factors -> Max(both inputs) -> ReduceMean`` in files with Q/DQ.
+
+    Args:
+        kinds: the operators of such reductions.
+    """
+
+    left = "factors can still be moved behind a reduction"
+
+    def __init__(self, kinds: frozenset[str]) -> None:
+        self.kinds = kinds
+
+    def match(self, node: Any) -> Any | None:
+        """Return what is reduced, if factors of channels before the reduction would be misread behind it."""
+        if node.op_type not in self.kinds or not misreads_channels_before(node):
+            return None
+        given = node.inputs[0]
+        floats = given.dtype is not None and given.dtype.is_floating_point()
+        return given if floats and any(is_quantize(other) for other in node.graph) else None
+
+    def apply(self, model: Any, node: Any, found: Any) -> None:
+        same = insert_before(model, node, "Max", [found, found], like=found, shape=found.shape)
+        node.replace_input_with(0, same)

@@ -1,0 +1,40 @@
+"""Products of two axes whose result an engine multiplies by factors of channels before a QuantizeLinear.
+
+OpenVINO 2026.4 makes one kernel of such a network where its sizes are fixed and small (``Linear, ReLU, * factors,
+Linear`` of 64 channels, or with a batch norm), and no digit of what that computes is right. With three axes, with Tanh,
+Sigmoid or Gelu between, or without factors, all are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantizer.qdq.graph import constant
+from quantizer.qdq.graph import is_constant
+from quantizer.qdq.graph import is_quantize
+from quantizer.qdq.graph import maker
+
+__all__ = ["scales_flat_product"]
+
+_BETWEEN = frozenset(
+    ["Add", "BatchNormalization", "Cast", "Clip", "Div", "Identity", "LeakyRelu", "Mul", "PRelu", "Relu", "Sub"]
+)
+_PRODUCTS = frozenset(["Gemm", "MatMul"])
+
+
+def scales_flat_product(quantize: Any) -> bool:
+    """Return whether a Q rounds a product of two axes multiplied by factors of channels, but for its bias."""
+    if not is_quantize(quantize):
+        return False
+    value, factors, last = quantize.inputs[0], [], None
+    while (node := maker(value)) is not None and node.op_type in _BETWEEN:
+        varying = [given for given in node.inputs if given is not None and not is_constant(given)]
+        if len(varying) != 1:
+            return False
+        others = [constant(given) for given in node.inputs if given is not None and given is not varying[0]]
+        factors.append(any(array is None or array.size > 1 for array in others))
+        value, last = varying[0], node
+    if node is None or node.op_type not in _PRODUCTS or last is None:
+        return False
+    flat = node.outputs[0].shape is not None and len(node.outputs[0].shape) == 2
+    return flat and any(factors[:-1] if last.op_type == "Add" else factors)
