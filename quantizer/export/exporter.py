@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import nn
-from torch.nn import Parameter
 from torch.utils import _pytree
 
 from quantizer.common.data.batches_of import beside
 from quantizer.common.interrupts import interrupts_end_the_block
 from quantizer.errors import ExportError
 from quantizer.errors import MissingDependencyError
+from quantizer.export.bring_to_cpu import bring_to_cpu
 from quantizer.export.dynamic_axes import Axes
 from quantizer.export.dynamic_axes import asked_axes
 from quantizer.export.dynamic_axes import check_dynamic
@@ -46,7 +46,6 @@ from quantizer.targets import TargetProfile
 
 __all__ = ["export_onnx", "least_opset", "require_exporter"]
 
-_STAYS = ("cpu", "meta")
 _HALF_SCALES_OPSET = 19
 
 
@@ -89,7 +88,7 @@ def export_onnx(
     regions = regions or Float32Modules()
     exported = convert_floats(_copied(model, dtype, regions).eval(), dtype, regions)
     names = _output_names(model, beside(model, example))
-    _bring_to_cpu(exported)
+    bring_to_cpu(exported)
     args, keywords = _split(beside(exported, example), regions.io_dtype(dtype))
     _name_positional(exported, args)
     _check_output_names(names, [*inspect.signature(exported.forward).parameters, *keywords])
@@ -108,23 +107,6 @@ def export_onnx(
     run_passes(ir_model, passes(target))
     write_onnx(ir_model, path)
     return path
-
-
-def _bring_to_cpu(exported: nn.Module) -> None:
-    """Move a copy to the CPU: what is folded into its file is computed as for a model that is there.
-
-    The copy shares parameters with the caller's model, which ``Module.cpu`` would move in place.
-    """
-    moved: dict[Parameter, Parameter] = {}
-    for module in exported.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.device.type not in _STAYS:
-                if parameter not in moved:
-                    moved[parameter] = Parameter(parameter.detach().cpu(), requires_grad=parameter.requires_grad)
-                module._parameters[name] = moved[parameter]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device.type not in _STAYS:
-                module._buffers[name] = buffer.cpu()
 
 
 def require_exporter() -> None:
