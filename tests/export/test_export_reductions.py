@@ -154,6 +154,21 @@ def test_factors_of_channels_behind_a_reduction_are_read_where_they_belong(
     assert np.mean(np.abs(found - expected) > 1e-4) < 0.01
 
 
+def checked_engine(q: Quantizer, model: nn.Module, x: Tensor, folder: Path, backend: str = "openvino") -> list[str]:
+    """Compare the engine of a model with its proxy, in batches of all rows and of one; return the operators."""
+    q.calibrate(model, [x], progress=False)
+    proxy = q.quantize(model)
+    file = q.export(proxy, folder / "m.onnx", (x,))
+    engine = load_engine(backend, q.build(file, folder / "m.engine").path)
+    for rows in (len(x), 1):
+        with torch.no_grad():
+            expected = proxy(x[:rows])
+        (found,) = engine({engine.input_names[0]: x[:rows]}).values()
+        noise = (expected - found).square().mean() / expected.var()
+        assert noise < 1e-4, f"{rows} rows: {-10 * torch.log10(noise):.1f} dB"
+    return [node.op_type for node in onnx.load(file).graph.node]
+
+
 class Tokens(nn.Module):
     """The first token and the mean of all, as DINOv2's classifier has them, before a linear layer."""
 
@@ -175,16 +190,7 @@ def test_a_mean_of_tokens_before_a_smoothed_layer(joined: bool, tmp_path: Path) 
     model = Tokens(joined).eval()
     x = (torch.randn(8, 12, 32) + 0.3) * torch.logspace(-1, 1, 32)
     q = Quantizer(preset="fast", backend="openvino", activations={"smooth": 0.5})
-    q.calibrate(model, [x], progress=False)
-    proxy = q.quantize(model)
-    file = q.export(proxy, tmp_path / "m.onnx", (x,))
-    assert "Max" in [node.op_type for node in onnx.load(file).graph.node]
-    engine = load_engine("openvino", q.build(file, tmp_path / "m.engine").path)
-    with torch.no_grad():
-        expected = proxy(x)
-    (found,) = engine({engine.input_names[0]: x}).values()
-    noise = (expected - found).square().mean() / expected.var()
-    assert noise < 1e-4, f"{-10 * torch.log10(noise):.1f} dB"
+    assert "Max" in checked_engine(q, model, x, tmp_path)
 
 
 class Statistics(nn.Module):
@@ -214,15 +220,7 @@ def test_a_normalized_statistic_of_each_channel(statistic: str, quantized: bool,
     torch.manual_seed(0)
     model, x = Statistics(statistic).eval(), torch.randn(8, 4, 40)
     q = Quantizer(preset="fast", backend="openvino", exclude={"names": [] if quantized else ["*"]})
-    q.calibrate(model, [x], progress=False)
-    proxy = q.quantize(model)
-    file = q.export(proxy, tmp_path / "m.onnx", (x,))
-    engine = load_engine("openvino", q.build(file, tmp_path / "m.engine").path)
-    with torch.no_grad():
-        expected = proxy(x)
-    (found,) = engine({engine.input_names[0]: x}).values()
-    noise = (expected - found).square().mean() / expected.var()
-    assert noise < 1e-4, f"{-10 * torch.log10(noise):.1f} dB"
+    checked_engine(q, model, x, tmp_path)
 
 
 class Function(nn.Module):
@@ -283,17 +281,7 @@ def test_factors_of_channels_before_and_behind(name: str, tmp_path: Path) -> Non
             nn.init.uniform_(module.weight, 0.2, 3)
             nn.init.uniform_(module.bias, -1, 1)
     q = Quantizer(preset="fast", backend="openvino", activations={"smooth": 0.5})
-    q.calibrate(model, [x], progress=False)
-    proxy = q.quantize(model)
-    file = q.export(proxy, tmp_path / "m.onnx", (x,))
-    assert "Max" in [node.op_type for node in onnx.load(file).graph.node]
-    engine = load_engine("openvino", q.build(file, tmp_path / "m.engine").path)
-    for rows in (1, 8):
-        with torch.no_grad():
-            expected = proxy(x[:rows])
-        (found,) = engine({engine.input_names[0]: x[:rows]}).values()
-        noise = (expected - found).square().mean() / expected.square().mean()
-        assert noise < 1e-4, f"{rows} rows: {-10 * torch.log10(noise):.1f} dB"
+    assert "Max" in checked_engine(q, model, x, tmp_path)
 
 
 class Pooled(nn.Module):
@@ -319,15 +307,6 @@ def test_an_engine_is_as_near_as_without_reductions(backend: str, tmp_path: Path
     torch.manual_seed(0)
     model, x = Pooled().eval(), torch.randn(4, 3, 8, 8)
     quantizer = Quantizer(preset="fast", backend=backend)
-    quantizer.calibrate(model, [x], progress=False)
+    kinds = checked_engine(quantizer, model, x, tmp_path, backend)
     assert all(row.quantized for row in quantizer.coverage if row.multiply_adds)
-    proxy = quantizer.quantize(model)
-    file = quantizer.export(proxy, tmp_path / "m.onnx", (x,))
-    kinds = [node.op_type for node in onnx.load(file).graph.node]
     assert kinds.count("Max") == (3 if backend == "openvino" else 0)
-    engine = load_engine(backend, quantizer.build(file, tmp_path / "m.engine").path)
-    with torch.no_grad():
-        expected = proxy(x)
-    (found,) = engine({engine.input_names[0]: x}).values()
-    noise = (expected - found).square().mean() / expected.var()
-    assert noise < 1e-4, f"{-10 * torch.log10(noise):.1f} dB"
