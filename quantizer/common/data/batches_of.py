@@ -181,7 +181,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
     elif hasattr(batch, "keys") or isinstance(batch, tuple | list):
-        for value in batch.values() if hasattr(batch, "keys") else batch:
+        for value in (batch[key] for key in batch.keys()) if hasattr(batch, "keys") else batch:  # noqa: SIM118
             yield from _tensors(value)
 
 

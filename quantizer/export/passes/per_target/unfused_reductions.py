@@ -23,7 +23,7 @@ class UnfusedReductions(MatchPass[Any]):
 
     Args:
         kinds: the operators of such reductions.
-        misread: those of which the ones count behind which factors of channels would be misread.
+        misread: the operators of those that count only where factors of channels behind them would be misread.
     """
 
     left = "a reduction can still be fused with its reader"
