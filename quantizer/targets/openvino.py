@@ -62,6 +62,7 @@ OPENVINO = profiles.add("openvino")(
                 "attention-operator": "warning",
                 "signedness": "warning",
                 "fused-reduction": "error",
+                "fused-product": "warning",
             },
             own_domains=frozenset({"com.microsoft"}),
             refused=frozenset({"QGemm"}),

@@ -68,6 +68,16 @@ def mean_of_tokens(apart: bool) -> Graph:
     return g
 
 
+def flat_products(apart: bool) -> Graph:
+    g = Graph("float32")
+    x = g.rounded(g.input("x", ["batch", 32]), zero=128, kind="uint8")
+    y = g.node("Add", g.node("MatMul", x, g.weight((32, 64), 1)), g.floats(64))
+    y = g.node("Mul", g.node("Relu", y), g.floats(64))
+    y = g.node("Max", y, y) if apart else y
+    g.output(g.node("MatMul", g.rounded(y, zero=128, kind="uint8"), g.weight((64, 8), 1)))
+    return g
+
+
 def computed_scale(computed: bool) -> Graph:
     g = Graph()
     x = g.input("x", ["batch", 32])
@@ -655,6 +665,14 @@ CASES = [
         "openvino would multiply its result by the factors of other channels",
         OPENVINO,
         variant="factors",
+    ),
+    Case(
+        "fused-product",
+        lambda: flat_products(False),
+        lambda: flat_products(True),
+        "QuantizeLinear_7",
+        "where sizes are fixed and small, openvino computes what it rounds wrongly",
+        OPENVINO,
     ),
     Case("mask-range", lambda: half_mask(-65504), lambda: half_mask(-30000), "Mul_5", "the constant -65504"),
     Case(

@@ -10,6 +10,7 @@ from quantizer.graph_check.rule import rules
 from quantizer.graph_check.subject import Subject
 from quantizer.numerics.qtype import INT4
 from quantizer.qdq.attention import mask_adds
+from quantizer.qdq.flat_products import scales_flat_product
 from quantizer.qdq.graph import attribute
 from quantizer.qdq.graph import is_constant
 from quantizer.qdq.graph import is_dequantize
@@ -23,7 +24,15 @@ from quantizer.qdq.reductions import BY_NUMBER
 from quantizer.qdq.reductions import misreads_channels
 from quantizer.qdq.reductions import misreads_channels_before
 
-__all__ = ["fused_reduction", "gemm_bias", "half_site", "quantized_bias", "quantized_mask", "site_kind"]
+__all__ = [
+    "fused_product",
+    "fused_reduction",
+    "gemm_bias",
+    "half_site",
+    "quantized_bias",
+    "quantized_mask",
+    "site_kind",
+]
 
 
 @rules.add("half-site")
@@ -127,6 +136,16 @@ def fused_reduction(subject: Subject) -> Iterator[Fault]:
             continue
         if misreads_channels(node) or (quantized and misreads_channels_before(node)):
             problem = f"{subject.target.name} would multiply its result by the factors of other channels"
+            yield Fault(name_of(node), problem, advice)
+
+
+@rules.add("fused-product")
+def fused_product(subject: Subject) -> Iterator[Fault]:
+    """Keep a product of two axes and factors of channels apart from the next where the target would fuse the two."""
+    advice = "read the input of the Q twice, which keeps its values and the two apart: Max(y, y)"
+    for node in subject.nodes if subject.target.unfused_products else ():
+        if scales_flat_product(node):
+            problem = f"where sizes are fixed and small, {subject.target.name} computes what it rounds wrongly"
             yield Fault(name_of(node), problem, advice)
 
 
