@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizer.qdq.graph import constant
-from quantizer.qdq.graph import is_constant
+from quantizer.qdq.graph import has_several_numbers
 from quantizer.qdq.graph import is_quantize
 from quantizer.qdq.graph import maker
+from quantizer.qdq.graph import varying_inputs
+from quantizer.qdq.operand import MATMULS
 
 __all__ = ["scales_flat_product"]
 
 _BETWEEN = frozenset(
     ["Add", "BatchNormalization", "Cast", "Clip", "Div", "Identity", "LeakyRelu", "Mul", "PRelu", "Relu", "Sub"]
 )
-_PRODUCTS = frozenset(["Gemm", "MatMul"])
 
 
 def scales_flat_product(quantize: Any) -> bool:
@@ -28,13 +28,13 @@ def scales_flat_product(quantize: Any) -> bool:
         return False
     value, factors, last = quantize.inputs[0], [], None
     while (node := maker(value)) is not None and node.op_type in _BETWEEN:
-        varying = [given for given in node.inputs if given is not None and not is_constant(given)]
+        varying = varying_inputs(node)
         if len(varying) != 1:
             return False
-        others = [constant(given) for given in node.inputs if given is not None and given is not varying[0]]
-        factors.append(any(array is None or array.size > 1 for array in others))
+        others = [given for given in node.inputs if given not in (None, varying[0])]
+        factors.append(any(map(has_several_numbers, others)))
         value, last = varying[0], node
-    if node is None or node.op_type not in _PRODUCTS or last is None:
+    if node is None or node.op_type not in MATMULS or last is None:
         return False
     flat = node.outputs[0].shape is not None and len(node.outputs[0].shape) == 2
     return flat and any(factors[:-1] if last.op_type == "Add" else factors)

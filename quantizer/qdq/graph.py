@@ -18,6 +18,7 @@ __all__ = [
     "element",
     "floats",
     "format_name",
+    "has_several_numbers",
     "is_constant",
     "is_dequantize",
     "is_dequantized",
@@ -31,6 +32,7 @@ __all__ = [
     "scalar",
     "shape",
     "steps_type",
+    "varying_inputs",
 ]
 
 HALVES = ("FLOAT16", "BFLOAT16")
@@ -182,3 +184,14 @@ def format_name(node: Any) -> str:
 def paired(node: Any) -> Iterator[tuple[Any, Any]]:
     """Yield a Q with each DQ that reads its codes."""
     return ((node, reader) for reader in readers(node.outputs[0]) if is_dequantize(reader))
+
+
+def varying_inputs(node: Any) -> list[Any]:
+    """Return the inputs of a node that depend on the model's."""
+    return [given for given in node.inputs if given is not None and not is_constant(given)]
+
+
+def has_several_numbers(value: Any) -> bool:
+    """Return whether a constant has more than one number, or cannot be read."""
+    array = constant(value)
+    return array is None or array.size > 1

@@ -13,9 +13,10 @@ from typing import Any
 
 from quantizer.qdq.graph import attribute
 from quantizer.qdq.graph import constant
-from quantizer.qdq.graph import is_constant
+from quantizer.qdq.graph import has_several_numbers
 from quantizer.qdq.graph import is_quantize
 from quantizer.qdq.graph import maker
+from quantizer.qdq.graph import varying_inputs
 from quantizer.qdq.operand import PRODUCTS
 
 __all__ = ["BY_NUMBER", "misreads_channels", "misreads_channels_before"]
@@ -73,19 +74,19 @@ def _turns_channels(node: Any, quantized: bool) -> bool:
 def _transposed(value: Any) -> bool:
     """Return whether a value comes from a Transpose, which OpenVINO moves behind the reduction of other axes."""
     while (node := maker(value)) is not None and node.op_type in BY_NUMBER:
-        value = next((given for given in node.inputs if given is not None and not is_constant(given)), None)
+        value = next(iter(varying_inputs(node)), None)
     return node is not None and node.op_type == "Transpose"
 
 
 def _scaled_by_channel(value: Any) -> bool:
     """Return whether a value is multiplied by constants of several numbers, or added to such other than a bias."""
     while (node := maker(value)) is not None and node.op_type in _LINEAR:
-        varying = [given for given in node.inputs if given is not None and not is_constant(given)]
+        varying = varying_inputs(node)
         if len(varying) != 1:
             return False
         is_bias = node.op_type == "Add" and getattr(maker(varying[0]), "op_type", "") in PRODUCTS
         others = [given for given in node.inputs if given not in (None, varying[0])]
-        if node.op_type not in _PASSED and not is_bias and any(map(_varies, others)):
+        if node.op_type not in _PASSED and not is_bias and any(map(has_several_numbers, others)):
             return True
         value = varying[0]
     return False
@@ -101,25 +102,19 @@ def _followed(value: Any) -> tuple[bool, bool]:
     by_channel = quantized = False
     while waiting:
         node = waiting.pop()
-        varying = [given for given in node.inputs if given is not None and not is_constant(given)]
+        varying = varying_inputs(node)
         alone = all(given in of_value for given in varying)
         if node in seen or not (alone or node.op_type == "Concat"):
             continue
         seen.add(node)
         if is_quantize(node):
-            by_channel, quantized = by_channel or _varies(node.inputs[1]), True
+            by_channel, quantized = by_channel or has_several_numbers(node.inputs[1]), True
         elif node.op_type in BY_NUMBER or node.op_type in _PASSED:
             others = [given for given in node.inputs if given is not None and given not in varying]
-            by_channel = by_channel or (node.op_type in BY_NUMBER and any(map(_varies, others)))
+            by_channel = by_channel or (node.op_type in BY_NUMBER and any(map(has_several_numbers, others)))
             of_value.add(node.outputs[0])
             waiting += [reader for reader, _ in node.outputs[0].uses()]
     return by_channel, quantized
-
-
-def _varies(value: Any) -> bool:
-    """Return whether a constant has several numbers, or cannot be read."""
-    array = constant(value)
-    return array is None or array.size > 1
 
 
 def _axes(node: Any, rank: int) -> tuple[set[int] | None, bool]:

@@ -18,6 +18,7 @@ from quantizer.qdq.graph import is_quantize
 from quantizer.qdq.graph import maker
 from quantizer.qdq.graph import name_of
 from quantizer.qdq.graph import steps_type
+from quantizer.qdq.graph import varying_inputs
 from quantizer.qdq.operand import PRODUCTS
 from quantizer.qdq.operand import Operand
 from quantizer.qdq.reductions import BY_NUMBER
@@ -153,7 +154,7 @@ def _fused_with(quantize: Any) -> Any:
     """Return the node before a Q and before all that is computed number by number; None where others read it too."""
     value = quantize.inputs[0]
     while len(value.uses()) == 1 and (node := maker(value)) is not None:
-        varying = [given for given in node.inputs if given is not None and not is_constant(given)]
+        varying = varying_inputs(node)
         if node.op_type not in BY_NUMBER or len(varying) != 1:
             return node
         value = varying[0]
