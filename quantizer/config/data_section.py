@@ -82,6 +82,12 @@ class ModelConfig(Section):
         description="Length to which recordings are cut or filled, in seconds; the engine takes no other. null: that "
         "of the model's feature extractor, or 10.",
     )
+    new_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="The most tokens that a model in parts, such as T5 or Whisper, writes for a row; null: 128, or "
+        "less where its decoder has fewer positions.",
+    )
     labels: TextList = Field(
         default=(), description="Labels to choose from, for task 'zero-shot-image-classification', which needs them."
     )
@@ -198,7 +204,7 @@ def _of_function(given: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the problems of a model whose source is a function."""
     found = [
         (f"/model.{name}", f"is not used by a source that is a function, {given['source']}; remove it")
-        for name in ("attention", "max_length", "seconds", "labels", "template")
+        for name in ("attention", "max_length", "seconds", "new_tokens", "labels", "template")
         if name in given and given[name] != _default(ModelConfig, name)
     ]
     if "inputs" in given and given["inputs"] is None:

@@ -80,10 +80,10 @@ fits `sentence-similarity`, `conll` `token-classification`, `squad-json` `questi
 `multiple-choice`, `image-masks` `semantic-segmentation`, `coco-json` `object-detection`, and `text-lines` `fill-mask`
 and both tasks of generation; `image-folder` and `image-csv` fit `image-classification`, `audio-folder` and
 `audio-csv` `audio-classification`, with the names that the model has for its classes, or their numbers, as labels;
-`transcripts` fits `automatic-speech-recognition` and, in `quantizer convert`, `speech-to-text`, as `text-pairs` fits
-`text-to-text`. Subsets of `vader`: `tweets`, `movieReviewSnippets`, `amazonReviewSnippets`, `nytEditorialSnippets`;
-its splits `head`, `calibration` and `evaluation` share no document. [Tasks](guide/tasks.md) says what each task
-reads, and how it is scored.
+`transcripts` fits `automatic-speech-recognition` and `speech-to-text`, and `text-pairs` fits `text-to-text`. Subsets of
+`vader`: `tweets`, `movieReviewSnippets`, `amazonReviewSnippets`, `nytEditorialSnippets`; its splits `head`,
+`calibration` and `evaluation` share no document. [Tasks](guide/tasks.md) says what each task reads, and how it is
+scored.
 
 The report is always scored on all rows of `evaluation`, and calibrated on all rows of `calibration`: keep them apart.
 Rows that a search was scored on flatter its choice: `tuning` may hold no row of `evaluation`, which is an error.

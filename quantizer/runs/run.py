@@ -27,6 +27,7 @@ from quantizer.files import write_folder
 from quantizer.report import RunRecord
 from quantizer.report import print_record
 from quantizer.report.tracking.trackers import print_tracked
+from quantizer.runs.convert.parts.configured import run_parts
 from quantizer.runs.pick_backend import chooses
 from quantizer.runs.pick_backend import with_backend
 from quantizer.runs.placement.speed_goal import missed_speed
@@ -39,6 +40,7 @@ from quantizer.runs.run_context import resume_files
 from quantizer.runs.run_course import RunCourse
 from quantizer.runs.workload.configured import configured_workload
 from quantizer.runs.workload.workload import Load
+from quantizer.runs.workload.written_sizes import is_in_parts
 from quantizer.targets import AUTO
 
 __all__ = ["RUN", "carry_out", "run"]
@@ -100,10 +102,14 @@ def _all_stages(config: RunConfig, folder: Path, force: bool, console: Console, 
     record: list[RunRecord] = []
     searches = config.fallback is not None and config.fallback.max_drop is not None
     # What is given in Python is written to a folder that an interrupt removes.
-    keeps = among is not None and config.model.task != MODULE
+    keeps = among is not None and config.model.task != MODULE and not is_in_parts(config)
     with resume_files(folder, searches=searches, trains=config.qat is not None, chooses=keeps) as kept:
 
         def fill(target: Path) -> None:
+            if is_in_parts(config):
+                timer = StageTimer(console)
+                record.append(run_parts(config, among, folder.name, target, kept, timer, load))
+                return
             timer = StageTimer(console, run_outlook(config, folder, chooses=among is not None))
             course = RunCourse(config, folder.name, target, kept, timer, load)
             course.make(among)

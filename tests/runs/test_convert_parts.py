@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from quantizer.cli.main import main
 
@@ -226,7 +225,7 @@ def test_engines_that_compute_something_else_are_not_delivered(
 
 REFUSED = {
     "a budget": (["--max-drop", "0.1", "--tuning", "text-pairs:{pairs}"], "nothing is put back to float"),
-    "half precision": (["--backend", "tensorrt"], "it computes in float16"),
+    "half precision": (["--backend", "tensorrt"], "tensorrt computes in float16"),
     "a task of one engine": (["--task", "fill-mask"], "--new-tokens 6: task fill-mask writes no text; leave it out"),
     "no tokens": (["--new-tokens", "0"], "--new-tokens 0: expected 1 or more"),
 }
@@ -248,24 +247,11 @@ def test_default_sizes_and_limits_of_what_is_written(place: Path, tmp_path: Path
     request = partial(ConversionRequest, model=str(place / "t5"), output=tmp_path / "out", backends=("onnxruntime",))
     assert conversion_inputs(request(), "out").batch == (1, 4, 8)
     t5, whisper = transformers.T5Config(), transformers.WhisperConfig(max_target_positions=100)
-    assert most_tokens(request(), t5) == 128
-    assert most_tokens(request(), whisper) == 92
-    assert most_tokens(request(new_tokens=300), t5) == 300
+    assert most_tokens(None, t5, "--new-tokens") == 128
+    assert most_tokens(None, whisper, "--new-tokens") == 92
+    assert most_tokens(300, t5, "--new-tokens") == 300
     with pytest.raises(TaskError, match=r"--new-tokens 93: the decoder has 100 positions, .*; give 92 or less"):
-        most_tokens(request(new_tokens=93), whisper)
-
-
-def test_a_run_refuses_a_model_in_parts(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = {"name": "text-pairs", "path": str(place / "pairs.csv")}
-    config = {
-        "model": {"source": str(place / "t5"), "task": "text-to-text"},
-        "data": {"calibration": rows, "evaluation": rows},
-        "output": str(tmp_path / "out"),
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    assert main(["run", str(tmp_path / "run.yaml")]) != 0
-    told = capsys.readouterr()
-    assert "is of models in several parts, an engine for each" in " ".join((told.out + told.err).split())
+        most_tokens(93, whisper, "--new-tokens")
 
 
 def test_speech_is_converted_in_float_and_written_as_by_transformers(

@@ -40,7 +40,6 @@ __all__ = [
     "BATCH_SIZES",
     "CONVERSION",
     "SEQUENCE_LENGTHS",
-    "WRITTEN_BATCH_SIZES",
     "ConversionRequest",
     "Sizes",
     "convertible_tasks",
@@ -53,8 +52,6 @@ CONVERSION = "conversion"
 """The kind of the folder, in its marker."""
 
 BATCH_SIZES: Sizes = (1, 8, 32)
-WRITTEN_BATCH_SIZES: Sizes = (1, 4, 8)
-"""Of models that write token by token, each row with a cache of its own."""
 SEQUENCE_LENGTHS: Sizes = (16, 128, 512)
 
 

@@ -30,6 +30,7 @@ from quantizer.files import checked_folder
 from quantizer.files import require_sole_writer
 from quantizer.files import require_writable
 from quantizer.files import restore_folder
+from quantizer.runs.convert.parts.configured import require_possible_run
 from quantizer.runs.measure import build_options
 from quantizer.runs.pick_backend import chooses
 from quantizer.runs.preflight.estimate import run_estimate
@@ -48,7 +49,6 @@ from quantizer.tasks import Text
 from quantizer.tasks import read_checkpoint
 from quantizer.tasks import require_labels
 from quantizer.tasks import tasks
-from quantizer.tasks.seq2seq.parts import require_one_part
 from quantizer.tasks.sequence_classification import require_classes
 
 __all__ = ["Ready", "faults_of", "ready_to_run"]
@@ -90,6 +90,7 @@ def ready_to_run(config: RunConfig, folder: Path, kind: str, *, force: bool | No
     if config.model.task is None:
         check_functions(faults, config.model)
     else:
+        faults.of(lambda: require_possible_run(config))
         _check_checkpoint(faults, config.model, config.model.task, rows)
     restore_folder(folder)
     faults.of(lambda: checked_folder(folder, kind, replace=force is not False))
@@ -149,7 +150,6 @@ def _check_packages(faults: Faults, config: RunConfig) -> None:
 
 def _check_checkpoint(faults: Faults, model: ModelConfig, task: str, rows: Mapping[str, Sequence[Row]]) -> None:
     """Check a checkpoint for a task, and the labels of the rows where it has classes."""
-    faults.of(lambda: require_one_part(task))
     checkpoint = faults.of(lambda: read_checkpoint(model.source, task))
     faults.of(lambda: require_labels(task, model.labels))
     if checkpoint is not None and tasks[task].labels == "row" and checkpoint.labels:

@@ -11,6 +11,7 @@ from quantizer.common.plain_values import yaml_values
 from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
+from quantizer.runs.convert.folder import CONFIG
 from quantizer.runs.run_engines import FLOAT_STEM
 from quantizer.runs.run_engines import QUANTIZED_STEM
 from quantizer.runs.saved.call_form import CallForm
@@ -35,13 +36,18 @@ def load(
         verify: compare the engine's file with the checksum in it.
 
     Raises:
-        QuantizerError: the folder is not that of a run, or is damaged.
+        QuantizerError: the folder is not that of a run, is of a model in several parts, or is damaged.
         EngineError: the engine does not load on this machine.
         MissingDependencyError: the library of its backend is not installed.
     """
     path = Path(folder)
     restore_folder(path)
     backend, measured = _settings(path)
+    if (path / CONFIG).is_file():
+        raise QuantizerError(
+            f"{path} holds a model in several parts, an engine for each, which write text together: "
+            f"quantizer.runs.convert.load_converted({json.dumps(str(path))}).generate([...])"
+        )
     file = path / f"{FLOAT_STEM if float_engine else QUANTIZED_STEM}.engine"
     engine = load_engine(backend, file, threads=measured if threads is None else threads, verify=verify)
     call = CallForm.read(path) or CallForm.by_names(path.absolute().name, engine.input_names, engine.output_names)
@@ -75,7 +81,7 @@ def _settings(folder: Path) -> tuple[str, int]:
 def _hint(folder: Path) -> str:
     """Return what loads a folder that is no run's, or which folders in it can be loaded; empty: nothing is known."""
     loads = "quantizer.runs.convert.load_converted"
-    if (folder / "config.json").is_file():
+    if (folder / CONFIG).is_file():
         return f"; {loads} loads what `quantizer convert` wrote"
     converted = [
         path.parent for path in sorted(folder.glob("*/config.json")) if (path.parent / "model.engine").exists()

@@ -18,6 +18,8 @@ from quantizer.runs.workload.function_source import function_workload
 from quantizer.runs.workload.module_workload import scored_workload
 from quantizer.runs.workload.workload import Scorer
 from quantizer.runs.workload.workload import Workload
+from quantizer.runs.workload.written_sizes import is_in_parts
+from quantizer.runs.workload.written_sizes import with_written_sizes
 
 __all__ = ["configured_workload", "workload_of"]
 
@@ -32,14 +34,16 @@ def configured_workload(
     """
     if config.model.task is None:
         return function_workload(config, timer, kept, folder)
+    config = with_written_sizes(config)
+    assert config.model.task is not None
     context = load_context(
         timer,
         kept,
         folder,
         config.model.source,
         config.model.task,
-        # A run writes four files of the model, of which two are in float.
-        copies=1,
+        # A run writes four files of the model, of which two are in float; of one in parts they hold the decoder twice.
+        copies=2 if is_in_parts(config) else 1,
         needed_for="what a run writes of this model",
         attention=config.model.attention,
         texts=config.model.texts,
@@ -58,6 +62,7 @@ def workload_of(config: RunConfig, context: RunContext, rows: RunRows, scorer: S
     """Return the workload of a configuration whose model and rows are loaded."""
     if isinstance(scorer, FunctionScorer):
         return scored_workload(context, rows, config.model.source, scorer)
+    config = with_written_sizes(config)
     assert config.model.task is not None
     read = (config.model, config.data.batch_size, config.export.dynamic.sequence[0])
 
@@ -73,4 +78,5 @@ def workload_of(config: RunConfig, context: RunContext, rows: RunRows, scorer: S
         info=context.info(config.model.source, config.model.task),
         check=check,
         metric=lambda searched: TaskMetric(read, context.task, searched, rows.head),
+        fit=with_written_sizes,
     )

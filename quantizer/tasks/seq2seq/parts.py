@@ -24,7 +24,6 @@ from quantizer.common.decoder_cache import PRESENT
 from quantizer.errors import TaskError
 from quantizer.tasks.checkpoints.sources import transformers_package
 from quantizer.tasks.inputs import Batch
-from quantizer.tasks.task import tasks
 
 __all__ = [
     "DECODER",
@@ -38,7 +37,6 @@ __all__ = [
     "halves",
     "keep",
     "parts_of",
-    "require_one_part",
     "require_parts",
 ]
 
@@ -144,20 +142,6 @@ def require_parts(model: Any, batch: Batch) -> None:
             f"{type(model).__name__} keeps {', '.join(sorted(strange)) or type(made).__name__} of former tokens, "
             "expected the keys and values of all of them, of its own attention and of that to the encoder: such a "
             "model cannot be taken apart"
-        )
-
-
-def require_one_part(task: str) -> None:
-    """Raise if a model for a task becomes several engines, where one is wanted.
-
-    Raises:
-        ConfigError: no task has this name.
-        TaskError: it does.
-    """
-    if tasks[task].in_parts:
-        raise TaskError(
-            f"task {task!r} is of models in several parts, an engine for each, which quantizer convert makes, and "
-            "quantizer run does not: quantizer convert -m MODEL --quantization --calibration DATA"
         )
 
 

@@ -11,7 +11,7 @@ from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.request import ConversionRequest
 from quantizer.targets import profile
 
-__all__ = ["most_tokens", "require_possible"]
+__all__ = ["backend_problem", "most_tokens", "require_possible"]
 
 _TOKENS = 128
 """The most tokens that are written, unless the request says otherwise."""
@@ -34,19 +34,32 @@ def _problems(asked: ConversionRequest, facts: ConversionInputs) -> Iterator[str
             "put back to float; leave it and --tuning out, and give --evaluation to see the score"
         )
     for name in asked.backends:
-        if profile(name).float_dtype != "float32":
-            yield (
-                f"--backend {name}: it computes in {profile(name).float_dtype}, and task {facts.task} is of a model in "
-                "several parts, which are made for engines in float32: openvino, onnxruntime or torch"
-            )
+        if told := backend_problem(name, f"task {facts.task} is of a model in several parts"):
+            yield f"--backend: {told}"
 
 
-def most_tokens(asked: ConversionRequest, config: Any) -> int:
+def backend_problem(name: str, of: str) -> str | None:
+    """Return why a backend takes no model in parts; None: it does.
+
+    Args:
+        name: the backend.
+        of: what the model is, in words.
+    """
+    dtype = profile(name).float_dtype
+    if dtype == "float32":
+        return None
+    return (
+        f"{name} computes in {dtype}, and {of}, which are made for engines in float32: openvino, onnxruntime or torch"
+    )
+
+
+def most_tokens(asked: int | None, config: Any, option: str) -> int:
     """Return how many tokens are written for a row at most.
 
     Args:
-        asked: the request.
+        asked: how many were asked for; None: as many as usual.
         config: that of the model.
+        option: where they are asked for, for messages.
 
     Raises:
         TaskError: the decoder has not so many positions.
@@ -55,11 +68,11 @@ def most_tokens(asked: ConversionRequest, config: Any) -> int:
     most = next((one for one in positions if isinstance(one, int)), None)
     # Some are for the tokens that the decoder begins with.
     room = None if most is None else most - min(8, most // 2)
-    if room is None or asked.new_tokens is None:
-        return asked.new_tokens or min(_TOKENS, room or _TOKENS)
-    if asked.new_tokens > room:
+    if room is None or asked is None:
+        return asked or min(_TOKENS, room or _TOKENS)
+    if asked > room:
         raise TaskError(
-            f"--new-tokens {asked.new_tokens}: the decoder has {most} positions, the first of them for what it begins "
-            f"with; give {room} or less"
+            f"{option} {asked}: the decoder has {most} positions, the first of them for what it begins with; give "
+            f"{room} or less"
         )
-    return asked.new_tokens
+    return asked

@@ -28,7 +28,7 @@ from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.parts.loaded import engine_run
 from quantizer.runs.convert.parts.part_batches import PartBatches
 from quantizer.runs.convert.parts.part_batches import part_batches
-from quantizer.runs.convert.request import ConversionRequest
+from quantizer.runs.convert.parts.request import PartsRequest
 from quantizer.runs.outputs.compare_outputs import Reference
 from quantizer.runs.outputs.compare_outputs import check_engine
 from quantizer.runs.outputs.compare_outputs import reference_outputs
@@ -105,7 +105,7 @@ class PartMaker:
 
     def __init__(
         self,
-        asked: ConversionRequest,
+        asked: PartsRequest,
         facts: ConversionInputs,
         context: RunContext,
         samples: list[Any],
@@ -137,8 +137,7 @@ class PartMaker:
     def variant(self, name: str) -> Variant:
         """Return how the engines of a backend are built that was asked for by its name."""
         precision = self.asked.inference_precision if profile(name).inference_precisions else None
-        dtype = (self.asked.dtype or "int8") if self.asked.quantization else None
-        return Variant(backend=name, dtype=dtype, precision=precision)
+        return Variant(backend=name, dtype=self.asked.dtype, precision=precision, compiled=self.asked.compiled)
 
     def made(self, variant: Variant, quantizer: Quantizer | None) -> PartsMade:
         """Export, build and check the engines of all parts.
@@ -199,9 +198,10 @@ class PartMaker:
                 batch = self._example(name)
                 axes = dynamic_axes(name, batch, fixed_steps=fixed)
                 if quantizer is None:
-                    export_onnx(module, files[name], batch, opset=target.opset, dtype=target.torch_dtype, axes=axes)
+                    opset = self.asked.opset or target.opset
+                    export_onnx(module, files[name], batch, opset=opset, dtype=target.torch_dtype, axes=axes)
                 else:
-                    quantizer.export(module, files[name], batch, dynamic_axes=axes)
+                    quantizer.export(module, files[name], batch, opset=self.asked.opset, dynamic_axes=axes)
         return files
 
     def _example(self, name: str) -> Batch:
@@ -212,7 +212,7 @@ class PartMaker:
     def _built(self, variant: Variant, onnx: Path, engine: Path) -> BuildResult:
         options = self.options(variant, self.dimensions[onnx.stem])
         with self.context.timer("build the engine"):
-            if not self.asked.chooses:
+            if not self.asked.variants:
                 return self.context.timer.build(variant.backend, onnx, engine, options)
             # Where others can take its place, a candidate may crash or hang.
             sequence, batch = 16 if self.facts.sequence is None else self.facts.sequence[0], self.facts.batch[0]

@@ -21,7 +21,6 @@ from quantizer.report.record import Latency
 from quantizer.runs.convert.parts.part_maker import PartMaker
 from quantizer.runs.convert.parts.part_maker import PartsMade
 from quantizer.runs.convert.parts.result import PartsResult
-from quantizer.runs.convert.record import conversion_config
 from quantizer.runs.measure import engine_file
 from quantizer.runs.outputs.compare_outputs import distances_of
 from quantizer.runs.plan_records import site_records
@@ -58,7 +57,7 @@ def parts_record(
     return RunRecord(
         name=f"{facts.name} for {result.backend}",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        config=conversion_config(asked, facts, result.inference_precision, quantizer),
+        config=asked.described(result.inference_precision, quantizer),
         model=context.info(facts.source, facts.task),
         scores=result.scores,
         outputs=tuple(_outputs(result)),

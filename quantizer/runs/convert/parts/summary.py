@@ -30,7 +30,7 @@ def print_parts(facts: ConversionInputs, result: PartsResult, folder: Path, cons
     print_lines([*_covered(result), *_texts(result)], console, first="  ", rest="    ")
     if result.quantization is None:
         print_lines(_scores(result), console, first="  ", rest="    ")
-        console.print(Text(f"  {folder / result.backend}"), soft_wrap=True)
+        console.print(Text(f"  {folder}"), soft_wrap=True)
 
 
 def _outputs(result: PartsResult) -> Table:

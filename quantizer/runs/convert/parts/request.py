@@ -1,0 +1,51 @@
+"""The request for the engines of a model in parts, whichever command asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantizer.config import QuantizerConfig
+from quantizer.engines.candidates import Variant
+from quantizer.quantizer import Quantizer
+
+__all__ = ["PartsRequest"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartsRequest:
+    """A request for the engines of a model in parts.
+
+    Attributes:
+        backends: the backends; a choice is made of ``variants``, and the first of these is calibrated for.
+        variants: the engines to choose from; empty: each backend has its own.
+        missing: backends for this CPU that are not installed, and what installs them.
+        dtype: the number format of quantized operands; None: the float model is converted.
+        settings: returns the settings of the quantizer for a backend.
+        described: returns the configuration for the report of an engine, from its precision and its quantizer.
+        calibration: the calibration data, in words.
+        evaluation: the labelled rows, in words; None: there are none.
+        inference_precision: the precision of what is not quantized; None: that of the file.
+        compiled: as in ``BuildOptions``, of engines that are asked for by their backend.
+        tolerance: the least SQNR in dB of outputs against PyTorch's; None: the default for their types.
+        opset: the ONNX opset; None: that of the target.
+        threads: the number of CPU threads of engines and PyTorch.
+        resamples: the resamples behind each interval of a score.
+    """
+
+    backends: Sequence[str]
+    variants: Sequence[Variant] = ()
+    missing: tuple[str, ...] = ()
+    dtype: str | None
+    settings: Callable[[str], QuantizerConfig]
+    described: Callable[[str | None, Quantizer], dict[str, Any]]
+    calibration: str
+    evaluation: str | None
+    inference_precision: str | None = None
+    compiled: bool | None = None
+    tolerance: float | None = None
+    opset: int | None = None
+    threads: int = 1
+    resamples: int = 1000

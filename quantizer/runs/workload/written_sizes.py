@@ -1,0 +1,55 @@
+"""The sizes of a run whose model writes text token by token, where its configuration does not say them."""
+
+from __future__ import annotations
+
+from quantizer.config import RunConfig
+from quantizer.tasks import read_checkpoint
+from quantizer.tasks import tasks
+
+__all__ = ["WRITTEN_BATCH_SIZES", "is_in_parts", "with_written_sizes"]
+
+WRITTEN_BATCH_SIZES = (1, 4, 8)
+"""Least, usual and most rows of models that write token by token, each row with a cache of its own."""
+
+
+def is_in_parts(config: RunConfig) -> bool:
+    """Return whether the model of a run becomes several engines."""
+    name = config.model.task
+    return name is not None and name in tasks.names() and tasks[name].in_parts
+
+
+def with_written_sizes(config: RunConfig) -> RunConfig:
+    """Return the configuration of a run with sizes that fit a model in parts; that of another model is left as it is.
+
+    Batches are small, and texts no longer than the model has positions.
+
+    Raises:
+        TaskError: the model's checkpoint cannot be read.
+    """
+    if not is_in_parts(config):
+        return config
+    data, model, report, dynamic = config.data, config.model, config.report, config.export.dynamic
+    said = {
+        name: section.model_fields_set for name, section in (("sizes", dynamic), ("data", data), ("report", report))
+    }
+    batch, sequence = dynamic.batch, dynamic.sequence
+    rows = data.batch_size if "batch_size" in said["data"] else WRITTEN_BATCH_SIZES[1]
+    if "batch" not in said["sizes"]:
+        least, usual, most = WRITTEN_BATCH_SIZES
+        batch = (least, usual, max(most, rows))
+    positions = read_checkpoint(model.source, model.task).positions
+    if "sequence" not in said["sizes"] and positions is not None:
+        low, middle, high = (min(size, positions) for size in sequence)
+        sequence = (low, middle, high)
+    timed = {
+        name: getattr(report, name) if name in said["report"] else sizes[1]
+        for name, sizes in (("latency_batch", batch), ("latency_sequence", sequence))
+    }
+    sizes = dynamic.model_copy(update={"batch": batch, "sequence": sequence})
+    return config.model_copy(
+        update={
+            "data": data.model_copy(update={"batch_size": rows}),
+            "export": config.export.model_copy(update={"dynamic": sizes}),
+            "report": report.model_copy(update=timed),
+        }
+    )

@@ -1,0 +1,135 @@
+"""``quantizer run`` of models in parts: a folder with an engine for each, and a report of the whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from quantizer.cli.main import main
+
+for _package in ("transformers", "torchmetrics", "onnx", "onnxscript", "onnxruntime"):
+    pytest.importorskip(_package, reason="a run needs enginequant[hf,onnx,onnxruntime]")
+
+from tiny_seq2seq import TEXTS  # noqa: E402
+from tiny_seq2seq import tiny_t5  # noqa: E402
+
+import quantizer  # noqa: E402
+from quantizer import Quantizer  # noqa: E402
+from quantizer.config import RunConfig  # noqa: E402
+from quantizer.config import load_run  # noqa: E402
+from quantizer.errors import QuantizerError  # noqa: E402
+from quantizer.report import read_record  # noqa: E402
+from quantizer.report.compare.resamples import read_resamples  # noqa: E402
+from quantizer.runs.convert import load_converted  # noqa: E402
+from quantizer.runs.convert import measure  # noqa: E402
+from quantizer.runs.convert.parts.loaded import ConvertedParts  # noqa: E402
+from quantizer.runs.workload.written_sizes import with_written_sizes  # noqa: E402
+from quantizer.tasks import load_model  # noqa: E402
+from quantizer.tasks.seq2seq.writer import Writer  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
+
+
+def _settings(place: Path) -> dict[str, Any]:
+    rows = {"name": "text-pairs", "path": str(place / "pairs.csv")}
+    return {
+        "model": {"source": str(place / "t5"), "task": "text-to-text", "max_length": 16, "new_tokens": 6},
+        "data": {"calibration": rows, "evaluation": rows, "batch_size": 4},
+        "quantizer": {"backend": "onnxruntime", "preset": "fast"},
+        "export": {"dynamic": {"batch": [1, 2, 4], "sequence": [4, 8, 16]}},
+        "report": {"latency_batch": 3, "latency_sequence": 8, "bootstrap": 50},
+        "output": str(place / "out"),
+    }
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parts")
+    tiny_t5(folder / "t5")
+    (folder / "pairs.csv").write_text(
+        "source,target\n" + "".join(f"{text},{TEXTS[number - 1]}\n" for number, text in enumerate(TEXTS)) * 4
+    )
+    (folder / "run.yaml").write_text(yaml.safe_dump(_settings(folder)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(place: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_SECONDS", 0.1)
+        assert main(["run", str(place / "run.yaml")]) == 0
+    return place / "out"
+
+
+@pytest.mark.promise("`quantizer run` makes the same of a configuration")
+def test_the_folder_of_a_run_writes_what_the_quantized_model_writes(made: Path, place: Path) -> None:
+    loaded = load_converted(made)
+    assert isinstance(loaded, ConvertedParts)
+    proxy = Quantizer.load(made / "quantizer").quantize(load_model(str(place / "t5"), "text-to-text"))
+    batch = {name: torch.from_numpy(value) for name, value in loaded.inputs(TEXTS).items()}
+    right = Writer(proxy, 6)(**batch)["sequences"]
+    assert loaded.generate(TEXTS) == [loaded.processor.decode(row, skip_special_tokens=True) for row in right]
+    with pytest.raises(QuantizerError, match=r"an engine for each, .*load_converted\(.*\)\.generate"):
+        quantizer.load(made)
+
+
+def test_the_report_of_a_run_is_of_all_parts(made: Path) -> None:
+    record = read_record(made / "report.json")
+    assert record.name == "out"
+    assert [(one.which, one.metric, one.rows) for one in record.scores] == [
+        (which, "rouge_l", 12) for which in ("float", "proxy", "engine")
+    ]
+    assert [one.output for one in record.outputs] == [
+        "encoder_model: last_hidden_state",
+        "decoder_model: logits",
+        "decoder_with_past_model: logits",
+        "token by token: logits",
+    ]
+    assert all(one.batch == 3 for one in record.outputs)
+    assert record.latency is not None
+    assert (record.latency.batch, record.latency.sequence) == (3, 8)
+    assert (made / "report.html").is_file()
+    kept = read_resamples(made)
+    assert kept is not None
+    assert len(kept.scores["engine"]) == 50
+
+
+def test_the_configuration_of_a_run_is_the_one_to_repeat_it(made: Path) -> None:
+    again = load_run(made / "config.yaml")
+    assert again.export.dynamic.batch == (1, 2, 4)
+    assert again.quantizer.preset == "fast"
+    assert main(["validate", str(made / "config.yaml")]) == 0
+
+
+def test_sizes_that_nobody_said_fit_what_writes_token_by_token(place: Path) -> None:
+    said = _settings(place)
+    plain = {key: said[key] for key in ("model", "quantizer")} | {"data": {**said["data"], "batch_size": 16}}
+    sized = with_written_sizes(RunConfig.model_validate(plain))
+    assert sized.export.dynamic.batch == (1, 4, 16)
+    assert (sized.report.latency_batch, sized.report.latency_sequence) == (4, 128)
+    del plain["data"]["batch_size"]
+    sized = with_written_sizes(RunConfig.model_validate(plain))
+    assert (sized.data.batch_size, sized.export.dynamic.batch) == (4, (1, 4, 8))
+    # The same again, whether it was said or not.
+    assert with_written_sizes(RunConfig.model_validate(sized.model_dump(mode="json"))) == sized
+
+
+REFUSED = {
+    "a measurement": ("amp={}", "amp: task 'text-to-text' is of a model in several parts, for which nothing is put"),
+    "half precision": ("quantizer.backend=tensorrt-rtx", "quantizer.backend: tensorrt-rtx computes in float16"),
+    "no tokens": ("model.new_tokens=0", "model.new_tokens=0': model.new_tokens: got the whole number 0; expected"),
+    "a task of one engine": ("model.task=fill-mask", "model.new_tokens: got 6, and task 'fill-mask' writes no text"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_run_of_models_in_parts_cannot_have(what: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked, said = REFUSED[what]
+    assert main(["run", str(place / "run.yaml"), asked, "--output", str(place / "refused")]) != 0
+    told = capsys.readouterr()
+    assert said in " ".join((told.out + told.err).split())
+    assert not (place / "refused").exists()
