@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pbtxt import read_pbtxt
 
 from quantizer.cli.main import main
 
@@ -128,6 +129,18 @@ def test_each_part_has_a_file_and_an_engine_under_the_usual_names(converted: Pat
     assert "generate(['a text'])" in (folder / "README.md").read_text()
 
 
+def test_triton_has_a_model_for_each_part(converted: Path) -> None:
+    folder = converted / "onnxruntime"
+    for name, part in _read(folder / "config.json")["parts"].items():
+        model = folder / part["triton"]
+        assert model.name == f"made-{name}"
+        told = read_pbtxt((model / "config.pbtxt").read_text())
+        session = onnxruntime.InferenceSession(model / "1" / "model.onnx")
+        assert [one["name"][0] for one in told["input"]] == [one.name for one in session.get_inputs()]
+        assert [one["name"][0] for one in told["output"]] == [one.name for one in session.get_outputs()]
+        assert told["max_batch_size"] == [4]
+
+
 def test_what_was_measured_is_written_down(converted: Path) -> None:
     document = _read(converted / "conversion.json")
     (result,) = document["backends"]
@@ -225,7 +238,6 @@ def test_engines_that_compute_something_else_are_not_delivered(
 
 REFUSED = {
     "a budget": (["--max-drop", "0.1", "--tuning", "text-pairs:{pairs}"], "nothing is put back to float"),
-    "half precision": (["--backend", "tensorrt"], "tensorrt computes in float16"),
     "a task of one engine": (["--task", "fill-mask"], "--new-tokens 6: task fill-mask writes no text; leave it out"),
     "no tokens": (["--new-tokens", "0"], "--new-tokens 0: expected 1 or more"),
 }

@@ -47,6 +47,7 @@ __all__ = [
     "Reference",
     "check_engine",
     "distances_of",
+    "is_cache",
     "output_distances",
     "reference_outputs",
     "token_outputs",
@@ -128,11 +129,11 @@ def check_engine(
                     f"PyTorch{_to_float(check, bound)}; expected an {bound}: the engine does not compute what the "
                     f"model computes{f'. {hint}' if hint else ''}"
                 )
-            checks += [] if _is_cache(name) else [check]
+            checks += [] if is_cache(name) else [check]
     return checks
 
 
-def _is_cache(name: str) -> bool:
+def is_cache(name: str) -> bool:
     """Return whether an output holds keys or values for the next token: dozens of those would hide the others."""
     return name.startswith(f"{PRESENT}.")
 
@@ -185,7 +186,7 @@ def output_distances(
         whole = _by_name(as_predictor(engine)(batch), names)
         given = {name: whole[name][list(expected.rows)] for name in expected.outputs}
     of_tokens = token_outputs([expected])
-    shown = [name for name in given if not _is_cache(name)]
+    shown = [name for name in given if not is_cache(name)]
     checks = [_compared("the output", name, given[name], expected, plain, name in of_tokens) for name in shown]
     return distances_of(checks, engine=engine is not None)
 
@@ -262,7 +263,8 @@ def token_outputs(references: Sequence[Reference]) -> set[str]:
     lengths = {batch_shape(reference.inputs)[1] for reference in references}
 
     def follows(name: str) -> bool:
-        shapes = [(reference.outputs[name].shape, batch_shape(reference.inputs)[1]) for reference in references]
+        there = [reference for reference in references if name in reference.outputs]
+        shapes = [(reference.outputs[name].shape, batch_shape(reference.inputs)[1]) for reference in there]
         several = len(lengths) > 1 or all(len(shape) > 2 for shape, _ in shapes)
         return several and all(len(shape) > 1 and shape[1] == length for shape, length in shapes)
 

@@ -18,7 +18,7 @@ from quantizer.runs.serving.model_config import ServedEngine
 from quantizer.runs.serving.model_config import config_text
 from quantizer.targets.triton_server import TritonServer
 
-__all__ = ["ServingFiles", "model_name", "write_serving_files"]
+__all__ = ["ServingFiles", "model_name", "write_serving_files", "write_triton_model"]
 
 _REPOSITORY = "triton"
 _VERSION = "1"
@@ -59,18 +59,30 @@ def write_serving_files(folder: Path, served: ServedEngine, expected: Expected |
     server = served.server
     if server is None:
         return ServingFiles()
-    model = None if server.takes is None else folder / _REPOSITORY / served.name
-    if model is not None:
-        _write_model(model, served, server)
+    model = write_triton_model(folder, served)
     script = None
     if server.gpu_tool is not None and expected is not None:
         write_gpu_check(folder, served, expected, server.gpu_tool)
         script = GPU_SCRIPT
     return ServingFiles(
-        triton=None if model is None else str(model.relative_to(folder)),
+        triton=model,
         gpu_check=script,
         size_bytes=own_bytes(*(folder / name for name in (_REPOSITORY, CASES, GPU_SCRIPT))),
     )
+
+
+def write_triton_model(folder: Path, served: ServedEngine) -> str | None:
+    """Write a model into the model repository of a folder, and return its place there; None: Triton has no such file.
+
+    Raises:
+        EngineError: an input or output has a type that Triton does not know.
+        OSError: the system refused to write.
+    """
+    server = served.server
+    if server is None or server.takes is None:
+        return None
+    _write_model(folder / _REPOSITORY / served.name, served, server)
+    return str(Path(_REPOSITORY) / served.name)
 
 
 def model_name(name: str) -> str:

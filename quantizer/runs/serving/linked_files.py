@@ -8,14 +8,14 @@ from pathlib import Path
 
 from quantizer.qdq.external_data import external_files
 
-__all__ = ["link_onnx", "own_bytes"]
+__all__ = ["link_file", "link_onnx", "own_bytes"]
 
 
 def link_onnx(path: Path, place: Path) -> None:
     """Give an ONNX file and the files with its weights, which it names, a second place."""
-    _link(path, place)
+    link_file(path, place)
     for name in external_files(path):
-        _link(path.with_name(name), place.with_name(name))
+        link_file(path.with_name(name), place.with_name(name))
 
 
 def own_bytes(*paths: Path) -> int:
@@ -24,7 +24,8 @@ def own_bytes(*paths: Path) -> int:
     return sum(status.st_size for status in map(os.stat, files) if status.st_nlink == 1)
 
 
-def _link(path: Path, place: Path) -> None:
+def link_file(path: Path, place: Path) -> None:
+    """Give a file a second place."""
     try:
         # A hard link: it holds when the folder is moved or one of the names is removed.
         os.link(path, place)

@@ -31,7 +31,8 @@ def write_card(facts: ConversionInputs, result: PartsResult, evaluation: str | N
     """Write the model card of one backend into its folder; see ``quantizer.runs.convert.card.write_card``."""
     scored = quantized_score(result.scores)
     found = [_figure(f"{part.name}, {shape}", shape) for part in result.parts for shape in part.latency]
-    found.append(_figure(f"{result.whole.tokens} tokens in all, {result.whole.latency}", result.whole.latency))
+    if (whole := result.whole) is not None:
+        found.append(_figure(f"{whole.tokens} tokens in all, {whole.latency}", whole.latency))
     reference = next((entry for entry in result.scores if entry.which == "float"), None)
     if scored is not None and reference is not None:
         found.append(figure(scored.metric, text.score(reference.value), text.score(scored.value)))

@@ -21,7 +21,6 @@ from quantizer.report import write_record
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.parts.course import PartsCourse
 from quantizer.runs.convert.parts.course import PartsWork
-from quantizer.runs.convert.parts.limits import backend_problem
 from quantizer.runs.convert.parts.limits import most_tokens
 from quantizer.runs.convert.parts.request import PartsRequest
 from quantizer.runs.convert.parts.summary import print_parts
@@ -31,7 +30,6 @@ from quantizer.runs.ranks.variants import variants_of
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.workload.workload import Load
 from quantizer.runs.workload.written_sizes import is_in_parts
-from quantizer.targets import AUTO
 
 __all__ = ["require_possible_run", "run_parts"]
 
@@ -58,8 +56,8 @@ def _problems(config: RunConfig) -> Iterator[str]:
     for name in ("amp", "fallback", "qat"):
         if getattr(config, name) is not None:
             yield f"{name}: {of}, for which nothing is put back to float and nothing is trained; remove it"
-    if config.quantizer.backend != AUTO and (told := backend_problem(config.quantizer.backend, of)):
-        yield f"quantizer.backend: {told}"
+    if config.engine.strip_weights:
+        yield f"engine.strip_weights: {of}, whose engines hold their weights; remove it"
     if get_world_size() > 1:
         yield f"{of}, which one process quantizes: start it without torchrun"
 
@@ -150,6 +148,7 @@ def _request(config: RunConfig, among: Sequence[str] | None) -> PartsRequest:
         evaluation=None if evaluation is None else evaluation.path or evaluation.name,
         inference_precision=config.engine.inference_precision,
         compiled=config.engine.compiled,
+        capability=config.engine.compute_capability,
         opset=config.export.opset,
         threads=config.engine.threads,
         resamples=config.report.bootstrap,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
@@ -31,6 +32,7 @@ from quantizer.runs.convert.folder import CONFIG
 from quantizer.runs.convert.folder import processor_folder
 from quantizer.runs.convert.folder import write_json
 from quantizer.runs.convert.inputs import ConversionInputs
+from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.parts.card import write_card
 from quantizer.runs.convert.parts.loaded import MODEL
 from quantizer.runs.convert.parts.measure import agreements
@@ -41,13 +43,17 @@ from quantizer.runs.convert.parts.part_maker import PartMaker
 from quantizer.runs.convert.parts.part_maker import PartsMade
 from quantizer.runs.convert.parts.record import parts_record
 from quantizer.runs.convert.parts.request import PartsRequest
+from quantizer.runs.convert.parts.result import Agreement
 from quantizer.runs.convert.parts.result import PartResult
 from quantizer.runs.convert.parts.result import PartsResult
 from quantizer.runs.convert.parts.result import WholeLatency
 from quantizer.runs.convert.parts.result import parts_config
+from quantizer.runs.convert.parts.served import serve_parts
 from quantizer.runs.convert.result import quantization_facts
+from quantizer.runs.measure import NOT_VERIFIED
 from quantizer.runs.preflight import require_tools
 from quantizer.runs.run_context import RunContext
+from quantizer.runs.run_engines import nearest_form
 from quantizer.runs.scoring import Scoring
 from quantizer.tasks import Row
 from quantizer.tasks import Sample
@@ -169,9 +175,11 @@ class PartsCourse:
         low = self.maker.variant(name)
         made = self._made(low)
         plain = None if low.dtype is None else self._made(replace(low, dtype=None))
-        with self.stage("measure latency"):
-            models = {} if plain is None else {"float engine": plain.model}
-            whole = whole_latency(self.maker, {PYTORCH: self.model, **models, "engine": made.model})
+        whole = None
+        if made.model is not None:
+            with self.stage("measure latency"):
+                models = {} if plain is None else {"float engine": plain.model}
+                whole = whole_latency(self.maker, {PYTORCH: self.model, **models, "engine": made.model})
         self._deliver(made, plain, whole)
 
     def _made(self, variant: Variant) -> PartsMade:
@@ -208,36 +216,71 @@ class PartsCourse:
         names[best.variant.name] = "engine"
         self._deliver(best, plain, replace(whole, latency=whole.latency.named(names)))
 
-    def _deliver(self, made: PartsMade, plain: PartsMade | None, whole: WholeLatency) -> None:
+    def _forms(self, made: PartsMade) -> dict[str, Any]:
+        """Return what writes: the proxy, and the engines, or a simulation of their types where they do not run here."""
+        if made.quantized is None:
+            return {} if made.model is None else {"engine": made.model}
+        if made.model is not None:
+            return {"proxy": made.quantized, "engine": made.model}
+        return {"proxy": made.quantized, **nearest_form({}, self._quantizer(made.variant.backend), self.model)}
+
+    def _deliver(self, made: PartsMade, plain: PartsMade | None, whole: WholeLatency | None) -> None:
         """Compare and score the engines of a backend, and write its folder."""
-        folder = self.place(made.variant.backend)
+        backend = made.variant.backend
+        folder = self.place(backend)
         (folder / MODEL).mkdir(parents=True)
-        with self.stage("measure the parts"):
-            latency = {name: part_latency(self.maker, name, made, plain) for name in made.parts}
-        forms: dict[str, Any] = {} if made.quantized is None else {"proxy": made.quantized}
-        forms["engine"] = made.model
-        tokens = self.work.tokens
+        latency: dict[str, tuple[ShapeLatency, ...]] = {}
+        if made.model is not None:
+            with self.stage("measure the parts"):
+                latency = {name: part_latency(self.maker, name, made, plain) for name in made.parts}
+        forms, tokens = self._forms(made), self.work.tokens
         with self.stage("compare what is written"):
             batches = self.task.sample_batches(self.samples) or [self.maker.checked_on[0].read]
             agreement = agreements(self.task, forms, batches, tokens, self.model)
-        scores = self.scoring.scores({name: Writer(model, tokens) for name, model in forms.items()})
+        scores = self.scoring.scores({name: Writer(model, tokens) for name, model in forms.items()}) if forms else ()
         self._place_files(made, folder)
-        result = PartsResult(
-            backend=made.variant.backend,
+        result = self._result(made, folder, latency, agreement, whole, scores)
+        write_json(folder / CONFIG, parts_config(self.facts, result))
+        write_card(self.facts, result, self.asked.evaluation, folder)
+        self.done.results.append(result)
+        if made.quantized is not None:
+            with self.stage("inspect the engine"):
+                quantizer, choice = self._quantizer(backend), self.done.choice
+                record = parts_record(self.maker, made, plain, result, quantizer, folder=folder, choice=choice)
+            self.done.records[result.backend] = record
+
+    def _result(
+        self,
+        made: PartsMade,
+        folder: Path,
+        latency: Mapping[str, tuple[ShapeLatency, ...]],
+        agreement: Mapping[str, Agreement],
+        whole: WholeLatency | None,
+        scores: tuple[Score, ...],
+    ) -> PartsResult:
+        """Return what was measured, after the files for servers are written."""
+        signatures = {name: read_signature(part.onnx) for name, part in made.parts.items()}
+        served = serve_parts(self.maker, self.facts, made, signatures, folder) if self.asked.serves else {}
+        backend, choice = made.variant.backend, self.done.choice
+        return PartsResult(
+            backend=backend,
+            compute_capability=self.maker.capability(backend),
+            not_verified=None if made.model is not None else NOT_VERIFIED,
             inference_precision=made.variant.precision,
             quantization=self._facts(made, scores),
             tolerance=str(self.maker.tolerance(made.variant)),
-            tokens=tokens,
-            chosen_on=None if self.done.choice is None else self.done.choice.instructions,
+            tokens=self.work.tokens,
+            chosen_on=None if choice is None else choice.instructions,
             parts=tuple(
                 PartResult(
                     name=name,
-                    signature=read_signature(part.onnx),
+                    signature=signatures[name],
+                    serving=served.get(name, {}),
                     onnx_bytes=part.onnx.stat().st_size,
                     engine_bytes=part.built.size_bytes,
                     build_seconds=part.built.seconds,
                     checks=part.checks,
-                    latency=latency[name],
+                    latency=latency.get(name, ()),
                 )
                 for name, part in made.parts.items()
             ),
@@ -246,13 +289,6 @@ class PartsCourse:
             whole=whole,
             scores=scores,
         )
-        write_json(folder / CONFIG, parts_config(self.facts, result))
-        write_card(self.facts, result, self.asked.evaluation, folder)
-        self.done.results.append(result)
-        if made.quantized is not None:
-            quantizer, choice = self._quantizer(made.variant.backend), self.done.choice
-            record = parts_record(self.maker, made, plain, result, quantizer, folder=folder, choice=choice)
-            self.done.records[result.backend] = record
 
     def _place_files(self, made: PartsMade, folder: Path) -> None:
         """Put the files of all parts into the folder of their backend, with what reads and writes texts for them."""

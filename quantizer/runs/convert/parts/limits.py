@@ -9,9 +9,8 @@ from quantizer.errors import ConfigError
 from quantizer.errors import TaskError
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.request import ConversionRequest
-from quantizer.targets import profile
 
-__all__ = ["backend_problem", "most_tokens", "require_possible"]
+__all__ = ["most_tokens", "require_possible"]
 
 _TOKENS = 128
 """The most tokens that are written, unless the request says otherwise."""
@@ -33,24 +32,6 @@ def _problems(asked: ConversionRequest, facts: ConversionInputs) -> Iterator[str
             f"--max-drop {asked.max_drop:g}: task {facts.task} is of a model in several parts, for which nothing is "
             "put back to float; leave it and --tuning out, and give --evaluation to see the score"
         )
-    for name in asked.backends:
-        if told := backend_problem(name, f"task {facts.task} is of a model in several parts"):
-            yield f"--backend: {told}"
-
-
-def backend_problem(name: str, of: str) -> str | None:
-    """Return why a backend takes no model in parts; None: it does.
-
-    Args:
-        name: the backend.
-        of: what the model is, in words.
-    """
-    dtype = profile(name).float_dtype
-    if dtype == "float32":
-        return None
-    return (
-        f"{name} computes in {dtype}, and {of}, which are made for engines in float32: openvino, onnxruntime or torch"
-    )
 
 
 def most_tokens(asked: int | None, config: Any, option: str) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from quantizer.engines import Array
 from quantizer.engines import Engine
 from quantizer.errors import QuantizerError
+from quantizer.runs.run_context import engine_inputs
 from quantizer.tasks import Batch
 from quantizer.tasks import Sample
 from quantizer.tasks.models import empty_model
@@ -30,9 +31,8 @@ MODEL = "onnx"
 
 
 def engine_run(engine: Engine, batch: Batch) -> dict[str, Tensor]:
-    """Return the outputs of a part's engine, of the inputs that it takes."""
-    given = {spec.name: batch[spec.name] for spec in engine.inputs}
-    return engine(given)
+    """Return the outputs of a part's engine, of the inputs that it takes, in its types."""
+    return {name: torch.from_numpy(value) for name, value in engine(engine_inputs(engine, batch)).items()}
 
 
 @dataclass(frozen=True)

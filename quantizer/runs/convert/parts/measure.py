@@ -83,8 +83,8 @@ def part_latency(maker: PartMaker, name: str, made: PartsMade, plain: PartsMade 
         made: the engines.
         plain: those of the float model; None: they are these.
     """
+    engines = {} if plain is None else {"float engine": plain.parts[name].engine}
+    engines["engine"] = made.parts[name].engine
     models: dict[str, nn.Module | Engine] = {PYTORCH: maker.parts[name]}
-    if plain is not None:
-        models["float engine"] = plain.parts[name].engine
-    models["engine"] = made.parts[name].engine
+    models |= {which: engine for which, engine in engines.items() if engine is not None}
     return tuple(measure_latency(models, one.parts[name], maker.asked.threads) for one in maker.checked_on)

@@ -19,6 +19,7 @@ from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
 from quantizer.engines import load_engine
+from quantizer.engines import runs_here
 from quantizer.engines.candidates import Variant
 from quantizer.engines.measure.trial import tried_build
 from quantizer.errors import EngineError
@@ -59,12 +60,12 @@ GENERATED = "generated"
 
 @dataclass(frozen=True)
 class PartMade:
-    """The engine of one part: its files, itself, and its outputs against PyTorch's."""
+    """The engine of one part: its files, itself if it runs here, and its outputs against PyTorch's."""
 
     onnx: Path
     built: BuildResult
-    engine: Engine
-    checks: tuple[OutputCheck, ...]
+    engine: Engine | None = None
+    checks: tuple[OutputCheck, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,16 +75,16 @@ class PartsMade:
     Attributes:
         variant: how they are built.
         parts: each part, by its name.
-        model: a model of transformers that generates with them.
         quantized: the frozen proxy of the whole model; None: they are the float model's.
+        model: a model of transformers that generates with them; None: they do not run here.
         steps: the logits at each token of a text that is read one by one, against PyTorch's.
     """
 
     variant: Variant
     parts: dict[str, PartMade]
-    model: Any
     quantized: nn.Module | None
-    steps: tuple[OutputCheck, ...]
+    model: Any = None
+    steps: tuple[OutputCheck, ...] = ()
 
     @property
     def checks(self) -> list[OutputCheck]:
@@ -158,6 +159,8 @@ class PartMaker:
         folder.mkdir()
         files = self._exported(variant, quantizer, modules)
         built = {name: self._built(variant, path, folder / f"{name}.engine") for name, path in files.items()}
+        if not runs_here(variant.backend):
+            return PartsMade(variant, {name: PartMade(files[name], one) for name, one in built.items()}, quantized)
         engines = {
             name: load_engine(variant.backend, one.path, threads=self.asked.threads) for name, one in built.items()
         }
@@ -170,15 +173,26 @@ class PartMaker:
             }
             steps = Steps(model, self.checked_on[0].first, variant.backend)
             base = Steps(self.context.model if quantized is None else quantized, steps.first, "PyTorch")
-            return PartsMade(variant, parts, model, quantized, self._checked(GENERATED, cast(Any, steps), base, bound))
+            checks = self._checked(GENERATED, cast(Any, steps), base, bound)
+            return PartsMade(variant, parts, quantized, model, checks)
 
     def options(self, variant: Variant, dynamic: Mapping[str, Sequence[int]] | None = None) -> BuildOptions:
         """Return the options of a build."""
-        return BuildOptions(dynamic=dynamic or {}, inference_precision=variant.precision, compiled=variant.compiled)
+        return BuildOptions(
+            dynamic=dynamic or {},
+            compute_capability=self.capability(variant.backend),
+            inference_precision=variant.precision,
+            compiled=variant.compiled,
+        )
+
+    def capability(self, name: str) -> str | Sequence[str] | None:
+        """Return the GPUs that a backend builds for ahead of time, if it does."""
+        return self.asked.capability if profile(name).capabilities else None
 
     def tolerance(self, variant: Variant) -> Tolerance:
         """Return the tolerance of engines, by the precision in which they compute floats."""
-        dtype = torch.float32 if variant.precision is None else getattr(torch, variant.precision)
+        told = variant.precision
+        dtype = profile(variant.backend).torch_dtype if told is None else getattr(torch, told)
         return tolerance(self.asked.tolerance, variant.dtype is not None, dtype)
 
     def _exported(
@@ -241,20 +255,35 @@ class PartMaker:
         Raises:
             EngineError: they are too far from them.
         """
-        plain = self._plain(name, engine)
-        expected = plain
-        if module.model is not self.context.model:
-            expected = reference_outputs(module, self._batches(name), engine.output_names)
+        plain, expected = self._plain(name, engine.output_names), self._outputs(name, module, engine.output_names)
         try:
             return tuple(check_engine(engine, expected, plain, bound))
         except EngineError as error:
             raise EngineError(f"{name}: {error}") from error
 
-    def _plain(self, name: str, engine: Engine) -> list[Reference]:
+    def references(
+        self, name: str, quantized: nn.Module | None, names: Sequence[str]
+    ) -> tuple[list[Reference], list[Reference]]:
+        """Return PyTorch's outputs of a part, and those of the float model, at each shape.
+
+        Args:
+            name: the part.
+            quantized: the frozen proxy of the whole model; None: the float model itself.
+            names: the names of the outputs.
+        """
+        module = (self.parts if quantized is None else parts_of(quantized))[name]
+        return self._outputs(name, module, names), self._plain(name, names)
+
+    def _outputs(self, name: str, module: nn.Module, names: Sequence[str]) -> list[Reference]:
+        if module.model is self.context.model:
+            return self._plain(name, names)
+        return reference_outputs(module, self._batches(name), names)
+
+    def _plain(self, name: str, names: Sequence[str]) -> list[Reference]:
         """Return what the float model computes for a part, which is the same for all engines."""
         if name not in self._references:
             module = self.parts.get(name) or Steps(self.context.model, self.checked_on[0].first, "PyTorch")
-            self._references[name] = reference_outputs(module, self._batches(name), engine.output_names)
+            self._references[name] = reference_outputs(module, self._batches(name), names)
         return self._references[name]
 
     def _batches(self, name: str) -> list[Batch]:

@@ -8,7 +8,7 @@ from datetime import UTC
 from datetime import datetime
 from pathlib import Path
 
-from quantizer.engines import inspect_file
+from quantizer.engines import observe_engine
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord
 from quantizer.report import collect_machine
@@ -18,13 +18,17 @@ from quantizer.report.output_record import OutputDistance
 from quantizer.report.ratios import latency_entries
 from quantizer.report.ratios import size_entries
 from quantizer.report.record import Latency
+from quantizer.runs.convert.parts.loaded import MODEL
 from quantizer.runs.convert.parts.part_maker import PartMaker
 from quantizer.runs.convert.parts.part_maker import PartsMade
 from quantizer.runs.convert.parts.result import PartsResult
+from quantizer.runs.convert.parts.result import WholeLatency
 from quantizer.runs.measure import engine_file
 from quantizer.runs.outputs.compare_outputs import distances_of
+from quantizer.runs.outputs.compare_outputs import output_distances
 from quantizer.runs.plan_records import site_records
 from quantizer.tasks.seq2seq.parts import WITH_PAST
+from quantizer.tasks.seq2seq.parts import parts_of
 
 __all__ = ["parts_record"]
 
@@ -60,16 +64,22 @@ def parts_record(
         config=asked.described(result.inference_precision, quantizer),
         model=context.info(facts.source, facts.task),
         scores=result.scores,
-        outputs=tuple(_outputs(result)),
-        latency=_latency(result, asked.threads),
+        outputs=tuple(_outputs(result)) or tuple(_outputs_of_proxy(maker, made)),
+        latency=None if result.whole is None else _latency(result.whole, asked.threads),
         size=size_entries({name: _bytes(one) for name, one in pair.items()}) if pair else (),
         coverage=site_records(coverage),
         covered_share=coverage.share,
         escaped=coverage.escaped.rows,
         choice=choice,
-        engine=engine_file(result.backend, step, ran=True, scored=bool(result.scores)),
-        inspection=inspect_file(
-            folder / step.path, result.backend, threads=asked.threads, batch=batch, sequence=sequence or batch
+        engine=engine_file(result.backend, step, ran=made.model is not None, scored=bool(result.scores)),
+        inspection=observe_engine(
+            result.backend,
+            folder / step.path,
+            folder / MODEL / f"{WITH_PAST}.onnx",
+            threads=asked.threads,
+            batch=batch,
+            sequence=sequence or batch,
+            required=False,
         ),
         diff=quantizer.diff(context.model),
         versions=collect_versions(),
@@ -80,6 +90,8 @@ def parts_record(
 
 def _outputs(result: PartsResult) -> Iterator[OutputDistance]:
     """Yield how far the outputs of all parts are from the float model's, at the usual shape."""
+    if result.not_verified:
+        return
     for name, checks in [*((part.name, part.checks) for part in result.parts), ("token by token", result.steps)]:
         shapes = list(dict.fromkeys((check.batch, check.sequence) for check in checks))
         usual = [check for check in checks if (check.batch, check.sequence) == shapes[len(shapes) // 2]]
@@ -87,9 +99,18 @@ def _outputs(result: PartsResult) -> Iterator[OutputDistance]:
         yield from distances_of(named, engine=True)
 
 
-def _latency(result: PartsResult, threads: int) -> Latency:
+def _outputs_of_proxy(maker: PartMaker, made: PartsMade) -> Iterator[OutputDistance]:
+    """Yield how far the outputs of the parts of the proxy are from the float model's, at the usual shape."""
+    assert made.quantized is not None
+    batches = maker.checked_on[len(maker.checked_on) // 2].parts
+    for name, module in parts_of(made.quantized).items():
+        for one in output_distances(maker.parts[name], module, None, batches[name]):
+            yield replace(one, output=f"{name}: {one.output}")
+
+
+def _latency(whole: WholeLatency, threads: int) -> Latency:
     """Return the time of a whole text in the engines, and in those of the float model or, if they failed, PyTorch."""
-    shape = result.whole.latency
+    shape = whole.latency
     *_, plain, low = shape.milliseconds
     times = shape.named({plain: "float", low: "engine"}).times_ms
     return Latency(batch=shape.batch, sequence=shape.sequence, threads=threads, engines=latency_entries(times))

@@ -29,9 +29,11 @@ class PartsRequest:
         evaluation: the labelled rows, in words; None: there are none.
         inference_precision: the precision of what is not quantized; None: that of the file.
         compiled: as in ``BuildOptions``, of engines that are asked for by their backend.
+        capability: as ``compute_capability`` in ``BuildOptions``, where a backend builds for GPUs ahead of time.
         tolerance: the least SQNR in dB of outputs against PyTorch's; None: the default for their types.
         opset: the ONNX opset; None: that of the target.
         threads: the number of CPU threads of engines and PyTorch.
+        serves: whether files for servers are written.
         resamples: the resamples behind each interval of a score.
     """
 
@@ -45,7 +47,9 @@ class PartsRequest:
     evaluation: str | None
     inference_precision: str | None = None
     compiled: bool | None = None
+    capability: str | Sequence[str] | None = None
     tolerance: float | None = None
     opset: int | None = None
     threads: int = 1
+    serves: bool = False
     resamples: int = 1000

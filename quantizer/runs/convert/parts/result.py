@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +25,15 @@ __all__ = ["Agreement", "PartResult", "PartsResult", "WholeLatency", "parts_conf
 
 @dataclass(frozen=True, kw_only=True)
 class PartResult:
-    """One part: its files' sizes in bytes, its inputs and outputs, its checks, and its latency at each shape."""
+    """One part: its files' sizes in bytes, its inputs and outputs, its checks, and its latency at each shape.
+
+    Attributes:
+        serving: the files for servers, by what they are.
+    """
 
     name: str
     signature: Signature
+    serving: Mapping[str, str]
     onnx_bytes: int
     engine_bytes: int
     build_seconds: float
@@ -68,14 +74,18 @@ class PartsResult:
     """The engines of one backend, with their checks, latency and scores.
 
     Attributes:
+        compute_capability: the GPUs that they were built for ahead of time; None: those of this machine, or a CPU.
+        not_verified: the reason why they were not run here; None: they ran and were checked.
         chosen_on: the CPU's instruction sets on which they were the fastest; None: they were asked for.
         tolerance: the condition on their outputs.
         steps: the checks of the logits at each token of a text that is read one by one.
         agreement: the texts of each model beside the float model's in PyTorch, by the name of the model.
-        whole: the time of a whole text.
+        whole: the time of a whole text; None: they do not run here.
     """
 
     backend: str
+    compute_capability: str | Sequence[str] | None
+    not_verified: str | None
     inference_precision: str | None
     quantization: QuantizationSummary | None
     tolerance: str
@@ -84,7 +94,7 @@ class PartsResult:
     parts: tuple[PartResult, ...]
     steps: tuple[OutputCheck, ...]
     agreement: Mapping[str, Agreement]
-    whole: WholeLatency
+    whole: WholeLatency | None
     scores: tuple[Score, ...] = ()
 
 
@@ -96,12 +106,14 @@ def parts_config(facts: ConversionInputs, result: PartsResult) -> dict[str, Any]
         "name": facts.name,
         "task": facts.task,
         "backend": result.backend,
+        "compute_capability": result.compute_capability,
         "inference_precision": result.inference_precision,
         "files": {"model": MODEL, processor: processor},
         "parts": {
             part.name: {
                 "onnx": str(Path(MODEL) / f"{part.name}.onnx"),
                 "engine": f"{part.name}.engine",
+                **part.serving,
                 "inputs": [asdict(value) for value in part.signature.inputs],
                 "outputs": [asdict(value) for value in part.signature.outputs],
                 "checks": [asdict(check) for check in part.checks],
@@ -115,7 +127,7 @@ def parts_config(facts: ConversionInputs, result: PartsResult) -> dict[str, Any]
         "labels": [],
         "chosen_on": result.chosen_on,
         "quantization": None if result.quantization is None else asdict(result.quantization),
-        "verified": f"outputs agree with PyTorch's: {result.tolerance}; see checks",
+        "verified": result.not_verified or f"outputs agree with PyTorch's: {result.tolerance}; see checks",
         "generated": {
             "checks": [asdict(check) for check in result.steps],
             "agreement": {name: asdict(one) for name, one in result.agreement.items()},

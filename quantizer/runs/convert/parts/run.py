@@ -102,8 +102,10 @@ def _request(asked: ConversionRequest, facts: ConversionInputs) -> PartsRequest:
         calibration=str(asked.calibration),
         evaluation=None if asked.evaluation is None else str(asked.evaluation),
         inference_precision=asked.inference_precision,
+        capability=asked.compute_capability,
         tolerance=asked.tolerance,
         threads=asked.threads,
+        serves=True,
     )
 
 

@@ -14,6 +14,7 @@ from quantizer.report.tables.lines import print_lines
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.parts.result import PartsResult
+from quantizer.runs.convert.parts.result import WholeLatency
 from quantizer.runs.outputs.output_check import OutputCheck
 
 __all__ = ["print_parts"]
@@ -22,11 +23,14 @@ __all__ = ["print_parts"]
 def print_parts(facts: ConversionInputs, result: PartsResult, folder: Path, console: Console) -> None:
     """Print what came of the engines of one backend; scores and place only of the float model, which has no report."""
     console.print(Text(f"{facts.name} for {result.backend}", style="bold"))
-    judged = "float" if result.quantization is None else "frozen"
-    print_lines([f"outputs against the {judged} model in PyTorch: {result.tolerance}"], console, first="")
-    console.print(_outputs(result))
-    console.print(f"latency in ms at {_usual(result.parts[0].latency)}, medians of rounds that take turns")
-    console.print(_latency(result))
+    if result.whole is None:
+        print_lines([str(result.not_verified)], console, first="")
+    else:
+        judged = "float" if result.quantization is None else "frozen"
+        print_lines([f"outputs against the {judged} model in PyTorch: {result.tolerance}"], console, first="")
+        console.print(_outputs(result))
+        console.print(f"latency in ms at {_usual(result.parts[0].latency)}, medians of rounds that take turns")
+        console.print(_latency(result, result.whole))
     print_lines([*_covered(result), *_texts(result)], console, first="  ", rest="    ")
     if result.quantization is None:
         print_lines(_scores(result), console, first="  ", rest="    ")
@@ -47,13 +51,12 @@ def _least(checks: tuple[OutputCheck, ...], which: str) -> str:
     return text.decibels(min(found)) if found else "equal"
 
 
-def _latency(result: PartsResult) -> Table:
-    whole = result.whole.latency
-    names = list(whole.milliseconds)
+def _latency(result: PartsResult, whole: WholeLatency) -> Table:
+    names = list(whole.latency.milliseconds)
     table = _table("part", *names, "speed-up")
     for part in result.parts:
         _add(table, part.name, _usual(part.latency), names)
-    _add(table, f"{result.whole.tokens} tokens in all", whole, names)
+    _add(table, f"{whole.tokens} tokens in all", whole.latency, names)
     return table
 
 
