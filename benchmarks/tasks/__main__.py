@@ -1,6 +1,7 @@
 """Each task end to end, by ``quantizer run`` and ``quantizer convert``: scores of float, proxy and engine.
 
 ``make tasks`` writes ``docs/tasks.md``. What ended well is kept in ``runs/tasks``: a second call goes on from there.
+Rows that ``runs/tasks`` lacks, as those of another machine, stay as the page has them with ``--page``.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def main() -> None:
         print(f"{SHARED} is missing, with the models and data of {', '.join(missing)}: these are left out")
     results = [_measured(case, work, asked.page) for case in cases if case.task not in missing]
     if asked.only is None:
-        _PAGE.write_text(page(results), encoding="utf-8")
+        _PAGE.write_text(page(results, _PAGE.read_text(encoding="utf-8")), encoding="utf-8")
         print(f"wrote {_PAGE}")
 
 
@@ -54,7 +55,7 @@ def _measured(case: Case, work: Path, there: bool) -> Result:
         return Result(case=case, **{verb: read_record(path) for verb, path in reports.items() if path.exists()})
     source = _checkpoint(case, work)
     result = Result(case=case)
-    if case.evaluation is not None and case.runnable:
+    if case.evaluation is not None:
         if not reports["run"].exists():
             config = work / f"{case.task}.yaml"
             config.write_text(yaml.safe_dump(_config(case, source, work), sort_keys=False), encoding="utf-8")
@@ -89,6 +90,7 @@ def _config(case: Case, source: str, work: Path) -> dict[str, object]:
     model |= {"max_length": case.max_length} if sequence else {}
     model |= {"labels": list(case.labels)} if case.labels else {}
     model |= {"seconds": case.seconds} if case.seconds is not None else {}
+    model |= {"new_tokens": case.new_tokens} if case.new_tokens is not None else {}
     return {
         "model": model,
         "data": {
@@ -111,6 +113,7 @@ def _words(case: Case, source: str, work: Path) -> list[str]:
     words += ["--seq-len", "8", str(sequence), str(max(sequence, case.max_length))] if sequence else []
     words += ["--labels", *case.labels] if case.labels else []
     words += ["--seconds", str(case.seconds)] if case.seconds is not None else []
+    words += ["--new-tokens", str(case.new_tokens)] if case.new_tokens is not None else []
     if case.evaluation is not None:
         scored = case.evaluation(work / "data")
         words += ["--evaluation", f"{scored['name']}:{scored['path']}"]

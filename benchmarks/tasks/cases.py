@@ -15,9 +15,11 @@ from spoken import spoken
 from task_data import COLOURS
 from task_data import animals_csv
 from task_data import made_choices
+from task_data import made_depths
 from task_data import made_images
 from task_data import made_masks
 from task_data import made_objects
+from task_data import made_pairs
 from task_data import made_sounds
 from task_data import made_speech
 from task_data import made_texts
@@ -58,7 +60,7 @@ class Case:
         seconds: of a recording.
         shape: of the latency: rows in a batch, and tokens.
         convertible: whether ``convert`` takes the task.
-        runnable: whether ``run`` takes it.
+        new_tokens: the most that are written, of a task that writes; None: the default.
     """
 
     task: str
@@ -73,7 +75,7 @@ class Case:
     seconds: float | None = None
     shape: tuple[int, int] = (8, 128)
     convertible: bool = True
-    runnable: bool = True
+    new_tokens: int | None = None
 
 
 _MASKS = _made("image-masks", made_masks)
@@ -153,7 +155,16 @@ CASES = (
         calibration=_made("transcripts", spoken, "calibration", rows=16),
         evaluation=_made("transcripts", spoken, "evaluation"),
         shape=(2, 0),
-        runnable=False,
+    ),
+    Case(
+        task="text-to-text",
+        model="T5 of 2 layers",
+        source=random_checkpoints.texts_to_texts,
+        calibration=_made("text-pairs", made_pairs, rows=32),
+        evaluation=_made("text-pairs", made_pairs),
+        real=False,
+        shape=(4, 32),
+        new_tokens=16,
     ),
     Case(
         task="fill-mask",
@@ -187,6 +198,7 @@ CASES = (
         model="GLPN of 4 blocks",
         source=random_checkpoints.depth,
         calibration=_IMAGES,
+        evaluation=_made("image-depths", made_depths),
         real=False,
         shape=(4, 0),
     ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import wrap
@@ -10,7 +12,6 @@ from textwrap import wrap
 from cases import Case
 
 from quantizer.report import RunRecord
-from quantizer.report import collect_machine
 
 __all__ = ["Result", "page"]
 
@@ -42,21 +43,46 @@ class Result:
     convert: RunRecord | None = None
 
 
-def page(results: Sequence[Result]) -> str:
-    """The page, in Markdown."""
-    real = [result for result in results if result.case.real]
-    made = [result for result in results if not result.case.real]
-    parts = (_scores(real), [_MADE.strip("\n")], _scores(made), _where(results), _missing(results))
+def page(results: Sequence[Result], before: str) -> str:
+    """The page, in Markdown.
+
+    Args:
+        results: what was measured here.
+        before: the page that there is: its rows stay where nothing was measured here.
+    """
+    kept = {tuple(_cells(line)[key] for key in _KEY): line for line in before.splitlines() if line.startswith("| `")}
+    real = list(_scores([result for result in results if result.case.real], kept))
+    made = list(_scores([result for result in results if not result.case.real], kept))
+    used = {_cells(line)[-1] for line in (*real, *made)}
+    parts = (real, [_MADE.strip("\n")], made, _where(results, used, before), _missing(results, [*real, *made]))
     texts = ("\n".join(part) for part in parts)
     return _INTRO + "\n" + "\n\n".join(filter(None, texts)) + "\n"
 
 
-def _scores(results: Sequence[Result]) -> Iterator[str]:
-    yield from _head("task", "model", "way", "rows", "score", "float", "proxy", "engine", "paired", "SQNR", "speed")
+_KEY = (0, 2)
+"""The cells that tell a row: its task and the way."""
+
+
+def _scores(results: Sequence[Result], kept: Mapping[tuple[str, ...], str]) -> Iterator[str]:
+    names = ("task", "model", "way", "rows", "score", "float", "proxy", "engine", "paired", "SQNR", "speed", "CPU")
+    yield from _head(*names)
     for result in results:
         for way, record in (("run, OpenVINO", result.run), ("convert, ONNX Runtime", result.convert)):
+            task = f"`{result.case.task}`"
             if record is not None:
-                yield _row(f"`{result.case.task}`", result.case.model, way, *_figures(record))
+                yield _row(task, result.case.model, way, *_figures(record), _short(record))
+            elif (task, way) in kept:
+                yield kept[task, way]
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def _short(record: RunRecord) -> str:
+    """The name of the machine in the table: the last word of its CPU's that is no common one."""
+    words = re.sub(r"\(.*?\)", "", str(record.machine["cpu"])).split()
+    return next(word for word in reversed(words) if word not in ("Processor", "CPU"))
 
 
 def _figures(record: RunRecord) -> list[str]:
@@ -77,18 +103,22 @@ def _figures(record: RunRecord) -> list[str]:
     return [rows, metric, *scores, paired, f"{min(distances):.1f} dB" if distances else "-", speed]
 
 
-def _where(results: Sequence[Result]) -> Iterator[str]:
-    """The machine of the first record, and the first and the last day."""
+def _where(results: Sequence[Result], used: set[str], before: str) -> Iterator[str]:
+    """The machines of the rows, each with the first and the last day; those of kept rows as the page had them."""
     records = [record for result in results for record in (result.run, result.convert) if record is not None]
-    days = sorted({record.created[:10] for record in records})
-    machine = records[0].machine if records else collect_machine()
-    when = " to ".join(days[:1] + days[1:][-1:])
-    yield from _wrapped(f"Machine: {machine['cpu']} ({machine['instructions']}), {machine['cores']} cores; {when}.")
+    told = {line[2:].partition(":")[0]: line for line in before.splitlines() if re.match(r"- \w+: ", line)}
+    for name in sorted({_short(record) for record in records}):
+        mine = [record for record in records if _short(record) == name]
+        days = sorted({record.created[:10] for record in mine})
+        when, machine = " to ".join(days[:1] + days[1:][-1:]), mine[0].machine
+        told[name] = f"- {name}: {machine['cpu']} ({machine['instructions']}), {machine['cores']} cores; {when}"
+    yield from (line for name, line in sorted(told.items()) if name in used)
 
 
-def _missing(results: Sequence[Result]) -> Iterator[str]:
-    """The tasks without a record."""
-    names = [f"`{result.case.task}`" for result in results if result.run is None and result.convert is None]
+def _missing(results: Sequence[Result], rows: Sequence[str]) -> Iterator[str]:
+    """The tasks without a row."""
+    there = {_cells(line)[0] for line in rows}
+    names = [name for result in results if (name := f"`{result.case.task}`") not in there]
     if names:
         yield from _wrapped(f"Not measured yet, of those in `benchmarks/tasks/cases.py`: {', '.join(names)}.")
 

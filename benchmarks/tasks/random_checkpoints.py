@@ -19,6 +19,8 @@ from transformers import GLPNForDepthEstimation
 from transformers import SegformerConfig
 from transformers import SegformerForSemanticSegmentation
 from transformers import SegformerImageProcessorPil
+from transformers import T5Config
+from transformers import T5ForConditionalGeneration
 from transformers import ViTImageProcessorPil
 from transformers import Wav2Vec2Config
 from transformers import Wav2Vec2CTCTokenizer
@@ -39,6 +41,7 @@ __all__ = [
     "segmentation",
     "sounds",
     "speech",
+    "texts_to_texts",
 ]
 
 _TOKENIZER = SHARED / "models/minilm-sst2"
@@ -103,6 +106,16 @@ def images_and_texts(folder: Path) -> None:
     CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=32)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     ViTImageProcessorPil(size={"height": SIDE, "width": SIDE}).save_pretrained(folder)
+
+
+def texts_to_texts(folder: Path) -> None:
+    """A random T5, with the tokenizer of MiniLM."""
+    tokenizer = AutoTokenizer.from_pretrained(_TOKENIZER)
+    ids = {"eos_token_id": tokenizer.sep_token_id, "decoder_start_token_id": tokenizer.cls_token_id}
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    config = T5Config(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **sizes, **ids)
+    T5ForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _of_sound(**options: object) -> Wav2Vec2Config:

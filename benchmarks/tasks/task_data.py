@@ -17,9 +17,11 @@ __all__ = [
     "animals",
     "animals_csv",
     "made_choices",
+    "made_depths",
     "made_images",
     "made_masks",
     "made_objects",
+    "made_pairs",
     "made_sounds",
     "made_speech",
     "made_texts",
@@ -109,6 +111,36 @@ def made_masks(folder: Path) -> Path:
             (at / part).mkdir(parents=True, exist_ok=True)
             Image.fromarray(values.astype(np.uint8)).save(at / part / f"{number}.png")
     return at
+
+
+def made_depths(folder: Path) -> Path:
+    """Images that are darker where they are further away, with noise, and their distances in millimetres."""
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    at = folder / "depths"
+    for number in range(_IMAGES):
+        slope, across = draw.uniform(-1, 1, 2), np.mgrid[0:SIDE, 0:SIDE] / SIDE
+        metres = 4 + slope[0] * across[0] + slope[1] * across[1]
+        pixels = 255 - 30 * metres[..., None] + draw.normal(0, 10, (SIDE, SIDE, 3))
+        for part, values in (
+            ("images", pixels.clip(0, 255).astype(np.uint8)),
+            ("depths", (1000 * metres).astype("u2")),
+        ):
+            (at / part).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(values).save(at / part / f"{number}.png")
+    return at
+
+
+def made_pairs(folder: Path) -> Path:
+    """Sentences that mean nothing, each with its first words as what is to be written."""
+    path = folder / "pairs.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["source", "target"])
+        for text in made_texts(folder).read_text(encoding="utf-8").splitlines():
+            writer.writerow([text, " ".join(text.split()[:8])])
+    return path
 
 
 def made_objects(folder: Path) -> Path:

@@ -68,6 +68,7 @@ _TAIL = """\
 | `image-folder` | labelled images: a folder with one folder of images a class, in an order that mixes them | `path` |
 | `image-csv` | labelled images: a CSV file with the header `path,label`, paths from its own folder on | `path` |
 | `coco-json` | objects in images: a `.json` of boxes and classes in the format of COCO | `path` |
+| `image-depths` | images with a distance for each pixel: `images/NAME.jpg` and `depths/NAME.png` or `.npy` | `path` |
 | `image-masks` | images with a class for each pixel: a folder with `images/NAME.jpg` and `masks/NAME.png` | `path` |
 | `audio-folder` | labelled recordings: a folder with one folder of `.wav` files a class, mixed | `path` |
 | `audio-csv` | labelled recordings: a CSV file with the header `path,label`, paths from its own folder on | `path` |
@@ -77,13 +78,13 @@ _TAIL = """\
 
 `text-csv`, `sst2-text` and `vader` fit the tasks `sequence-classification` and `embedding-classification`; `stsb-csv`
 fits `sentence-similarity`, `conll` `token-classification`, `squad-json` `question-answering`, `choices-jsonl`
-`multiple-choice`, `image-masks` `semantic-segmentation`, `coco-json` `object-detection`, and `text-lines` `fill-mask`
-and both tasks of generation; `image-folder` and `image-csv` fit `image-classification`, `audio-folder` and
-`audio-csv` `audio-classification`, with the names that the model has for its classes, or their numbers, as labels;
-`transcripts` fits `automatic-speech-recognition` and `speech-to-text`, and `text-pairs` fits `text-to-text`. Subsets of
-`vader`: `tweets`, `movieReviewSnippets`, `amazonReviewSnippets`, `nytEditorialSnippets`; its splits `head`,
-`calibration` and `evaluation` share no document. [Tasks](guide/tasks.md) says what each task reads, and how it is
-scored.
+`multiple-choice`, `image-masks` `semantic-segmentation`, `image-depths` `depth-estimation`, `coco-json`
+`object-detection`, and `text-lines` `fill-mask` and both tasks of generation; `image-folder` and `image-csv` fit
+`image-classification`, `audio-folder` and `audio-csv` `audio-classification`, with the names that the model has for its
+classes, or their numbers, as labels; `transcripts` fits `automatic-speech-recognition` and `speech-to-text`, and
+`text-pairs` fits `text-to-text`. Subsets of `vader`: `tweets`, `movieReviewSnippets`, `amazonReviewSnippets`,
+`nytEditorialSnippets`; its splits `head`, `calibration` and `evaluation` share no document. [Tasks](guide/tasks.md)
+says what each task reads, and how it is scored.
 
 The report is always scored on all rows of `evaluation`, and calibrated on all rows of `calibration`: keep them apart.
 Rows that a search was scored on flatter its choice: `tuning` may hold no row of `evaluation`, which is an error.

@@ -13,6 +13,7 @@ from quantizer.tasks.checkpoints.timm_models import save_processor
 from quantizer.tasks.datasets import Audio
 from quantizer.tasks.datasets import Boxes
 from quantizer.tasks.datasets import Choices
+from quantizer.tasks.datasets import Depths
 from quantizer.tasks.datasets import Image
 from quantizer.tasks.datasets import Masked
 from quantizer.tasks.datasets import Pair
@@ -31,9 +32,9 @@ from quantizer.tasks.datasets import read_recordings
 from quantizer.tasks.datasets import read_texts
 from quantizer.tasks.datasets import text_files
 from quantizer.tasks.image_inputs import read_image
+from quantizer.tasks.images import depth_estimation
 from quantizer.tasks.images import object_detection
 from quantizer.tasks.images import segmentation
-from quantizer.tasks.images import unscored
 from quantizer.tasks.images import zero_shot
 from quantizer.tasks.inputs import Feed
 from quantizer.tasks.inputs import Sample
@@ -68,6 +69,7 @@ __all__ = [
     "Audio",
     "Boxes",
     "Choices",
+    "Depths",
     "Image",
     "Masked",
     "Pair",
@@ -111,6 +113,7 @@ __all__ = [
     "tasks",
     # modules, one task each
     "audio_classification",
+    "depth_estimation",
     "embedding_classification",
     "fill_mask",
     "generation_with_past",
@@ -126,6 +129,5 @@ __all__ = [
     "text_generation",
     "text_to_text",
     "token_classification",
-    "unscored",
     "zero_shot",
 ]

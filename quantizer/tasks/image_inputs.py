@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quantizer.errors import MissingDependencyError
@@ -20,7 +21,7 @@ from quantizer.errors import TaskError
 from quantizer.tasks.inputs import EXAMPLE_ROWS
 from quantizer.tasks.inputs import Batch
 
-__all__ = ["ImageInputs", "read_image", "read_mask", "read_size", "require_pillow"]
+__all__ = ["ImageInputs", "read_depths", "read_image", "read_mask", "read_size", "require_pillow"]
 
 _INPUT = "pixel_values"
 _BYTES, _WORDS = 2**8 - 1, 2**16 - 1
@@ -132,6 +133,27 @@ def read_mask(path: Path) -> Any:
         if file.mode not in ("L", "P", "1", "I", "I;16"):
             raise ValueError(f"its pixels are {file.mode}, expected one number each, as of a grey image or a palette")
         return np.asarray(file).astype(np.int64)
+
+
+def read_depths(path: Path) -> npt.NDArray[np.float64]:
+    """Return the distance at each pixel [H x W], of a grey image or a ``.npy`` array; NaN where it is 0 or no number.
+
+    Raises:
+        TaskError: the file does not exist, or holds something else.
+        MissingDependencyError: Pillow is not installed.
+    """
+    if path.suffix.lower() == ".npy":
+        try:
+            values = np.load(path, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise TaskError(f"{path} cannot be read as an array ({_first(error)}): mend it, or take it out") from error
+        if values.ndim != 2 or values.dtype.kind not in "fiu":
+            raise TaskError(f"{path} holds {values.dtype} {list(values.shape)}, expected numbers [height x width]")
+        values = values.astype(np.float64)
+    else:
+        values = read_mask(path).astype(np.float64)
+    found: npt.NDArray[np.float64] = np.where(np.isfinite(values) & (values != 0), values, np.nan)
+    return found
 
 
 def read_size(path: Path) -> tuple[int, int]:

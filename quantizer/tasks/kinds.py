@@ -15,6 +15,7 @@ DATASETS = {
     "Audio": "'audio-folder', 'audio-csv', 'hf'",
     "Boxes": "'coco-json'",
     "Choices": "'choices-jsonl', 'hf'",
+    "Depths": "'image-depths'",
     "Image": "'image-folder', 'image-csv', 'hf'",
     "Masked": "'image-masks'",
     "Pair": "'stsb-csv', 'hf'",

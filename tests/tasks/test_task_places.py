@@ -1,4 +1,4 @@
-"""Tasks with an answer in the places of an image: the score of classes of pixels, and what has no score."""
+"""Tasks with an answer in the places of an image: the score of classes of pixels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import transformers
 from PIL import Image as Picture
 
 from quantizer.errors import TaskError
-from quantizer.tasks import Image
 from quantizer.tasks import Masked
 from quantizer.tasks import Task
 from quantizer.tasks import build_task
@@ -126,7 +125,7 @@ def test_masks_that_do_not_fit(task: Task, data: Path) -> None:
 
 def test_folders_of_masks(data: Path) -> None:
     (data / "masks" / "1.png").unlink()
-    with pytest.raises(TaskError, match=r"1\.png has no mask; expected .*masks/1\.png"):
+    with pytest.raises(TaskError, match=r"1\.png has none of the masks; expected .*masks/1\.png"):
         load_rows("image-masks", path=data)
     with pytest.raises(TaskError, match=r"there is no folder .*images"):
         load_rows("image-masks", path=data / "masks")
@@ -136,26 +135,3 @@ def test_what_gives_no_class_for_each_place(task: Task, data: Path) -> None:
     rows = load_rows("image-masks", path=data)
     with pytest.raises(TaskError, match=r"expected logits \[batch, classes, height, width\]"):
         task.predict(lambda batch: {"logits": torch.zeros(2, 3)}, rows)
-
-
-@pytest.mark.parametrize(
-    ("model", "config", "name"),
-    [
-        (transformers.GLPNForDepthEstimation, transformers.GLPNConfig(), "depth-estimation"),
-    ],
-)
-def test_what_is_converted_and_not_scored(tmp_path: Path, model: type, config: object, name: str) -> None:
-    config.architectures = [model.__name__]  # type: ignore[attr-defined]
-    config.save_pretrained(tmp_path)  # type: ignore[attr-defined]
-    assert read_checkpoint(str(tmp_path)).task == name
-    with pytest.raises(TaskError, match=f"task '{name}' has no score: .* Leave out the rows to be scored"):
-        build_task(name, _Float(), _processor()).targets([Image(tmp_path / "a.png", "0")])
-
-
-class _Float(torch.nn.Module):
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        return pixel_values
-
-
-def _processor() -> object:
-    return transformers.ViTImageProcessorPil(size={"height": SIZE, "width": SIZE})

@@ -11,6 +11,7 @@ from quantizer.tasks.datasets import text_csv
 from quantizer.tasks.datasets import vader
 from quantizer.tasks.datasets.files import coco_json
 from quantizer.tasks.datasets.files import hf
+from quantizer.tasks.datasets.files import image_depths
 from quantizer.tasks.datasets.files import image_masks
 from quantizer.tasks.datasets.files import labelled_csv
 from quantizer.tasks.datasets.files import labelled_folder
@@ -23,6 +24,7 @@ from quantizer.tasks.datasets.load import load_rows
 from quantizer.tasks.datasets.rows import Audio
 from quantizer.tasks.datasets.rows import Boxes
 from quantizer.tasks.datasets.rows import Choices
+from quantizer.tasks.datasets.rows import Depths
 from quantizer.tasks.datasets.rows import Image
 from quantizer.tasks.datasets.rows import Masked
 from quantizer.tasks.datasets.rows import Pair
@@ -41,6 +43,7 @@ __all__ = [
     "Audio",
     "Boxes",
     "Choices",
+    "Depths",
     "Image",
     "Masked",
     "Pair",
@@ -57,6 +60,7 @@ __all__ = [
     "datasets",
     "folder_holds",
     "hf",
+    "image_depths",
     "image_masks",
     "labelled_csv",
     "labelled_folder",

@@ -26,6 +26,7 @@ __all__ = [
     "Audio",
     "Boxes",
     "Choices",
+    "Depths",
     "Image",
     "Masked",
     "Pair",
@@ -138,6 +139,14 @@ class Masked:
 
 
 @dataclass(frozen=True)
+class Depths:
+    """One image file, and the file with the distance at each of its pixels."""
+
+    path: Path
+    depths: Path
+
+
+@dataclass(frozen=True)
 class Boxes:
     """One image file, and its objects: boxes as (x, y, width, height) in pixels, and the class of each.
 
@@ -153,7 +162,9 @@ class Boxes:
 _MOST_DIGITS = 9
 """The limit on the digits of a class number: no model has so many classes, and more may not fit in 64 bits."""
 
-Row: TypeAlias = Audio | Boxes | Choices | Image | Masked | Pair | Plain | Question | Rewritten | Speech | Text | Words
+Row: TypeAlias = (
+    Audio | Boxes | Choices | Depths | Image | Masked | Pair | Plain | Question | Rewritten | Speech | Text | Words
+)
 
 
 def content_of(rows: Sequence[Row]) -> str:
@@ -165,8 +176,10 @@ def content_of(rows: Sequence[Row]) -> str:
     whole = hashlib.sha256()
     for row in rows:
         whole.update(repr(row).encode())
-        if isinstance(row, Audio | Boxes | Image | Masked | Speech):
+        if isinstance(row, Audio | Boxes | Depths | Image | Masked | Speech):
             whole.update(_file_digest(row.path))
+        if isinstance(row, Depths):
+            whole.update(_file_digest(row.depths))
         if isinstance(row, Masked):
             whole.update(_file_digest(row.mask))
     return whole.hexdigest()

@@ -20,6 +20,7 @@ from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.image_inputs import ImageInputs
 from quantizer.tasks.image_inputs import read_image
 from quantizer.tasks.image_inputs import read_mask
+from quantizer.tasks.images.places import at_size
 from quantizer.tasks.inputs import Batch
 from quantizer.tasks.inputs import Inputs
 from quantizer.tasks.inputs import Sample
@@ -84,7 +85,7 @@ class SemanticSegmentation(CountedTask):
         """Return for each class the places that are said and true, and those that are either [N x 2C]."""
         found = []
         for said, mask in zip(predictions.decisions, self.targets(rows), strict=True):
-            true = _at_size(mask, said.shape)
+            true = at_size(mask, said.shape).astype(np.int64)
             pairs = self._classes * true[true != _IGNORED] + said[true != _IGNORED]
             both = np.bincount(pairs, minlength=self._classes**2).reshape(self._classes, self._classes)
             right = np.diag(both)
@@ -124,11 +125,3 @@ class SemanticSegmentation(CountedTask):
                 f"{self._classes - 1}; {_IGNORED} counts nowhere)"
             )
         return classes
-
-
-def _at_size(mask: npt.NDArray[np.int64], size: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """Return a mask at a size [h x w], each place by the nearest one."""
-    given = torch.from_numpy(mask)[None, None].double()
-    # "nearest" takes the place at the upper left, as the resizing of most models does not.
-    found = torch.nn.functional.interpolate(given, size=size, mode="nearest-exact")
-    return np.asarray(found[0, 0].long().numpy())

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantizer.common.paths import is_folder
-from quantizer.errors import TaskError
 from quantizer.tasks.datasets.files.paths import IMAGE_FILES
-from quantizer.tasks.datasets.files.paths import file_paths
+from quantizer.tasks.datasets.files.paths import paired_files
 from quantizer.tasks.datasets.rows import Masked
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import datasets
@@ -32,15 +30,4 @@ def read_image_masks(path: Path | None, split: str | None, subset: str | None) -
     """
     refuse_options("image-masks", split=split, subset=subset)
     folder = require_folder("image-masks", path)
-    images, masks = folder / "images", folder / "masks"
-    for part in (images, masks):
-        if not is_folder(part):
-            raise TaskError(f"data set 'image-masks': there is no folder {part}; expected one of images, one of masks")
-    by_name = {mask.relative_to(masks).with_suffix(""): mask for mask in file_paths(masks, IMAGE_FILES)}
-    rows: list[Row] = []
-    for image in file_paths(images, IMAGE_FILES):
-        name = image.relative_to(images).with_suffix("")
-        if name not in by_name:
-            raise TaskError(f"data set 'image-masks': {image} has no mask; expected {masks / name}.png")
-        rows.append(Masked(image, by_name[name]))
-    return rows
+    return [Masked(image, mask) for image, mask in paired_files("image-masks", folder, "masks", IMAGE_FILES)]

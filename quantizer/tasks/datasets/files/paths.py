@@ -1,4 +1,4 @@
-"""Folders of images or recordings without labels, which are enough for calibration."""
+"""Folders of images or recordings, and folders of files that go with images."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from pathlib import Path
 
+from quantizer.common.paths import is_folder
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import require_folder
 
-__all__ = ["AUDIO_FILES", "IMAGE_FILES", "file_paths", "folder_holds", "read_images", "read_recordings"]
+__all__ = [
+    "AUDIO_FILES",
+    "IMAGE_FILES",
+    "file_paths",
+    "folder_holds",
+    "paired_files",
+    "read_images",
+    "read_recordings",
+]
 
 IMAGE_FILES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 """The endings of image files; other files are ignored."""
@@ -53,6 +62,33 @@ def file_paths(folder: Path, endings: Sequence[str]) -> list[Path]:
     """
     found = list(_below(folder, endings, ()))
     return sorted(found, key=lambda path: hashlib.sha256(path.relative_to(folder).as_posix().encode()).digest())
+
+
+def paired_files(name: str, folder: Path, part: str, endings: Sequence[str]) -> list[tuple[Path, Path]]:
+    """Return the images below ``folder/images``, each with the file of its name below another folder.
+
+    Args:
+        name: the name of the data set, for messages.
+        folder: the folder of both.
+        part: the name of the other one, in the plural, such as ``masks``.
+        endings: those of the files in it.
+
+    Raises:
+        TaskError: a folder does not exist, or an image has no such file.
+    """
+    images, others = folder / "images", folder / part
+    for needed in (images, others):
+        if not is_folder(needed):
+            raise TaskError(f"data set {name!r}: there is no folder {needed}; expected one of images, one of {part}")
+    by_name = {other.relative_to(others).with_suffix(""): other for other in file_paths(others, endings)}
+    pairs = []
+    for image in file_paths(images, IMAGE_FILES):
+        found = by_name.get(image.relative_to(images).with_suffix(""))
+        if found is None:
+            place = (others / image.relative_to(images)).with_suffix(".png")
+            raise TaskError(f"data set {name!r}: {image} has none of the {part}; expected {place}")
+        pairs.append((image, found))
+    return pairs
 
 
 def _read(kind: str, path: Path, endings: Sequence[str]) -> list[Path]:
