@@ -106,13 +106,15 @@ def _figures(record: RunRecord) -> list[str]:
 def _where(results: Sequence[Result], used: set[str], before: str) -> Iterator[str]:
     """The machines of the rows, each with the first and the last day; those of kept rows as the page had them."""
     records = [record for result in results for record in (result.run, result.convert) if record is not None]
-    told = {line[2:].partition(":")[0]: line for line in before.splitlines() if re.match(r"- \w+: ", line)}
+    told = {name: found.splitlines() for found, name in re.findall(r"(^- (\w+): .*(?:\n  .*)*)", before, re.MULTILINE)}
     for name in sorted({_short(record) for record in records}):
         mine = [record for record in records if _short(record) == name]
         days = sorted({record.created[:10] for record in mine})
         when, machine = " to ".join(days[:1] + days[1:][-1:]), mine[0].machine
-        told[name] = f"- {name}: {machine['cpu']} ({machine['instructions']}), {machine['cores']} cores; {when}"
-    yield from (line for name, line in sorted(told.items()) if name in used)
+        line = f"- {name}: {machine['cpu']} ({machine['instructions']}), {machine['cores']} cores; {when}"
+        told[name] = wrap(line, 120, subsequent_indent="  ", break_on_hyphens=False)
+    for name, lines in sorted(told.items()):
+        yield from lines if name in used else ()
 
 
 def _missing(results: Sequence[Result], rows: Sequence[str]) -> Iterator[str]:

@@ -40,7 +40,7 @@ from quantizer.runs.run_context import resume_files
 from quantizer.runs.run_course import RunCourse
 from quantizer.runs.workload.configured import configured_workload
 from quantizer.runs.workload.workload import Load
-from quantizer.runs.workload.written_sizes import is_in_parts
+from quantizer.runs.written_sizes import is_in_parts
 from quantizer.targets import AUTO
 
 __all__ = ["RUN", "carry_out", "run"]

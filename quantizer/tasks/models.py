@@ -17,6 +17,7 @@ import torch
 from quantizer.errors import TaskError
 from quantizer.tasks.audio.audio_inputs import require_extractor
 from quantizer.tasks.checkpoints.depth import require_depth
+from quantizer.tasks.checkpoints.heads import has_towers
 from quantizer.tasks.checkpoints.heads import read_by
 from quantizer.tasks.checkpoints.heads import task_of
 from quantizer.tasks.checkpoints.sentence_folder import read_pooling
@@ -181,7 +182,8 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
             "and transformers has no classifier of images or recordings of its kind; there is nothing else that the "
             f"tasks {', '.join(tasks.names())} read"
         )
-    if task is not None and tasks[task].reads not in reads:
+    tower = task is not None and tasks[task].takes_text_tower and has_towers(config)
+    if task is not None and tasks[task].reads not in reads and not tower:
         fitting = ", ".join(name for name in tasks.names() if tasks[name].reads in reads)
         raise TaskError(
             f"model source {source!r}: {architecture or config.model_type} reads {' and '.join(reads)}, and task "
@@ -190,8 +192,8 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
     known = task_of(architecture, config.model_type, reads)
     if task is not None and tasks[task].labels == "row":
         require_one_label(config, task)
-    vocabulary = getattr(config, "vocab_size", None)
-    return Checkpoint(architecture, known, _positions(config, source), labels, vocabulary)
+    vocabulary = getattr(config.text_config if tower else config, "vocab_size", None)
+    return Checkpoint(architecture, known, _positions(config, source, tower=tower), labels, vocabulary)
 
 
 def load_processor(source: str, task: str) -> Any:
@@ -286,8 +288,14 @@ def _refuse_code(source: str, file: str, told: dict[str, Any]) -> None:
         )
 
 
-def _positions(config: Any, source: str) -> int | None:
-    """Return the longest sequence of a model of this config, which is built to see where its positions begin."""
+def _positions(config: Any, source: str, *, tower: bool) -> int | None:
+    """Return the longest sequence of a model of this config, which is built to see where its positions begin.
+
+    Args:
+        tower: whether it is that of the text tower, whose positions begin at 0.
+    """
+    if tower:
+        return int(config.text_config.max_position_embeddings)
     if getattr(config, "max_position_embeddings", None) is None:
         return None
     with explained(source, "config"), torch.device("meta"):

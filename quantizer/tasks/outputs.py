@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Sequence
 from itertools import islice
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors.torch import load
 from safetensors.torch import save
@@ -18,7 +20,7 @@ from quantizer.common.distributed import get_world_size
 from quantizer.common.distributed import is_mine
 from quantizer.errors import TaskError
 
-__all__ = ["dealt", "first_output", "of_all_ranks"]
+__all__ = ["dealt", "first_output", "of_all_ranks", "stacked"]
 
 Chunk = TypeVar("Chunk")
 
@@ -62,3 +64,14 @@ def of_all_ranks(rows: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         return dict(rows)
     mine = save({str(at): row.clone(memory_format=torch.contiguous_format) for at, row in rows.items()})
     return {int(at): row for told in all_gather_bytes(mine) for at, row in load(told).items()}
+
+
+def stacked(rows: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+    """Return rows as one array; those that are shorter along their first axis end in NaN."""
+    if all(row.shape == rows[0].shape for row in rows):
+        return np.stack(rows)
+    longest = max(len(row) for row in rows)
+    whole = np.full((len(rows), longest, *rows[0].shape[1:]), np.nan, dtype=np.float32)
+    for at, row in enumerate(rows):
+        whole[at, : row.shape[0]] = row
+    return whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +12,16 @@ import torch
 
 from quantizer.tasks.datasets.rows import Pair
 from quantizer.tasks.datasets.rows import Row
+from quantizer.tasks.images.text_tower import EMBEDDING
+from quantizer.tasks.images.text_tower import TextTower
+from quantizer.tasks.images.text_tower import has_text_tower
 from quantizer.tasks.inputs import Inputs
 from quantizer.tasks.inputs import Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import mean_cosine
 from quantizer.tasks.metrics import spearman
 from quantizer.tasks.metrics import sqnr_db
+from quantizer.tasks.outputs import first_output
 from quantizer.tasks.pooling import MEAN
 from quantizer.tasks.task import Batch
 from quantizer.tasks.task import Predictions
@@ -30,7 +35,8 @@ __all__ = ["SentenceSimilarity"]
 class SentenceSimilarity(Task):
     """Pairs to embeddings [2N x D], to cosines [N], scored by Spearman's correlation with the pairs' scores.
 
-    Embeddings are made as the folder of the model says: by its pooling, normalization, prompt and similarity.
+    Embeddings are made as the folder of the model says: by its pooling, normalization, prompt and similarity. Of a
+    model of images and texts it is the text tower, which makes them itself.
     """
 
     name = "sentence-similarity"
@@ -38,9 +44,17 @@ class SentenceSimilarity(Task):
     output_name = "last_hidden_state"
     metric_name = "spearman"
     packages = ("scipy",)
+    takes_text_tower = True
+
+    @classmethod
+    def module_of(
+        cls, model: torch.nn.Module, tokenizer: Any = None, texts: Mapping[str, str] | None = None
+    ) -> torch.nn.Module:
+        return TextTower(model) if has_text_tower(model) else model
 
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
         self._pooling = getattr(model, "sentence_pooling", MEAN)
+        self._tower = isinstance(model, TextTower)
         return super().make_inputs(model, processor, max_length, min_length)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
@@ -52,6 +66,9 @@ class SentenceSimilarity(Task):
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
         return np.array([row.score for row in rows_of_kind(rows, Pair, self.name)], dtype=np.float64)
+
+    def collect(self, result: object, batch: Batch) -> Sequence[torch.Tensor]:
+        return list(first_output(result, EMBEDDING)) if self._tower else super().collect(result, batch)
 
     def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
         return self._pooling.embeddings(output, batch["attention_mask"])

@@ -36,6 +36,7 @@ from quantizer.tasks.metrics import resampled_scores
 from quantizer.tasks.outputs import dealt
 from quantizer.tasks.outputs import first_output
 from quantizer.tasks.outputs import of_all_ranks
+from quantizer.tasks.outputs import stacked
 
 __all__ = ["Batch", "Predictions", "Progress", "Run", "Task", "build_task", "require_rows", "tasks"]
 
@@ -97,10 +98,12 @@ class Task(ABC):
     """Whether the output has a value for each token of the vocabulary at each place, which makes it large."""
     names_labels: ClassVar[bool] = False
     """Whether the labels are those of the request, and not the model's own."""
+    takes_text_tower: ClassVar[bool] = False
+    """Whether it takes the text tower of a model of images and texts, too."""
     in_parts: ClassVar[bool] = False
-    """Whether a model becomes several engines, which together write text token by token."""
+    """Whether a model becomes several engines, which write text together."""
     split = False
-    """Whether several processes give ``predict`` the same rows, and each runs its part of the batches."""
+    """Whether processes give ``predict`` the same rows, and each runs its part of the batches."""
     needs_head: ClassVar[bool] = False
     """Whether ``fit_head`` must be called before ``predict``."""
 
@@ -244,8 +247,8 @@ class Task(ABC):
             collected.update(zip(chunk, result, strict=True))
             if progress is not None:
                 progress(done, len(chunks))
-        collected = of_all_ranks(collected) if self.split else collected
-        return _stacked([collected[at].numpy() for at in range(len(samples))])
+        whole = of_all_ranks(collected) if self.split else collected
+        return stacked([whole[at].numpy() for at in range(len(samples))])
 
     def fit_head(self, run_float: Run, rows: Sequence[Row], progress: Progress | None = None) -> None:
         """Fit the head that turns embeddings into labels; a task without one raises ``TaskError``."""
@@ -312,17 +315,6 @@ def require_rows(predictions: Predictions, rows: Sequence[Row]) -> None:
     """Raise ``TaskError`` if there are more or fewer predictions than rows."""
     if len(rows) != len(predictions.decisions):
         raise TaskError(f"{len(predictions.decisions)} predictions but {len(rows)} rows: pass the rows predicted on")
-
-
-def _stacked(rows: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
-    """Return rows as one array; those that are shorter along their first axis end in NaN."""
-    if all(row.shape == rows[0].shape for row in rows):
-        return np.stack(rows)
-    longest = max(len(row) for row in rows)
-    whole = np.full((len(rows), longest, *rows[0].shape[1:]), np.nan, dtype=np.float32)
-    for at, row in enumerate(rows):
-        whole[at, : row.shape[0]] = row
-    return whole
 
 
 tasks: Registry[type[Task]] = TASKS

@@ -27,7 +27,7 @@ from quantizer.report.compare.resamples import read_resamples  # noqa: E402
 from quantizer.runs.convert import load_converted  # noqa: E402
 from quantizer.runs.convert import measure  # noqa: E402
 from quantizer.runs.convert.parts.loaded import ConvertedParts  # noqa: E402
-from quantizer.runs.workload.written_sizes import with_written_sizes  # noqa: E402
+from quantizer.runs.written_sizes import with_written_sizes  # noqa: E402
 from quantizer.tasks import load_model  # noqa: E402
 from quantizer.tasks.seq2seq.writer import Writer  # noqa: E402
 

@@ -18,6 +18,7 @@ from tiny_vision import tiny_images
 from quantizer.cli.main import main
 from quantizer.common.label_texts import label_texts
 from quantizer.errors import TaskError
+from quantizer.tasks import Pair
 from quantizer.tasks import build_task
 from quantizer.tasks import load_model
 from quantizer.tasks import load_processor
@@ -58,6 +59,33 @@ def _saved(model: Any, folder: Path, tokenizer: Any) -> str:
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> str:
     return _clip(tmp_path_factory.mktemp("clip"), tokenizer)
+
+
+SIMILARITY = "sentence-similarity"
+
+
+@pytest.mark.promise("The text tower of such a model is converted by `--task sentence-similarity`")
+def test_the_text_tower_gives_the_embeddings_of_texts(clip: str, tokenizer: Any) -> None:
+    model = load_model(clip, SIMILARITY)
+    task = build_task(SIMILARITY, model, load_processor(clip, SIMILARITY), max_length=16)
+    rows = [Pair("a cat is fast .", "the film was good", 1.0), Pair("the plane", "a good film .", 3.0)]
+    found = task.predict(lambda batch: model(**batch), rows)
+    whole: Any = transformers.CLIPModel.from_pretrained(clip).eval()
+    encoded = tokenizer([text for row in rows for text in (row.first, row.second)], padding=True, return_tensors="pt")
+    accepted = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+    images = torch.randn(1, 3, SIZE, SIZE)
+    with torch.no_grad():
+        expected = whole(pixel_values=images, **accepted).text_embeds.numpy()
+    np.testing.assert_allclose(found.outputs, expected, atol=1e-6)
+    np.testing.assert_allclose(found.decisions, (expected[0::2] * expected[1::2]).sum(-1), atol=1e-6)
+    told = read_checkpoint(clip, SIMILARITY)
+    assert (told.positions, told.vocabulary, told.task) == (77, len(tokenizer), NAME)
+
+
+@pytest.mark.promise("SigLIP's is refused, since it counts padding")
+def test_text_towers_that_count_padding_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(TaskError, match="SiglipModel reads texts that are filled up to one length, and padding counts"):
+        load_model(_siglip(tmp_path, tokenizer), SIMILARITY)
 
 
 @pytest.mark.parametrize("make", [_clip, _siglip])

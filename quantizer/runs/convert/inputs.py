@@ -11,7 +11,7 @@ from quantizer.runs.convert.request import SEQUENCE_LENGTHS
 from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.convert.request import Sizes
 from quantizer.runs.convert.request import convertible_tasks
-from quantizer.runs.workload.written_sizes import WRITTEN_BATCH_SIZES
+from quantizer.runs.written_sizes import WRITTEN_BATCH_SIZES
 from quantizer.tasks import read_checkpoint
 from quantizer.tasks import require_labels
 from quantizer.tasks import tasks

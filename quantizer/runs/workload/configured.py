@@ -18,8 +18,8 @@ from quantizer.runs.workload.function_source import function_workload
 from quantizer.runs.workload.module_workload import scored_workload
 from quantizer.runs.workload.workload import Scorer
 from quantizer.runs.workload.workload import Workload
-from quantizer.runs.workload.written_sizes import is_in_parts
-from quantizer.runs.workload.written_sizes import with_written_sizes
+from quantizer.runs.written_sizes import is_in_parts
+from quantizer.runs.written_sizes import with_written_sizes
 
 __all__ = ["configured_workload", "workload_of"]
 

@@ -1,4 +1,4 @@
-"""What is said of each place of an image, at another size.
+"""Values of each place of an image, at another size.
 
 Shapes: H and W the height and width that there are, h and w those that are wanted.
 """

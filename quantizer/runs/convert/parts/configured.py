@@ -29,7 +29,7 @@ from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.ranks.variants import variants_of
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.workload.workload import Load
-from quantizer.runs.workload.written_sizes import is_in_parts
+from quantizer.runs.written_sizes import is_in_parts
 
 __all__ = ["require_possible_run", "run_parts"]
 
