@@ -303,6 +303,7 @@ def test_a_ranking_is_made_once(at: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.promise("A kill while causes are looked for costs the causes alone")
 @pytest.mark.promise("Where their search fails, the row of the run has its figures and the error")
+@pytest.mark.nightly
 def test_killed_while_causes_are_looked_for(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -352,6 +353,7 @@ def test_killed_while_causes_are_looked_for(
 
 
 @pytest.mark.promise("The head of a task is fitted once, and the float model exported once, with `auto` too")
+@pytest.mark.nightly
 def test_head_and_float_export_are_made_once(place: Path, at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = yaml.safe_load((at / "tiny.yaml").read_text())
     settings["model"]["task"] = "embedding-classification"

