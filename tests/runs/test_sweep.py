@@ -284,6 +284,7 @@ def test_a_launcher_that_is_not_installed(
 
 @pytest.mark.promise("runs of one plan have one ranking of its groups")
 @pytest.mark.promise("Causes and cures are looked for only in runs that are not usable")
+@pytest.mark.nightly
 def test_a_ranking_is_made_once(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantizer.runs.sweep.late_causes.verdict_of", lambda record: Verdict(levels[record.name], ()))
     levels = {"num=1": "usable", "num=2": "look at this"}

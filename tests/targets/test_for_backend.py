@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from calibrated import make_calibrated
+from daily import some_daily
 from torch import Tensor
 from torch import nn
 
@@ -74,7 +75,7 @@ def assert_same_plan(first: Plan, second: Plan) -> None:
     "TensorRT-RTX from what `q` saw, and needs no data."
 )
 @pytest.mark.parametrize("backend", profiles.names())
-@pytest.mark.parametrize("first", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("first", some_daily(["tensorrt", "onnxruntime"], 1))
 def test_it_decides_as_one_of_its_own(model: nn.Module, first: str, backend: str) -> None:
     other = _calibrated(first, model).for_backend(backend)
     own = _calibrated(backend, model)
