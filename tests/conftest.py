@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
-from importlib.util import find_spec
-from typing import Any
 
 # Before transformers is imported anywhere: it reads these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -20,7 +16,10 @@ import pytest
 import torch
 from helpers import BYTE_PRODUCTS_ARE_EXACT
 from hypothesis import settings
+from quick_start import collect_seldom
+from quick_start import read_torchlib_once
 from translated import translate_once
+from trials_here import trials_here
 
 from quantizer.targets.profiles import profiles
 
@@ -58,24 +57,10 @@ def _one_random_state() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _torch_reads_its_translations_once() -> Iterator[None]:
-    """Each export reads 500 functions of onnxscript from their source, which is half of the time of a small one."""
-    if find_spec("onnxscript") is None:
-        yield
-        return
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    read = cache(ONNXRegistry.from_torchlib)
-
-    def from_torchlib(*opset: int, **named: int) -> Any:
-        registry = copy.copy(read(*opset, **named))
-        registry.functions = {target: list(found) for target, found in registry.functions.items()}
-        return registry
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(from_torchlib))
-        yield
+def pytest_collection_finish() -> None:
+    """Begin with what all tests share: models and libraries are there, and torch's translations are read once."""
+    read_torchlib_once()
+    collect_seldom()
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +70,16 @@ def translated_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "translated"
     folder.mkdir(exist_ok=True)
     with translate_once(folder):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trials_are_made_here(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Engines are tried in this process, but for those tests that are about the other one."""
+    if request.path.parent.name == "engines":
+        yield
+        return
+    with trials_here():
         yield
 
 

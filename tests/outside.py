@@ -14,6 +14,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -66,7 +67,11 @@ def run_ranks(work: Callable[..., None], folder: Path) -> None:
 def fork_server() -> ForkServerContext:
     """Return the one that forks processes from a server with torch, transformers and ONNX in it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
+    context.set_forkserver_preload([*_PRELOADED, "server_start"])
+    search = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", search)
+        forkserver.ensure_running()
     return context
 
 

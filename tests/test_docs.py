@@ -72,6 +72,8 @@ SCRIPTS = {
     "add-a-graph-pass": Script(("onnx", "onnxscript"), frozenset({"squares.onnx"})),
     "add-a-calibrator": Script(("onnx", "onnxscript"), frozenset({"four-sigma.onnx"})),
 }
+# Ten to thirty seconds each; tests/test_real_model.py, test_in_place.py and tests/interop hold the same.
+NIGHTLY = ("in-place", "onnx-input", "quickstart")
 WORDS = ("the", "film", "is", "was", "good", "fine", "bad", "dull", ".")
 
 
@@ -116,7 +118,9 @@ def test_every_block_of_python_has_a_name_and_is_run() -> None:
     assert len(_blocks(USER, "python")) == len(SCRIPTS)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else []) for name in SCRIPTS]
+)
 def test_python_blocks_run(name: str, tmp_path: Path) -> None:
     _skip_without(*SCRIPTS[name].needs)
     text = _scripts()[name]

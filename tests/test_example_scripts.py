@@ -51,6 +51,7 @@ def _figures(printed: str) -> tuple[dict[str, float], dict[str, float]]:
     return flips, decibels
 
 
+@pytest.mark.nightly
 def test_gpt2_scales_agree_with_model_optimizer() -> None:
     skip_without("transformers", "modelopt")
     rows = [line.split() for line in printed_by("gpt2_tripy_scales.py").splitlines() if line.startswith("transformer.")]

@@ -181,6 +181,8 @@ def test_a_fine_tuned_classifier_keeps_its_labels() -> None:
     assert flips <= 0.02
 
 
+# Half a minute of what tests/proxy/test_proxy_lowered.py holds of small models.
+@pytest.mark.nightly
 def test_integers_in_torch_agree_with_the_proxy(stsb: Case) -> None:
     torch.set_num_threads(1)
     quantizer = Quantizer(backend="torch")

@@ -14,6 +14,8 @@ from torture import mutations
 from torture.runner import State
 
 TESTS = Path(__file__).parent
+SOME = ["plan", "yaml", "jsonl", "kill-save"]
+MORE = ["report", "image-csv", "full-disk-save"]
 
 
 def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -51,11 +53,12 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.name != "posix", reason="forks, and sends POSIX signals")
 @pytest.mark.parametrize(
-    ("cases", "kills"), [(80, 5), pytest.param(300, 12, marks=pytest.mark.nightly)], ids=["seconds", "minute"]
+    ("cases", "kills", "kinds"),
+    [(60, 3, SOME), pytest.param(300, 12, [*SOME, *MORE], marks=pytest.mark.nightly)],
+    ids=["seconds", "minute"],
 )
-def test_a_part_of_it(tmp_path: Path, cases: int, kills: int) -> None:
+def test_a_part_of_it(tmp_path: Path, cases: int, kills: int, kinds: list[str]) -> None:
     """Of each sort of file that is read quickly, and kills and full disks while one is saved."""
-    kinds = ["plan", "yaml", "report", "jsonl", "image-csv", "kill-save", "full-disk-save"]
     much = ["--cases", f"{cases}", "--kills", f"{kills}", "--seconds", "45"]
     done = _run(tmp_path, "--kind", *kinds, *much, "--seed", "1")
     # What was found is told with its seed and its number.
@@ -154,6 +157,7 @@ for name in ("kill-careless", "kill-interrupted", "full-disk-careless"):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="forks, and sends POSIX signals")
+@pytest.mark.nightly
 def test_a_command_that_is_careless_is_found(tmp_path: Path) -> None:
     """A folder that is half-written, one that stays, and an error of the system that nobody explains."""
     search = os.pathsep.join([str(TESTS.parent), str(TESTS)])

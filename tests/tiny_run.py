@@ -37,7 +37,12 @@ def tiny_run(folder: Path) -> dict[str, Any]:
             "evaluation": {"name": "text-csv", "path": str(folder / "evaluation.csv")},
             "batch_size": 8,
         },
-        "quantizer": {"backend": "openvino", "sites": {"residual_add": True}, "exclude": {"names": ["classifier"]}},
+        "quantizer": {
+            "preset": "fast",
+            "backend": "openvino",
+            "sites": {"residual_add": True},
+            "exclude": {"names": ["classifier"]},
+        },
         "export": {"dynamic": {"batch": [1, 2, 8], "sequence": [16, 16, 32]}},
         "report": {"latency_batch": 2, "latency_sequence": 16, "bootstrap": 50},
     }

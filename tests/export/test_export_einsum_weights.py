@@ -119,8 +119,8 @@ WEIGHTS_ALONE: dict[str, Any] = {"formats": [{"activations": "float", "weights":
     ("engine", "options"),
     [
         pytest.param("openvino", {}, id="openvino-all"),
-        pytest.param("onnxruntime", {}, id="onnxruntime-all"),
-        pytest.param("openvino", WEIGHTS_ALONE, id="openvino-weights"),
+        pytest.param("onnxruntime", {}, id="onnxruntime-all", marks=pytest.mark.nightly),
+        pytest.param("openvino", WEIGHTS_ALONE, id="openvino-weights", marks=pytest.mark.nightly),
         pytest.param("onnxruntime", WEIGHTS_ALONE, id="onnxruntime-weights", marks=pytest.mark.nightly),
     ],
 )

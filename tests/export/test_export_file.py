@@ -118,7 +118,7 @@ def conv(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     return _export(tmp_path_factory.mktemp("conv"), "openvino", model, [torch.randn(4, 3, 16, 16) for _ in range(2)])
 
 
-@pytest.fixture(params=["bert_openvino", "bert_rtx", "bert_fallback", "conv"])
+@pytest.fixture(params=["bert_openvino", "bert_rtx", pytest.param("bert_fallback", marks=pytest.mark.nightly), "conv"])
 def any_export(request: pytest.FixtureRequest) -> Exported:
     exported: Exported = request.getfixturevalue(request.param)
     return exported

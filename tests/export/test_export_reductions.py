@@ -300,7 +300,7 @@ class Pooled(nn.Module):
         return self.most(tokens.amax(1)) + self.least(torch.relu(tokens.amin(1) + 1))
 
 
-@pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["openvino", pytest.param("onnxruntime", marks=pytest.mark.nightly)])
 @pytest.mark.usefixtures("exact_byte_products")
 def test_an_engine_is_as_near_as_without_reductions(backend: str, tmp_path: Path) -> None:
     pytest.importorskip(backend, reason=f"install enginequant[{backend}]")

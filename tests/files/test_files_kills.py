@@ -25,8 +25,14 @@ from quantizer.files import whole_file
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 
 HERE = Path(__file__).parent
+# Some moments of each step, and all of them at night.
 WAYS = pytest.mark.parametrize(
-    "exchanges", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["exchange", "two renames"]
+    ("exchanges", "every"),
+    [
+        pytest.param(True, 3, id="exchange, each third line"),
+        pytest.param(True, 1, id="exchange", marks=pytest.mark.nightly),
+        pytest.param(False, 1, id="two renames", marks=pytest.mark.nightly),
+    ],
 )
 
 
@@ -42,7 +48,9 @@ def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @WAYS
 @pytest.mark.parametrize("former", [True, False], ids=["former", "none before"])
-def test_ctrl_c_at_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool, former: bool) -> None:
+def test_ctrl_c_at_every_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool, every: int, former: bool
+) -> None:
     if not exchanges:
         monkeypatch.setattr("quantizer.files.exchange.exchange", _no_exchange)
     out = tmp_path / "out"
@@ -52,7 +60,7 @@ def test_ctrl_c_at_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, e
 
     found, number = set(), 0
     while True:
-        number += 1
+        number += every
         if former:
             write(out, "old")
         with Steps(number, stop) as steps, suppress(KeyboardInterrupt):
@@ -99,7 +107,7 @@ base = Path(sys.argv[1])
 out = base / "out"
 found, number, ended = set(), 0, False
 while not ended:
-    number += 1
+    number += int(sys.argv[4])
     write(out, "old")
     child = os.fork()
     if child == 0:
@@ -120,10 +128,10 @@ print(number)
 
 
 @WAYS
-def test_a_kill_at_every_line(tmp_path: Path, exchanges: bool) -> None:
+def test_a_kill_at_every_line(tmp_path: Path, exchanges: bool, every: int) -> None:
     (tmp_path / "base").mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", KILLS, str(tmp_path / "base"), str(HERE), str(exchanges)],
+        [sys.executable, "-c", KILLS, str(tmp_path / "base"), str(HERE), str(exchanges), str(every)],
         capture_output=True,
         text=True,
         timeout=300,

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from golden_nets import NETS
 from golden_record import BACKENDS
-from golden_record import EXPORTED
 from golden_record import golden_of
 from golden_record import machine
 from golden_record import recorded
@@ -16,9 +15,8 @@ pytest.importorskip("transformers", reason="some of the nets are transformers mo
 pytest.importorskip("onnx", reason="the nets are exported: install enginequant[onnx]")
 
 
-# Half a minute of exports each: one of the two targets, the other one is in make nightly.
-LARGE = {"decoder": "tensorrt-rtx", "encoder": "openvino", "packed": "openvino", "vision": "tensorrt-rtx"}
-DAILY = {name: (LARGE[name],) if name in LARGE else EXPORTED for name in sorted(NETS)}
+# Up to half a minute of exports each: one of the two targets, the other one is in make nightly.
+DAILY = {name: ("tensorrt-rtx" if name in ("decoder", "vision") else "openvino",) for name in sorted(NETS)}
 Golden = tuple[str, dict[str, dict[str, Any]]]
 
 

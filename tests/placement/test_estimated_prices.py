@@ -176,9 +176,10 @@ def test_measured_prices_name_what_does_without_a_gpu(block: tuple[Quantizer, nn
 @needs_no_gpu
 @pytest.mark.parametrize(
     ("speedup", "code"),
-    [(0.9, 0), pytest.param(50.0, 1, marks=pytest.mark.nightly)],
+    [(0.9, 0), (50.0, 1)],
     ids=["reached", "not reached"],
 )
+@pytest.mark.nightly
 def test_a_run_for_a_gpu_that_is_not_here(
     speedup: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

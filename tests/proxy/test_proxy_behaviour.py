@@ -341,7 +341,10 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 # Each compilation of a transformer takes seconds.
-SOME = [*((name, "quantize") for name in MODELS), ("mlp", "proxy"), ("conv", "proxy"), ("bert", "proxy")]
+SOME = [
+    *(pytest.param(name, "quantize", marks=pytest.mark.nightly if name == "llama" else []) for name in MODELS),
+    *((name, "proxy") for name in ("mlp", "conv", "bert")),
+]
 
 
 @pytest.mark.usefixtures("_fresh_compiler")

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from calibrated import make_calibrated
+from daily import some_daily
 from helpers import Snapshot
 from torch import Tensor
 from torch import nn
@@ -135,7 +136,7 @@ def test_it_is_quantized_as_if_it_were_a_parameter(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.promise("an exported file holds the integers alone.")
-@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm of old", "orthogonal", "standardized"])
+@pytest.mark.parametrize("name", some_daily(["weight_norm", "spectral_norm of old", "orthogonal", "standardized"], 2))
 def test_the_file_holds_its_integers_alone(name: str, tmp_path: Path) -> None:
     model, twin, x = _net(name)
     graphs = []

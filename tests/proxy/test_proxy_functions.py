@@ -16,6 +16,7 @@ import net_helpers
 import nets
 import pytest
 import torch
+from daily import some_daily
 from helpers import Snapshot
 from helpers import assert_same
 from helpers import imported
@@ -146,7 +147,9 @@ def test_gradients_in_train_mode(name: str, make: Callable[[], nn.Module], input
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("name", ["imported", "statics", "template-method", "registry", "partials", "super"])
+@pytest.mark.parametrize(
+    "name", some_daily(["imported", "template-method", "partials", "statics", "registry", "super"], 3)
+)
 def test_copies_and_compiled_proxies_lend_as_well(name: str) -> None:
     (_, make, inputs) = NETS[IDS.index(name)]
     model = _make(make)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from calibrated import make_calibrated
+from daily import some_daily
 from helpers import Mlp
 from helpers import Snapshot
 from helpers import assert_same
@@ -79,7 +80,7 @@ def _adapted(name: str) -> Any:
         return peft.get_peft_model(model, config).eval()
 
 
-@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize("name", some_daily(sorted(ADAPTED), 1))
 def test_adapters_are_quantized(name: str) -> None:
     model, inputs = _adapted(name), batch("bert")
     expected = _run(model, inputs)

@@ -861,7 +861,7 @@ def test_quantized_attention_is_traced_and_compiled(heads: tuple[Quantizer, nn.M
             assert_same(traced(*_padded(*lengths)), frozen(*_padded(*lengths)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.nightly)])
 def test_quantized_attention_is_exported_with_dynamic_axes(
     heads: tuple[Quantizer, nn.Module], dtype: str, tmp_path: Path
 ) -> None:

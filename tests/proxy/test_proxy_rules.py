@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import cache
 from typing import Any
 
 import pytest
@@ -81,11 +82,15 @@ def _covered(**options: Any) -> list[Site]:
     return list(q.coverage)
 
 
+@cache
+def _quantized_without_rules() -> frozenset[str]:
+    return frozenset(row.name for row in _covered(sites={"residual_add": True}) if row.quantized)
+
+
 def _excluded(**rules: Any) -> dict[str, str | None]:
     """Sites that are float because of the rules, with the rule."""
-    sites = {"residual_add": True}
-    without = {row.name for row in _covered(sites=sites) if row.quantized}
-    rows = _covered(sites=sites, **rules)
+    without = _quantized_without_rules()
+    rows = _covered(sites={"residual_add": True}, **rules)
     assert {row.name for row in rows} >= without
     lost = {row.name: row.rule for row in rows if not row.quantized and row.name in without}
     assert {row.name for row in rows if row.reason == "excluded by rule"} == set(lost)

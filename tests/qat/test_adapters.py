@@ -71,6 +71,7 @@ def test_adapters_are_trained_over_rounded_weights(trained: tuple[nn.Module, nn.
     assert nn.functional.cosine_similarity(found.flatten(), proxy(**INPUTS).logits.flatten(), dim=0) > 0.99
 
 
+@pytest.mark.nightly
 def test_a_resumed_training_of_adapters(trained: tuple[nn.Module, nn.Module, Any], tmp_path: Path) -> None:
     _, proxy, trainer = trained
     q, model = Quantizer.load(tmp_path / "quantizer"), adapted()

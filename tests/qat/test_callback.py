@@ -131,6 +131,7 @@ def test_a_loss_of_nan(model: nn.Module, tmp_path: Path) -> None:
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
+@pytest.mark.nightly
 def test_a_loss_of_nan_at_once(model: nn.Module, tmp_path: Path) -> None:
     proxy = trainers.calibrated(model).qat(model)
     _poison(proxy, step=1)
@@ -138,7 +139,7 @@ def test_a_loss_of_nan_at_once(model: nn.Module, tmp_path: Path) -> None:
         trainers.trainer(proxy, tmp_path).train()
 
 
-@pytest.mark.parametrize("how", ["none", "zero"])
+@pytest.mark.parametrize("how", ["none", pytest.param("zero", marks=pytest.mark.nightly)])
 def test_no_gradient_anywhere(model: nn.Module, tmp_path: Path, how: str) -> None:
     proxy = trainers.calibrated(model).qat(model)
     lone = nn.Parameter(torch.zeros(()))
@@ -186,6 +187,7 @@ def test_a_training_that_ends_below_ptq(
         )
 
 
+@pytest.mark.nightly
 def test_what_ptq_scored_outlasts_a_resume(model: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     q = trainers.calibrated(model)
     options = {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True, "learning_rate": 10.0}

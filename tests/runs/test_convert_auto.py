@@ -58,6 +58,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("auto")
     torch.set_num_threads(1)
     tiny_run(folder)
+    (folder / "settings.yaml").write_text("preset: fast\n")
     return folder
 
 
@@ -82,7 +83,8 @@ def convert(
         monkeypatch.setattr(request, "cpu_variants", variants)
         monkeypatch.setattr(measure, "interleaved_latency", taken)
         data = ("--quantization", "--calibration", f"text-csv:{place / 'calibration.csv'}", "--rows", "12")
-        code = main(["convert", "-m", str(place / "model"), *data, *SIZES, "-o", "out", *words])
+        settings = ("--config", str(place / "settings.yaml"))
+        code = main(["convert", "-m", str(place / "model"), *data, *settings, *SIZES, "-o", "out", *words])
         said = capsys.readouterr()
         return code, said.out + said.err
 
@@ -271,7 +273,7 @@ def _wrong(onnx: Path) -> None:
     [
         ("wrong", "the engine does not compute what the model computes"),
         ("hangs", "took more than 0.01 s"),
-        ("breaks in the check", "the library gave up"),
+        pytest.param("breaks in the check", "the library gave up", marks=pytest.mark.nightly),
         pytest.param("breaks while it is timed", "the library gave up", marks=pytest.mark.nightly),
     ],
 )
@@ -319,6 +321,7 @@ def test_one_that_fails_is_a_row_and_leaves_nothing(
 
 
 @pytest.mark.promise("All are of one calibration, and each starts with nothing put back")
+@pytest.mark.nightly
 def test_what_went_back_for_one_is_quantized_for_the_next(
     convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,6 +342,7 @@ def test_what_went_back_for_one_is_quantized_for_the_next(
     assert back == {OPENVINO: None, ONNXRUNTIME: None}
 
 
+@pytest.mark.nightly
 def test_ranges_at_run_time_compete_under_a_budget(convert: Callable[..., tuple[int, str]], place: Path) -> None:
     times = {f"{ONNXRUNTIME} float32": 5.0, f"{ONNXRUNTIME} int8": 2.0, f"{ONNXRUNTIME} int8 dynamic": 1.5}
     code, said = convert(times)
@@ -360,6 +364,7 @@ def test_ranges_at_run_time_compete_under_a_budget(convert: Callable[..., tuple[
 
 @pytest.mark.promise("on a CPU with BF16 OpenVINO's engines with a rest in bfloat16 are tried, too")
 @pytest.mark.skipif(not candidates._has_bf16(), reason="this CPU has no BF16")
+@pytest.mark.nightly
 def test_a_rest_in_bf16_competes(convert: Callable[..., tuple[int, str]]) -> None:
     times = {"float32": 5.0, "bfloat16": 4.0, "int8": 2.0, "int8+bfloat16": 1.5}
     code, said = convert({f"{OPENVINO} {form}": value for form, value in times.items()})
@@ -387,6 +392,7 @@ def test_a_rest_in_bf16_competes(convert: Callable[..., tuple[int, str]]) -> Non
     assert 30 <= decibels["bfloat16"] < decibels["float32"]
 
 
+@pytest.mark.nightly
 def test_torch_competes_on_its_eager_road(
     convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -212,7 +212,9 @@ def _halved(made: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.promise("It is an error if a part, or the logits token by token, are further from PyTorch's")
-@pytest.mark.parametrize("spoilt", [WITH_PAST, pytest.param("generated", marks=pytest.mark.nightly)])
+# Of an engine alone: test_convert.py.
+@pytest.mark.nightly
+@pytest.mark.parametrize("spoilt", [WITH_PAST, "generated"])
 def test_engines_that_compute_something_else_are_not_delivered(
     spoilt: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,6 +268,7 @@ def test_default_sizes_and_limits_of_what_is_written(place: Path, tmp_path: Path
         most_tokens(93, whisper, "--new-tokens")
 
 
+@pytest.mark.nightly
 def test_speech_is_converted_in_float_and_written_as_by_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

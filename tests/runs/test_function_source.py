@@ -225,6 +225,7 @@ def test_a_budget_by_the_function() -> None:
     assert not Path("out.search.json").exists()
 
 
+@pytest.mark.nightly
 def test_a_sweep_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
     monkeypatch.setattr("quantizer.runs.workload.function_source.returned_module", _counted(built))

@@ -33,7 +33,8 @@ from quantizer.runs.run_context import RunRows
 
 @pytest.fixture
 def values(tmp_path: Path) -> dict[str, Any]:
-    return {**tiny_run(tmp_path), "output": str(tmp_path / "done")}
+    run = {**tiny_run(tmp_path), "output": str(tmp_path / "done")}
+    return {**run, "quantizer": {**run["quantizer"], "preset": "balanced"}}
 
 
 def _config(values: dict[str, Any], folder: Path) -> RunConfig:

@@ -137,13 +137,13 @@ def test_the_resolved_configuration_gives_the_same_run(place: Place) -> None:
     resolved = load_run(place.done / "config.yaml")
     assert resolved == load_run(place.folder / "tiny.yaml")
     written = yaml.safe_load((place.done / "config.yaml").read_text())
-    # Every default is there.
+    # Every default of the preset is there.
     assert written["quantizer"]["activations"] == {
         "ranges": "static",
-        "calibrator": "output",
+        "calibrator": "percentile",
         "percentile": 99.99,
-        "smooth": "auto",
-        "zero_point": True,
+        "smooth": None,
+        "zero_point": False,
         "all_experts": False,
     }
 
@@ -375,6 +375,7 @@ def test_a_head_that_no_task_reads(at: Path, capsys: pytest.CaptureFixture[str])
     assert _left(at) == ["tiny.yaml"]
 
 
+@pytest.mark.nightly
 def test_ahead_of_time_for_a_machine_with_a_gpu(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tensorrt_rtx_bindings", reason="needs enginequant[tensorrt-rtx]")
     words = ["quantizer.backend=tensorrt-rtx", "engine.compute_capability=sm89"]
@@ -460,6 +461,8 @@ STAGES: dict[str, tuple[Any, str]] = {
     "report": (run_reports, "write_record"),
     "page": (run_reports, "write_html"),
 }
+# Each of the others is between two of these.
+_DAILY = ("load", "calibrate", "save", "build", "page")
 
 
 def _left(folder: Path) -> list[str]:
@@ -475,7 +478,9 @@ def _fail(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) -> 
 
 
 @pytest.mark.promise("A run's folder is complete or absent.")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", [pytest.param(stage, marks=[] if stage in _DAILY else pytest.mark.nightly) for stage in STAGES]
+)
 def test_an_interruption_leaves_nothing(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str
 ) -> None:
@@ -486,7 +491,7 @@ def test_an_interruption_leaves_nothing(
 
 
 @pytest.mark.promise("A run's folder is complete or absent.")
-@pytest.mark.parametrize("stage", ["load", "build", "page"])
+@pytest.mark.parametrize("stage", ["load", "build", pytest.param("page", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "error", [EngineError("no"), ZeroDivisionError("ours"), OSError(28, "No space left on device")]
 )
@@ -636,6 +641,8 @@ def _hangup_ends() -> Iterator[None]:
     signal.signal(signal.SIGHUP, former)
 
 
+# Of the process of a user; what it does where it is interrupted is above, its handlers are in test_cli_signals.py.
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_hangup_ends")
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 @pytest.mark.parametrize(
@@ -643,8 +650,7 @@ def _hangup_ends() -> Iterator[None]:
     [
         pytest.param(signal.SIGINT, 130, "interrupted", id="Ctrl-C"),
         pytest.param(signal.SIGTERM, 143, "terminated", id="SIGTERM"),
-        # One handler with SIGTERM: see test_cli_signals.py.
-        pytest.param(signal.SIGHUP, 129, "terminated", id="SIGHUP", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGHUP, 129, "terminated", id="SIGHUP"),
     ],
 )
 def test_a_signal_to_end_leaves_nothing(place: Place, tmp_path: Path, number: int, code: int, word: str) -> None:

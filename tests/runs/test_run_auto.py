@@ -293,6 +293,7 @@ def test_one_that_breaks_while_it_is_timed(at: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif(not candidates._has_bf16(), reason="this CPU has no BF16")
+@pytest.mark.nightly
 def test_the_run_goes_on_with_the_rest_that_won(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forms = {"float32": 4.0, "bfloat16": 5.0, "int8": 2.0, "int8+bfloat16": 1.0}
     _taking({f"{OPENVINO} {form}": value for form, value in forms.items()}, monkeypatch)

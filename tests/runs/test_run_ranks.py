@@ -234,6 +234,8 @@ sys.exit(main(["run", {str(folder / "run.yaml")!r}, "--output", {str(folder / "o
     return path
 
 
+# Without torchrun and a whole run: tests/calibration/test_split_batches.py and test_ranks_alike.py.
+@pytest.mark.nightly
 @pytest.mark.promise("A process that ends, by an error or a kill, ends the run: the others say which one it was")
 def test_a_process_that_is_killed_ends_the_run(tmp_path: Path) -> None:
     _write(_files(tmp_path), tmp_path)

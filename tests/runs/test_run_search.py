@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pytest
 import torch
 import yaml
+from daily import some_daily
 
 import quantizer.runs.run as pipeline
 from quantizer import Quantizer
@@ -257,7 +258,10 @@ def test_an_error_after_the_search_keeps_its_scores(
     assert _left() == {"tiny.yaml", "out"}
 
 
-@pytest.mark.parametrize("word", ["data.tuning.rows=12", "quantizer.activations.calibrator=max", "model.max_length=20"])
+@pytest.mark.parametrize(
+    "word",
+    some_daily(["data.tuning.rows=12", "quantizer.activations.calibrator=max", "model.max_length=20"], 1),
+)
 def test_scores_of_another_run_are_not_taken(
     search: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str
 ) -> None:
@@ -314,6 +318,8 @@ def test_too_few_evaluations(search: Search, capsys: pytest.CaptureFixture[str])
     assert "max_evaluations=2: bisecting" in _plain(capsys.readouterr().err)
 
 
+# As a user would do it; what is interrupted above is the same search, in the process of the tests.
+@pytest.mark.nightly
 @pytest.mark.promise("the same command goes on after Ctrl-C or a kill.")
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 def test_a_search_that_is_killed_goes_on(

@@ -284,6 +284,7 @@ def test_a_launcher_that_is_not_installed(
 
 @pytest.mark.promise("runs of one plan have one ranking of its groups")
 @pytest.mark.promise("Causes and cures are looked for only in runs that are not usable")
+@pytest.mark.nightly
 def test_a_ranking_is_made_once(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantizer.runs.sweep.late_causes.verdict_of", lambda record: Verdict(levels[record.name], ()))
     levels = {"num=1": "usable", "num=2": "look at this"}
@@ -303,6 +304,7 @@ def test_a_ranking_is_made_once(at: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.promise("A kill while causes are looked for costs the causes alone")
 @pytest.mark.promise("Where their search fails, the row of the run has its figures and the error")
+@pytest.mark.nightly
 def test_killed_while_causes_are_looked_for(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -352,6 +354,7 @@ def test_killed_while_causes_are_looked_for(
 
 
 @pytest.mark.promise("The head of a task is fitted once, and the float model exported once, with `auto` too")
+@pytest.mark.nightly
 def test_head_and_float_export_are_made_once(place: Path, at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = yaml.safe_load((at / "tiny.yaml").read_text())
     settings["model"]["task"] = "embedding-classification"

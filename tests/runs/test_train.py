@@ -31,6 +31,7 @@ from quantizer.cli.main import main
 from quantizer.config import QatConfig
 from quantizer.errors import TrainingError
 from quantizer.report import read_record
+from quantizer.runs.task_metric import TaskMetric
 from quantizer.runs.train import Training
 from quantizer.runs.train import TrainingResult
 from quantizer.tasks import Row
@@ -296,30 +297,53 @@ def test_a_run_reports_float_ptq_and_qat(
     assert json.loads((tmp_path / "out" / "report.json").read_text())["training"]["metric"] == "accuracy"
 
 
-@pytest.mark.promise(
-    "checkpoints lie beside the run's folder until it is complete, and the report has float, PTQ and QAT side "
-    "by side with the curves."
-)
-def test_a_run_that_is_stopped_says_where_its_checkpoints_are(
-    files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**files, "qat": {"epochs": 400.0, "evaluations": 300}}))
-    command = [sys.executable, "-m", "quantizer", "run", str(tmp_path / "run.yaml"), "--output", str(tmp_path / "out")]
+def _stopped_by_a_signal(words: list[str], last: Path) -> tuple[int, str]:
+    """Start a command and press Ctrl-C when there is a checkpoint; its exit code and what it said."""
+    command = [sys.executable, "-m", "quantizer", *words]
     run = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
     )
-    last = tmp_path / "out.training" / "last.safetensors"
     end = time.monotonic() + 120
     while not last.exists() and run.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
     run.send_signal(signal.SIGINT)
     _, errors = run.communicate(timeout=60)
-    assert run.returncode == 130
+    return run.returncode, errors
+
+
+def _stopped_at_a_score(words: list[str], last: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The same in this process, at the first score behind a checkpoint."""
+    take = TaskMetric.__call__
+
+    def stops(self: TaskMetric, model: nn.Module) -> float:
+        if last.exists():
+            raise KeyboardInterrupt
+        return take(self, model)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TaskMetric, "__call__", stops)
+        return main(words), capsys.readouterr().err
+
+
+@pytest.mark.promise(
+    "checkpoints lie beside the run's folder until it is complete, and the report has float, PTQ and QAT side "
+    "by side with the curves."
+)
+@pytest.mark.parametrize("how", ["at a score", pytest.param("by a signal", marks=pytest.mark.nightly)])
+def test_a_run_that_is_stopped_says_where_its_checkpoints_are(
+    how: str, files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**files, "qat": {"epochs": 400.0, "evaluations": 300}}))
+    words = ["run", str(tmp_path / "run.yaml"), "--output", str(tmp_path / "out")]
+    last = tmp_path / "out.training" / "last.safetensors"
+    by_signal = how == "by a signal"
+    code, errors = _stopped_by_a_signal(words, last) if by_signal else _stopped_at_a_score(words, last, capsys)
+    assert code == 130
     assert f"the checkpoints are kept in {tmp_path / 'out.training'}; the same command goes on with them" in errors
     assert last.exists()
     assert not (tmp_path / "out").exists()
     # From other calibration data the scales start elsewhere: it is another training.
     kept = last.read_bytes()
-    assert main([*command[3:], "data.calibration.rows=8"]) == 1
+    assert main([*words, "data.calibration.rows=8"]) == 1
     assert "holds checkpoints of another configuration: remove it to begin anew" in capsys.readouterr().err
     assert last.read_bytes() == kept

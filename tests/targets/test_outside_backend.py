@@ -98,6 +98,7 @@ with pytest.raises(EngineError, match="reference computes in the types of the ON
     )
 
 
+@pytest.mark.nightly
 def test_by_configuration(folder: Path) -> None:
     words = ["run", "run.yaml", "quantizer.backend=reference", "output=done"]
     (folder / "run.yaml").write_text(yaml.safe_dump(tiny_run(folder)), encoding="utf-8")

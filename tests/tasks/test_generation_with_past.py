@@ -141,6 +141,7 @@ def test_ranges_do_not_depend_on_how_a_text_was_split(step: DecodeStep, task: Ta
     assert at_once != pytest.approx(ranges(first), rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_file_takes_any_cache_under_the_usual_names(step: DecodeStep, task: Task, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
     quantizer = Quantizer(backend="onnxruntime", preset="fast")

@@ -133,6 +133,7 @@ def test_what_is_no_choice(task: Task) -> None:
         task.predict(lambda batch: {"logits": torch.zeros(2, 2)}, ROWS)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_is_converted_end_to_end(
     source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,6 +161,7 @@ def test_a_file_with_labels_of_another_kind(clip: str, tmp_path: Path, capsys: p
     assert "model.labels: got one label alone" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_clip_is_converted_end_to_end(clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason="a conversion needs enginequant[hf,onnx,onnxruntime]")

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "zoo"))
 
 from page import changes
@@ -28,6 +30,7 @@ def work(key: str, tell: Callable[[str, Any], None]) -> None:
     tell("built", "ok")
 
 
+@pytest.mark.nightly
 def test_each_subject_becomes_a_row() -> None:
     limits = Limits(seconds=8, gib=24, at_once=2)
     rows = dict(rows_of(["fine", "hangs", "dies", "eats", "fine too"], work, limits))

@@ -1,0 +1,20 @@
+"""Imported by the server that forks processes, see ``outside.py``: what each would do again is done here once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from quick_start import collect_seldom
+from quick_start import read_torchlib_once
+
+# The server has found this module; the programs that a script starts need not.
+places = os.environ["PYTHONPATH"].split(os.pathsep)
+places.remove(str(Path(__file__).parent))
+os.environ["PYTHONPATH"] = os.pathsep.join(places)
+
+if read_torchlib_once():
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    ONNXRegistry.from_torchlib(opset_version=20)  # the default of exports
+collect_seldom()

@@ -1,0 +1,38 @@
+"""Trial builds of engines in the process of the tests: one of its own takes a second to start, for each engine."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import contextmanager
+from contextlib import redirect_stderr
+from contextlib import redirect_stdout
+from typing import Any
+from unittest import mock
+
+from quantizer.engines.backends import backend as registered
+from quantizer.engines.measure import trial
+from quantizer.engines.measure.own_process import in_own_process
+
+__all__ = ["trials_here"]
+
+_SHORT_S = 1.0
+
+
+@contextmanager
+def trials_here() -> Iterator[None]:
+    """Build and run engines here, and again in a process of its own where that fails or has little time."""
+    with mock.patch.object(trial, "in_own_process", _here):
+        yield
+
+
+def _here(module: str, backend: str, words: Sequence[object], *, doing: str, timeout_s: float) -> Any:
+    printed = io.StringIO()
+    if timeout_s > _SHORT_S:
+        with redirect_stdout(printed), redirect_stderr(io.StringIO()):
+            code = trial.main([type(registered(backend)).__module__, backend, *map(str, words)])
+        if code == 0:
+            return json.loads(printed.getvalue().splitlines()[-1])
+    return in_own_process(module, backend, words, doing=doing, timeout_s=timeout_s)
