@@ -17,7 +17,6 @@ from quantizer.tasks.datasets.rows import Depths
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import datasets
 from quantizer.tasks.datasets.rows import refuse_options
-from quantizer.tasks.datasets.rows import require_folder
 
 __all__ = ["read_image_depths"]
 
@@ -30,6 +29,4 @@ def read_image_depths(path: Path | None, split: str | None, subset: str | None) 
         TaskError: a folder does not exist, or an image has no distances.
     """
     refuse_options("image-depths", split=split, subset=subset)
-    folder = require_folder("image-depths", path)
-    pairs = paired_files("image-depths", folder, "depths", (*IMAGE_FILES, ".npy"))
-    return [Depths(image, depths) for image, depths in pairs]
+    return [Depths(*pair) for pair in paired_files("image-depths", path, "depths", (*IMAGE_FILES, ".npy"))]

@@ -16,7 +16,6 @@ from quantizer.tasks.datasets.rows import Masked
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import datasets
 from quantizer.tasks.datasets.rows import refuse_options
-from quantizer.tasks.datasets.rows import require_folder
 
 __all__ = ["read_image_masks"]
 
@@ -29,5 +28,4 @@ def read_image_masks(path: Path | None, split: str | None, subset: str | None) -
         TaskError: a folder does not exist, or an image has no mask.
     """
     refuse_options("image-masks", split=split, subset=subset)
-    folder = require_folder("image-masks", path)
-    return [Masked(image, mask) for image, mask in paired_files("image-masks", folder, "masks", IMAGE_FILES)]
+    return [Masked(*pair) for pair in paired_files("image-masks", path, "masks", IMAGE_FILES)]

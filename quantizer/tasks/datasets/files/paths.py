@@ -64,18 +64,19 @@ def file_paths(folder: Path, endings: Sequence[str]) -> list[Path]:
     return sorted(found, key=lambda path: hashlib.sha256(path.relative_to(folder).as_posix().encode()).digest())
 
 
-def paired_files(name: str, folder: Path, part: str, endings: Sequence[str]) -> list[tuple[Path, Path]]:
-    """Return the images below ``folder/images``, each with the file of its name below another folder.
+def paired_files(name: str, path: Path | None, part: str, endings: Sequence[str]) -> list[tuple[Path, Path]]:
+    """Return the images below ``path/images``, each with the file of its name below another folder.
 
     Args:
         name: the name of the data set, for messages.
-        folder: the folder of both.
+        path: the folder of both; None: it was not given.
         part: the name of the other one, in the plural, such as ``masks``.
         endings: those of the files in it.
 
     Raises:
         TaskError: a folder does not exist, or an image has no such file.
     """
+    folder = require_folder(name, path)
     images, others = folder / "images", folder / part
     for needed in (images, others):
         if not is_folder(needed):
