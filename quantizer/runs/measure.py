@@ -40,7 +40,7 @@ FLOAT_STEM, QUANTIZED_STEM = "float", "model"
 
 NOT_VERIFIED = "not verified: built ahead of time, and there is no GPU here"
 
-_LATENCY_ROUNDS = 15
+_LATENCY_ROUNDS, _LATENCY_SECONDS = 15, 30.0
 
 
 def build_options(config: RunConfig) -> BuildOptions:
@@ -91,7 +91,7 @@ def measure_latency(
     batch = context.feed.random_batch(report.latency_batch, report.latency_sequence)
     with context.timer("measure latency"):
         calls = {name: partial(engine, engine_inputs(engine, batch)) for name, engine in engines.items()}
-        seconds = interleaved_latency(calls, rounds=_LATENCY_ROUNDS)
+        seconds = interleaved_latency(calls, rounds=_LATENCY_ROUNDS, seconds=_LATENCY_SECONDS)
     return Latency(
         batch=report.latency_batch,
         sequence=batch_shape(batch)[1],

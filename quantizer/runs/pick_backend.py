@@ -58,7 +58,8 @@ from quantizer.tasks import batch_shape
 
 __all__ = ["Picked", "chooses", "pick_backend", "with_backend"]
 
-_ROUNDS = 15
+_ROUNDS, _SECONDS = 15, 30.0
+"""Of all engines in turns; slow ones have fewer rounds."""
 
 
 @dataclass(frozen=True)
@@ -276,7 +277,7 @@ class _Maker:
 def _latency(batch: Batch, engines: dict[str, Engine]) -> dict[str, float]:
     # Servers call an engine with arrays: their conversion does not count.
     calls = {name: partial(engine, engine_inputs(engine, batch)) for name, engine in engines.items()}
-    return medians(interleaved_latency(calls, rounds=_ROUNDS))
+    return medians(interleaved_latency(calls, rounds=_ROUNDS, seconds=_SECONDS))
 
 
 def _called(batch: Batch, engine: Engine) -> object:

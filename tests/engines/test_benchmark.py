@@ -14,6 +14,7 @@ from quantizer.engines import build_engine
 from quantizer.engines import interleaved_latency
 from quantizer.engines import medians
 from quantizer.engines import peak_memory_mib
+from quantizer.engines.measure import benchmark
 from quantizer.engines.measure.dummy_inputs import made_up_inputs
 from quantizer.errors import EngineError
 
@@ -24,6 +25,21 @@ def test_turns_and_counts() -> None:
     assert "".join(calls) == "cab" + "abc" + "bca" + "cab"
     assert {name: len(values) for name, values in samples.items()} == {"a": 3, "b": 3, "c": 3}
     assert all(value >= 0 for values in samples.values() for value in values)
+
+
+@pytest.mark.parametrize(("each", "counted", "in_all"), [(0.01, 15, 18), (1.0, 10, 12), (9.0, 5, 6)])
+def test_slow_calls_have_fewer_rounds(each: float, counted: int, in_all: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = 0.0, 0
+
+    def call() -> None:
+        nonlocal now, calls
+        now, calls = now + each, calls + 1
+
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now)
+    samples = interleaved_latency({"a": call, "b": call}, rounds=15, warmup=3, seconds=22.0)
+    assert {len(values) for values in samples.values()} == {counted}
+    assert calls == 2 * in_all
+    assert all(value == pytest.approx(each) for values in samples.values() for value in values)
 
 
 def test_medians() -> None:

@@ -15,9 +15,13 @@ from quantizer.errors import EngineError
 
 __all__ = ["PeakMemory", "interleaved_latency", "medians", "peak_memory_mib"]
 
+_FEWEST_ROUNDS = 5
+_WARM = 0.1
+"""The share of the time after which one round before is enough: calls are so slow that a second one is no faster."""
+
 
 def interleaved_latency(
-    callables: Mapping[str, Callable[[], object]], rounds: int = 20, warmup: int = 3
+    callables: Mapping[str, Callable[[], object]], rounds: int = 20, warmup: int = 3, seconds: float | None = None
 ) -> dict[str, list[float]]:
     """Return the seconds of each call of each callable; sample i of all is from round i, so that ratios can be paired.
 
@@ -28,6 +32,8 @@ def interleaved_latency(
         callables: what to time, by name.
         rounds: samples of each.
         warmup: rounds before, not counted.
+        seconds: about how long all of it may take; slow calls are called in 5 rounds at least, and one before. None:
+            as long as it takes.
 
     Raises:
         EngineError: nothing to time, or no rounds.
@@ -38,7 +44,13 @@ def interleaved_latency(
         raise EngineError(f"rounds is {rounds} and warmup {warmup}: expected 1 or more, and 0 or more")
     names = list(callables)
     samples: dict[str, list[float]] = {name: [] for name in names}
+    begin = time.perf_counter()
     for turn in range(-warmup, rounds):
+        spent = 0.0 if seconds is None else (time.perf_counter() - begin) / seconds
+        if turn >= _FEWEST_ROUNDS and spent > 1:
+            break
+        if -warmup < turn < 0 and spent > _WARM:
+            continue
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             started = time.perf_counter()

@@ -39,7 +39,7 @@ from quantizer.sensitivity.prices.group_prices import prices_from_places
 
 __all__ = ["EngineFiles", "TimeCache", "Timing", "is_faster", "price_groups"]
 
-_ROUNDS = 15
+_ROUNDS, _SECONDS = 15, 20.0
 _RUNS = 10
 """Runs of which a layer's time is the median."""
 
@@ -102,7 +102,8 @@ class Timing:
         calls = {
             name: partial(engine, working_inputs(engine, self.batch, self.sequence)) for name, engine in engines.items()
         }
-        return {name: 1e6 * seconds for name, seconds in medians(interleaved_latency(calls, rounds=_ROUNDS)).items()}
+        taken = medians(interleaved_latency(calls, rounds=_ROUNDS, seconds=_SECONDS))
+        return {name: 1e6 * seconds for name, seconds in taken.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
