@@ -74,6 +74,13 @@ def translated_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def _whole_ways_share_translations(request: pytest.FixtureRequest) -> None:
+    """Files of these folders export the same small models again and again, on the way to something else."""
+    if request.path.parent.name in ("interop", "placement", "runs", "sensitivity", "targets", "tasks"):
+        request.getfixturevalue("translated_once")
+
+
+@pytest.fixture(scope="module", autouse=True)
 def _trials_are_made_here(request: pytest.FixtureRequest) -> Iterator[None]:
     """Engines are tried in this process, but for those tests that are about the other one."""
     if request.path.parent.name == "engines":

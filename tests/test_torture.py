@@ -54,7 +54,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.name != "posix", reason="forks, and sends POSIX signals")
 @pytest.mark.parametrize(
     ("cases", "kills", "kinds"),
-    [(60, 3, SOME), pytest.param(300, 12, [*SOME, *MORE], marks=pytest.mark.nightly)],
+    [(20, 2, SOME), pytest.param(300, 12, [*SOME, *MORE], marks=pytest.mark.nightly)],
     ids=["seconds", "minute"],
 )
 def test_a_part_of_it(tmp_path: Path, cases: int, kills: int, kinds: list[str]) -> None:

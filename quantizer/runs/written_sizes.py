@@ -29,22 +29,17 @@ def with_written_sizes(config: RunConfig) -> RunConfig:
     if not is_in_parts(config):
         return config
     data, model, report, dynamic = config.data, config.model, config.report, config.export.dynamic
-    said = {
-        name: section.model_fields_set for name, section in (("sizes", dynamic), ("data", data), ("report", report))
-    }
     batch, sequence = dynamic.batch, dynamic.sequence
-    rows = data.batch_size if "batch_size" in said["data"] else WRITTEN_BATCH_SIZES[1]
-    if "batch" not in said["sizes"]:
+    rows = data.batch_size if "batch_size" in data.model_fields_set else WRITTEN_BATCH_SIZES[1]
+    if "batch" not in dynamic.model_fields_set:
         least, usual, most = WRITTEN_BATCH_SIZES
         batch = (least, usual, max(most, rows))
     positions = read_checkpoint(model.source, model.task).positions
-    if "sequence" not in said["sizes"] and positions is not None:
+    if "sequence" not in dynamic.model_fields_set and positions is not None:
         low, middle, high = (min(size, positions) for size in sequence)
         sequence = (low, middle, high)
-    timed = {
-        name: getattr(report, name) if name in said["report"] else sizes[1]
-        for name, sizes in (("latency_batch", batch), ("latency_sequence", sequence))
-    }
+    timed = {"latency_batch": batch[1], "latency_sequence": sequence[1]}
+    timed |= {name: getattr(report, name) for name in timed if name in report.model_fields_set}
     sizes = dynamic.model_copy(update={"batch": batch, "sequence": sequence})
     return config.model_copy(
         update={

@@ -28,6 +28,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.nightly
 def test_a_run_is_scored_with_it(folder: Path) -> None:
     run_outside(folder, "import macro_f1, sys\nsys.exit(macro_f1.main(['run', 'run.yaml', 'output=done']))")
     record = json.loads((folder / "done" / "report.json").read_text(encoding="utf-8"))

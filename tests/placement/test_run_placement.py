@@ -24,7 +24,7 @@ for _package in ("transformers", "sklearn", "jinja2", "openvino"):
 
 from tiny_run import tiny_run  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("exact_byte_products", "translated_once")
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
 
 @pytest.fixture

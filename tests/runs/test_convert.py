@@ -46,7 +46,7 @@ from quantizer.runs.progress import stage_timer  # noqa: E402
 SIZES = ["--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]
 BACKENDS = ("openvino", "onnxruntime")
 
-pytestmark = pytest.mark.usefixtures("exact_byte_products", "translated_once")
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ SIZES = ("--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32")
 OPENVINO, ONNXRUNTIME, TORCH = sorted(cpu_candidates()[0], key=lambda name: ("torch" in name, "onnx" in name))
 TIMES = {f"{OPENVINO} float32": 4.0, f"{OPENVINO} int8": 2.5, f"{ONNXRUNTIME} float32": 5.0, f"{ONNXRUNTIME} int8": 2.0}
 
-pytestmark = pytest.mark.usefixtures("exact_byte_products", "translated_once")
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ from quantizer.runs.placement import place_groups  # noqa: E402
 MADE = {"vit": "openvino", "resnet": "onnxruntime"}
 """Which of the two is converted for which backend."""
 
-pytestmark = pytest.mark.usefixtures("exact_byte_products", "translated_once")
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,6 @@ for _package in ("transformers", "sklearn", "jinja2", "openvino"):
 
 from tiny_run import tiny_run  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("translated_once")
-
 BUDGET = 0.1
 
 

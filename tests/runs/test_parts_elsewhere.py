@@ -69,6 +69,7 @@ def test_engines_that_do_not_run_here_are_told_as_such(place: Path, monkeypatch:
 
 
 @pytest.mark.promise("Engines of TensorRT-RTX are built without a GPU, and `on_gpu` has a folder for each part")
+@pytest.mark.nightly
 @pytest.mark.skipif(not AHEAD, reason="needs enginequant[tensorrt-rtx] on a machine without a GPU")
 def test_parts_are_built_for_a_gpu_elsewhere(place: Path) -> None:
     words = ["--quantization", "--calibration", str(place / "texts.txt"), "--config", str(place / "fast.yaml")]

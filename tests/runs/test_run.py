@@ -65,7 +65,7 @@ COMPLETE = {
     "resamples.json",
 }
 
-pytestmark = pytest.mark.usefixtures("exact_byte_products", "translated_once")
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
 
 @dataclass(frozen=True)

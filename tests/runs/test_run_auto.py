@@ -39,7 +39,7 @@ OPENVINO, ONNXRUNTIME, TORCH = sorted(cpu_candidates()[0], key=lambda name: ("to
 TIMES = {f"{OPENVINO} float32": 4.0, f"{OPENVINO} int8": 3.0, f"{ONNXRUNTIME} float32": 5.0, f"{ONNXRUNTIME} int8": 2.0}
 
 pytestmark = [
-    pytest.mark.usefixtures("exact_byte_products", "translated_once"),
+    pytest.mark.usefixtures("exact_byte_products"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU auto is tensorrt"),
 ]
 

@@ -121,7 +121,7 @@ def test_sizes_that_nobody_said_fit_what_writes_token_by_token(place: Path) -> N
 REFUSED = {
     "a measurement": ("amp={}", "amp: task 'text-to-text' is of a model in several parts, for which nothing is put"),
     "engines without weights": (
-        "{quantizer.backend: tensorrt-rtx, engine.strip_weights: true}",
+        "engine.strip_weights=true",
         "engine.strip_weights: task 'text-to-text' is of a model in several parts, whose engines hold their weights",
     ),
     "no tokens": ("model.new_tokens=0", "model.new_tokens=0': model.new_tokens: got the whole number 0; expected"),

@@ -42,7 +42,7 @@ ON_CPU = ("openvino", "onnxruntime")
 AHEAD = find_spec("tensorrt_rtx_bindings") is not None and not torch.cuda.is_available()
 NUMPY = {"TYPE_INT64": np.int64, "TYPE_FP32": np.float32}
 
-pytestmark = pytest.mark.usefixtures("exact_byte_products", "translated_once")
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
 
 @dataclass(frozen=True)

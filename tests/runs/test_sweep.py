@@ -46,7 +46,7 @@ from quantizer.runs.sweep.shared_work import shared_work  # noqa: E402
 from quantizer.runs.workload.float_engines import FloatEngines  # noqa: E402
 from quantizer.tasks.embedding_classification import EmbeddingClassification  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("exact_byte_products", "translated_once")
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
 PERCENTILES = "quantizer.activations.percentile=99.9,60"
 FIRST, SECOND = "percentile=99.9", "percentile=60"

@@ -41,8 +41,6 @@ from quantizer.tasks import load_model
 from quantizer.tasks import load_rows
 from quantizer.tasks import load_tokenizer
 
-pytestmark = pytest.mark.usefixtures("translated_once")
-
 TASK = "sequence-classification"
 SETTINGS: dict[str, Any] = {"epochs": 2.5, "learning_rate": 0.0001, "tolerance": 0.0}
 

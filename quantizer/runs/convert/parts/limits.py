@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from quantizer.errors import ConfigError
@@ -20,17 +19,14 @@ def require_possible(asked: ConversionRequest, facts: ConversionInputs) -> None:
     """Raise if a request asks for something that models in parts cannot have.
 
     Raises:
-        ConfigError: it does; all problems are listed.
+        ConfigError: it does.
     """
-    if problems := list(_problems(asked, facts)):
-        raise ConfigError(problems)
-
-
-def _problems(asked: ConversionRequest, facts: ConversionInputs) -> Iterator[str]:
     if asked.max_drop is not None:
-        yield (
-            f"--max-drop {asked.max_drop:g}: task {facts.task} is of a model in several parts, for which nothing is "
-            "put back to float; leave it and --tuning out, and give --evaluation to see the score"
+        raise ConfigError(
+            [
+                f"--max-drop {asked.max_drop:g}: task {facts.task} is of a model in several parts, for which nothing "
+                "is put back to float; leave it and --tuning out, and give --evaluation to see the score"
+            ]
         )
 
 
