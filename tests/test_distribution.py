@@ -5,10 +5,14 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import quantizer
 from quantizer.engines.candidates import cpu_candidates
@@ -45,6 +49,19 @@ def test_the_version_stands_in_one_place() -> None:
     ]
     assert literals == [quantizer.__version__]
     assert next(iter(collect_versions().items())) == ("quantizer", quantizer.__version__)
+
+
+def test_what_is_pinned_takes_every_python_that_the_project_takes() -> None:
+    # pip of another Python than the tests' own would find no version, and make demo would end before it begins.
+    least = PROJECT["project"]["requires-python"].removeprefix(">=")
+    names = re.findall(r"^([A-Za-z0-9_.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    needs = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            needs[name] = metadata(name).get("Requires-Python")
+    assert len(needs) > len(names) / 2
+    wrong = {name: need for name, need in needs.items() if need and f"{least}.0" not in SpecifierSet(need)}
+    assert not wrong, f"pin versions that take Python {least}.0"
 
 
 def test_messages_name_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
