@@ -151,8 +151,10 @@ def _speed(record: RunRecord) -> list[tuple[str, str]]:
         return []
     ratio, told = entry.ratio_to_float, reference_words(record.latency)
     if ratio < 1:
-        # A conversion, whose record has no such section, delivers no float engine beside the quantized one.
-        run = "report" in record.config or not record.config
+        # A conversion, whose record has no such section, delivers no float engine beside the quantized one, nor does a
+        # run of a model in parts, whose engines have the names of these.
+        alone = record.engine is not None and record.engine.path != "model.engine"
+        run = ("report" in record.config or not record.config) and not alone
         deploy = "deploy float.engine" if run else "convert without --quantization"
         return [(LOOK, f"INT8 is no faster than float here, {ratio:.2f}x as fast as {told}: {deploy}")]
     return [(USABLE, f"{ratio:.2f}x as fast as {told}")]

@@ -33,18 +33,19 @@ def with_written_sizes(config: RunConfig) -> RunConfig:
     rows = data.batch_size if "batch_size" in data.model_fields_set else WRITTEN_BATCH_SIZES[1]
     if "batch" not in dynamic.model_fields_set:
         least, usual, most = WRITTEN_BATCH_SIZES
-        batch = (least, usual, max(most, rows))
+        timed = report.latency_batch if "latency_batch" in report.model_fields_set else usual
+        batch = (least, usual, max(most, rows, timed))
     positions = read_checkpoint(model.source, model.task).positions
     if "sequence" not in dynamic.model_fields_set and positions is not None:
         low, middle, high = (min(size, positions) for size in sequence)
         sequence = (low, middle, high)
-    timed = {"latency_batch": batch[1], "latency_sequence": sequence[1]}
-    timed |= {name: getattr(report, name) for name in timed if name in report.model_fields_set}
+    shape = {"latency_batch": batch[1], "latency_sequence": sequence[1]}
+    shape |= {name: getattr(report, name) for name in shape if name in report.model_fields_set}
     sizes = dynamic.model_copy(update={"batch": batch, "sequence": sequence})
     return config.model_copy(
         update={
             "data": data.model_copy(update={"batch_size": rows}),
             "export": config.export.model_copy(update={"dynamic": sizes}),
-            "report": report.model_copy(update=timed),
+            "report": report.model_copy(update=shape),
         }
     )

@@ -147,11 +147,15 @@ def read_depths(path: Path) -> npt.NDArray[np.float64]:
             values = np.load(path, allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
             raise TaskError(f"{path} cannot be read as an array ({_first(error)}): mend it, or take it out") from error
-        if values.ndim != 2 or values.dtype.kind not in "fiu":
-            raise TaskError(f"{path} holds {values.dtype} {list(values.shape)}, expected numbers [height x width]")
+        if not isinstance(values, np.ndarray) or values.ndim != 2 or values.dtype.kind not in "fiu":
+            held = f"{values.dtype} {list(values.shape)}" if isinstance(values, np.ndarray) else "several arrays"
+            raise TaskError(f"{path} holds {held}, expected numbers [height x width]")
         values = values.astype(np.float64)
     else:
-        values = read_mask(path).astype(np.float64)
+        with _opened(path) as file:
+            if file.mode not in ("L", "I", "I;16", "F"):
+                raise ValueError(f"its pixels are {file.mode}, expected one distance each, as of a grey image")
+            values = np.asarray(file).astype(np.float64)
     found: npt.NDArray[np.float64] = np.where(np.isfinite(values) & (values != 0), values, np.nan)
     return found
 

@@ -17,7 +17,6 @@ import torch
 from quantizer.errors import TaskError
 from quantizer.tasks.audio.audio_inputs import require_extractor
 from quantizer.tasks.checkpoints.depth import require_depth
-from quantizer.tasks.checkpoints.heads import has_towers
 from quantizer.tasks.checkpoints.heads import read_by
 from quantizer.tasks.checkpoints.heads import task_of
 from quantizer.tasks.checkpoints.sentence_folder import read_pooling
@@ -31,6 +30,7 @@ from quantizer.tasks.checkpoints.timm_models import require_timm
 from quantizer.tasks.classification import class_names
 from quantizer.tasks.classification import require_one_label
 from quantizer.tasks.image_inputs import require_pillow
+from quantizer.tasks.images.text_tower import has_text_tower
 from quantizer.tasks.inputs import longest_sequence
 from quantizer.tasks.task import tasks
 
@@ -182,7 +182,7 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
             "and transformers has no classifier of images or recordings of its kind; there is nothing else that the "
             f"tasks {', '.join(tasks.names())} read"
         )
-    tower = task is not None and tasks[task].takes_text_tower and has_towers(config)
+    tower = task is not None and tasks[task].takes_text_tower and has_text_tower(config)
     if task is not None and tasks[task].reads not in reads and not tower:
         fitting = ", ".join(name for name in tasks.names() if tasks[name].reads in reads)
         raise TaskError(

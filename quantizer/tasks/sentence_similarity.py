@@ -50,7 +50,7 @@ class SentenceSimilarity(Task):
     def module_of(
         cls, model: torch.nn.Module, tokenizer: Any = None, texts: Mapping[str, str] | None = None
     ) -> torch.nn.Module:
-        return TextTower(model) if has_text_tower(model) else model
+        return TextTower(model) if has_text_tower(getattr(model, "config", None)) else model
 
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
         self._pooling = getattr(model, "sentence_pooling", MEAN)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +23,15 @@ import quantizer  # noqa: E402
 from quantizer import Quantizer  # noqa: E402
 from quantizer.config import RunConfig  # noqa: E402
 from quantizer.config import load_run  # noqa: E402
+from quantizer.errors import EngineError  # noqa: E402
 from quantizer.errors import QuantizerError  # noqa: E402
 from quantizer.report import read_record  # noqa: E402
+from quantizer.report.candidate_record import Candidate  # noqa: E402
 from quantizer.report.compare.resamples import read_resamples  # noqa: E402
 from quantizer.runs.convert import load_converted  # noqa: E402
 from quantizer.runs.convert import measure  # noqa: E402
+from quantizer.runs.convert.inputs import ConversionInputs  # noqa: E402
+from quantizer.runs.convert.parts.course import PartsCourse  # noqa: E402
 from quantizer.runs.convert.parts.loaded import ConvertedParts  # noqa: E402
 from quantizer.runs.written_sizes import with_written_sizes  # noqa: E402
 from quantizer.tasks import load_model  # noqa: E402
@@ -116,6 +122,34 @@ def test_sizes_that_nobody_said_fit_what_writes_token_by_token(place: Path) -> N
     assert (sized.data.batch_size, sized.export.dynamic.batch) == (4, (1, 4, 8))
     # The same again, whether it was said or not.
     assert with_written_sizes(RunConfig.model_validate(sized.model_dump(mode="json"))) == sized
+
+
+def test_sizes_of_the_latency_are_what_was_said(place: Path) -> None:
+    said = _settings(place) | {"export": {}, "report": {"latency_batch": 16}}
+    said["data"] = {**said["data"], "batch_size": 4}
+    sized = with_written_sizes(RunConfig.model_validate(said))
+    assert (sized.export.dynamic.batch, sized.report.latency_batch) == ((1, 4, 16), 16)
+    facts = ConversionInputs(name="a", source="b", task="c", labels=(), batch=(1, 1, 8), sequence=None)
+    assert facts.shapes[facts.usual] == (1, None)
+    assert replace(facts, batch=(1, 8, 8)).usual == 1
+    assert replace(facts, batch=(1, 4, 8), sequence=(4, 4, 16)).usual == 1
+
+
+def test_of_a_choice_a_run_goes_on_with_what_is_quantized() -> None:
+    ran = {"milliseconds": (1.0,), "verdict": ""}
+    candidates = (
+        Candidate(backend="openvino", format="float32", **ran),
+        Candidate(backend="onnxruntime", format="int8", **ran),
+    )
+    asked = SimpleNamespace(needs_quantized=True)
+    choice: Any = SimpleNamespace(candidates=candidates)
+    course: Any = SimpleNamespace(asked=asked)
+    assert PartsCourse._best(course, choice) == "onnxruntime int8"
+    asked.needs_quantized = False
+    assert PartsCourse._best(course, choice) == "openvino float32"
+    asked.needs_quantized, choice.candidates = True, candidates[:1]
+    with pytest.raises(EngineError, match="no quantized engine is right and runs here"):
+        PartsCourse._best(course, choice)
 
 
 REFUSED = {

@@ -125,6 +125,9 @@ def test_files_that_do_not_fit(task: Task, data: Path, monkeypatch: pytest.Monke
     np.save(data / "depths/0.npy", np.ones((48, 64, 3)))
     with pytest.raises(TaskError, match=r"0\.npy holds float64 \[48, 64, 3\], expected numbers \[height x width\]"):
         task.targets(load_rows("image-depths", path=data))
+    np.save(data / "depths/0.npy", np.zeros((48, 64)))
+    with pytest.raises(TaskError, match=r"0\.npy has no distance but 0 and what is no number"):
+        task.targets(load_rows("image-depths", path=data))
     (data / "depths/0.npy").unlink()
     with pytest.raises(TaskError, match=r"images/0\.png has none of the depths; expected .*depths/0\.png"):
         load_rows("image-depths", path=data)

@@ -84,7 +84,7 @@ def test_the_text_tower_gives_the_embeddings_of_texts(clip: str, tokenizer: Any)
 
 @pytest.mark.promise("SigLIP's is refused, since it counts padding")
 def test_text_towers_that_count_padding_are_refused(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(TaskError, match="SiglipModel reads texts that are filled up to one length, and padding counts"):
+    with pytest.raises(TaskError, match="SiglipModel reads image, and task 'sentence-similarity' is for text"):
         load_model(_siglip(tmp_path, tokenizer), SIMILARITY)
 
 

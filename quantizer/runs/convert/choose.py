@@ -223,7 +223,7 @@ class Chooser:
 
     def _inspected(self, candidate: Candidate) -> Inspection:
         made, facts = self._made[candidate.name], self._maker.facts
-        batch, sequence = facts.shapes[len(facts.shapes) // 2]
+        batch, sequence = facts.shapes[facts.usual]
         return inspect_engine(
             candidate.backend, made.built.path, threads=self._asked.threads, batch=batch, sequence=sequence or batch
         )

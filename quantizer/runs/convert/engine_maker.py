@@ -178,7 +178,7 @@ class EngineMaker:
 
     def ratio(self, engine: Engine, beside: Engine) -> float:
         """Return how many times as long as another one an engine takes, at the usual shape."""
-        batch = self.timed_on[len(self.timed_on) // 2]
+        batch = self.timed_on[self.facts.usual]
         pair = {"this": engine, "other": beside}
         calls = {name: partial(one, engine_inputs(one, batch)) for name, one in pair.items()}
         taken = medians(interleaved_latency(calls, rounds=_FEW_ROUNDS, warmup=1))
@@ -216,7 +216,7 @@ class EngineMaker:
         """Return what the groups of a plan are worth in time, in the middle one of the shapes, if that can be told."""
         assert made.quantized is not None
         plain = self.plain_engine(made.variant)
-        batch, sequence = self.facts.shapes[len(self.facts.shapes) // 2]
+        batch, sequence = self.facts.shapes[self.facts.usual]
         placer = GroupPlacer(
             model=self.context.model,
             example=self.context.task.example(),

@@ -64,6 +64,11 @@ class ConversionInputs:
         """The rows and tokens of the least, the usual and the largest shape, without repetitions."""
         return list(dict.fromkeys(zip(self.batch, self.sequence or (None, None, None), strict=True)))
 
+    @property
+    def usual(self) -> int:
+        """The place of the usual shape in ``shapes``, which is that of the least one if they are equal."""
+        return self.shapes.index((self.batch[1], None if self.sequence is None else self.sequence[1]))
+
 
 def conversion_inputs(asked: ConversionRequest, name: str) -> ConversionInputs:
     """Return the inputs of all backends, from the checkpoint and the request.

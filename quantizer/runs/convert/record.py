@@ -69,7 +69,7 @@ def conversion_record(
         model=context.info(facts.source, facts.task),
         scores=scores,
         outputs=outputs,
-        latency=_latency(latency[len(latency) // 2], asked.threads) if latency else None,
+        latency=_latency(latency[facts.usual], asked.threads) if latency else None,
         size=() if plain is None else size_entries({"float": plain.built.size_bytes, "engine": made.built.size_bytes}),
         coverage=site_records(coverage),
         covered_share=coverage.share,

@@ -9,7 +9,7 @@ from typing import Any
 
 from quantizer.tasks.task import tasks
 
-__all__ = ["has_towers", "read_by", "task_of"]
+__all__ = ["read_by", "task_of"]
 
 _MAPPINGS = {"AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM"}
 """Names of mappings that are not those of their class."""
@@ -23,13 +23,6 @@ def read_by(config: Any) -> tuple[str, ...]:
     others = tuple(reads for reads in ("image", "audio") if heads[reads])
     text = (heads["text"] or not others) and getattr(config, "vocab_size", None) is not None
     return (("text",) if text else ()) + others
-
-
-def has_towers(config: Any) -> bool:
-    """Return whether a model of this config has a tower of texts beside one of images, as CLIP has."""
-    texts = getattr(config, "text_config", None)
-    named = _architectures("AutoModelForZeroShotImageClassification", config.model_type)
-    return bool(named) and getattr(texts, "vocab_size", None) is not None
 
 
 def _has_head(model_type: str, reads: str) -> bool:

@@ -59,11 +59,11 @@ class DepthEstimation(CountedTask):
         return [row.path for row in rows if isinstance(row, Image | Depths)]
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """Return the distances of rows [N], each [H x W]; NaN where none was measured.
+        """Return the files with the distances of rows [N], each of which was read: all at once would fill the memory.
 
         Raises:
-            TaskError: a row is of another kind, its distances are of another size than its image, or the image
-                processor cuts or pads images, so that places are not where they were.
+            TaskError: a row is of another kind, its distances are of another size than its image or all missing, or
+                the image processor cuts or pads images, so that places are not where they were.
         """
         for option in ("do_center_crop", "do_pad"):
             if getattr(self._processor, option, False):
@@ -73,7 +73,8 @@ class DepthEstimation(CountedTask):
                 )
         found = np.empty(len(rows), dtype=object)
         for at, row in enumerate(rows_of_kind(rows, Depths, self.name)):
-            found[at] = _measured(row)
+            _measured(row)
+            found[at] = row.depths
         return found
 
     def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -91,8 +92,8 @@ class DepthEstimation(CountedTask):
         """Return the correlation of each row, and 1 for the row [N x 2]."""
         spearman = import_module("scipy.stats").spearmanr
         found = []
-        for said, measured in zip(predictions.decisions, self.targets(rows), strict=True):
-            true = at_size(measured, said.shape)
+        for said, row in zip(predictions.decisions, rows_of_kind(rows, Depths, self.name), strict=True):
+            true = at_size(_measured(row), said.shape)
             there = np.isfinite(true)
             flat = len(np.unique(true[there])) < 2 or len(np.unique(said[there])) < 2
             # Of one distance alone there is no order to find.
@@ -116,4 +117,6 @@ def _measured(row: Depths) -> npt.NDArray[np.float64]:
             f"{row.depths} has {depths.shape[1]} x {depths.shape[0]} places, its image {width} x {height} pixels: "
             "expected a distance for each pixel"
         )
+    if not np.isfinite(depths).any():
+        raise TaskError(f"{row.depths} has no distance but 0 and what is no number: take {row.path} out of the data")
     return depths

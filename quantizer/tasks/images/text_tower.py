@@ -10,36 +10,32 @@ from typing import Any
 
 import torch
 
-from quantizer.errors import TaskError
-
 __all__ = ["EMBEDDING", "TextTower", "has_text_tower"]
 
 EMBEDDING = "text_embeds"
 """The name of the output, as transformers has it."""
 
+_TYPES = frozenset({"clip", "clipseg", "metaclip_2"})
+"""Types whose embedding projects what the tower pools, with positions from 0 and padding that does not count.
 
-def has_text_tower(model: torch.nn.Module) -> bool:
-    """Return whether a model has a tower of texts beside one of images."""
-    return hasattr(model, "text_model") and hasattr(model, "get_text_features")
+Others pool in another way (ALIGN), have weights for it that a checkpoint may lack (BLIP), or count padding (SigLIP).
+"""
+
+
+def has_text_tower(config: Any) -> bool:
+    """Return whether the text tower of a model of this config can be taken alone."""
+    return getattr(config, "model_type", None) in _TYPES
 
 
 class TextTower(torch.nn.Module):
     """The text tower of a model of images and texts, which computes its ``text_embeds``, each of length 1.
 
     Args:
-        model: the model.
-
-    Raises:
-        TaskError: its texts are all of one length, filled up with padding that counts.
+        model: the model, of a type that ``has_text_tower``.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        if "siglip" in model.config.model_type:
-            raise TaskError(
-                f"{type(model).__name__} reads texts that are filled up to one length, and padding counts: its text "
-                "tower is given in Python, with batches of that length, to quantize_model"
-            )
         self.text_model = model.text_model
         self.text_projection = model.text_projection
         self.config = copy.deepcopy(model.config.text_config)

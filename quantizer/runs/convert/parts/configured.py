@@ -13,12 +13,15 @@ from quantizer.common.distributed import get_world_size
 from quantizer.config import QuantizerConfig
 from quantizer.config import RunConfig
 from quantizer.config import dump_yaml
+from quantizer.engines.candidates import Variant
+from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import ConfigError
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord
 from quantizer.report import write_html
 from quantizer.report import write_record
 from quantizer.runs.convert.inputs import ConversionInputs
+from quantizer.runs.convert.parts.course import QUANTIZER
 from quantizer.runs.convert.parts.course import PartsCourse
 from quantizer.runs.convert.parts.course import PartsWork
 from quantizer.runs.convert.parts.limits import most_tokens
@@ -108,8 +111,11 @@ def run_parts(
     )
     with tempfile.TemporaryDirectory(dir=target) as scratch:
         asked, place = _request(config, among), Path(scratch)
-        done = PartsCourse(asked, facts, parts_work, target, lambda _: target, place, scores=target).run()
-    (result,) = done.results
+        course = PartsCourse(asked, facts, parts_work, target, lambda _: target, place, scores=target)
+        done = course.run()
+        (result,) = done.results
+        # As in any run: the one that the engines are of, and not that of the first backend.
+        course.quantizer(result.backend).save(target / QUANTIZER)
     record = replace(done.records[result.backend], name=name)
     (target / "config.yaml").write_text(dump_yaml(RunConfig.model_validate(record.config)), encoding="utf-8")
     if "html" in config.report.formats:
@@ -132,8 +138,9 @@ def _request(config: RunConfig, among: Sequence[str] | None) -> PartsRequest:
     def settings(backend: str) -> QuantizerConfig:
         return with_backend(config, backend).quantizer
 
-    def described(precision: str | None, quantizer: Quantizer) -> dict[str, Any]:
-        engine = config.engine.model_copy(update={"inference_precision": precision})
+    def described(variant: Variant, quantizer: Quantizer) -> dict[str, Any]:
+        told = {"inference_precision": variant.precision, "compiled": variant.compiled}
+        engine = config.engine.model_copy(update=told)
         return config.model_copy(update={"engine": engine, "quantizer": quantizer.config}).model_dump(mode="json")
 
     assert config.data.calibration is not None
@@ -141,6 +148,8 @@ def _request(config: RunConfig, among: Sequence[str] | None) -> PartsRequest:
     return PartsRequest(
         backends=list(dict.fromkeys(backends)),
         variants=variants,
+        missing=() if among is None else cpu_candidates(among)[1],
+        needs_quantized=True,
         dtype=config.quantizer.dtype,
         settings=settings,
         described=described,

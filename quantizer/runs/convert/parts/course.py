@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.engines.candidates import Variant
+from quantizer.errors import EngineError
 from quantizer.qdq.signature import read_signature
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord
@@ -60,7 +61,10 @@ from quantizer.tasks import Sample
 from quantizer.tasks import save_processor
 from quantizer.tasks.seq2seq.writer import Writer
 
-__all__ = ["PartsCourse", "PartsDone", "PartsWork"]
+__all__ = ["QUANTIZER", "PartsCourse", "PartsDone", "PartsWork"]
+
+QUANTIZER = "quantizer"
+"""The folder with the calibrated quantizer."""
 
 _COMPARED = 32
 """Samples whose texts are compared with those of the float model."""
@@ -144,7 +148,7 @@ class PartsCourse:
         options = {name: self.maker.options(self.maker.variant(name)) for name in self.asked.backends}
         require_tools(options, html=False)
         if self.asked.dtype is not None:
-            self._quantizer(self.asked.backends[0])
+            self.quantizer(self.asked.backends[0])
         if self.asked.variants:
             self._choose()
         else:
@@ -152,7 +156,7 @@ class PartsCourse:
                 self._each(name)
         return self.done
 
-    def _quantizer(self, name: str) -> Quantizer:
+    def quantizer(self, name: str) -> Quantizer:
         """Return the quantizer for a backend; all are from one calibration, on what the model itself writes."""
         if self.calibrated is None:
             self.calibrated = self._calibrate()
@@ -164,10 +168,11 @@ class PartsCourse:
         with self.stage("write what calibrates"):
             batches = calibration_batches(self.model, self.task.sample_batches(samples), self.work.tokens)
         with self.stage("calibrate"):
-            told = f"on {len(samples)} {self.task.reads}s and what is written for them"
+            kind = {"audio": "recording"}.get(self.task.reads, self.task.reads)
+            told = f"on {len(samples)} {kind}s and what is written for them"
             self.stage.tell(f"{told}, for {self.asked.backends[0]}")
             quantizer.calibrate(self.model, batches)
-            quantizer.save(self.target / "quantizer")
+            quantizer.save(self.target / QUANTIZER)
         return quantizer
 
     def _each(self, name: str) -> None:
@@ -183,7 +188,7 @@ class PartsCourse:
         self._deliver(made, plain, whole)
 
     def _made(self, variant: Variant) -> PartsMade:
-        return self.maker.made(variant, None if variant.dtype is None else self._quantizer(variant.backend))
+        return self.maker.made(variant, None if variant.dtype is None else self.quantizer(variant.backend))
 
     def _choose(self) -> None:
         """Make the engines of all candidates, and deliver those that write the fastest."""
@@ -209,12 +214,25 @@ class PartsCourse:
             records[name] = replace(records[name], milliseconds=(whole.latency.milliseconds[name],))
         shapes = [f"{whole.latency}, {whole.tokens} new"]
         self.done.choice = choice = choose(list(records.values()), shapes, self.asked.missing)
-        best = made[choice.candidates[0].name]
+        best = made[self._best(choice)]
         floats = [one for one in choice.candidates if one.is_float and one.backend == best.variant.backend]
         plain = None if best.quantized is None or not floats else made.get(floats[0].name)
         names = {PYTORCH: PYTORCH} | ({} if plain is None else {plain.variant.name: "float engine"})
         names[best.variant.name] = "engine"
         self._deliver(best, plain, replace(whole, latency=whole.latency.named(names)))
+
+    def _best(self, choice: EngineChoice) -> str:
+        """Return the name of the candidate to deliver, the fastest, or the fastest that is quantized if one is needed.
+
+        Raises:
+            EngineError: nothing quantized is right and runs here.
+        """
+        ran = [one for one in choice.candidates if one.milliseconds]
+        wanted = [one for one in ran if not (one.is_float and self.asked.needs_quantized)]
+        if not wanted:
+            reasons = "; ".join(f"{one.name}: {one.verdict}" for one in choice.candidates if not one.is_float)
+            raise EngineError(f"no quantized engine is right and runs here: {reasons}")
+        return wanted[0].name
 
     def _forms(self, made: PartsMade) -> dict[str, Any]:
         """Return what writes: the proxy, and the engines, or a simulation of their types where they do not run here."""
@@ -222,7 +240,7 @@ class PartsCourse:
             return {} if made.model is None else {"engine": made.model}
         if made.model is not None:
             return {"proxy": made.quantized, "engine": made.model}
-        return {"proxy": made.quantized, **nearest_form({}, self._quantizer(made.variant.backend), self.model)}
+        return {"proxy": made.quantized, **nearest_form({}, self.quantizer(made.variant.backend), self.model)}
 
     def _deliver(self, made: PartsMade, plain: PartsMade | None, whole: WholeLatency | None) -> None:
         """Compare and score the engines of a backend, and write its folder."""
@@ -245,7 +263,7 @@ class PartsCourse:
         self.done.results.append(result)
         if made.quantized is not None:
             with self.stage("inspect the engine"):
-                quantizer, choice = self._quantizer(backend), self.done.choice
+                quantizer, choice = self.quantizer(backend), self.done.choice
                 record = parts_record(self.maker, made, plain, result, quantizer, folder=folder, choice=choice)
             self.done.records[result.backend] = record
 
@@ -303,5 +321,5 @@ class PartsCourse:
     def _facts(self, made: PartsMade, scores: tuple[Score, ...]) -> Any:
         if made.quantized is None:
             return None
-        quantizer = self._quantizer(made.variant.backend)
+        quantizer = self.quantizer(made.variant.backend)
         return quantization_facts(quantizer, (), scores, self.asked.calibration, len(self.work.calibration))

@@ -76,8 +76,8 @@ class ConvertedParts:
             raise QuantizerError(f"{len(samples)} samples at once, and these engines were built for {fewest} to {most}")
         if tokens is not None and not 1 <= tokens <= longest:
             raise QuantizerError(
-                f"{tokens} tokens, and these engines were built to write 1 to {longest}: ask for fewer, or convert the "
-                "model with a larger --new-tokens"
+                f"{tokens} tokens, and these engines were built to write 1 to {longest}: ask for fewer, or make them "
+                "with a larger --new-tokens, or model.new_tokens in a run"
             )
         batch = {name: torch.from_numpy(value) for name, value in self.inputs(samples).items()}
         tokenizer = getattr(self.processor, "tokenizer", self.processor)

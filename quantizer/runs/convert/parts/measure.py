@@ -70,7 +70,7 @@ def whole_latency(maker: PartMaker, models: Mapping[str, Any]) -> WholeLatency:
     writers: dict[str, nn.Module | Engine] = {
         name: Writer(model, tokens, exactly=True) for name, model in models.items()
     }
-    batch = maker.checked_on[len(maker.checked_on) // 2].read
+    batch = maker.checked_on[maker.facts.usual].read
     return WholeLatency(tokens, measure_latency(writers, batch, maker.asked.threads))
 
 

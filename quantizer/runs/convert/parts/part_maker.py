@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,7 +126,8 @@ class PartMaker:
     @cached_property
     def checked_on(self) -> list[PartBatches]:
         """The inputs of the parts at each shape."""
-        steps = max(2, min(_STEPS, self.tokens))
+        # Where two sequences have one length, the last step is left out.
+        steps = max(3, min(_STEPS, self.tokens))
         inputs = self.context.task.inputs
         reads = [inputs.filled(self._samples, *shape) for shape in self.facts.shapes]
         return [part_batches(self.context.model, self.parts, read, steps) for read in reads]
@@ -205,17 +207,21 @@ class PartMaker:
         files = {name: folder / f"{name}.onnx" for name in modules}
         if folder.exists():
             return files
-        folder.mkdir()
+        # Complete or absent: another variant of the kind would take what failed halfway for files.
+        part = folder.with_name(f"{kind}-part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
         fixed = self.facts.sequence is None
         with self.context.timer("export" if quantizer is not None else "export the float model"):
             for name, module in modules.items():
-                batch = self._example(name)
+                batch, file = self._example(name), part / files[name].name
                 axes = dynamic_axes(name, batch, fixed_steps=fixed)
                 if quantizer is None:
                     opset = self.asked.opset or target.opset
-                    export_onnx(module, files[name], batch, opset=opset, dtype=target.torch_dtype, axes=axes)
+                    export_onnx(module, file, batch, opset=opset, dtype=target.torch_dtype, axes=axes)
                 else:
-                    quantizer.export(module, files[name], batch, opset=self.asked.opset, dynamic_axes=axes)
+                    quantizer.export(module, file, batch, opset=self.asked.opset, dynamic_axes=axes)
+        part.rename(folder)
         return files
 
     def _example(self, name: str) -> Batch:

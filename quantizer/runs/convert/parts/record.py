@@ -18,6 +18,7 @@ from quantizer.report.output_record import OutputDistance
 from quantizer.report.ratios import latency_entries
 from quantizer.report.ratios import size_entries
 from quantizer.report.record import Latency
+from quantizer.runs.convert.choose import PYTORCH
 from quantizer.runs.convert.parts.loaded import MODEL
 from quantizer.runs.convert.parts.part_maker import PartMaker
 from quantizer.runs.convert.parts.part_maker import PartsMade
@@ -56,16 +57,17 @@ def parts_record(
     """
     asked, facts, context, coverage = maker.asked, maker.facts, maker.context, quantizer.coverage
     step = replace(made.parts[WITH_PAST].built, path=Path(f"{WITH_PAST}.engine"))
-    batch, sequence = facts.shapes[len(facts.shapes) // 2]
+    batch, sequence = facts.shapes[facts.usual]
     pair = {} if plain is None else {"float": plain, "engine": made}
+    reference = PYTORCH if plain is None else plain.variant.name
     return RunRecord(
         name=f"{facts.name} for {result.backend}",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        config=asked.described(result.inference_precision, quantizer),
+        config=asked.described(made.variant, quantizer),
         model=context.info(facts.source, facts.task),
         scores=result.scores,
-        outputs=tuple(_outputs(result)) or tuple(_outputs_of_proxy(maker, made)),
-        latency=None if result.whole is None else _latency(result.whole, asked.threads),
+        outputs=tuple(_outputs(result, batch, sequence)) or tuple(_outputs_of_proxy(maker, made)),
+        latency=None if result.whole is None else _latency(result.whole, asked.threads, reference),
         size=size_entries({name: _bytes(one) for name, one in pair.items()}) if pair else (),
         coverage=site_records(coverage),
         covered_share=coverage.share,
@@ -88,13 +90,15 @@ def parts_record(
     )
 
 
-def _outputs(result: PartsResult) -> Iterator[OutputDistance]:
+def _outputs(result: PartsResult, batch: int, sequence: int | None) -> Iterator[OutputDistance]:
     """Yield how far the outputs of all parts are from the float model's, at the usual shape."""
     if result.not_verified:
         return
     for name, checks in [*((part.name, part.checks) for part in result.parts), ("token by token", result.steps)]:
-        shapes = list(dict.fromkeys((check.batch, check.sequence) for check in checks))
-        usual = [check for check in checks if (check.batch, check.sequence) == shapes[len(shapes) // 2]]
+        shapes = list(dict.fromkeys((check.batch, check.sequence) for check in checks if check.batch == batch))
+        # A decoder reads tokens of its own, whose number is not that of the text that is read.
+        shape = (batch, sequence) if (batch, sequence) in shapes else shapes[0]
+        usual = [check for check in checks if (check.batch, check.sequence) == shape]
         named = [replace(check, output=f"{name}: {check.output}") for check in usual]
         yield from distances_of(named, engine=True)
 
@@ -102,18 +106,18 @@ def _outputs(result: PartsResult) -> Iterator[OutputDistance]:
 def _outputs_of_proxy(maker: PartMaker, made: PartsMade) -> Iterator[OutputDistance]:
     """Yield how far the outputs of the parts of the proxy are from the float model's, at the usual shape."""
     assert made.quantized is not None
-    batches = maker.checked_on[len(maker.checked_on) // 2].parts
+    batches = maker.checked_on[maker.facts.usual].parts
     for name, module in parts_of(made.quantized).items():
         for one in output_distances(maker.parts[name], module, None, batches[name]):
             yield replace(one, output=f"{name}: {one.output}")
 
 
-def _latency(whole: WholeLatency, threads: int) -> Latency:
+def _latency(whole: WholeLatency, threads: int, reference: str) -> Latency:
     """Return the time of a whole text in the engines, and in those of the float model or, if they failed, PyTorch."""
     shape = whole.latency
     *_, plain, low = shape.milliseconds
-    times = shape.named({plain: "float", low: "engine"}).times_ms
-    return Latency(batch=shape.batch, sequence=shape.sequence, threads=threads, engines=latency_entries(times))
+    entries = latency_entries(shape.named({plain: "float", low: "engine"}).times_ms)
+    return Latency(batch=shape.batch, sequence=shape.sequence, threads=threads, reference=reference, engines=entries)
 
 
 def _bytes(made: PartsMade) -> int:

@@ -24,7 +24,7 @@ class PartsRequest:
         missing: backends for this CPU that are not installed, and what installs them.
         dtype: the number format of quantized operands; None: the float model is converted.
         settings: returns the settings of the quantizer for a backend.
-        described: returns the configuration for the report of an engine, from its precision and its quantizer.
+        described: returns the configuration for the report of an engine, from how it is built and its quantizer.
         calibration: the calibration data, in words.
         evaluation: the labelled rows, in words; None: there are none.
         inference_precision: the precision of what is not quantized; None: that of the file.
@@ -33,6 +33,7 @@ class PartsRequest:
         tolerance: the least SQNR in dB of outputs against PyTorch's; None: the default for their types.
         opset: the ONNX opset; None: that of the target.
         threads: the number of CPU threads of engines and PyTorch.
+        needs_quantized: whether a quantized engine is wanted, also where one in float is faster.
         serves: whether files for servers are written.
         resamples: the resamples behind each interval of a score.
     """
@@ -42,7 +43,7 @@ class PartsRequest:
     missing: tuple[str, ...] = ()
     dtype: str | None
     settings: Callable[[str], QuantizerConfig]
-    described: Callable[[str | None, Quantizer], dict[str, Any]]
+    described: Callable[[Variant, Quantizer], dict[str, Any]]
     calibration: str
     evaluation: str | None
     inference_precision: str | None = None
@@ -51,5 +52,6 @@ class PartsRequest:
     tolerance: float | None = None
     opset: int | None = None
     threads: int = 1
+    needs_quantized: bool = False
     serves: bool = False
     resamples: int = 1000

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from quantizer.engines.candidates import Variant
 from quantizer.files import said_complete
 from quantizer.files import write_folder
 from quantizer.quantizer import Quantizer
@@ -89,8 +90,8 @@ def convert_parts(
 
 
 def _request(asked: ConversionRequest, facts: ConversionInputs) -> PartsRequest:
-    def described(precision: str | None, quantizer: Quantizer) -> dict[str, Any]:
-        return conversion_config(asked, facts, precision, quantizer)
+    def described(variant: Variant, quantizer: Quantizer) -> dict[str, Any]:
+        return conversion_config(asked, facts, variant.precision, quantizer)
 
     return PartsRequest(
         backends=asked.backends,

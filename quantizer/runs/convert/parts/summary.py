@@ -29,8 +29,8 @@ def print_parts(facts: ConversionInputs, result: PartsResult, folder: Path, cons
         judged = "float" if result.quantization is None else "frozen"
         print_lines([f"outputs against the {judged} model in PyTorch: {result.tolerance}"], console, first="")
         console.print(_outputs(result))
-        console.print(f"latency in ms at {_usual(result.parts[0].latency)}, medians of rounds that take turns")
-        console.print(_latency(result, result.whole))
+        console.print(f"latency in ms at {result.parts[0].latency[facts.usual]}, medians of rounds that take turns")
+        console.print(_latency(result, result.whole, facts.usual))
     print_lines([*_covered(result), *_texts(result)], console, first="  ", rest="    ")
     if result.quantization is None:
         print_lines(_scores(result), console, first="  ", rest="    ")
@@ -51,11 +51,11 @@ def _least(checks: tuple[OutputCheck, ...], which: str) -> str:
     return text.decibels(min(found)) if found else "equal"
 
 
-def _latency(result: PartsResult, whole: WholeLatency) -> Table:
+def _latency(result: PartsResult, whole: WholeLatency, usual: int) -> Table:
     names = list(whole.latency.milliseconds)
     table = _table("part", *names, "speed-up")
     for part in result.parts:
-        _add(table, part.name, _usual(part.latency), names)
+        _add(table, part.name, part.latency[usual], names)
     _add(table, f"{whole.tokens} tokens in all", whole.latency, names)
     return table
 
@@ -63,10 +63,6 @@ def _latency(result: PartsResult, whole: WholeLatency) -> Table:
 def _add(table: Table, title: str, shape: ShapeLatency, names: list[str]) -> None:
     times = [shape.milliseconds[name] for name in names]
     table.add_row(title, *(f"{value:.2f}" for value in times), text.times(times[-2] / times[-1]))
-
-
-def _usual(latency: tuple[ShapeLatency, ...]) -> ShapeLatency:
-    return latency[len(latency) // 2]
 
 
 def _covered(result: PartsResult) -> list[str]:
