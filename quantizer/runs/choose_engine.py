@@ -31,6 +31,7 @@ __all__ = [
     "failed",
     "named",
     "not_built",
+    "quantized_of",
     "require_sites",
     "slow_ones",
     "timed",
@@ -124,6 +125,20 @@ def timed(
         if not broken:
             raise
     return time({name: engine for name, engine in engines.items() if name not in broken}), broken
+
+
+def quantized_of(choice: EngineChoice) -> list[Candidate]:
+    """Return the quantized candidates that ran, the fastest first.
+
+    Raises:
+        EngineError: nothing quantized is right and runs here.
+    """
+    low = [one for one in choice.candidates if not one.is_float]
+    ran = [one for one in low if one.milliseconds]
+    if not ran:
+        reasons = "; ".join(f"{one.name}: {one.verdict}" for one in low)
+        raise EngineError(f"no quantized engine is right and runs here: {reasons}")
+    return ran
 
 
 def require_sites(quantizer: Quantizer) -> None:

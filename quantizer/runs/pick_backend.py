@@ -24,7 +24,6 @@ from quantizer.engines import load_engine
 from quantizer.engines import medians
 from quantizer.engines.candidates import Variant
 from quantizer.engines.candidates import cpu_candidates
-from quantizer.errors import EngineError
 from quantizer.quantizer import Quantizer
 from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
@@ -36,6 +35,7 @@ from quantizer.runs.choose_engine import choose
 from quantizer.runs.choose_engine import failed
 from quantizer.runs.choose_engine import named
 from quantizer.runs.choose_engine import not_built
+from quantizer.runs.choose_engine import quantized_of
 from quantizer.runs.choose_engine import require_sites
 from quantizer.runs.choose_engine import timed
 from quantizer.runs.measure import FLOAT_STEM
@@ -299,10 +299,7 @@ def _pair(choice: EngineChoice, tried: dict[str, _Tried]) -> tuple[_Tried, _Trie
         EngineError: nothing quantized is right and runs here.
     """
     ran = [tried[one.name] for one in choice.candidates if one.milliseconds]
-    low = [one for one in ran if one.variant.dtype is not None]
-    if not low:
-        reasons = "; ".join(f"{one.name}: {one.verdict}" for one in choice.candidates if not one.is_float)
-        raise EngineError(f"no quantized engine is right and runs here: {reasons}")
+    low = [tried[one.name] for one in quantized_of(choice)]
     best = ran[0]
     chosen = next((one for one in low if one.variant.backend == best.variant.backend), low[0])
     plain = [one for one in ran if one.variant.dtype is None and one.variant.backend == chosen.variant.backend]

@@ -35,9 +35,9 @@ def with_written_sizes(config: RunConfig) -> RunConfig:
         least, usual, most = WRITTEN_BATCH_SIZES
         timed = report.latency_batch if "latency_batch" in report.model_fields_set else usual
         batch = (least, usual, max(most, rows, timed))
-    positions = read_checkpoint(model.source, model.task).positions
-    if "sequence" not in dynamic.model_fields_set and positions is not None:
-        low, middle, high = (min(size, positions) for size in sequence)
+    if "sequence" not in dynamic.model_fields_set:
+        positions = read_checkpoint(model.source, model.task).positions
+        low, middle, high = (size if positions is None else min(size, positions) for size in sequence)
         sequence = (low, middle, high)
     shape = {"latency_batch": batch[1], "latency_sequence": sequence[1]}
     shape |= {name: getattr(report, name) for name in shape if name in report.model_fields_set}

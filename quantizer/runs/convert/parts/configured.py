@@ -21,7 +21,6 @@ from quantizer.report import RunRecord
 from quantizer.report import write_html
 from quantizer.report import write_record
 from quantizer.runs.convert.inputs import ConversionInputs
-from quantizer.runs.convert.parts.course import QUANTIZER
 from quantizer.runs.convert.parts.course import PartsCourse
 from quantizer.runs.convert.parts.course import PartsWork
 from quantizer.runs.convert.parts.limits import most_tokens
@@ -31,6 +30,7 @@ from quantizer.runs.pick_backend import with_backend
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.ranks.variants import variants_of
 from quantizer.runs.run_context import ResumeFiles
+from quantizer.runs.run_course import QUANTIZER
 from quantizer.runs.workload.workload import Load
 from quantizer.runs.written_sizes import is_in_parts
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.engines.candidates import Variant
-from quantizer.errors import EngineError
 from quantizer.qdq.signature import read_signature
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord
@@ -28,6 +27,7 @@ from quantizer.runs.choose_engine import FAILURES
 from quantizer.runs.choose_engine import candidate_line
 from quantizer.runs.choose_engine import choose
 from quantizer.runs.choose_engine import failed
+from quantizer.runs.choose_engine import quantized_of
 from quantizer.runs.convert.choose import PYTORCH
 from quantizer.runs.convert.folder import CONFIG
 from quantizer.runs.convert.folder import processor_folder
@@ -54,6 +54,7 @@ from quantizer.runs.convert.result import quantization_facts
 from quantizer.runs.measure import NOT_VERIFIED
 from quantizer.runs.preflight import require_tools
 from quantizer.runs.run_context import RunContext
+from quantizer.runs.run_course import QUANTIZER
 from quantizer.runs.run_engines import nearest_form
 from quantizer.runs.scoring import Scoring
 from quantizer.tasks import Row
@@ -61,10 +62,7 @@ from quantizer.tasks import Sample
 from quantizer.tasks import save_processor
 from quantizer.tasks.seq2seq.writer import Writer
 
-__all__ = ["QUANTIZER", "PartsCourse", "PartsDone", "PartsWork"]
-
-QUANTIZER = "quantizer"
-"""The folder with the calibrated quantizer."""
+__all__ = ["PartsCourse", "PartsDone", "PartsWork"]
 
 _COMPARED = 32
 """Samples whose texts are compared with those of the float model."""
@@ -227,12 +225,7 @@ class PartsCourse:
         Raises:
             EngineError: nothing quantized is right and runs here.
         """
-        ran = [one for one in choice.candidates if one.milliseconds]
-        wanted = [one for one in ran if not (one.is_float and self.asked.needs_quantized)]
-        if not wanted:
-            reasons = "; ".join(f"{one.name}: {one.verdict}" for one in choice.candidates if not one.is_float)
-            raise EngineError(f"no quantized engine is right and runs here: {reasons}")
-        return wanted[0].name
+        return (quantized_of(choice) if self.asked.needs_quantized else choice.candidates)[0].name
 
     def _forms(self, made: PartsMade) -> dict[str, Any]:
         """Return what writes: the proxy, and the engines, or a simulation of their types where they do not run here."""

@@ -208,20 +208,20 @@ class PartMaker:
         if folder.exists():
             return files
         # Complete or absent: another variant of the kind would take what failed halfway for files.
-        part = folder.with_name(f"{kind}-part")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
+        unfinished = folder.with_name(f"{kind}-unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
         fixed = self.facts.sequence is None
         with self.context.timer("export" if quantizer is not None else "export the float model"):
             for name, module in modules.items():
-                batch, file = self._example(name), part / files[name].name
+                batch, file = self._example(name), unfinished / files[name].name
                 axes = dynamic_axes(name, batch, fixed_steps=fixed)
                 if quantizer is None:
                     opset = self.asked.opset or target.opset
                     export_onnx(module, file, batch, opset=opset, dtype=target.torch_dtype, axes=axes)
                 else:
                     quantizer.export(module, file, batch, opset=self.asked.opset, dynamic_axes=axes)
-        part.rename(folder)
+        unfinished.rename(folder)
         return files
 
     def _example(self, name: str) -> Batch:

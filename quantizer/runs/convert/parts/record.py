@@ -66,7 +66,7 @@ def parts_record(
         config=asked.described(made.variant, quantizer),
         model=context.info(facts.source, facts.task),
         scores=result.scores,
-        outputs=tuple(_outputs(result, batch, sequence)) or tuple(_outputs_of_proxy(maker, made)),
+        outputs=tuple(_outputs_of_proxy(maker, made) if made.model is None else _outputs(result, batch, sequence)),
         latency=None if result.whole is None else _latency(result.whole, asked.threads, reference),
         size=size_entries({name: _bytes(one) for name, one in pair.items()}) if pair else (),
         coverage=site_records(coverage),
@@ -92,8 +92,6 @@ def parts_record(
 
 def _outputs(result: PartsResult, batch: int, sequence: int | None) -> Iterator[OutputDistance]:
     """Yield how far the outputs of all parts are from the float model's, at the usual shape."""
-    if result.not_verified:
-        return
     for name, checks in [*((part.name, part.checks) for part in result.parts), ("token by token", result.steps)]:
         shapes = list(dict.fromkeys((check.batch, check.sequence) for check in checks if check.batch == batch))
         # A decoder reads tokens of its own, whose number is not that of the text that is read.
