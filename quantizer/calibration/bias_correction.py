@@ -160,12 +160,14 @@ def _measured(proxy: Proxied, plan: Plan, kept: ReplayBatches, dtype: torch.dtyp
     """Return the mean error of each site's output, over the kept batches of all ranks.
 
     The batches run one after the other, each on the rank that keeps it, and each is corrected by the means of those
-    before it and its own. So all ranks get the shifts of one process.
+    before it and its own. So all ranks get the shifts of one process. In float they run before that, on all ranks at a
+    time.
     """
     sites = [site for site in proxy.sites if _may_hold_a_shift(site, plan[site.path])]
+    turns = [None if batch is None else _Comparison(proxy, sites, batch, dtype) for batch in kept.in_turns()]
     errors: _Errors = {}
-    for batch in kept.in_turns():
-        errors = _told(None if batch is None else _Comparison(errors, dtype).run(proxy, plan, sites, batch))
+    for comparison in turns:
+        errors = _told(None if comparison is None else comparison.run(plan, errors))
     notes = {path: _NO_BIAS for path, entry in plan.items() if entry.quantized and entry.kind != "embedding"}
     notes |= {site.path: _UNREACHED for site in sites if site.path not in errors}
     shifts = {path: error.mean(dtype) for path, error in errors.items() if error is not None}
@@ -183,23 +185,25 @@ class _Comparison:
     """One batch in float, and then rounded and corrected, call by call.
 
     Args:
-        errors: the errors of the batches before.
+        proxy: the calibrated proxy, which runs the batch in float at once.
+        sites: the sites that may hold a shift.
+        batch: its inputs.
         dtype: the float type of biases on the target.
     """
 
-    def __init__(self, errors: _Errors, dtype: torch.dtype) -> None:
-        self._errors = dict(errors)
-        self._dtype = dtype
+    def __init__(self, proxy: Proxied, sites: Sequence[Site], batch: Batch, dtype: torch.dtype) -> None:
+        self._proxy, self._sites, self._batch, self._dtype = proxy, sites, batch, dtype
+        self._mask = padding_mask(batch[1], batch[0])
         self._expected: dict[str, deque[_Expected]] = defaultdict(deque)
-        self._mask: Tensor | None = None
-
-    def run(self, proxy: Proxied, plan: Plan, sites: Sequence[Site], batch: Batch) -> _Errors:
-        """Return the errors of the batches before and of this one."""
-        args, keywords = batch
-        self._mask = padding_mask(keywords, args)
+        self._unfit: dict[str, _Sum | None] = {}
+        self._errors: dict[str, _Sum | None] = {}
         run_judged(proxy.module, sites, copied(*batch), self._in_float)
-        with quantized(proxy, plan):
-            run_judged(proxy.module, sites, copied(*batch), self._corrected)
+
+    def run(self, plan: Plan, errors: _Errors) -> _Errors:
+        """Return the errors of the batches before, ``errors``, and of this one."""
+        self._errors = {**errors, **self._unfit}
+        with quantized(self._proxy, plan):
+            run_judged(self._proxy.module, self._sites, copied(*self._batch), self._corrected)
         return self._errors
 
     def _in_float(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
@@ -210,7 +214,7 @@ class _Comparison:
         if fits and keywords.get("beta", 1) == 1:
             self._expected[site.path].append(_Expected.of(self._rows(site, result)))
         else:
-            self._errors[site.path] = None
+            self._unfit[site.path] = None
         return result
 
     def _corrected(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:

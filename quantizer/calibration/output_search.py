@@ -57,19 +57,31 @@ class _Search:
         self._smoothing = smoothing
         self._estimates = estimates
         self._halves = observation.kept.few().halves()
+        self._groups: dict[float | None, dict[RangeGroup, str]] = {}
+        self._amax: dict[tuple[RangeGroup, int], float] = {}
         self.errors: dict[Setting, float] = {}
 
     def take(self, setting: Setting) -> Plan:
         """Use a setting, and return the plan with it."""
         if self._smoothing is not None:
             self._smoothing.take(setting.share)
-        plan = self._decided()
-        if len(self._estimates) == 1:
-            return plan
-        for group, dtype in _formats(plan, self._observation).items():
+        if len(self._estimates) > 1:
             estimate = self._estimates[setting.estimate]
-            group.chosen = (estimate.amax(group.calibrator, dtype), estimate.label)
+            for group, dtype in self._formats(setting.share).items():
+                group.chosen = (self._estimated(group, setting.estimate, dtype), estimate.label)
         return self._decided()
+
+    def _formats(self, share: float | None) -> dict[RangeGroup, str]:
+        """Return the range groups with a scale, and their formats: with one share they are those of any estimate."""
+        if share not in self._groups:
+            self._groups[share] = _formats(self._decided(), self._observation)
+        return self._groups[share]
+
+    def _estimated(self, group: RangeGroup, place: int, dtype: str) -> float:
+        """Return the amax of a group by the estimate at a place, computed once: several shares have the same group."""
+        if (group, place) not in self._amax:
+            self._amax[group, place] = self._estimates[place].amax(group.calibrator, dtype)
+        return self._amax[group, place]
 
     def measure(self, setting: Setting) -> None:
         """Compute the error with a setting on the first half, or so much of it that it cannot be the best."""

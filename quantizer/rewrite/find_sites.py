@@ -64,12 +64,15 @@ def find_functions(
     found: dict[tuple[str, int], FunctionSource] = {}
     for qualname, node, owner in functions_in(tree):
         source = function_source(node, qualname, owner, index)
-        source.why_no_host = source.why_no_host or why_not_live(node)
-        if source.key in codes:
-            source.live = list(live_edits(node, index, namespace, codes[source.key].co_freevars))
+        unlive = why_not_live(node)
+        source.why_no_host = source.why_no_host or unlive
         outer = owner or str(namespace.get("__name__", "")).rpartition(".")[2]
         name = f"{outer}.{node.name}" if qualified else node.name
-        _Finder(source, node, index, namespace, file, owner, name).run()
+        finder = _Finder(source, node, index, namespace, file, owner, name)
+        if unlive is None and source.key in codes:
+            bound = {*finder.scope.locals, *codes[source.key].co_freevars}
+            source.live = list(live_edits(node, index, namespace, bound))
+        finder.run()
         found[source.key] = source
     return found
 

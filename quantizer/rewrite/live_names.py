@@ -13,13 +13,13 @@ import ast
 import builtins
 import types
 from collections.abc import Collection
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
 
 from quantizer.reasons import ReasonCode
 from quantizer.rewrite.names import FunctionNode
-from quantizer.rewrite.names import bound_names
 from quantizer.rewrite.text_edits import Edit
 from quantizer.rewrite.text_edits import LineIndex
 
@@ -37,21 +37,22 @@ _SHARED = ("torch",)
 
 
 def live_edits(
-    node: FunctionNode, index: LineIndex, namespace: Mapping[str, Any], free: Collection[str]
+    node: FunctionNode, index: LineIndex, namespace: Mapping[str, Any], bound: Collection[str]
 ) -> Iterator[Edit]:
-    """Yield the edits by which a function reads and writes its globals in the original module.
+    """Yield the edits by which a function, live by ``why_not_live``, reads and writes its globals in their module.
 
     Args:
         node: the function.
         index: byte offsets of its file's lines.
         namespace: the globals that it runs in.
-        free: names of variables of functions around it.
+        bound: names that are bound in it, and variables of functions around it.
     """
-    if str(namespace.get("__name__", "")).partition(".")[0] in _SHARED or why_not_live(node) is not None:
+    if str(namespace.get("__name__", "")).partition(".")[0] in _SHARED:
         return
-    generic = {parameter.name for inner in ast.walk(node) for parameter in getattr(inner, "type_params", ())}
-    hidden = {*bound_names(node), *free, *generic}
-    declared = _declared(node)
+    inside = [*ast.walk(node)]
+    hidden = {*bound, *(parameter.name for inner in inside for parameter in getattr(inner, "type_params", ()))}
+    # Those of inner functions are none here, see ``why_not_live``.
+    declared = _declared(inside)
     for name in _names(node.body):
         if name.id in hidden:
             continue
@@ -68,8 +69,10 @@ def live_edits(
 
 def why_not_live(node: FunctionNode) -> str | None:
     """Return the reason why the globals that a function declares cannot be written in place; None if they can."""
-    declared = _declared(node)
     inner = [found for statement in node.body for found in ast.walk(statement)]
+    declared = _declared(inner)
+    if not declared:
+        return None
     own = {id(statement) for statement in _own_statements(node.body)}
     if any(isinstance(found, ast.Global) and id(found) not in own for found in inner):
         return ReasonCode.INNER_GLOBAL.text()
@@ -93,9 +96,9 @@ def _bound_otherwise(node: ast.AST) -> set[str]:
     return {node.rest} if isinstance(node, ast.MatchMapping) and node.rest else set()
 
 
-def _declared(node: FunctionNode) -> set[str]:
-    """Return the names that a function itself declares global."""
-    return {name for found in _own_statements(node.body) if isinstance(found, ast.Global) for name in found.names}
+def _declared(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the names that nodes declare global."""
+    return {name for found in nodes if isinstance(found, ast.Global) for name in found.names}
 
 
 def _own_statements(body: list[ast.stmt]) -> list[ast.stmt]:
