@@ -41,8 +41,8 @@ from quantizer.tasks import Task
 
 _STAGES = ("calibration", "sensitivity", "search")
 _PROCESSES = (1, 2)
-_CALIBRATION, _TUNING, _BATCH = 64, 128, 16
-"""Rows of calibration and of a score, and of a batch."""
+_CALIBRATION, _TUNING, _BATCH = 128, 256, 32
+"""Rows of calibration and of a batch as in ``configs``, and of a score, of which those have more."""
 _BUDGET, _TRIES = 0.5, 10
 """The share of the drop with everything quantized that the search allows, and its scores at most."""
 

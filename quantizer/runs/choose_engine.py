@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from quantizer.engines import Engine
 from quantizer.engines import Inspection
 from quantizer.engines.candidates import Variant
 from quantizer.engines.cpu import cpu_flags
@@ -56,6 +55,7 @@ SLOW = 1.5
 _INT8_FLAGS = frozenset({"avx2", "amx_int8", "asimddp", "i8mm"})
 
 Times = TypeVar("Times")
+Timed = TypeVar("Timed")
 
 
 def choose(candidates: Sequence[Candidate], shapes: Sequence[str], missing: Sequence[str]) -> EngineChoice:
@@ -101,12 +101,12 @@ def slow_ones(candidates: Sequence[Candidate]) -> set[str]:
 
 
 def timed(
-    engines: dict[str, Engine], time: Callable[[dict[str, Engine]], Times], call: Callable[[Engine], object]
+    engines: dict[str, Timed], time: Callable[[dict[str, Timed]], Times], call: Callable[[Timed], object]
 ) -> tuple[Times, dict[str, str]]:
     """Return the times of the engines that run, and why the others do not, by name.
 
     Args:
-        engines: the engines by name.
+        engines: the engines, or models of several, by name.
         time: times some of them, in turns.
         call: runs one of them as ``time`` does.
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from typing import cast
 
 import pytest
 import torch
 import yaml
+from rich.console import Console
 
 from quantizer.cli.main import main
 
@@ -23,6 +25,7 @@ import quantizer  # noqa: E402
 from quantizer import Quantizer  # noqa: E402
 from quantizer.config import RunConfig  # noqa: E402
 from quantizer.config import load_run  # noqa: E402
+from quantizer.engines.candidates import Variant  # noqa: E402
 from quantizer.errors import EngineError  # noqa: E402
 from quantizer.errors import QuantizerError  # noqa: E402
 from quantizer.report import read_record  # noqa: E402
@@ -30,9 +33,15 @@ from quantizer.report.candidate_record import Candidate  # noqa: E402
 from quantizer.report.compare.resamples import read_resamples  # noqa: E402
 from quantizer.runs.convert import load_converted  # noqa: E402
 from quantizer.runs.convert import measure  # noqa: E402
+from quantizer.runs.convert.choose import PYTORCH  # noqa: E402
 from quantizer.runs.convert.inputs import ConversionInputs  # noqa: E402
+from quantizer.runs.convert.measure import ShapeLatency  # noqa: E402
+from quantizer.runs.convert.parts import course  # noqa: E402
 from quantizer.runs.convert.parts.course import PartsCourse  # noqa: E402
+from quantizer.runs.convert.parts.course import PartsDone  # noqa: E402
 from quantizer.runs.convert.parts.loaded import ConvertedParts  # noqa: E402
+from quantizer.runs.convert.parts.result import WholeLatency  # noqa: E402
+from quantizer.runs.progress.stage_timer import StageTimer  # noqa: E402
 from quantizer.runs.written_sizes import with_written_sizes  # noqa: E402
 from quantizer.tasks import load_model  # noqa: E402
 from quantizer.tasks.seq2seq.writer import Writer  # noqa: E402
@@ -143,13 +152,57 @@ def test_of_a_choice_a_run_goes_on_with_what_is_quantized() -> None:
     )
     asked = SimpleNamespace(needs_quantized=True)
     choice: Any = SimpleNamespace(candidates=candidates)
-    course: Any = SimpleNamespace(asked=asked)
-    assert PartsCourse._best(course, choice) == "onnxruntime int8"
+    choosing: Any = SimpleNamespace(asked=asked)
+    assert PartsCourse._best(choosing, choice) == "onnxruntime int8"
     asked.needs_quantized = False
-    assert PartsCourse._best(course, choice) == "openvino float32"
+    assert PartsCourse._best(choosing, choice) == "openvino float32"
     asked.needs_quantized, choice.candidates = True, candidates[:1]
     with pytest.raises(EngineError, match="no quantized engine is right and runs here"):
-        PartsCourse._best(course, choice)
+        PartsCourse._best(choosing, choice)
+
+
+class _Choice(PartsCourse):
+    """A choice between engines that are made and delivered already."""
+
+    def __init__(self, models: dict[str, Any]) -> None:
+        variants = [Variant(backend=name, dtype="int8", precision=None) for name in models]
+        self.asked: Any = SimpleNamespace(variants=variants, missing=(), needs_quantized=True)
+        self.models, self.done, self.model, self.maker = models, PartsDone(), None, cast("Any", None)
+        self.stage: Any = StageTimer(Console(quiet=True))
+        self.told: list[str] = []
+        self.stage.tell = self.told.append
+        self.delivered: tuple[Any, ...] = ()
+
+    def _made(self, variant: Variant) -> Any:
+        return SimpleNamespace(variant=variant, model=self.models[variant.backend], checks=(), quantized=True)
+
+    def _beside_pytorch(self, models: Any) -> WholeLatency:
+        times = {name: (model(),) for name, model in {PYTORCH: lambda: 9.0, **models}.items()}
+        took = {name: of_model[0] for name, of_model in times.items()}
+        return WholeLatency(4, ShapeLatency(batch=1, sequence=8, rounds=1, milliseconds=took, times_ms=times))
+
+    def _deliver(self, *given: Any) -> None:
+        self.delivered = given
+
+
+def test_engines_that_fail_while_they_are_timed_leave_the_choice_to_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken() -> float:
+        raise RuntimeError("no memory for this batch")
+
+    monkeypatch.setattr(course, "write_once", lambda maker, model: model())
+    choosing = _Choice({"openvino": broken, "onnxruntime": lambda: 2.0})
+    choosing._choose()
+    assert choosing.done.choice is not None
+    assert [one.name for one in choosing.done.choice.candidates] == ["onnxruntime int8", "openvino int8"]
+    assert choosing.told[-1] == "openvino int8 failed: no memory for this batch"
+    made, plain, whole = choosing.delivered
+    assert (made.variant.backend, plain, whole.latency.milliseconds) == (
+        "onnxruntime",
+        None,
+        {PYTORCH: 9.0, "engine": 2.0},
+    )
 
 
 REFUSED = {

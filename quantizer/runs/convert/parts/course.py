@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from quantizer.runs.choose_engine import candidate_line
 from quantizer.runs.choose_engine import choose
 from quantizer.runs.choose_engine import failed
 from quantizer.runs.choose_engine import quantized_of
+from quantizer.runs.choose_engine import timed
 from quantizer.runs.convert.choose import PYTORCH
 from quantizer.runs.convert.folder import CONFIG
 from quantizer.runs.convert.folder import processor_folder
@@ -39,6 +41,7 @@ from quantizer.runs.convert.parts.loaded import MODEL
 from quantizer.runs.convert.parts.measure import agreements
 from quantizer.runs.convert.parts.measure import part_latency
 from quantizer.runs.convert.parts.measure import whole_latency
+from quantizer.runs.convert.parts.measure import write_once
 from quantizer.runs.convert.parts.part_batches import calibration_batches
 from quantizer.runs.convert.parts.part_maker import PartMaker
 from quantizer.runs.convert.parts.part_maker import PartsMade
@@ -182,8 +185,11 @@ class PartsCourse:
         if made.model is not None:
             with self.stage("measure latency"):
                 models = {} if plain is None else {"float engine": plain.model}
-                whole = whole_latency(self.maker, {PYTORCH: self.model, **models, "engine": made.model})
+                whole = self._beside_pytorch({**models, "engine": made.model})
         self._deliver(made, plain, whole)
+
+    def _beside_pytorch(self, models: Mapping[str, Any]) -> WholeLatency:
+        return whole_latency(self.maker, {PYTORCH: self.model, **models})
 
     def _made(self, variant: Variant) -> PartsMade:
         return self.maker.made(variant, None if variant.dtype is None else self.quantizer(variant.backend))
@@ -207,7 +213,12 @@ class PartsCourse:
                 seconds = sum(stage.seconds for stage in self.stage.done[before:])
                 self.stage.tell(candidate_line(record, [one.name for one in variants], seconds))
         with self.stage("measure latency"):
-            whole = whole_latency(self.maker, {PYTORCH: self.model, **{name: one.model for name, one in made.items()}})
+            models = {name: one.model for name, one in made.items()}
+            whole, broken = timed(models, self._beside_pytorch, partial(write_once, self.maker))
+        for name, why in broken.items():
+            del made[name]
+            records[name] = failed(records[name], why)
+            self.stage.tell(f"{name} {records[name].verdict}")
         for name in made:
             records[name] = replace(records[name], milliseconds=(whole.latency.milliseconds[name],))
         shapes = [f"{whole.latency}, {whole.tokens} new"]

@@ -24,7 +24,7 @@ from quantizer.tasks.seq2seq.writer import Writer
 from quantizer.tasks.seq2seq.writing import equal_texts
 from quantizer.tasks.seq2seq.writing import equal_tokens
 
-__all__ = ["agreements", "part_latency", "whole_latency"]
+__all__ = ["agreements", "part_latency", "whole_latency", "write_once"]
 
 _TIMED_TOKENS = 32
 """How many tokens are written to be timed, if engines write so many."""
@@ -66,12 +66,22 @@ def whole_latency(maker: PartMaker, models: Mapping[str, Any]) -> WholeLatency:
         maker: what made the engines.
         models: models of transformers by name, in parts or not.
     """
-    tokens = min(_TIMED_TOKENS, maker.tokens)
-    writers: dict[str, nn.Module | Engine] = {
-        name: Writer(model, tokens, exactly=True) for name, model in models.items()
-    }
+    writers: dict[str, nn.Module | Engine] = {name: _writer(maker, model) for name, model in models.items()}
     batch = maker.checked_on[maker.facts.usual].read
-    return WholeLatency(tokens, measure_latency(writers, batch, maker.asked.threads))
+    return WholeLatency(_timed_tokens(maker), measure_latency(writers, batch, maker.asked.threads))
+
+
+def write_once(maker: PartMaker, model: Any) -> object:
+    """Write with a model what it is timed on."""
+    return _writer(maker, model)(**maker.checked_on[maker.facts.usual].read)
+
+
+def _writer(maker: PartMaker, model: Any) -> Writer:
+    return Writer(model, _timed_tokens(maker), exactly=True)
+
+
+def _timed_tokens(maker: PartMaker) -> int:
+    return min(_TIMED_TOKENS, maker.tokens)
 
 
 def part_latency(maker: PartMaker, name: str, made: PartsMade, plain: PartsMade | None) -> tuple[ShapeLatency, ...]:
