@@ -5,7 +5,8 @@
 MiniLM fine-tuned on SST-2, a thread for each process. A round is the same work by one process and then by two; times
 are of the slowest process, without the start of Python and the loading of the model. Where others use the machine, too,
 look at the processor time of the process that needs most: a process that waits for another one uses none. The search is
-by the distance of the logits from those of the float model, which any rounding changes.
+by the distance of the logits from those of the float model, which any rounding changes. Batches of calibration have one
+length: of others the process with the longer ones is waited for.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from common import minilm_sst2
 from common import sst2
 from torch import distributed
 from torch import nn
+from torch.nn import functional
 
 from quantizer import Quantizer
 from quantizer.common.distributed import all_gather_bytes
@@ -36,13 +38,14 @@ from quantizer.common.distributed import alone
 from quantizer.common.distributed import get_rank
 from quantizer.common.distributed import get_world_size
 from quantizer.common.distributed import is_mine
+from quantizer.tasks import Batch
 from quantizer.tasks import Row
 from quantizer.tasks import Task
 
 _STAGES = ("calibration", "sensitivity", "search")
 _PROCESSES = (1, 2)
-_CALIBRATION, _TUNING, _BATCH = 128, 256, 32
-"""Rows of calibration and of a batch as in ``configs``, and of a score, of which those have more."""
+_CALIBRATION, _TUNING, _BATCH, _TOKENS = 128, 256, 32, 64
+"""Rows of calibration, of a score, and of a batch, and the tokens of a row of calibration."""
 _BUDGET, _TRIES = 0.5, 10
 """The share of the drop with everything quantized that the search allows, and its scores at most."""
 
@@ -81,7 +84,7 @@ def work(folder: Path) -> None:
         distributed.init_process_group("gloo")
     model, task = minilm_sst2()
     task.split, task.batch_size = True, _BATCH
-    batches = task.batches(sst2("train", _CALIBRATION))
+    batches = [_padded(batch) for batch in task.batches(sst2("train", _CALIBRATION))]
     quantizer = Quantizer(backend="openvino")
     times: dict[str, list[float]] = {}
     with timed(times, "calibration"):
@@ -112,6 +115,10 @@ def work(folder: Path) -> None:
         distributed.destroy_process_group()
 
 
+def _padded(batch: Batch) -> Batch:
+    return {name: functional.pad(value, (0, _TOKENS - value.shape[1])) for name, value in batch.items()}
+
+
 def by_processes(count: int, folder: Path) -> dict[str, object]:
     """Return what so many processes told of the same work."""
     launcher = [] if count == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
@@ -130,8 +137,8 @@ def main(rounds: int) -> None:
     one = found[1][0]
     print(heading("Two processes of `torchrun` beside one (`ranks.py`)"))
     print(
-        f"MiniLM on SST-2, {_CALIBRATION} rows of calibration, {_TUNING} to score, {one['sites']} sites, "
-        f"{one['tries']} tries of a search; medians of {rounds} rounds in turns.\n"
+        f"MiniLM on SST-2, {_CALIBRATION} rows of {_TOKENS} tokens to calibrate on, {_TUNING} to score, "
+        f"{one['sites']} sites, {one['tries']} tries of a search; medians of {rounds} rounds in turns.\n"
     )
     print("| stage | one process, s | two, s | times as fast | by processor time: one, s | two, s | times as fast |")
     print("|---|---|---|---|---|---|---|")

@@ -31,12 +31,6 @@ _PACKAGES = {
     "train_quantized": NEEDED,
 }
 
-# Half a minute to a minute each. A net of one's own shows what make test is to hold.
-_NIGHTLY = ("compare_runs", "quantize_decoder", "quantize_minilm", "quantize_vision", "train_quantized")
-_RUN = [
-    pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] if path.stem in _NIGHTLY else []) for path in NOTEBOOKS
-]
-
 _PICTURES = {"image/png", "image/svg+xml"}
 
 
@@ -96,7 +90,7 @@ def test_a_notebook_is_stored_with_what_it_shows_and_nothing_of_its_machine(path
     assert "picture" in kinds
 
 
-@pytest.mark.parametrize("path", _RUN)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_what_is_stored(path: Path) -> None:
     stored, now = nbformat.read(path, as_version=4), _executed(path.stem)
     assert [_kinds(cell) for cell in _code_cells(now)] == [_kinds(cell) for cell in _code_cells(stored)]
@@ -110,7 +104,6 @@ def test_every_step_is_explained(path: Path) -> None:
     assert all("markdown" in kinds[at : at + 4] for at in range(len(kinds) - 3))
 
 
-@pytest.mark.nightly
 def test_minilm_shows_tables_and_pictures() -> None:
     notebook = _executed("quantize_minilm")
     coverage = _output(notebook, "q.coverage", "text/html")
@@ -126,7 +119,6 @@ def test_minilm_shows_tables_and_pictures() -> None:
     assert _output(notebook, "same", "text/plain") == "True"
 
 
-@pytest.mark.nightly
 def test_minilm_shows_each_table_once() -> None:
     notebook = _executed("quantize_minilm")
     for cell in _code_cells(notebook):
@@ -135,7 +127,6 @@ def test_minilm_shows_each_table_once() -> None:
         assert sum("qz-" in output.data["text/html"] for output in shown) <= 1, cell.source
 
 
-@pytest.mark.nightly
 def test_minilm_engine_is_close_to_float() -> None:
     notebook = _executed("quantize_minilm")
     printed = _printed(notebook)
@@ -147,7 +138,6 @@ def test_minilm_engine_is_close_to_float() -> None:
     assert "times as fast" in printed
 
 
-@pytest.mark.nightly
 def test_training_with_the_rounding_is_shown_step_by_step() -> None:
     notebook = _executed("train_quantized")
     assert "<svg" in _output(notebook, "q.sensitivity.plot(limit=8)", "text/html")
@@ -164,7 +154,6 @@ def test_training_with_the_rounding_is_shown_step_by_step() -> None:
     assert accuracy["engine"] == pytest.approx(accuracy["QAT"], abs=0.02)
 
 
-@pytest.mark.nightly
 def test_the_vision_model_in_int8_reads_what_float_reads() -> None:
     notebook = _executed("quantize_vision")
     assert "SQNR" in _output(notebook, "q.layers", "text/html")
@@ -177,7 +166,6 @@ def test_the_vision_model_in_int8_reads_what_float_reads() -> None:
     assert float(rows["INT8 engine"][4]) > 20
 
 
-@pytest.mark.nightly
 def test_the_decoder_writes_with_its_cache_what_float_writes() -> None:
     notebook = _executed("quantize_decoder")
     printed = _printed(notebook)
@@ -202,7 +190,6 @@ def test_a_net_of_ones_own_has_a_verdict_and_pictures() -> None:
     assert _output(notebook, "torch.equal(engine(unseen[:4]), narrow)", "text/plain") == "True"
 
 
-@pytest.mark.nightly
 def test_compared_runs_differ_in_score_and_in_ranges() -> None:
     notebook = _executed("compare_runs")
     table = _output(notebook, "runs", "text/html")
