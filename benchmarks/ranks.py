@@ -116,6 +116,9 @@ def work(folder: Path) -> None:
 
 
 def _padded(batch: Batch) -> Batch:
+    longest = max(value.shape[1] for value in batch.values())
+    if longest > _TOKENS:
+        raise SystemExit(f"a row has {longest} tokens, and {_TOKENS} are measured")
     return {name: functional.pad(value, (0, _TOKENS - value.shape[1])) for name, value in batch.items()}
 
 
@@ -137,7 +140,7 @@ def main(rounds: int) -> None:
     one = found[1][0]
     print(heading("Two processes of `torchrun` beside one (`ranks.py`)"))
     print(
-        f"MiniLM on SST-2, {_CALIBRATION} rows of {_TOKENS} tokens to calibrate on, {_TUNING} to score, "
+        f"MiniLM on SST-2, {_CALIBRATION} rows, padded to {_TOKENS} tokens, to calibrate on, {_TUNING} to score, "
         f"{one['sites']} sites, {one['tries']} tries of a search; medians of {rounds} rounds in turns.\n"
     )
     print("| stage | one process, s | two, s | times as fast | by processor time: one, s | two, s | times as fast |")

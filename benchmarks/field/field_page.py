@@ -125,7 +125,7 @@ def _found_again(machines: Iterable[Rows]) -> Iterator[str]:
         118,
     )
     if others:
-        yield "\nThe others; CPUs sum in other orders, and one row of 250 that is decided otherwise is 0.004:\n"
+        yield "\nThe others; CPUs sum in other orders, and of some hundred images a few are decided otherwise:\n"
     for (title, name), found in others.items():
         said = f"- {name} on {title}: " + ", ".join(f"{score:.4f}" for score in found)
         yield fill(said, 118, subsequent_indent="  ")

@@ -160,14 +160,21 @@ def _measured(proxy: Proxied, plan: Plan, kept: ReplayBatches, dtype: torch.dtyp
     """Return the mean error of each site's output, over the kept batches of all ranks.
 
     The batches run one after the other, each on the rank that keeps it, and each is corrected by the means of those
-    before it and its own. So all ranks get the shifts of one process. In float they run before that, on all ranks at a
-    time.
+    before it and its own. So all ranks get the shifts of one process. In float a rank runs its next one while it waits
+    for its turn.
     """
     sites = [site for site in proxy.sites if _may_hold_a_shift(site, plan[site.path])]
-    turns = [None if batch is None else _Comparison(proxy, sites, batch, dtype) for batch in kept.in_turns()]
+    mine = (batch for batch in kept.in_turns() if batch is not None)
+    ready: _Comparison | None = None
     errors: _Errors = {}
-    for comparison in turns:
-        errors = _told(None if comparison is None else comparison.run(plan, errors))
+    for turn in kept.in_turns():
+        if ready is None and (batch := next(mine, None)) is not None:
+            ready = _Comparison(proxy, sites, batch, dtype)
+        if turn is None:
+            errors = _told(None)
+        else:
+            assert ready is not None
+            errors, ready = _told(ready.run(plan, errors)), None
     notes = {path: _NO_BIAS for path, entry in plan.items() if entry.quantized and entry.kind != "embedding"}
     notes |= {site.path: _UNREACHED for site in sites if site.path not in errors}
     shifts = {path: error.mean(dtype) for path, error in errors.items() if error is not None}

@@ -58,7 +58,7 @@ class _Search:
         self._estimates = estimates
         self._halves = observation.kept.few().halves()
         self._groups: dict[float | None, dict[RangeGroup, str]] = {}
-        self._amax: dict[tuple[RangeGroup, int], float] = {}
+        self._amax: dict[tuple[RangeGroup, str, int], float] = {}
         self.errors: dict[Setting, float] = {}
 
     def take(self, setting: Setting) -> Plan:
@@ -68,7 +68,7 @@ class _Search:
         if len(self._estimates) > 1:
             estimate = self._estimates[setting.estimate]
             for group, dtype in self._formats(setting.share).items():
-                group.chosen = (self._estimated(group, setting.estimate, dtype), estimate.label)
+                group.chosen = (self._estimated(group, dtype, setting.estimate), estimate.label)
         return self._decided()
 
     def _formats(self, share: float | None) -> dict[RangeGroup, str]:
@@ -77,11 +77,12 @@ class _Search:
             self._groups[share] = _formats(self._decided(), self._observation)
         return self._groups[share]
 
-    def _estimated(self, group: RangeGroup, place: int, dtype: str) -> float:
+    def _estimated(self, group: RangeGroup, dtype: str, place: int) -> float:
         """Return the amax of a group by the estimate at a place, computed once: several shares have the same group."""
-        if (group, place) not in self._amax:
-            self._amax[group, place] = self._estimates[place].amax(group.calibrator, dtype)
-        return self._amax[group, place]
+        key = group, dtype, place
+        if key not in self._amax:
+            self._amax[key] = self._estimates[place].amax(group.calibrator, dtype)
+        return self._amax[key]
 
     def measure(self, setting: Setting) -> None:
         """Compute the error with a setting on the first half, or so much of it that it cannot be the best."""

@@ -40,6 +40,7 @@ from quantizer.runs.convert.parts import course  # noqa: E402
 from quantizer.runs.convert.parts.course import PartsCourse  # noqa: E402
 from quantizer.runs.convert.parts.course import PartsDone  # noqa: E402
 from quantizer.runs.convert.parts.loaded import ConvertedParts  # noqa: E402
+from quantizer.runs.convert.parts.measure import write_once  # noqa: E402
 from quantizer.runs.convert.parts.result import WholeLatency  # noqa: E402
 from quantizer.runs.progress.stage_timer import StageTimer  # noqa: E402
 from quantizer.runs.written_sizes import with_written_sizes  # noqa: E402
@@ -203,6 +204,18 @@ def test_engines_that_fail_while_they_are_timed_leave_the_choice_to_the_others(
         None,
         {PYTORCH: 9.0, "engine": 2.0},
     )
+    choosing = _Choice({"openvino": broken})
+    with pytest.raises(EngineError, match="no engine is right and runs here: openvino int8: failed: no memory"):
+        choosing._choose()
+
+
+def test_what_is_timed_is_written_once(place: Path) -> None:
+    model = load_model(str(place / "t5"), "text-to-text")
+    ids = torch.arange(4, 8)[None]
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    maker: Any = SimpleNamespace(tokens=3, facts=SimpleNamespace(usual=0), checked_on=[SimpleNamespace(read=batch)])
+    written: Any = write_once(maker, model)
+    assert written["sequences"].shape == (1, 1 + 3)
 
 
 REFUSED = {
