@@ -65,7 +65,7 @@ def test_rows_of_two_machines_are_compared(tmp_path: Path) -> None:
     said = (tmp_path / "index.md").read_text(encoding="utf-8").partition("## Found again")[2]
     assert " ".join(said.split()) == (
         "3 rows were measured on more than one machine, each in an environment made for it: the scores of 2 are within "
-        "0.002 of each other. The others; CPUs sum in other orders, and of some hundred images a few are decided "
+        "0.002 of each other. The others; CPUs sum in other orders, and of some hundred rows a few are decided "
         "otherwise: - the nncf on A net: 0.9040, 0.9010"
     )
 
@@ -106,12 +106,12 @@ def test_models_without_a_figure_are_named(tmp_path: Path) -> None:
 
 
 def test_what_grows_is_a_table_of_its_own(tmp_path: Path) -> None:
-    sizes = {"layers": {"2": 1.0, "6": 2.5}, "rows": {"32": 0.51}, "tokens": {"128": {"ms": 8.0, "speedup": 2.0}}}
+    sizes = {"layers": {"12": 4.0, "2": 1.0}, "rows": {"32": 0.51}, "tokens": {"128": {"ms": 8.0, "speedup": 2.0}}}
     grown = {**_row("nncf", 1.0, 0.0), **sizes}
     failed = {"model": "growth", "tool": "pt2e", "name": "the pt2e", "ours": False, "failed": "not measured yet"}
     page = _page(tmp_path, _row("auto", 2.0, 0.0, ours=True), growth=[grown, failed])
-    assert "| tool | 2 layers, s | 6 layers, s | 32 rows, s | 128 tokens, ms (speed-up) |" in page
-    assert "| the nncf | 1.0 | 2.5 | 0.5 | 8.0 (2.00) |" in page
+    assert "| tool | 2 layers, s | 12 layers, s | 32 rows, s | 128 tokens, ms (speed-up) |" in page
+    assert "| the nncf | 1.0 | 4.0 | 0.5 | 8.0 (2.00) |" in page
     assert "| the pt2e | not measured yet |" in page
     assert "How they grow" not in _page(tmp_path, _row("auto", 2.0, 0.0, ours=True), growth=[failed])
 

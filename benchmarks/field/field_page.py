@@ -125,7 +125,7 @@ def _found_again(machines: Iterable[Rows]) -> Iterator[str]:
         118,
     )
     if others:
-        yield "\nThe others; CPUs sum in other orders, and of some hundred images a few are decided otherwise:\n"
+        yield "\nThe others; CPUs sum in other orders, and of some hundred rows a few are decided otherwise:\n"
     for (title, name), found in others.items():
         said = f"- {name} on {title}: " + ", ".join(f"{score:.4f}" for score in found)
         yield fill(said, 118, subsequent_indent="  ")
@@ -181,17 +181,19 @@ def _growth(rows: Rows) -> Iterator[str]:
     yield "## How they grow\n"
     yield _GROWTH
     yield f"Commit {_commits(measured)}.\n"
-    first = measured[0]
+    # Kept rows have their keys in the order of texts.
+    layers, data, tokens = (sorted(measured[0][axis], key=int) for axis in ("layers", "rows", "tokens"))
     heads = [
-        *(f"{layers} layers, s" for layers in first["layers"]),
-        *(f"{rows} rows, s" for rows in first["rows"]),
-        *(f"{tokens} tokens, ms (speed-up)" for tokens in first["tokens"]),
+        *(f"{count} layers, s" for count in layers),
+        *(f"{count} rows, s" for count in data),
+        *(f"{count} tokens, ms (speed-up)" for count in tokens),
     ]
     yield _row("tool", *heads)
     yield "|---" * (1 + len(heads)) + "|"
     for row in measured:
-        seconds = [f"{value:.1f}" for value in (*row["layers"].values(), *row["rows"].values())]
-        yield _row(row["name"], *seconds, *map(_latency, row["tokens"].values()))
+        seconds = [*(row["layers"][count] for count in layers), *(row["rows"][count] for count in data)]
+        latencies = [_latency(row["tokens"][count]) for count in tokens]
+        yield _row(row["name"], *(f"{value:.1f}" for value in seconds), *latencies)
     yield from _failed(rows)
     yield ""
 
