@@ -15,6 +15,7 @@ import argparse
 import json
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterable
 from collections.abc import Sequence
 from datetime import date
@@ -78,7 +79,11 @@ def _print_row(model: str, tool: str, work: Path) -> None:
     if not TOOLS[tool].is_installed:
         found: dict[str, Any] = {"failed": f"{needs} is not installed; {_CURE}"}
     else:
-        found = grown(tool) if model == _GROWTH else measured_row(model, tool, work)
+        try:
+            found = grown(tool) if model == _GROWTH else measured_row(model, tool, work)
+        except Exception as error:  # noqa: BLE001 - whatever a tool raises is what its row has to say
+            traceback.print_exc()
+            found = {"failed": f"{type(error).__name__}: {error}"}
     print(json.dumps(_written(model, tool, work, found), indent=1))
 
 
@@ -91,7 +96,8 @@ def _written(model: str, tool: str, work: Path, found: dict[str, Any]) -> dict[s
 
 def _in_process(model: str, tool: str, work: Path) -> None:
     """Measure a row that is not there yet; one that fails says why."""
-    if (work / f"{model}.{tool}.json").exists():
+    row = work / f"{model}.{tool}.json"
+    if row.exists():
         return
     command = [sys.executable, str(_HERE.parent), "--model", model, "--tool", tool, "--work", str(work)]
     log = work / f"{model}.{tool}.log"
@@ -102,12 +108,14 @@ def _in_process(model: str, tool: str, work: Path) -> None:
         except subprocess.TimeoutExpired:
             failed = f"stopped after {_LIMIT_S} s"
         else:
-            if done.returncode:
+            if not done.returncode:
+                failed = json.loads(row.read_text(encoding="utf-8")).get("failed")
+            else:
                 lines = [
                     line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
                 ]
                 failed = lines[-1] if lines else f"ended with {done.returncode}"
-    if failed:
+    if not row.exists():
         _written(model, tool, work, {"failed": failed})
     print(f"{model}, {tool}: {failed or 'measured'}", flush=True)
 
