@@ -110,8 +110,10 @@ def test_what_grows_is_a_table_of_its_own(tmp_path: Path) -> None:
     grown = {**_row("nncf", 1.0, 0.0), **sizes}
     failed = {"model": "growth", "tool": "pt2e", "name": "the pt2e", "ours": False, "failed": "not measured yet"}
     page = _page(tmp_path, _row("auto", 2.0, 0.0, ours=True), growth=[grown, failed])
-    assert "| tool | 2 layers, s | 12 layers, s | 32 rows, s | 128 tokens, ms (speed-up) |" in page
-    assert "| the nncf | 1.0 | 4.0 | 0.5 | 8.0 (2.00) |" in page
+    assert (
+        "| tool | 2 layers, s | 12 layers, s | 32 rows, s |\n|---|---|---|---|\n| the nncf | 1.0 | 4.0 | 0.5 |" in page
+    )
+    assert "| tool | 128 tokens, ms (speed-up) |\n|---|---|\n| the nncf | 8.0 (2.00) |" in page
     assert "| the pt2e | not measured yet |" in page
     assert "How they grow" not in _page(tmp_path, _row("auto", 2.0, 0.0, ours=True), growth=[failed])
 

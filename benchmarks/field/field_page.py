@@ -183,19 +183,31 @@ def _growth(rows: Rows) -> Iterator[str]:
     yield f"Commit {_commits(measured)}.\n"
     # Kept rows have their keys in the order of texts.
     layers, data, tokens = (sorted(measured[0][axis], key=int) for axis in ("layers", "rows", "tokens"))
-    heads = [
-        *(f"{count} layers, s" for count in layers),
-        *(f"{count} rows, s" for count in data),
-        *(f"{count} tokens, ms (speed-up)" for count in tokens),
-    ]
-    yield _row("tool", *heads)
-    yield "|---" * (1 + len(heads)) + "|"
-    for row in measured:
-        seconds = [*(row["layers"][count] for count in layers), *(row["rows"][count] for count in data)]
-        latencies = [_latency(row["tokens"][count]) for count in tokens]
-        yield _row(row["name"], *(f"{value:.1f}" for value in seconds), *latencies)
+    yield from _table(
+        [*(f"{count} layers, s" for count in layers), *(f"{count} rows, s" for count in data)],
+        {
+            row["name"]: [
+                *(f"{row['layers'][count]:.1f}" for count in layers),
+                *(f"{row['rows'][count]:.1f}" for count in data),
+            ]
+            for row in measured
+        },
+    )
+    yield ""
+    yield from _table(
+        [f"{count} tokens, ms (speed-up)" for count in tokens],
+        {row["name"]: [_latency(row["tokens"][count]) for count in tokens] for row in measured},
+    )
     yield from _failed(rows)
     yield ""
+
+
+def _table(heads: Sequence[str], cells: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """A table of tools, by their names; a page has room for seven columns."""
+    yield _row("tool", *heads)
+    yield "|---" * (1 + len(heads)) + "|"
+    for name, of_tool in cells.items():
+        yield _row(name, *of_tool)
 
 
 def _failed(rows: Rows) -> Iterator[str]:
