@@ -39,8 +39,7 @@ from quantizer.rewrite.text_edits import find_symbol
 __all__ = ["Form", "FunctionSource", "SiteSource", "find_functions"]
 
 _SYMBOLS = {"MatMult": b"@", "Add": b"+"}
-# Methods that loop over the children of a module.
-_CHILDREN = frozenset({"children", "named_children", "modules", "named_modules"})
+_CHILDREN = frozenset({"children", "named_children", "modules", "named_modules"})  # loop over a module's children
 
 
 def find_functions(
@@ -70,8 +69,7 @@ def find_functions(
         name = f"{outer}.{node.name}" if qualified else node.name
         finder = _Finder(source, node, index, namespace, file, owner, name)
         if unlive is None and source.key in codes:
-            bound = {*finder.scope.locals, *codes[source.key].co_freevars}
-            source.live = list(live_edits(node, index, namespace, bound))
+            source.live = live_edits(node, index, namespace, {*finder.scope.locals, *codes[source.key].co_freevars})
         finder.run()
         found[source.key] = source
     return found
@@ -211,8 +209,7 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Expr(self, node: ast.Expr) -> None:
         called = node.value.func if isinstance(node.value, ast.Call) else None
-        is_add = isinstance(called, ast.Attribute) and called.attr == "add"
-        if called is not None and is_add and operation_of(self.scope.resolve(called)) is None:
+        if isinstance(called, ast.Attribute) and called.attr == "add" and not operation_of(self.scope.resolve(called)):
             # A call whose result is unused adds to a set; it is no sum.
             self.known.add(id(node.value))
         self.generic_visit(node)

@@ -38,8 +38,8 @@ _SHARED = ("torch",)
 
 def live_edits(
     node: FunctionNode, index: LineIndex, namespace: Mapping[str, Any], bound: Collection[str]
-) -> Iterator[Edit]:
-    """Yield the edits by which a function, live by ``why_not_live``, reads and writes its globals in their module.
+) -> list[Edit]:
+    """Return the edits by which a function, live by ``why_not_live``, reads and writes its globals in their module.
 
     Args:
         node: the function.
@@ -48,7 +48,8 @@ def live_edits(
         bound: names that are bound in it, and variables of functions around it.
     """
     if str(namespace.get("__name__", "")).partition(".")[0] in _SHARED:
-        return
+        return []
+    edits: list[Edit] = []
     inside = [*ast.walk(node)]
     hidden = {*bound, *(parameter.name for inner in inside for parameter in getattr(inner, "type_params", ()))}
     # Those of inner functions are none here, see ``why_not_live``.
@@ -62,9 +63,10 @@ def live_edits(
         ):
             continue
         twin = isinstance(name.ctx, ast.Load) and isinstance(value, types.FunctionType)
-        yield Edit.opening(index.start(name), f"{NOW}({LIVE}." if twin else f"{LIVE}.", _INNERMOST)
+        edits.append(Edit.opening(index.start(name), f"{NOW}({LIVE}." if twin else f"{LIVE}.", _INNERMOST))
         if twin:
-            yield Edit.closing(index.end(name), ")", _INNERMOST)
+            edits.append(Edit.closing(index.end(name), ")", _INNERMOST))
+    return edits
 
 
 def why_not_live(node: FunctionNode) -> str | None:
