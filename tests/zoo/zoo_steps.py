@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from quantizer.views.coverage import Coverage
 __all__ = ["all_the_way", "each_pattern", "off_is_identical", "repeated_patterns", "unequal_observed"]
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+_TORN = frozenset({"paligemma"})
+"""Architectures whose own attention gives other values by separate products, see docs/zoo.md."""
 
 
 def tensors(output: Any, place: str = "output") -> Iterator[tuple[str, Tensor]]:
@@ -150,7 +154,9 @@ def all_the_way(architecture: Architecture | TorchArchitecture, folder: Path) ->
     calib = q.calib(model)
     assert unequal_observed(run(calib, batches[0]), run_eager(model, batches[0]), model) == []
     run(calib, batches[1])
-    quantized = run(q.quantize(model), batches[0])
+    told = pytest.warns(UserWarning, match="gives other outputs than") if architecture.name in _TORN else nullcontext()
+    with told:
+        quantized = run(q.quantize(model), batches[0])
     assert [name for name, value in quantized.items() if not value.isfinite().all()] == []
     assert unequal(quantized, expected) != []
 
