@@ -164,7 +164,7 @@ def _measured(proxy: Proxied, plan: Plan, kept: ReplayBatches, dtype: torch.dtyp
     for its turn.
     """
     sites = [site for site in proxy.sites if _may_hold_a_shift(site, plan[site.path])]
-    mine = (batch for batch in kept.in_turns() if batch is not None)
+    mine = iter(kept.mine().values())
     ready: _Comparison | None = None
     errors: _Errors = {}
     for turn in kept.in_turns():
