@@ -35,6 +35,7 @@ from quantizer.export.optimize import optimize
 from quantizer.export.passes import passes
 from quantizer.export.passes import run_passes
 from quantizer.export.qdq_translations import translations
+from quantizer.export.translation_signatures import signatures_are_read_once
 from quantizer.files import checked_file
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.float16.float32_modules import convert_floats
@@ -262,7 +263,7 @@ def _export(
     dynamic: Any,
     output_names: list[str] | None,
 ) -> Any:
-    with interrupts_end_the_block(), _quiet(), _without_collection(), torch.no_grad():
+    with interrupts_end_the_block(), signatures_are_read_once(), _quiet(), _without_collection(), torch.no_grad():
         try:
             program = torch.onnx.export(
                 model,

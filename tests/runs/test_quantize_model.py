@@ -30,6 +30,7 @@ from quantizer.report import read_record  # noqa: E402
 from quantizer.report.compare.compared_run import read_runs  # noqa: E402
 from quantizer.report.compare.comparison import compare  # noqa: E402
 from quantizer.report.page.compare_page import html_from_comparison  # noqa: E402
+from quantizer.runs.placement.run_placement import RunPlacement  # noqa: E402
 
 ONNXRUNTIME = next(name for name in cpu_candidates()[0] if name.startswith("onnxruntime"))
 
@@ -257,9 +258,11 @@ def test_a_loader_with_labels_and_no_end() -> None:
     assert result.record.config["data"]["calibration"]["rows"] == 32
 
 
-def test_a_format_of_a_later_opset() -> None:
+def test_a_format_of_a_later_opset(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnx
 
+    # On a busy machine a head of 8 inputs may be timed as slower than in float, and be put back.
+    monkeypatch.setattr(RunPlacement, "price", lambda *_: None)
     openvino = next(name for name in cpu_candidates()[0] if name.startswith("openvino"))
     four = [{"weights": "int4", "kinds": ["linear"]}]
     made = quantizer.quantize_model(_net(), _images(), backend=openvino, preset="fast", formats=four)

@@ -1,0 +1,58 @@
+"""The exporter's translations are read from their source once, and its files are the same."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Mlp
+
+from quantizer import Quantizer
+from quantizer.export.translation_signatures import signatures_are_read_once
+
+pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+values = pytest.importorskip("onnxscript.values", reason="exporting needs enginequant[onnx]")
+
+
+X = torch.linspace(-1, 1, 128).reshape(4, 32)
+
+
+def test_the_second_export_reads_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onnxscript._internal import ast_utils
+
+    read = []
+    of_source = ast_utils.get_src_and_ast
+    monkeypatch.setattr(ast_utils, "get_src_and_ast", lambda function: read.append(function) or of_source(function))
+    quantizer = Quantizer(backend="openvino")
+    model = Mlp().eval()
+    quantizer.calibrate(model, [X])
+    frozen = quantizer.quantize(model)
+
+    def exported(name: str) -> bytes:
+        quantizer.export(frozen, tmp_path / name, X)
+        return (tmp_path / name).read_bytes()
+
+    first = exported("first.onnx")
+    read.clear()
+    assert exported("second.onnx") == first
+    assert read == []
+
+
+def test_the_exporter_is_as_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def source() -> Any:
+        return inspect.getattr_static(values.TracedOnnxFunction, "function_ir")
+
+    before = source()
+    with pytest.raises(ValueError, match="of the model"), signatures_are_read_once():
+        assert source() is not before
+        raise ValueError("of the model")
+    assert source() is before
+
+
+def test_a_release_that_reads_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(values.TracedOnnxFunction, "function_ir")
+    with signatures_are_read_once():
+        assert not hasattr(values.TracedOnnxFunction, "function_ir")
