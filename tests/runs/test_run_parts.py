@@ -236,3 +236,11 @@ def test_what_a_run_of_models_in_parts_cannot_have(what: str, place: Path, capsy
     told = capsys.readouterr()
     assert said in " ".join((told.out + told.err).split())
     assert not (place / "refused").exists()
+
+
+def test_what_it_cannot_have_is_told_beside_other_problems(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", str(place / "run.yaml"), "quantizer.bakend=openvino", "amp={}"]) != 0
+    told = capsys.readouterr()
+    words = " ".join((told.out + told.err).split())
+    assert "quantizer.bakend: unknown key" in words
+    assert "amp: task 'text-to-text' is of a model in several parts" in words

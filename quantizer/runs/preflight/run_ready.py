@@ -121,6 +121,9 @@ def faults_of(sections: Mapping[str, Section]) -> list[str]:
     if isinstance(model, ModelConfig) and model.task is None:
         check_functions(faults, model)
     elif isinstance(model, ModelConfig) and model.task is not None:
+        stages = {name: sections[name] for name in ("amp", "fallback", "qat", "engine") if name in sections}
+        asked = RunConfig.model_construct(model=model).model_copy(update=stages)
+        faults.of(lambda: require_possible_run(asked))
         _check_checkpoint(faults, model, model.task, rows)
     wanted = sections.get("quantizer")
     if isinstance(wanted, QuantizerConfig):
