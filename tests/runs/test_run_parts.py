@@ -28,6 +28,8 @@ from quantizer.config import load_run  # noqa: E402
 from quantizer.engines.candidates import Variant  # noqa: E402
 from quantizer.errors import EngineError  # noqa: E402
 from quantizer.errors import QuantizerError  # noqa: E402
+from quantizer.files.temporary import OLD  # noqa: E402
+from quantizer.files.temporary import new_name  # noqa: E402
 from quantizer.report import read_record  # noqa: E402
 from quantizer.report.candidate_record import Candidate  # noqa: E402
 from quantizer.report.compare.resamples import read_resamples  # noqa: E402
@@ -91,6 +93,12 @@ def test_the_folder_of_a_run_writes_what_the_quantized_model_writes(made: Path, 
     assert loaded.generate(TEXTS) == [loaded.processor.decode(row, skip_special_tokens=True) for row in right]
     with pytest.raises(QuantizerError, match=r"an engine for each, .*load_converted\(.*\)\.generate"):
         quantizer.load(made)
+
+
+def test_loading_puts_back_what_a_kill_left_aside(made: Path) -> None:
+    made.rename(new_name(made).with_suffix(OLD))
+    assert isinstance(load_converted(made), ConvertedParts)
+    assert made.is_dir()
 
 
 def test_the_report_of_a_run_is_of_all_parts(made: Path) -> None:

@@ -170,7 +170,7 @@ def load_converted(folder: str | Path, *, threads: int = 1, verify: bool = True)
     """Return the engine that ``quantizer convert`` wrote for one backend, or those of a model in parts, ready to run.
 
     Args:
-        folder: the folder ``OUT/BACKEND``.
+        folder: the folder ``OUT/BACKEND``, or that of ``quantizer run`` for a model in parts.
         threads: the number of CPU threads, for an engine that runs on the CPU.
         verify: whether to compare the engine's file with the checksum in it.
 
@@ -179,7 +179,9 @@ def load_converted(folder: str | Path, *, threads: int = 1, verify: bool = True)
         EngineError: the engine does not load on this machine.
     """
     path = Path(folder)
-    restore_folder(path.parent)
+    # A conversion is put in place as a whole, and so is a run of a model in parts, which lies in the folder itself.
+    for place in (path.parent, path):
+        restore_folder(place)
     try:
         config = json_values((path / CONFIG).read_bytes())
         if not isinstance(config, dict):
