@@ -30,12 +30,12 @@ from quantizer.export.dynamic_axes import check_dynamic
 from quantizer.export.dynamic_axes import dynamic_shapes
 from quantizer.export.dynamic_axes import hint
 from quantizer.export.dynamic_axes import usual_axes
+from quantizer.export.exporter_cache import exporter_cache
 from quantizer.export.onnx_storage import write_onnx
 from quantizer.export.optimize import optimize
 from quantizer.export.passes import passes
 from quantizer.export.passes import run_passes
 from quantizer.export.qdq_translations import translations
-from quantizer.export.translation_signatures import signatures_are_read_once
 from quantizer.files import checked_file
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.float16.float32_modules import convert_floats
@@ -263,7 +263,7 @@ def _export(
     dynamic: Any,
     output_names: list[str] | None,
 ) -> Any:
-    with interrupts_end_the_block(), signatures_are_read_once(), _quiet(), _without_collection(), torch.no_grad():
+    with interrupts_end_the_block(), exporter_cache(), _quiet(), _without_collection(), torch.no_grad():
         try:
             program = torch.onnx.export(
                 model,

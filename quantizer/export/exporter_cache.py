@@ -1,7 +1,4 @@
-"""Signatures of the exporter's own translations to ONNX, which it would read from their source at each export.
-
-It has 500 of them, and reading them takes as long as all the rest of the export of a small model.
-"""
+"""What torch's exporter finds out anew at each export, though it stays the same: half a second, whatever the model."""
 
 from __future__ import annotations
 
@@ -10,24 +7,32 @@ import weakref
 from collections.abc import Callable
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
-__all__ = ["signatures_are_read_once"]
+__all__ = ["exporter_cache"]
 
 _read: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-"""What was read, by translation, which the exporter keeps as long as the process lives, and by how it was asked for."""
+"""What was read of each of the exporter's 500 translations, which live as long as the process, by what was asked."""
 
 
 @contextmanager
-def signatures_are_read_once() -> Iterator[None]:
-    """Keep what the exporter reads in this context; a release of it that reads in another way does so each time."""
+def exporter_cache() -> Iterator[None]:
+    """Let the exporter find out once what it would again and again.
+
+    The signature of a translation is read from its source once in a process. The operators of torch that are made of
+    others are looked up once in this context, instead of once for each library that has operators: more may be
+    registered later. A release of torch that works in another way is left as it is.
+    """
     try:
         from onnxscript.values import TracedOnnxFunction
+        from torch._export import utils
         from torch.onnx._internal.exporter import _schemas
 
         read_source = inspect.getattr_static(TracedOnnxFunction, "function_ir").fget
         read_annotations = _schemas.op_signature_from_function
+        look_up = utils._materialize_cpp_cia_ops
     except (ImportError, AttributeError):
         yield
         return
@@ -40,6 +45,7 @@ def signatures_are_read_once() -> Iterator[None]:
     with (
         patch.object(TracedOnnxFunction, "function_ir", source),
         patch.object(_schemas, "op_signature_from_function", annotations),
+        patch.object(utils, "_materialize_cpp_cia_ops", cache(look_up)),
     ):
         yield
 

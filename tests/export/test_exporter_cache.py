@@ -1,4 +1,4 @@
-"""The exporter's translations are read from their source once, and its files are the same."""
+"""What the exporter finds out once: its files are the same with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from helpers import Mlp
 
 from quantizer import Quantizer
-from quantizer.export.translation_signatures import signatures_are_read_once
+from quantizer.export.exporter_cache import exporter_cache
 
 pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 values = pytest.importorskip("onnxscript.values", reason="exporting needs enginequant[onnx]")
@@ -46,7 +46,7 @@ def test_the_exporter_is_as_before_it() -> None:
         return inspect.getattr_static(values.TracedOnnxFunction, "function_ir")
 
     def in_the_context() -> None:
-        with signatures_are_read_once():
+        with exporter_cache():
             assert source() is not before
             raise ValueError("of the model")
 
@@ -58,5 +58,5 @@ def test_the_exporter_is_as_before_it() -> None:
 
 def test_a_release_that_reads_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(values.TracedOnnxFunction, "function_ir")
-    with signatures_are_read_once():
+    with exporter_cache():
         assert not hasattr(values.TracedOnnxFunction, "function_ir")
