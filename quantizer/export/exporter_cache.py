@@ -1,4 +1,4 @@
-"""What torch's exporter finds out anew at each export, though it stays the same: half a second, whatever the model."""
+"""A cache of what torch's exporter finds out anew at each export, though it stays the same: half a second a time."""
 
 from __future__ import annotations
 
