@@ -17,7 +17,6 @@ import torch
 from helpers import BYTE_PRODUCTS_ARE_EXACT
 from hypothesis import settings
 from quick_start import collect_seldom
-from quick_start import read_torchlib_once
 from translated import translate_once
 from trials_here import trials_here
 
@@ -58,8 +57,7 @@ def _one_random_state() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Begin with what all tests share: models and libraries are there, and torch's translations are read once."""
-    read_torchlib_once()
+    """Begin with what all tests share: models and libraries are there."""
     collect_seldom()
 
 

@@ -1,14 +1,10 @@
-"""What makes each process of the tests quicker: torch reads its translations once, garbage is looked for seldom."""
+"""What makes each process of the tests quicker: garbage is looked for seldom."""
 
 from __future__ import annotations
 
-import copy
 import gc
-from functools import cache
-from importlib.util import find_spec
-from typing import Any
 
-__all__ = ["collect_seldom", "read_torchlib_once"]
+__all__ = ["collect_seldom"]
 
 
 def collect_seldom() -> None:
@@ -19,24 +15,3 @@ def collect_seldom() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 50)
-
-
-def read_torchlib_once() -> bool:
-    """Keep the 500 functions that each export reads from onnxscript's source, half of the time of a small one.
-
-    Returns:
-        Whether there are any.
-    """
-    if find_spec("onnxscript") is None:
-        return False
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    read = cache(ONNXRegistry.from_torchlib)
-
-    def from_torchlib(*opset: int, **named: int) -> Any:
-        registry = copy.copy(read(*opset, **named))
-        registry.functions = {target: list(found) for target, found in registry.functions.items()}
-        return registry
-
-    ONNXRegistry.from_torchlib = staticmethod(from_torchlib)
-    return True

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from quick_start import collect_seldom
-from quick_start import read_torchlib_once
+
+from quantizer.export.exporter_cache import exporter_cache
 
 # The server has found this module; the programs that a script starts need not.
 places = os.environ["PYTHONPATH"].split(os.pathsep)
 places.remove(str(Path(__file__).parent))
 os.environ["PYTHONPATH"] = os.pathsep.join(places)
 
-if read_torchlib_once():
+if find_spec("onnxscript") is not None:
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-    ONNXRegistry.from_torchlib(opset_version=20)  # the default of exports
+    with exporter_cache():
+        ONNXRegistry.from_torchlib(opset_version=20)  # the default of exports
 collect_seldom()
