@@ -18,6 +18,7 @@ from quantizer.engines.inspection.place_times import NOWHERE
 from quantizer.engines.inspection.place_times import place_times
 from quantizer.errors import SensitivityError
 from quantizer.reasons import ReasonCode
+from quantizer.runs.placement import price_groups
 from quantizer.sensitivity import GroupSensitivity
 from quantizer.sensitivity.prices.by_speed import by_speed
 from quantizer.sensitivity.prices.by_speed import frontier
@@ -73,6 +74,24 @@ def test_a_layer_that_is_called_after_its_activation() -> None:
         "a.first": 1,
         "a.second": 2,
     }
+
+
+def test_layers_of_slow_engines_are_timed_in_fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+
+    def inspected(*_: Any, **asked: int) -> Inspection:
+        runs.append(asked["runs"])
+        layer, _ = _layer("a/MatMul", 3.0)
+        return Inspection(backend="openvino", verified=True, note="", layers=(layer,))
+
+    monkeypatch.setattr(price_groups, "inspect_engine", inspected)
+    monkeypatch.setattr(price_groups, "product_names", lambda _: {})
+    files = price_groups.EngineFiles(onnx=Path("model.onnx"), engine=Path("model.engine"))
+    timing = price_groups.Timing(backend="openvino", batch=32, sequence=1, threads=1)
+    engines = dict.fromkeys(("fast", "slow", "slower"), files)
+    found = timing.of_places(engines, ["a"], {"fast": 5e3, "slow": 1.5e6, "slower": 9e6})
+    assert runs == 2 * [10, 6, 3]
+    assert {name: times["a"] for name, times in found.items()} == dict.fromkeys(engines, 3.0)
 
 
 def test_the_product_behind_a_name(tmp_path: Path) -> None:

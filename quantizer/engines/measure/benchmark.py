@@ -15,7 +15,7 @@ from quantizer.errors import EngineError
 
 __all__ = ["PeakMemory", "interleaved_latency", "medians", "peak_memory_mib"]
 
-_FEWEST_ROUNDS = 5
+_FEWEST_ROUNDS = 3
 _WARM = 0.1
 """The share of the time after which one round before is enough: calls are so slow that a second one is no faster."""
 
@@ -32,8 +32,8 @@ def interleaved_latency(
         callables: what to time, by name.
         rounds: samples of each.
         warmup: rounds before, not counted.
-        seconds: about how long all of it may take; slow calls are called in 5 rounds at least, and one before. None:
-            as long as it takes.
+        seconds: about how long all of it may take; slow calls, which vary little, are called in 3 rounds at least, and
+            one before. None: as long as it takes.
 
     Raises:
         EngineError: nothing to time, or no rounds.

@@ -40,8 +40,8 @@ from quantizer.sensitivity.prices.group_prices import prices_from_places
 __all__ = ["EngineFiles", "TimeCache", "Timing", "is_faster", "price_groups"]
 
 _ROUNDS, _SECONDS = 15, 20.0
-_RUNS = 10
-"""Runs of which a layer's time is the median."""
+_RUNS, _FEWEST_RUNS, _RUNS_S = 10, 3, 10.0
+"""Runs of which a layer's time is the median: so many, or those that take so long, but never fewer than that."""
 
 _LEAST_GAIN = 1.02
 """A plan with groups put back for the time is taken from this gain on, measured as a whole."""
@@ -82,16 +82,24 @@ class Timing:
     def load(self, path: Path) -> Engine:
         return load_engine(self.backend, path, threads=self.threads, verify=False)
 
-    def of_places(self, engines: Mapping[str, EngineFiles], places: Collection[str]) -> dict[str, dict[str, float]]:
+    def of_places(
+        self, engines: Mapping[str, EngineFiles], places: Collection[str], latencies: Mapping[str, float]
+    ) -> dict[str, dict[str, float]]:
         """Return the time of each place in each engine, in microseconds, the lower of two measurements.
 
         The engines take turns. What else runs on the machine makes layers slower, and seldom the same ones twice.
+
+        Args:
+            engines: the engines by name.
+            places: the places.
+            latencies: what each engine takes as a whole, in microseconds.
         """
         size = {"threads": self.threads, "batch": self.batch, "sequence": self.sequence}
         found: dict[str, dict[str, float]] = {}
         for _ in range(2):
             for name, files in engines.items():
-                seen = inspect_engine(self.backend, files.engine, **size, runs=_RUNS)
+                runs = max(_FEWEST_RUNS, min(_RUNS, int(1e6 * _RUNS_S / latencies[name])))
+                seen = inspect_engine(self.backend, files.engine, **size, runs=runs)
                 times = place_times(seen, places, product_names(files.onnx))
                 found[name] = {place: min(time, found.get(name, times)[place]) for place, time in times.items()}
         return found
@@ -195,7 +203,7 @@ def price_groups(
 
     def take() -> _Times:
         latency = timing.latencies({"low": low.engine, "plain": plain.engine})
-        spent = timing.of_places({"low": low, "plain": plain}, set(hosts.values()))
+        spent = timing.of_places({"low": low, "plain": plain}, set(hosts.values()), latency)
         return _Times(low_us=latency["low"], float_us=latency["plain"], low=spent["low"], plain=spent["plain"])
 
     times = cache.times(low.onnx, plain.onnx, timing, take)
