@@ -6,8 +6,10 @@ import inspect
 import weakref
 from collections.abc import Callable
 from collections.abc import Iterator
+from contextlib import ExitStack
 from contextlib import contextmanager
 from functools import cache
+from threading import RLock
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +17,9 @@ __all__ = ["exporter_cache"]
 
 _read: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 """What was read of each of the exporter's 500 translations, which live as long as the process, by what was asked."""
+
+# Of two threads one would put back what the other has put in.
+_one_at_a_time = RLock()
 
 
 @contextmanager
@@ -25,29 +30,35 @@ def exporter_cache() -> Iterator[None]:
     others are looked up once in this context, instead of once for each library that has operators: more may be
     registered later. A release of torch that works in another way is left as it is.
     """
-    try:
-        from onnxscript.values import TracedOnnxFunction
-        from torch._export import utils
-        from torch.onnx._internal.exporter import _schemas
-
-        read_source = inspect.getattr_static(TracedOnnxFunction, "function_ir").fget
-        read_annotations = _schemas.op_signature_from_function
-        look_up = utils._materialize_cpp_cia_ops
-    except (ImportError, AttributeError):
+    with _one_at_a_time, ExitStack() as replaced:
+        try:
+            remembering = _remembering()
+        except (ImportError, AttributeError):
+            remembering = []
+        for owner, name, value in remembering:
+            replaced.enter_context(patch.object(owner, name, value))
         yield
-        return
+
+
+def _remembering() -> list[tuple[Any, str, Any]]:
+    """Return what stands for parts of the exporter: where each is, its name, and what does the same and remembers."""
+    from onnxscript.values import TracedOnnxFunction
+    from torch._export import utils
+    from torch.onnx._internal.exporter import _schemas
+
+    read_source = inspect.getattr_static(TracedOnnxFunction, "function_ir").fget
+    read_annotations = _schemas.op_signature_from_function
 
     def annotations(function: Any, *args: Any, **keywords: Any) -> Any:
         asked = (args, *sorted(keywords.items()))
         return _once(function, asked, lambda: read_annotations(function, *args, **keywords))
 
     source = property(lambda function: _once(function, "source", lambda: read_source(function)))
-    with (
-        patch.object(TracedOnnxFunction, "function_ir", source),
-        patch.object(_schemas, "op_signature_from_function", annotations),
-        patch.object(utils, "_materialize_cpp_cia_ops", cache(look_up)),
-    ):
-        yield
+    return [
+        (TracedOnnxFunction, "function_ir", source),
+        (_schemas, "op_signature_from_function", annotations),
+        (utils, "_materialize_cpp_cia_ops", cache(utils._materialize_cpp_cia_ops)),
+    ]
 
 
 def _once(function: Any, asked: Any, read: Callable[[], Any]) -> Any:
