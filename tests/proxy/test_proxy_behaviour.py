@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -244,6 +245,9 @@ def _one_of_two(rank: int, folder: str) -> None:
     output = wrapped(_rows()[rank::2])
     output.square().mean().backward()
     torch.save((output.detach(), _gradients(model)), f"{folder}/{rank}.pt")
+    # Where it holds the group last, it waits for gloo's threads with Python's lock, which one of these may wait for.
+    del wrapped, output
+    gc.collect()
     torch.distributed.destroy_process_group()
 
 
