@@ -40,9 +40,8 @@ from quantizer.runs.choose_engine import require_sites
 from quantizer.runs.choose_engine import timed
 from quantizer.runs.measure import FLOAT_STEM
 from quantizer.runs.measure import build_options
-from quantizer.runs.outputs.compare_outputs import Reference
+from quantizer.runs.outputs.compare_outputs import References
 from quantizer.runs.outputs.compare_outputs import check_engine
-from quantizer.runs.outputs.compare_outputs import reference_outputs
 from quantizer.runs.outputs.output_check import tolerance
 from quantizer.runs.ranks.variants import Calibrated
 from quantizer.runs.ranks.variants import variants_of
@@ -203,7 +202,7 @@ class _Maker:
         self._folder = folder
         self._kept = kept
         self._frozen: dict[tuple[str, bool], nn.Module] = {}
-        self._outputs: dict[tuple[nn.Module, tuple[str, ...]], list[Reference]] = {}
+        self._references = References([batch])
 
     def all(self, variants: Sequence[Variant]) -> tuple[dict[str, _Tried], list[Candidate]]:
         """Return the candidates that are right, by name, and the records of the others."""
@@ -241,8 +240,8 @@ class _Maker:
         path = self._folder / f"{variant.file_name}.engine"
         built = self._kept.build(name, onnx, path, options, threads=threads, **size)
         engine = load_engine(name, built.path, threads=threads)
-        plain = self._outputs_of(self._context.model, engine)
-        expected = plain if proxy is None else self._outputs_of(proxy, engine)
+        plain = self._references.of(self._context.model, engine.output_names)
+        expected = plain if proxy is None else self._references.of(proxy, engine.output_names)
         computed = torch.float32 if variant.precision is None else getattr(torch, variant.precision)
         checks = check_engine(engine, expected, plain, tolerance(None, proxy is not None, computed))
         far = [check.float_db for check in checks if check.float_db is not None]
@@ -252,13 +251,6 @@ class _Maker:
             score_difference=self._kept.difference(built.path, partial(self._scoring.difference, variant.name, engine)),
         )
         return _Tried(variant, found, onnx, built, engine)
-
-    def _outputs_of(self, model: nn.Module, engine: Engine) -> list[Reference]:
-        """Return what an engine is compared with: several engines are made of one proxy, and all of one float model."""
-        key = model, tuple(engine.output_names)
-        if key not in self._outputs:
-            self._outputs[key] = reference_outputs(model, [self._batch], engine.output_names)
-        return self._outputs[key]
 
     def _exported(self, variant: Variant) -> tuple[nn.Module | None, Path]:
         """Return the frozen proxy, None for a variant in float, and its file; each is made once for all variants."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -30,9 +28,8 @@ from quantizer.runs.convert.folder import ENGINE
 from quantizer.runs.convert.folder import ONNX
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.request import ConversionRequest
-from quantizer.runs.outputs.compare_outputs import Reference
+from quantizer.runs.outputs.compare_outputs import References
 from quantizer.runs.outputs.compare_outputs import check_engine
-from quantizer.runs.outputs.compare_outputs import reference_outputs
 from quantizer.runs.outputs.output_check import OutputCheck
 from quantizer.runs.outputs.output_check import Tolerance
 from quantizer.runs.outputs.output_check import tolerance
@@ -99,6 +96,7 @@ class EngineMaker:
 
     Attributes:
         kept: builds the engines of a choice, and keeps them for a conversion that goes on after this one is stopped.
+        references: PyTorch's outputs for ``checked_on``.
     """
 
     def __init__(
@@ -116,14 +114,13 @@ class EngineMaker:
         self.facts = facts
         self.context = context
         self.batches = batches
-        self.checked_on = checked_on
         self.timed_on = timed_on
         self.tuning = tuning
         self.scratch = scratch
         self.stage = context.timer
         self.kept = KeptEngines(None, None)
         self._plain: dict[Variant, Made] = {}
-        self._outputs: WeakKeyDictionary[nn.Module, list[Reference]] = WeakKeyDictionary()
+        self.references = References(checked_on)
 
     def variant(self, name: str) -> Variant:
         """Return how the engine of a backend is built that was asked for by its name."""
@@ -308,8 +305,8 @@ class EngineMaker:
         if made.engine is None:
             return made
         with self.stage("check the outputs against PyTorch"):
-            plain = self.references(self.context.model, made.engine.output_names)
-            expected = plain if made.quantized is None else self.references(made.quantized, made.engine.output_names)
+            plain = self.references.of(self.context.model, made.engine.output_names)
+            expected = plain if made.quantized is None else self.references.of(made.quantized, made.engine.output_names)
             found = check_engine(
                 made.engine,
                 expected,
@@ -318,12 +315,6 @@ class EngineMaker:
                 "Nothing was written; --tolerance sets another bound",
             )
         return replace(made, checks=tuple(found))
-
-    def references(self, model: nn.Module, names: Sequence[str]) -> list[Reference]:
-        """Return PyTorch's outputs, named as those of its engines, which all have the same ones."""
-        if model not in self._outputs:
-            self._outputs[model] = reference_outputs(model, self.checked_on, names)
-        return self._outputs[model]
 
 
 def _in_float(variant: Variant) -> Variant:

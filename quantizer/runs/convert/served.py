@@ -48,7 +48,7 @@ def _expected(maker: EngineMaker, made: Made, signature: Signature) -> Expected:
     """Return PyTorch's outputs, with which an engine is compared where it runs."""
     names, model = [value.name for value in signature.outputs], maker.context.model
     return Expected(
-        outputs=maker.references(model if made.quantized is None else made.quantized, names),
-        of_float=maker.references(model, names),
+        outputs=maker.references.of(model if made.quantized is None else made.quantized, names),
+        of_float=maker.references.of(model, names),
         bound=maker.tolerance(made.variant),
     )

@@ -45,6 +45,7 @@ from quantizer.tasks.metrics import sqnr_db
 
 __all__ = [
     "Reference",
+    "References",
     "check_engine",
     "distances_of",
     "is_cache",
@@ -92,6 +93,25 @@ def reference_outputs(model: nn.Module, batches: Iterable[Batch], names: Sequenc
         noisy = cache(partial(_noisy, model, rows_at(batch, rows), names))
         references.append(Reference(batch, rows, _by_name(result, names), noisy))
     return references
+
+
+class References:
+    """PyTorch's outputs for some batches, computed once for each model: several engines are made of one.
+
+    Args:
+        batches: the inputs.
+    """
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self._batches = batches
+        self._found: dict[tuple[nn.Module, tuple[str, ...]], list[Reference]] = {}
+
+    def of(self, model: nn.Module, names: Sequence[str]) -> list[Reference]:
+        """Return the outputs of a model, named as those of its engines."""
+        key = model, tuple(names)
+        if key not in self._found:
+            self._found[key] = reference_outputs(model, self._batches, names)
+        return self._found[key]
 
 
 def _noisy(model: nn.Module, batch: Batch, names: Sequence[str]) -> list[Outputs]:
