@@ -16,7 +16,6 @@ import numpy as np
 
 from quantizer.config import DatasetConfig
 from quantizer.config import ModelConfig
-from quantizer.config import QuantizerConfig
 from quantizer.config import RunConfig
 from quantizer.config.feasibility import check_run
 from quantizer.config.section import Section
@@ -87,11 +86,7 @@ def ready_to_run(config: RunConfig, folder: Path, kind: str, *, force: bool | No
     faults = Faults()
     _check_packages(faults, config)
     rows = _checked_data(faults, {name: part for name in _ROWS if (part := getattr(config.data, name)) is not None})
-    if config.model.task is None:
-        check_functions(faults, config.model)
-    else:
-        faults.of(lambda: require_possible_run(config))
-        _check_checkpoint(faults, config.model, config.model.task, rows)
+    _check_model(faults, config, rows)
     restore_folder(folder)
     faults.of(lambda: checked_folder(folder, kind, replace=force is not False))
     faults.of(lambda: require_sole_writer(folder))
@@ -115,20 +110,14 @@ def faults_of(sections: Mapping[str, Section]) -> list[str]:
         sections: the sections of the file that are valid, by name.
     """
     faults = Faults()
-    data, model = sections.get("data"), sections.get("model")
+    data = sections.get("data")
     parts = {name: sections.get(f"data.{name}", getattr(data, name, None)) for name in _ROWS}
     rows = _checked_data(faults, {name: part for name, part in parts.items() if isinstance(part, DatasetConfig)})
-    if isinstance(model, ModelConfig) and model.task is None:
-        check_functions(faults, model)
-    elif isinstance(model, ModelConfig) and model.task is not None:
-        stages = {name: sections[name] for name in ("amp", "fallback", "qat", "engine") if name in sections}
-        asked = RunConfig.model_construct(model=model).model_copy(update=stages)
-        faults.of(lambda: require_possible_run(asked))
-        _check_checkpoint(faults, model, model.task, rows)
-    wanted = sections.get("quantizer")
-    if isinstance(wanted, QuantizerConfig):
-        others = {name: sections[name] for name in ("export", "engine") if name in sections}
-        config = RunConfig.model_construct(quantizer=wanted).model_copy(update=others)
+    known = {name: section for name, section in sections.items() if name in RunConfig.model_fields}
+    config = RunConfig.model_construct().model_copy(update=known)
+    if "model" in known:
+        _check_model(faults, config, rows)
+    if "quantizer" in known:
         faults.of(lambda: check_run(config))
     return faults.texts
 
@@ -149,6 +138,15 @@ def _check_packages(faults: Faults, config: RunConfig) -> None:
         faults.of(lambda: cpu_candidates(config.quantizer.candidates))
     elif fits and config.quantizer.backend != AUTO:
         faults.of(lambda: backend(config.quantizer.backend).check(build_options(config)))
+
+
+def _check_model(faults: Faults, config: RunConfig, rows: Mapping[str, Sequence[Row]]) -> None:
+    """Check what a model is made of, and what a run asks of one."""
+    if config.model.task is None:
+        check_functions(faults, config.model)
+    else:
+        faults.of(lambda: require_possible_run(config))
+        _check_checkpoint(faults, config.model, config.model.task, rows)
 
 
 def _check_checkpoint(faults: Faults, model: ModelConfig, task: str, rows: Mapping[str, Sequence[Row]]) -> None:
