@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -236,18 +235,21 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def _one_of_two(rank: int, folder: str) -> None:
-    """A process of two: the output of its rows, and its gradients, in a file."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def _of_rank(rank: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output of the rows of a process of two, and its gradients."""
     model = _partly_frozen()
-    wrapped = nn.parallel.DistributedDataParallel(model)  # its hooks live as long as it does
+    # It ends with this function, before the group does: the last to hold that waits for gloo's threads with Python's
+    # lock, which one of them may wait for.
+    wrapped = nn.parallel.DistributedDataParallel(model)
     output = wrapped(_rows()[rank::2])
     output.square().mean().backward()
-    torch.save((output.detach(), _gradients(model)), f"{folder}/{rank}.pt")
-    # Where it holds the group last, it waits for gloo's threads with Python's lock, which one of these may wait for.
-    del wrapped, output
-    gc.collect()
+    return output.detach(), _gradients(model)
+
+
+def _one_of_two(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.save(_of_rank(rank), f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 

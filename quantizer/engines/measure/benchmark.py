@@ -32,8 +32,8 @@ def interleaved_latency(
         callables: what to time, by name.
         rounds: samples of each.
         warmup: rounds before, not counted.
-        seconds: about how long all of it may take; slow calls, which vary little, are called in 3 rounds at least, and
-            one before. None: as long as it takes.
+        seconds: about how long all of it may take; slow calls are called in 3 rounds at least, and one before. None:
+            as long as it takes.
 
     Raises:
         EngineError: nothing to time, or no rounds.
