@@ -15,6 +15,8 @@ from quantizer.engines.engine_file import read_engine
 from quantizer.engines.engine_file import write_engine
 from quantizer.engines.openvino import fixed_shapes
 from quantizer.engines.openvino.engine import _loaded
+from quantizer.engines.openvino.shared_bytes import parts_of
+from quantizer.engines.openvino.shared_bytes import read_ranges
 from quantizer.errors import EngineError
 
 onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
@@ -113,13 +115,39 @@ def test_sizes_that_the_model_cannot_take(tmp_path: Path) -> None:
     assert load_engine("openvino", built.path)(arrays)["y"].shape == (2, 5, 32)
 
 
-@pytest.mark.parametrize("length", ["999999999", "x", "-1"])
-def test_a_damaged_length(tmp_path: Path, length: str) -> None:
-    path = build_engine("openvino", written(tmp_path, "batch, sequence, 64"), tmp_path / "m.engine", USUAL).path
+def built_and_told(folder: Path) -> tuple[Path, bytes, list[str], str]:
+    """An engine of three models, what the library built, and what its note tells: by commas, and the names."""
+    path = build_engine("openvino", written(folder, "batch, sequence, 64"), folder / "m.engine", USUAL).path
     content, note = read_engine(path)
     told, _, names = note.removeprefix("inference_precision ").partition(" ")
-    parts = told.split(",")
-    assert len(parts) == 4
-    write_engine(path, memoryview(content), f"inference_precision {','.join([*parts[:3], length])} {names}")
+    return path, content, told.split(","), names
+
+
+def test_the_weights_are_in_the_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.WEIGHT", np.random.default_rng(1).normal(size=(64, 4096)).astype(np.float32))
+    path, content, _, _ = built_and_told(tmp_path)
+    assert len(_loaded(path, 1).fixed) == 2
+    assert WEIGHT.nbytes < len(content) < 1.1 * WEIGHT.nbytes
+    assert content.count(WEIGHT.tobytes()) == 1
+
+
+def test_an_engine_of_a_version_that_told_lengths(tmp_path: Path) -> None:
+    path, content, told, names = built_and_told(tmp_path)
+    parts = [part.tobytes() for part in parts_of(content, read_ranges(told[2]))]
+    lengths = ",".join(str(len(part)) for part in parts[:-1])
+    write_engine(path, memoryview(b"".join(parts)), f"inference_precision {told[0]},{told[1]},{lengths} {names}")
+    assert len(_loaded(path, 1).fixed) == 2
+    arrays = given(4, 16)
+    result = load_engine("openvino", path)(arrays)["y"]
+    np.testing.assert_allclose(result, (arrays["x"] + arrays["z"]) @ WEIGHT, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "told",
+    ["999999999,9", "9,x", "9,-1", "0-999999999", "0-9/", "", "9-0", "0-x", "0-9-18", "0-9,0-9", "-1-9"],
+)
+def test_damaged_ranges(tmp_path: Path, told: str) -> None:
+    path, content, before, names = built_and_told(tmp_path)
+    write_engine(path, memoryview(content), f"inference_precision {before[0]},{before[1]},{told} {names}")
     with pytest.raises(EngineError, match="is not an engine of backend openvino, or is cut short"):
         load_engine("openvino", path)

@@ -41,12 +41,14 @@ class Models:
         dimensions: the name of each axis of each input, as far as it is known.
         fixed: those that were compiled for fixed shapes, by the shapes of all inputs.
         warnings: why one is missing although its shapes are known.
+        held: the memory in which they keep their constants, which must live as long as they do.
     """
 
     compiled: Any
     dimensions: Dimensions
     fixed: Mapping[Shapes, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    held: tuple[Array, ...] = ()
 
     def of(self, arrays: Sequence[Array]) -> Any:
         """Return the model that runs inputs of these shapes fastest."""

@@ -5,7 +5,8 @@ Like a TensorRT engine it belongs to the release and the kind of processor that 
 loads one. (Its portable form, IR, is two files.) The export does not state the inference precision for which it was
 compiled, nor the blocks of ranges at run time, and has to be loaded with the same; nor does it keep the names of
 dimensions. A line at the file's end holds all of them. Where the usual sizes of the inputs are known, further exports
-follow the first: the same model, each compiled for fixed shapes alone (``fixed_shapes.py``).
+follow the first: the same model, each compiled for fixed shapes alone (``fixed_shapes.py``); what they have in common
+with it is in the file once (``shared_bytes.py``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from quantizer.engines.backends import backends
+from quantizer.engines.base import Array
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.base import TensorSpec
@@ -51,6 +53,11 @@ from quantizer.engines.openvino.compiled_models import port_name
 from quantizer.engines.openvino.compiled_models import reason
 from quantizer.engines.openvino.compiled_models import shapes_of
 from quantizer.engines.openvino.inspect import observed_layers
+from quantizer.engines.openvino.shared_bytes import Ranges
+from quantizer.engines.openvino.shared_bytes import parts_of
+from quantizer.engines.openvino.shared_bytes import read_ranges
+from quantizer.engines.openvino.shared_bytes import share_bytes
+from quantizer.engines.openvino.shared_bytes import write_ranges
 from quantizer.engines.openvino.signal_stack import kept_signal_stack
 from quantizer.engines.optional_import import import_library
 from quantizer.errors import EngineError
@@ -80,6 +87,7 @@ class OpenVINOEngine:
         self.output_names = tuple(port_name(port) for port in compiled.outputs)
         self._request = compiled.create_infer_request()
         self._fixed = {shapes: model.create_infer_request() for shapes, model in models.fixed.items()}
+        self._held = models.held
 
     def __call__(self, inputs: Any) -> dict[str, Any]:
         """Run it once; what it returns belongs to the caller."""
@@ -123,8 +131,9 @@ class OpenVINOBackend:
             options.progress(0.0, "compile")
         models = compile_models(ov, onnx_path, _settings(1, precision), options.dynamic)
         parts = [model.export_model().getbuffer() for model in (models.compiled, *models.fixed.values())]
-        told = ",".join(map(str, [precision, models.compiled.get_property(GROUP), *map(len, parts[:-1])]))
-        content = memoryview(b"".join(parts)) if parts[1:] else parts[0]
+        stored, ranges = share_bytes(parts)
+        content = memoryview(b"".join(stored)) if parts[1:] else parts[0]
+        told = f"{precision},{models.compiled.get_property(GROUP)},{write_ranges(ranges)}"
         write_engine(engine_path, content, f"{_NOTE}{told} {json.dumps(models.dimensions)}", cpu_instructions())
         if options.progress:
             options.progress(1.0, "compile")
@@ -191,24 +200,41 @@ def _loaded(
     checked_engine(path)
     blob, note = read_engine(path, verify=verify)
     told, _, names = note.removeprefix(_NOTE).partition(" ")
-    precision, *numbers = told.split(",")
-    ends = [*accumulate(map(int, numbers[1:])), len(blob)] if all(map(str.isdecimal, numbers)) else []
-    if not note.startswith(_NOTE) or precision not in _PRECISIONS or not ends or ends != sorted(ends):
+    precision, *rest = told.split(",")
+    try:
+        if not note.startswith(_NOTE) or precision not in _PRECISIONS:
+            raise ValueError("the note of another backend")
+        group = {GROUP: int(rest[0])} if rest else {}
+        parts = parts_of(blob, _told_ranges(rest[1:], len(blob)))
+    except ValueError as error:
         raise EngineError(
             f"{path} is not an engine of backend openvino, or is cut short: it does not end with the precision "
             "that it was built for; build it again from its ONNX file"
-        )
-    settings = {**_settings(threads, precision), **({GROUP: int(numbers[0])} if numbers else {}), **more}
-    parts = [blob[start:end] for start, end in pairwise([0, *ends])]
+        ) from error
+    settings = {**_settings(threads, precision), **group, **more}
     compiled, *fixed = (_imported(path, part, settings) for part in parts)
-    return Models(compiled, _told_dimensions(path, names), {shapes_of(model.inputs): model for model in fixed})
+    variants = {shapes_of(model.inputs): model for model in fixed}
+    return Models(compiled, _told_dimensions(path, names), variants, held=tuple(parts))
 
 
-def _imported(path: Path, blob: bytes, settings: Mapping[str, object]) -> Any:
+def _told_ranges(told: Sequence[str], size: int) -> list[Ranges]:
+    """Return where the models of a file of ``size`` bytes lie; a former version told the lengths of all but the last.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    if len(told) == 1 and not told[0].isdecimal():
+        return read_ranges(told[0])
+    ends = [*accumulate(map(int, told)), size]
+    return [((start, end),) for start, end in pairwise([0, *ends])]
+
+
+def _imported(path: Path, blob: Array, settings: Mapping[str, object]) -> Any:
     ov = import_library("openvino", "openvino")
     try:
         with kept_signal_stack():
-            compiled = ov.Core().import_model(blob, "CPU", settings)
+            # Of bytes, OpenVINO makes two copies.
+            compiled = ov.Core().import_model(ov.Tensor(blob, shared_memory=True), "CPU", settings)
     except RuntimeError as error:
         raise EngineError(
             f"{path} is not an engine that OpenVINO {ov.__version__.partition('-')[0]} can load here: "

@@ -2,7 +2,7 @@
 
 OpenVINO compiles a model of fixed shapes into a faster one: additions and factors become parts of the products before
 them, the kernels of attention know their loops, and no shape is derived at each run. MiniLM in INT8 takes 20% less time
-at 1 x 16 and 10% less at 8 x 128. Each is compiled apart, and has a copy of the weights.
+at 1 x 16 and 10% less at 8 x 128. Each is compiled apart, and has a copy of the weights in memory.
 """
 
 from __future__ import annotations
