@@ -36,6 +36,7 @@ from quantizer.targets import TargetProfile
 __all__ = [
     "calibrator_of",
     "estimates_of",
+    "keeps_batches",
     "make_observation",
     "needs_batches",
     "plan_settings",
@@ -100,6 +101,11 @@ def replays_batches(config: QuantizerConfig) -> bool:
     """Return whether the model is run again to choose ranges or codes, for which a few batches are kept."""
     activations = config.activations
     return needs_batches(config) or activations.calibrator == "output" or activations.smooth is not None
+
+
+def keeps_batches(config: QuantizerConfig) -> bool:
+    """Return whether batches are kept, since a plan takes runs of the model for ranges, codes or biases."""
+    return _kept(config) is not None
 
 
 def needs_batches(config: QuantizerConfig) -> bool:

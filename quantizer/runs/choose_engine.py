@@ -40,8 +40,8 @@ FAILURES = (QuantizerError, RuntimeError)
 """What takes a candidate out of the choice and leaves the others in it; libraries raise the second."""
 
 HOPELESS = 1.2
-"""A quantized engine that is so many times as slow as another one is not improved: groups that go back to float, or
-ranges at run time, have gained a few percent."""
+"""A quantized engine that is so many times as slow as another one is not improved: groups that go back to float, ranges
+at run time, or better ones than a rough plan has, have gained a few percent."""
 
 NO_FASTER = "no faster than int8"
 """Why an engine with ranges at run time is not built.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from quantizer.calibration.settings import keeps_batches
 from quantizer.common.progress import counted
 from quantizer.config import RunConfig
 from quantizer.engines import BuildResult
@@ -43,6 +45,8 @@ from quantizer.runs.measure import build_options
 from quantizer.runs.outputs.compare_outputs import References
 from quantizer.runs.outputs.compare_outputs import check_engine
 from quantizer.runs.outputs.output_check import tolerance
+from quantizer.runs.placement.rough_plan import rough_engine
+from quantizer.runs.placement.rough_plan import too_slow
 from quantizer.runs.ranks.variants import Calibrated
 from quantizer.runs.ranks.variants import variants_of
 from quantizer.runs.run_context import RunContext
@@ -202,6 +206,7 @@ class _Maker:
         self._folder = folder
         self._kept = kept
         self._frozen: dict[tuple[str, bool], nn.Module] = {}
+        self._slow: dict[str, str | None] = {}
         self._references = References([batch])
 
     def all(self, variants: Sequence[Variant]) -> tuple[dict[str, _Tried], list[Candidate]]:
@@ -218,8 +223,12 @@ class _Maker:
                     out.append(not_built(candidate, NO_FASTER))
                     continue
                 try:
-                    tried[variant.name] = self._tried(variant, candidate)
-                    candidate = tried[variant.name].candidate
+                    if (why := self._too_slow(variant, tried)) is None:
+                        tried[variant.name] = self._tried(variant, candidate)
+                        candidate = tried[variant.name].candidate
+                    else:
+                        candidate = not_built(candidate, why)
+                        out.append(candidate)
                 except FAILURES as error:
                     candidate = failed(candidate, error)
                     out.append(candidate)
@@ -232,14 +241,8 @@ class _Maker:
         Raises:
             QuantizerError: it cannot be built or run, or computes something else than PyTorch.
         """
-        config, name = self._config, variant.backend
         proxy, onnx = self._exported(variant)
-        threads, report = config.engine.threads, config.report
-        options = replace(build_options(config), inference_precision=variant.precision, compiled=variant.compiled)
-        size = {"batch": report.latency_batch, "sequence": report.latency_sequence}
-        path = self._folder / f"{variant.file_name}.engine"
-        built = self._kept.build(name, onnx, path, options, threads=threads, **size)
-        engine = load_engine(name, built.path, threads=threads)
+        built, engine = self._built(variant, onnx, self._folder / f"{variant.file_name}.engine")
         plain = self._references.of(self._context.model, engine.output_names)
         expected = plain if proxy is None else self._references.of(proxy, engine.output_names)
         computed = torch.float32 if variant.precision is None else getattr(torch, variant.precision)
@@ -251,6 +254,33 @@ class _Maker:
             score_difference=self._kept.difference(built.path, partial(self._scoring.difference, variant.name, engine)),
         )
         return _Tried(variant, found, onnx, built, engine)
+
+    def _built(self, variant: Variant, onnx: Path, path: Path) -> tuple[BuildResult, Engine]:
+        config, name = self._config, variant.backend
+        threads, report = config.engine.threads, config.report
+        options = replace(build_options(config), inference_precision=variant.precision, compiled=variant.compiled)
+        size = {"batch": report.latency_batch, "sequence": report.latency_sequence}
+        built = self._kept.build(name, onnx, path, options, threads=threads, **size)
+        return built, load_engine(name, built.path, threads=threads)
+
+    def _too_slow(self, variant: Variant, tried: Mapping[str, _Tried]) -> str | None:
+        """Return why a backend needs no plan, after its engine with a rough one was timed; None: it needs one."""
+        rivals = {name: one.engine for name, one in tried.items() if one.variant.dtype is not None}
+        known = variant.dtype is None or (variant.backend, False) in self.quantizers
+        if known or not rivals or not keeps_batches(self._calibrated.config):
+            return None
+        if variant.backend not in self._slow:
+            rough = rough_engine(
+                self._calibrated,
+                variant.backend,
+                self._context.model,
+                self._context.feed.example(),
+                self._folder / f"{variant.backend}-rough",
+                lambda onnx, path: self._built(replace(variant, dynamic=False), onnx, path)[1],
+                self._config.export.opset,
+            )
+            self._slow[variant.backend] = too_slow(variant.name, rough, rivals, [self._batch])
+        return self._slow[variant.backend]
 
     def _exported(self, variant: Variant) -> tuple[nn.Module | None, Path]:
         """Return the frozen proxy, None for a variant in float, and its file; each is made once for all variants."""

@@ -42,6 +42,7 @@ from quantizer.runs.convert import measure  # noqa: E402
 from quantizer.runs.convert import request  # noqa: E402
 from quantizer.runs.convert.engine_maker import EngineMaker  # noqa: E402
 from quantizer.runs.convert.engine_maker import Made  # noqa: E402
+from quantizer.runs.placement import rough_plan  # noqa: E402
 from quantizer.runs.saved import kept_engines  # noqa: E402
 from quantizer.sensitivity import Fallback  # noqa: E402
 from quantizer.sensitivity import operands_of  # noqa: E402
@@ -81,7 +82,8 @@ def convert(
             return {name: [times.get(name, 9.0)] for name in calls}
 
         monkeypatch.setattr(request, "cpu_variants", variants)
-        monkeypatch.setattr(measure, "interleaved_latency", taken)
+        for module in (measure, rough_plan):
+            monkeypatch.setattr(module, "interleaved_latency", taken)
         data = ("--quantization", "--calibration", f"text-csv:{place / 'calibration.csv'}", "--rows", "12")
         settings = ("--config", str(place / "settings.yaml"))
         code = main(["convert", "-m", str(place / "model"), *data, *settings, *SIZES, "-o", "out", *words])
@@ -340,6 +342,30 @@ def test_what_went_back_for_one_is_quantized_for_the_next(
     code, said = convert({f"{OPENVINO} int8": 1.0, f"{ONNXRUNTIME} int8": 2.0})
     assert code == 0, said
     assert back == {OPENVINO: None, ONNXRUNTIME: None}
+
+
+@pytest.mark.parametrize(("taken", "plans"), [(1.2, False), (1.19, True)])
+def test_a_backend_that_is_far_slower_gets_no_plan(
+    taken: float, plans: bool, convert: Callable[..., tuple[int, str]], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "balanced.yaml").write_text("preset: balanced\n")
+    made: list[str] = []
+    quantized = EngineMaker._quantized
+
+    def makes(self: EngineMaker, variant: Variant, *more: Any) -> Made:
+        made.append(variant.backend)
+        return quantized(self, variant, *more)
+
+    monkeypatch.setattr(EngineMaker, "_quantized", makes)
+    monkeypatch.setattr(EngineMaker, "_prices", lambda *_: None)
+    times = {f"{OPENVINO} int8": 1.0, f"{ONNXRUNTIME} int8": taken}
+    code, said = convert(times, "--config", str(place / "balanced.yaml"))
+    assert code == 0, said
+    assert made == [OPENVINO, *[ONNXRUNTIME] * plans]
+    why = f"not built: with ranges by largest values it takes 1.20x the time of {OPENVINO} int8"
+    verdicts = {one["backend"]: one["verdict"] for one in _read("out/conversion.json")["choice"]["candidates"]}
+    assert verdicts == {OPENVINO: "chosen", ONNXRUNTIME: "1.19x the time" if plans else why}
+    assert {path.name for path in Path("out").iterdir()} >= {OPENVINO, "conversion.json"}
 
 
 @pytest.mark.nightly

@@ -18,6 +18,7 @@ from tiny_run import tiny_run  # noqa: E402
 
 import quantizer.runs.measure as run_measure  # noqa: E402
 import quantizer.runs.pick_backend as pick  # noqa: E402
+import quantizer.runs.placement.rough_plan as rough_plan  # noqa: E402
 import quantizer.runs.ranks.variants as run_variants  # noqa: E402
 import quantizer.runs.run_course  # noqa: E402
 from quantizer import Quantizer  # noqa: E402
@@ -65,7 +66,8 @@ def _taking(times: Mapping[str, float], monkeypatch: pytest.MonkeyPatch) -> None
         # Each takes seconds to build: those that have a time.
         return tuple(variant for variant in cpu_variants(*given, **more) if variant.name in times)
 
-    monkeypatch.setattr(pick, "interleaved_latency", taken)
+    for module in (pick, rough_plan):
+        monkeypatch.setattr(module, "interleaved_latency", taken)
     monkeypatch.setattr(run_variants, "cpu_variants", variants)
 
 
@@ -234,6 +236,34 @@ def test_the_run_goes_on_with_the_ranges_that_won(at: Path, monkeypatch: pytest.
     monkeypatch.setattr(run_variants, "cpu_variants", lambda *_, **named: tried.append(named["dynamic"]) or ())
     assert main(["run", "tiny.yaml", "output=again"]) == 1
     assert tried == [False]
+
+
+@pytest.mark.promise(
+    "a backend whose engine takes 1.2 times as long as another one's with a plan that is made in a moment"
+)
+@pytest.mark.parametrize(("taken", "plans"), [(1.21, False), (1.19, True)])
+def test_a_backend_that_is_far_slower_gets_no_plan(
+    taken: float, plans: bool, at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = {f"{OPENVINO} float32": 3.0, f"{OPENVINO} int8": 1.0, f"{ONNXRUNTIME} int8": taken}
+    _taking(times, monkeypatch)
+    made: list[str] = []
+    for_backend = Quantizer.for_backend
+    monkeypatch.setattr(
+        Quantizer, "for_backend", lambda self, name, **more: made.append(name) or for_backend(self, name, **more)
+    )
+    assert (
+        main(["run", "tiny.yaml", "quantizer.preset=balanced", f"quantizer.candidates=[{OPENVINO},{ONNXRUNTIME}]"]) == 0
+    )
+    assert made == ([ONNXRUNTIME] if plans else [])
+    record = read_record(at / "done" / "report.json")
+    assert record.choice is not None
+    verdicts = {one.name: one.verdict for one in record.choice.candidates}
+    assert verdicts[f"{OPENVINO} int8"] == "chosen"
+    why = f"not built: with ranges by largest values it takes 1.21x the time of {OPENVINO} int8"
+    assert verdicts[f"{ONNXRUNTIME} int8"] == ("1.19x the time" if plans else why)
+    assert (why in " ".join(capsys.readouterr().out.split())) is not plans
+    assert not list((at / "done").glob("*rough*"))
 
 
 @pytest.mark.promise("a backend's ranges at run time are tried with `--max-drop` alone, or where its INT8 fails")

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from quantizer.calibration.settings import keeps_batches
 from quantizer.common.progress import counted
 from quantizer.engines import Engine
 from quantizer.engines import Inspection
@@ -38,6 +39,7 @@ from quantizer.runs.convert.folder import ENGINE
 from quantizer.runs.convert.folder import ONNX
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.measure import measure_latency
+from quantizer.runs.placement.rough_plan import too_slow
 from quantizer.runs.run_context import engine_inputs
 from quantizer.runs.scoring import Scoring
 from quantizer.tasks import Batch
@@ -79,6 +81,8 @@ class Chooser:
         self._quantizer = quantizer
         self._made: dict[str, Made] = {}
         self._records: dict[str, Candidate] = {}
+        self._planned: set[str] = set()
+        self._slow: dict[str, str | None] = {}
 
     def choose(self) -> Chosen:
         """Make the engines of all candidates, in float and quantized, and return the fastest that is right.
@@ -139,6 +143,7 @@ class Chooser:
         if variant.dtype is None:
             return self._maker.checked_plain_engine(variant)
         folder, first = self._folder(variant), self._first(variant)
+        self._planned.add(variant.backend)
         if variant.dynamic:
             folder.mkdir()
             made = self._maker.as_calibrated(variant, self._quantizer(variant), folder)
@@ -155,10 +160,13 @@ class Chooser:
         return made
 
     def _hopeless(self, variant: Variant) -> str | None:
-        """Return why an engine with ranges at run time cannot win; None: it may.
+        """Return why a quantized engine cannot win; None: it may.
 
-        Such an engine has at most the speed of the one with ranges from calibration (3% more were measured).
+        One with ranges at run time has at most the speed of that with ranges from calibration (3% more were measured).
+        A backend that is far slower with a rough plan gets no good one.
         """
+        if (slow := self._too_slow(variant)) is not None:
+            return slow
         static = self._made.get(self._first(variant).name) if variant.dynamic else None
         if static is not None and self._asked.max_drop is None:
             return NO_FASTER
@@ -168,6 +176,21 @@ class Chooser:
         if ratio < HOPELESS:
             return None
         return f"{static.variant.name} takes {text.times(ratio)} the time of another, and this is no faster"
+
+    def _too_slow(self, variant: Variant) -> str | None:
+        """Return why a backend needs no plan, after its engine with a rough one was timed; None: it needs one."""
+        rivals = {name: one.engine for name, one in self._made.items() if one.quantized is not None and one.engine}
+        if variant.dtype is None or not rivals or variant.backend in self._planned:
+            return None
+        calibrated = self._quantizer(next(one for one in self._asked.variants if one.dtype is not None))
+        if not keeps_batches(calibrated.config):
+            return None
+        if variant.backend not in self._slow:
+            engine = self._maker.rough_engine(replace(variant, dynamic=False), calibrated)
+            batches = self._maker.timed_on
+            # Where much else is not timed at the largest shape either.
+            self._slow[variant.backend] = too_slow(variant.name, engine, rivals, batches[:-1] or batches)
+        return self._slow[variant.backend]
 
     def _first(self, variant: Variant) -> Variant:
         """Return the variant of a backend whose file and plan others of it go by."""

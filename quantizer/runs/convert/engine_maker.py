@@ -37,6 +37,7 @@ from quantizer.runs.placement.place_groups import GroupPlacer
 from quantizer.runs.placement.price_groups import EngineFiles
 from quantizer.runs.placement.price_groups import TimeCache
 from quantizer.runs.placement.price_groups import Timing
+from quantizer.runs.placement.rough_plan import rough_engine
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import engine_inputs
 from quantizer.runs.saved.kept_engines import KeptEngines
@@ -172,6 +173,18 @@ class EngineMaker:
         engine.parent.mkdir()
         built = self._built(variant, made.onnx, engine)
         return self._judged(replace(made, variant=variant, built=built, engine=self._loaded(built, variant)))
+
+    def rough_engine(self, variant: Variant, calibrated: Quantizer) -> Engine:
+        """Build a quantized engine from a plan that is made in a moment, to see how fast it is."""
+
+        def build(onnx: Path, path: Path) -> Engine:
+            engine = self._loaded(self._built(variant, onnx, path), variant)
+            assert engine is not None
+            return engine
+
+        stem, context = self.scratch / f"{variant.backend}-rough", self.context
+        with self.stage("try a rough plan"):
+            return rough_engine(calibrated, variant.backend, context.model, context.task.example(), stem, build)
 
     def ratio(self, engine: Engine, beside: Engine) -> float:
         """Return how many times as long as another one an engine takes, at the usual shape."""

@@ -1,0 +1,97 @@
+"""A plan that is made in a moment, with which it is seen whether an engine can be the fastest before it has a good one.
+
+How long an engine takes depends on what is quantized, and hardly on the ranges. A good plan takes most of the time of a
+choice of engines, for each backend anew, and is of no use for an engine that is far slower than another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from torch import nn
+
+from quantizer.engines import Engine
+from quantizer.engines import interleaved_latency
+from quantizer.engines import medians
+from quantizer.quantizer import Quantizer
+from quantizer.report.tables import text
+from quantizer.runs.choose_engine import HOPELESS
+from quantizer.runs.run_context import engine_inputs
+from quantizer.tasks import Batch
+
+__all__ = ["rough_engine", "rough_quantizer", "too_slow"]
+
+_ROUNDS = 5
+_SECONDS = 10.0
+
+
+def rough_quantizer(calibrated: Quantizer, backend: str) -> Quantizer:
+    """Return a quantizer for a backend, from a calibration, whose plan takes no runs of the model.
+
+    Ranges are the largest values seen; channels have no factors, biases are not corrected, weights are rounded to the
+    nearest codes.
+    """
+    config = calibrated.config
+    plain = {
+        "activations": {**config.activations.model_dump(), "calibrator": "max", "smooth": None},
+        "weights": {**config.weights.model_dump(), "rounding": "nearest"},
+        "bias_correction": False,
+    }
+    rough = Quantizer(config, backend=backend, **plain)
+    rough.inherit(calibrated)
+    rough.clear_fallback()
+    return rough
+
+
+def rough_engine(
+    calibrated: Quantizer,
+    backend: str,
+    model: nn.Module,
+    example: Any,
+    stem: Path,
+    build: Callable[[Path, Path], Engine],
+    opset: int | None = None,
+) -> Engine:
+    """Return the engine of a backend from a rough plan.
+
+    Args:
+        calibrated: a quantizer that was calibrated on the model, for any backend.
+        backend: the backend.
+        model: the float model.
+        example: one batch, as for ``Quantizer.export``.
+        stem: the path of its files, without a suffix.
+        build: builds an engine, at the second path, from the ONNX file at the first one, and loads it.
+        opset: that of the ONNX file.
+
+    Raises:
+        QuantizerError: it cannot be made.
+    """
+    rough, onnx = rough_quantizer(calibrated, backend), stem.with_name(f"{stem.name}.onnx")
+    rough.export(rough.quantize(model), onnx, example, opset=opset)
+    return build(onnx, stem.with_name(f"{stem.name}.engine"))
+
+
+def too_slow(name: str, engine: Engine, rivals: Mapping[str, Engine], batches: Sequence[Batch]) -> str | None:
+    """Return why an engine, built from a rough plan, cannot be the fastest; None: it may be.
+
+    Args:
+        name: its name.
+        engine: the engine.
+        rivals: others that are quantized, by name.
+        batches: what they run on, in turns; the geometric mean of the ratios counts.
+    """
+    engines, taken = {**rivals, name: engine}, []
+    for batch in batches:
+        calls = {key: partial(one, engine_inputs(one, batch)) for key, one in engines.items()}
+        taken.append(medians(interleaved_latency(calls, rounds=_ROUNDS, warmup=1, seconds=_SECONDS)))
+    ratios = {key: geometric_mean(times[name] / times[key] for times in taken) for key in rivals}
+    best = max(rivals, key=lambda key: ratios[key])
+    if ratios[best] < HOPELESS:
+        return None
+    return f"with ranges by largest values it takes {text.times(ratios[best])} the time of {best}"

@@ -1,0 +1,111 @@
+"""Rough plans, with which it is seen which engine can be the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.engines import build_engine
+from quantizer.engines import load_engine
+from quantizer.plan.site_plan import Plan
+from quantizer.runs.placement import rough_plan
+
+ROWS = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)).eval()
+
+
+def calibrated(model: nn.Module, **settings: Any) -> Quantizer:
+    quantizer = Quantizer(backend="openvino", **settings)
+    quantizer.calibrate(model, [ROWS])
+    return quantizer
+
+
+def scales(quantizer: Quantizer) -> dict[str, list[float]]:
+    return {name: scale.flatten().tolist() for name, scale in quantizer.scales().items()}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"preset": "accurate"}, {"activations": {"smooth": 0.5}}, {"preset": "fast"}], ids=str
+)
+def test_it_is_the_plan_of_largest_values(settings: dict[str, Any]) -> None:
+    model = net()
+    first = calibrated(model, **settings)
+    before: Plan = dict(first.plan)
+    calls: list[nn.Module] = []
+    rough = rough_plan.rough_quantizer(first, "onnxruntime")
+    with nn.modules.module.register_module_forward_pre_hook(lambda module, _: calls.append(module)):
+        rough.quantize(model)
+    assert not calls
+    assert rough.config.backend == "onnxruntime"
+    plain = Quantizer(
+        backend="onnxruntime",
+        activations={"calibrator": "max", "smooth": None, "zero_point": first.config.activations.zero_point},
+        weights={"rounding": "nearest"},
+        bias_correction=False,
+    )
+    plain.calibrate(model, [ROWS])
+    assert scales(rough) == scales(plain)
+    assert dict(first.plan) == before
+
+
+def test_what_fell_back_is_quantized() -> None:
+    model = net()
+    first = calibrated(model)
+    proxy = first.amp(model)
+    proxy(ROWS)
+    first.fallback(proxy, num=1)
+    rough = rough_plan.rough_quantizer(first, "onnxruntime")
+    rough.quantize(model)
+    assert rough.coverage.share == 1
+    assert first.coverage.share < 1
+
+
+def test_an_engine_is_built_from_it(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="install enginequant[onnxruntime]")
+    pytest.importorskip("onnxscript", reason="install enginequant[onnx]")
+    model = net()
+
+    def build(onnx: Path, path: Path) -> Any:
+        return load_engine("onnxruntime", build_engine("onnxruntime", onnx, path).path)
+
+    engine = rough_plan.rough_engine(
+        calibrated(model), "onnxruntime", model, ROWS, tmp_path / "of.a.backend-rough", build
+    )
+    result = next(iter(engine(ROWS.numpy()).values()))
+    assert torch.nn.functional.cosine_similarity(torch.tensor(result), model(ROWS)).min() > 0.99
+    assert {path.name for path in tmp_path.iterdir()} == {"of.a.backend-rough.onnx", "of.a.backend-rough.engine"}
+
+
+@pytest.mark.parametrize(
+    ("taken", "why"),
+    [
+        ([2.4], "1.20x the time of quick"),
+        ([2.3], None),
+        ([0.5], None),
+        ([6.0, 1.0], "1.22x the time of quick"),
+        ([1.0, 4.0], None),
+    ],
+)
+def test_the_fastest_of_the_others_counts(taken: list[float], why: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = list(taken)
+
+    def given(calls: Mapping[str, Any], **_: Any) -> dict[str, list[float]]:
+        assert set(calls) == {"quick", "slow", "this"}
+        return {"quick": [2.0], "slow": [9.0], "this": [left.pop(0)]}
+
+    monkeypatch.setattr(rough_plan, "interleaved_latency", given)
+    monkeypatch.setattr(rough_plan, "engine_inputs", lambda engine, batch: batch)
+    engine: Any = dict
+    found = rough_plan.too_slow("this", engine, {"quick": engine, "slow": engine}, [{}] * len(taken))
+    assert found == (None if why is None else f"with ranges by largest values it takes {why}")
+    assert not left
