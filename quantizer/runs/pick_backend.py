@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quantizer.calibration.settings import keeps_batches
 from quantizer.common.progress import counted
 from quantizer.config import RunConfig
 from quantizer.engines import BuildResult
@@ -46,6 +46,7 @@ from quantizer.runs.outputs.compare_outputs import References
 from quantizer.runs.outputs.compare_outputs import check_engine
 from quantizer.runs.outputs.output_check import tolerance
 from quantizer.runs.placement.rough_plan import rough_engine
+from quantizer.runs.placement.rough_plan import rough_tells
 from quantizer.runs.placement.rough_plan import too_slow
 from quantizer.runs.ranks.variants import Calibrated
 from quantizer.runs.ranks.variants import variants_of
@@ -265,22 +266,26 @@ class _Maker:
 
     def _too_slow(self, variant: Variant, tried: Mapping[str, _Tried]) -> str | None:
         """Return why a backend needs no plan, after its engine with a rough one was timed; None: it needs one."""
-        rivals = {name: one.engine for name, one in tried.items() if one.variant.dtype is not None}
-        known = variant.dtype is None or (variant.backend, False) in self.quantizers
-        if known or not rivals or not keeps_batches(self._calibrated.config):
+        name, rivals = variant.backend, {key: one.engine for key, one in tried.items() if one.variant.dtype is not None}
+        known = variant.dtype is None or (name, False) in self.quantizers
+        if known or not rivals or not rough_tells(self._calibrated.config, name):
             return None
-        if variant.backend not in self._slow:
-            rough = rough_engine(
-                self._calibrated,
-                variant.backend,
-                self._context.model,
-                self._context.feed.example(),
-                self._folder / f"{variant.backend}-rough",
-                lambda onnx, path: self._built(replace(variant, dynamic=False), onnx, path)[1],
-                self._config.export.opset,
-            )
-            self._slow[variant.backend] = too_slow(variant.name, rough, rivals, [self._batch])
-        return self._slow[variant.backend]
+        if name not in self._slow:
+            self._slow[name] = None
+            model, example, opset = self._context.model, self._context.feed.example(), self._config.export.opset
+            # What fails here is tried with a good plan, whose error is told.
+            with suppress(*FAILURES):
+                rough = rough_engine(
+                    self._calibrated,
+                    name,
+                    model,
+                    example,
+                    self._folder / f"{name}-rough",
+                    lambda onnx, path: self._built(replace(variant, dynamic=False), onnx, path)[1],
+                    opset,
+                )
+                self._slow[name] = too_slow(variant.name, rough, rivals, [self._batch])
+        return self._slow[name]
 
     def _exported(self, variant: Variant) -> tuple[nn.Module | None, Path]:
         """Return the frozen proxy, None for a variant in float, and its file; each is made once for all variants."""

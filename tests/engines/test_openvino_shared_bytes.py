@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from quantizer.engines.openvino import shared_bytes
 from quantizer.engines.openvino.shared_bytes import parts_of
 from quantizer.engines.openvino.shared_bytes import read_ranges
 from quantizer.engines.openvino.shared_bytes import share_bytes
@@ -63,6 +64,16 @@ def test_any_mix_of_pieces_is_found_again() -> None:
         size, found = stored_and_found(*parts)
         assert found == parts
         assert size <= sum(map(len, parts))
+
+
+def test_the_search_ends_where_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_bytes, "_MISSES", 5)
+    random = np.random.default_rng(3)
+    for missed in (4, 6):
+        other = random.bytes(missed * 2**14) + WEIGHTS
+        size, found = stored_and_found(WEIGHTS, other, WEIGHTS)
+        assert found == [WEIGHTS, other, WEIGHTS]
+        assert size == (len(other) if missed < 5 else len(WEIGHTS) + len(other))
 
 
 def test_many_short_pieces_are_no_long_word() -> None:

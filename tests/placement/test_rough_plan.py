@@ -58,6 +58,21 @@ def test_it_is_the_plan_of_largest_values(settings: dict[str, Any]) -> None:
     assert dict(first.plan) == before
 
 
+@pytest.mark.parametrize(
+    ("backend", "settings", "tells"),
+    [
+        ("onnxruntime", {}, True),
+        ("torch", {}, True),
+        ("torch", {"preset": "fast"}, False),
+        ("onnxruntime", {"preset": "fast", "bias_correction": True}, True),
+        ("openvino", {}, False),
+        ("openvino-avx2", {}, False),
+    ],
+)
+def test_where_it_tells_how_fast_a_good_plan_is(backend: str, settings: dict[str, Any], tells: bool) -> None:
+    assert rough_plan.rough_tells(Quantizer(backend="openvino", **settings).config, backend) is tells
+
+
 def test_what_fell_back_is_quantized() -> None:
     model = net()
     first = calibrated(model)

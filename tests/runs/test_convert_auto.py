@@ -365,7 +365,27 @@ def test_a_backend_that_is_far_slower_gets_no_plan(
     why = f"not built: with ranges by largest values it takes 1.20x the time of {OPENVINO} int8"
     verdicts = {one["backend"]: one["verdict"] for one in _read("out/conversion.json")["choice"]["candidates"]}
     assert verdicts == {OPENVINO: "chosen", ONNXRUNTIME: "1.19x the time" if plans else why}
-    assert {path.name for path in Path("out").iterdir()} >= {OPENVINO, "conversion.json"}
+    assert {path.name for path in Path("out").glob("[!.]*")} == {OPENVINO, "conversion.json", "quantizer"}
+
+
+def test_a_rough_plan_that_fails_says_nothing(
+    convert: Callable[..., tuple[int, str]], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "balanced.yaml").write_text("preset: balanced\n")
+    build = kept_engines.tried_build
+
+    def fails(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> Any:
+        if engine.name in (f"{ONNXRUNTIME}-rough.engine", "model.engine") and name == ONNXRUNTIME:
+            raise EngineError("building it crashed")
+        return build(name, onnx, engine, *more, **options)
+
+    monkeypatch.setattr(kept_engines, "tried_build", fails)
+    monkeypatch.setattr(EngineMaker, "_prices", lambda *_: None)
+    times = {f"{OPENVINO} int8": 1.0, f"{ONNXRUNTIME} int8": 9.0}
+    code, said = convert(times, "--config", str(place / "balanced.yaml"))
+    assert code == 0, said
+    verdicts = {one["backend"]: one["verdict"] for one in _read("out/conversion.json")["choice"]["candidates"]}
+    assert verdicts == {OPENVINO: "chosen", ONNXRUNTIME: "failed: building it crashed"}
 
 
 @pytest.mark.nightly

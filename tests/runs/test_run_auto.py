@@ -238,9 +238,7 @@ def test_the_run_goes_on_with_the_ranges_that_won(at: Path, monkeypatch: pytest.
     assert tried == [False]
 
 
-@pytest.mark.promise(
-    "a backend whose engine takes 1.2 times as long as another one's with a plan that is made in a moment"
-)
+@pytest.mark.promise("a backend whose engine takes 1.2 times as long as another one's gets no plan of its own")
 @pytest.mark.parametrize(("taken", "plans"), [(1.21, False), (1.19, True)])
 def test_a_backend_that_is_far_slower_gets_no_plan(
     taken: float, plans: bool, at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -263,7 +261,31 @@ def test_a_backend_that_is_far_slower_gets_no_plan(
     why = f"not built: with ranges by largest values it takes 1.21x the time of {OPENVINO} int8"
     assert verdicts[f"{ONNXRUNTIME} int8"] == ("1.19x the time" if plans else why)
     assert (why in " ".join(capsys.readouterr().out.split())) is not plans
-    assert not list((at / "done").glob("*rough*"))
+
+
+def test_a_rough_plan_that_fails_says_nothing(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {f"{OPENVINO} int8": 2.0, f"{ONNXRUNTIME} int8": 9.0, f"{ONNXRUNTIME} int8 dynamic": 1.0}
+    _taking(times, monkeypatch)
+    built: list[str] = []
+    build = kept_engines.tried_build
+
+    def fails(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
+        built.append(engine.name)
+        if engine.name in (f"{ONNXRUNTIME}-rough.engine", f"{ONNXRUNTIME}-int8.engine"):
+            raise EngineError("building it crashed")
+        return build(name, onnx, engine, *more, **options)
+
+    monkeypatch.setattr(kept_engines, "tried_build", fails)
+    settings = ("quantizer.preset=balanced", f"quantizer.candidates=[{OPENVINO},{ONNXRUNTIME}]")
+    assert main(["run", "tiny.yaml", *settings]) == 0
+    record = read_record(at / "done" / "report.json")
+    assert record.choice is not None
+    assert {one.name: one.verdict for one in record.choice.candidates} == {
+        f"{ONNXRUNTIME} int8 dynamic": "chosen",
+        f"{OPENVINO} int8": "2.00x the time",
+        f"{ONNXRUNTIME} int8": "failed: building it crashed",
+    }
+    assert built.count(f"{ONNXRUNTIME}-rough.engine") == 1
 
 
 @pytest.mark.promise("a backend's ranges at run time are tried with `--max-drop` alone, or where its INT8 fails")

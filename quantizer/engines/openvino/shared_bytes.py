@@ -1,4 +1,4 @@
-"""The bytes of several compiled models in one file: what they have in common, their weights above all, is in it once.
+"""The bytes of several compiled models in one file: what they share with the first, above all weights, is in it once.
 
 Each model is told by the ranges of the stored bytes that it is made of. The first one is stored whole; of the others
 only what the first one lacks.
@@ -26,7 +26,10 @@ a word on each."""
 _ANCHOR = 256
 """How many bytes must be equal to begin with."""
 
-_BLOCK = 2**20
+_MISSES = 256
+"""After so many in a row a model has nothing more in common: each miss reads all of the first one."""
+
+_BLOCK = 2**16
 
 
 def share_bytes(parts: Sequence[memoryview]) -> tuple[list[memoryview], list[Ranges]]:
@@ -35,9 +38,10 @@ def share_bytes(parts: Sequence[memoryview]) -> tuple[list[memoryview], list[Ran
     Args:
         parts: the bytes of each model; all are to be the same model, compiled in other ways.
     """
-    first = bytes(parts[0])
-    stored, length = [parts[0]], len(first)
+    stored, length = [parts[0]], len(parts[0])
     ranges: list[Ranges] = [((0, length),)]
+    # A copy, which a large model alone does not need.
+    first = bytes(parts[0]) if parts[1:] else b""
     for part in parts[1:]:
         pieces: list[tuple[int, int]] = []
         end = 0
@@ -90,30 +94,29 @@ def _pair(piece: str) -> tuple[int, int]:
 
 def _common(part: bytes, first: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield what a part has in common with the first one: its place in the part, in the first, and its length."""
+    ours, theirs = (np.frombuffer(whole, dtype=np.uint8) for whole in (part, first))
     least = max(_LEAST, len(first) // _MOST_PIECES)
-    done, at = 0, 0
-    while at + _ANCHOR <= len(part):
-        anchor = part[at : at + _ANCHOR]
-        # An anchor that repeats itself, as zeros do, is anywhere.
-        place = -1 if anchor == anchor[:1] * _ANCHOR else first.find(anchor)
+    done = at = misses = 0
+    while at + _ANCHOR <= len(part) and misses < _MISSES:
+        place = first.find(part[at : at + _ANCHOR])
         back = count = 0
         if place >= 0:
-            back = _equal(part[done:at][::-1], first[max(0, place - (at - done)) : place][::-1])
-            count = back + _equal(memoryview(part)[at:], memoryview(first)[place:])
+            back = _equal(ours[done:at][::-1], theirs[:place][::-1])
+            count = back + _equal(ours[at:], theirs[place:])
         if count < least:
-            at += least
+            at, misses = at + least, misses + 1
             continue
         yield at - back, place - back, count
         done = at = at - back + count
+        misses = 0
 
 
-def _equal(one: bytes | memoryview, other: bytes | memoryview) -> int:
+def _equal(ours: Array, theirs: Array) -> int:
     """Return how many bytes are equal from the start."""
-    most = min(len(one), len(other))
+    most = min(len(ours), len(theirs))
     for start in range(0, most, _BLOCK):
         end = min(start + _BLOCK, most)
-        left, right = (np.frombuffer(side[start:end], dtype=np.uint8) for side in (one, other))
-        differ = np.flatnonzero(left != right)
+        differ = np.flatnonzero(ours[start:end] != theirs[start:end])
         if len(differ):
             return start + int(differ[0])
     return most

@@ -6,12 +6,12 @@ import shutil
 import time
 from collections.abc import Callable
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from quantizer.calibration.settings import keeps_batches
 from quantizer.common.progress import counted
 from quantizer.engines import Engine
 from quantizer.engines import Inspection
@@ -39,6 +39,7 @@ from quantizer.runs.convert.folder import ENGINE
 from quantizer.runs.convert.folder import ONNX
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.measure import measure_latency
+from quantizer.runs.placement.rough_plan import rough_tells
 from quantizer.runs.placement.rough_plan import too_slow
 from quantizer.runs.run_context import engine_inputs
 from quantizer.runs.scoring import Scoring
@@ -183,13 +184,16 @@ class Chooser:
         if variant.dtype is None or not rivals or variant.backend in self._planned:
             return None
         calibrated = self._quantizer(next(one for one in self._asked.variants if one.dtype is not None))
-        if not keeps_batches(calibrated.config):
+        if not rough_tells(calibrated.config, variant.backend):
             return None
         if variant.backend not in self._slow:
-            engine = self._maker.rough_engine(replace(variant, dynamic=False), calibrated)
-            batches = self._maker.timed_on
-            # Where much else is not timed at the largest shape either.
-            self._slow[variant.backend] = too_slow(variant.name, engine, rivals, batches[:-1] or batches)
+            self._slow[variant.backend] = None
+            # What fails here is tried with a good plan, whose error is told.
+            with suppress(*FAILURES):
+                engine = self._maker.rough_engine(replace(variant, dynamic=False), calibrated)
+                # A larger shape than the usual one may take long.
+                batches = self._maker.timed_on[: self._maker.facts.usual + 1]
+                self._slow[variant.backend] = too_slow(variant.name, engine, rivals, batches)
         return self._slow[variant.backend]
 
     def _first(self, variant: Variant) -> Variant:

@@ -1,7 +1,9 @@
 """A plan that is made in a moment, with which it is seen whether an engine can be the fastest before it has a good one.
 
 How long an engine takes depends on what is quantized, and hardly on the ranges. A good plan takes most of the time of a
-choice of engines, for each backend anew, and is of no use for an engine that is far slower than another one.
+choice of engines, for each backend anew, and is of no use for an engine that is far slower than another one. Products
+of two activations and residual adds are quantized or not by what a good plan finds out, so that a rough one tells
+nothing of a backend that has kernels for them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from typing import Any
 
 from torch import nn
 
+from quantizer.calibration.settings import keeps_batches
+from quantizer.config import QuantizerConfig
 from quantizer.engines import Engine
 from quantizer.engines import interleaved_latency
 from quantizer.engines import medians
@@ -23,12 +27,18 @@ from quantizer.quantizer import Quantizer
 from quantizer.report.tables import text
 from quantizer.runs.choose_engine import HOPELESS
 from quantizer.runs.run_context import engine_inputs
+from quantizer.targets import profile
 from quantizer.tasks import Batch
 
-__all__ = ["rough_engine", "rough_quantizer", "too_slow"]
+__all__ = ["rough_engine", "rough_quantizer", "rough_tells", "too_slow"]
 
-_ROUNDS = 5
-_SECONDS = 10.0
+_ROUNDS, _SECONDS = 15, 10.0
+"""Of all engines in turns, at each shape; slow ones have fewer rounds."""
+
+
+def rough_tells(config: QuantizerConfig, backend: str) -> bool:
+    """Return whether a rough plan tells how fast a good one is, and is made in less time."""
+    return keeps_batches(config) and profile(backend).site_kinds.isdisjoint({"matmul", "residual_add"})
 
 
 def rough_quantizer(calibrated: Quantizer, backend: str) -> Quantizer:
@@ -89,7 +99,7 @@ def too_slow(name: str, engine: Engine, rivals: Mapping[str, Engine], batches: S
     engines, taken = {**rivals, name: engine}, []
     for batch in batches:
         calls = {key: partial(one, engine_inputs(one, batch)) for key, one in engines.items()}
-        taken.append(medians(interleaved_latency(calls, rounds=_ROUNDS, warmup=1, seconds=_SECONDS)))
+        taken.append(medians(interleaved_latency(calls, rounds=_ROUNDS, seconds=_SECONDS)))
     ratios = {key: geometric_mean(times[name] / times[key] for times in taken) for key in rivals}
     best = max(rivals, key=lambda key: ratios[key])
     if ratios[best] < HOPELESS:
