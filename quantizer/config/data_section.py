@@ -75,7 +75,10 @@ class ModelConfig(Section):
         default="eager", description="Attention implementation that the float model is loaded with."
     )
     max_length: int = Field(
-        default=128, ge=1, description="Longer texts are cut to this many tokens; images have none."
+        default=128,
+        ge=1,
+        description="Longer texts are cut to this many tokens; images have none. If it is not set, at most those of "
+        "export.dynamic.sequence.",
     )
     seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] | None = Field(
         default=None,
@@ -186,7 +189,9 @@ class DataConfig(Section):
     head: DatasetConfig | None = Field(
         default=None, description="Rows that the classifier is fitted on; needed by task 'embedding-classification'."
     )
-    batch_size: int = Field(default=32, ge=1, description="Rows in one batch.")
+    batch_size: int = Field(
+        default=32, ge=1, description="Rows in one batch; by default at most as many as export.dynamic.batch has."
+    )
 
     def problems_with(self, model: ModelConfig | None) -> list[tuple[str, str]]:
         """Return path and text of what is missing or not used with a model; None: a model that is wrong itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated
 from typing import Any
 from typing import Literal
@@ -13,10 +14,12 @@ from pydantic import Field
 from pydantic import ValidationInfo
 from pydantic import WrapValidator
 from pydantic import field_validator
+from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from quantizer.config.data_section import DataConfig
 from quantizer.config.data_section import ModelConfig
+from quantizer.config.presets import with_fitted_sizes
 from quantizer.config.quantizer_section import QuantizerConfig
 from quantizer.config.section import AxisRange
 from quantizer.config.section import Expects
@@ -112,9 +115,17 @@ class ReportConfig(Section):
         BeforeValidator(tuple_from_list),
         AfterValidator(some_and_unique),
     ] = Field(default=("json", "html"), description="Files to write.")
-    latency_batch: int = Field(default=8, ge=1, description="Rows in a batch when latency is measured.")
+    latency_batch: int = Field(
+        default=8,
+        ge=1,
+        description="Rows in a batch when latency is measured. The usual ones of export.dynamic.batch if 8 are not in "
+        "its range.",
+    )
     latency_sequence: int = Field(
-        default=128, ge=1, description="Tokens in a row of text when latency is measured; images have none."
+        default=128,
+        ge=1,
+        description="Tokens in a row of text when latency is measured; images have none. The usual ones of "
+        "export.dynamic.sequence if 128 are not in its range.",
     )
     bootstrap: int = Field(default=1000, ge=1, description="Resamples behind each confidence interval.")
     track: Literal["mlflow", "tensorboard", "wandb"] | None = Field(
@@ -145,6 +156,18 @@ class RunConfig(Section):
     output: Text = Field(
         default="runs/run", description="Folder of the run; a file's default is runs/ and the file's own name."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sizes_fit(cls, values: Any) -> Any:
+        """Let sizes that are not set fit those of the engine that are."""
+        sections: dict[str, type[Section]] = {"data": DataConfig, "model": ModelConfig, "report": ReportConfig}
+        defaults = {
+            (name, key): field.default
+            for name, section in sections.items()
+            for key, field in section.model_fields.items()
+        }
+        return with_fitted_sizes(values, defaults) if isinstance(values, Mapping) else values
 
     # Sections are checked against each other field by field: a validator of the whole run would run only if every
     # section is valid, and so would not report its problems together with others. `info.data` has the valid sections

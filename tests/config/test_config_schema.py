@@ -112,7 +112,18 @@ def test_residual_add_keeps_its_kind(value: object) -> None:
         ({"fallback": {"num": 1}}, "expected an amp section"),
         ({"report": {"latency_batch": 64}}, "latency_batch: got 64; expected 1 to 32"),
         ({"report": {"latency_sequence": 8}}, "latency_sequence: got 8; expected 16 to 512"),
-        ({"export": {"dynamic": {"batch": [1, 1, 4]}}}, "dynamic.batch: max is 4; expected at least data.batch_size"),
+        (
+            {"export": {"dynamic": {"batch": [1, 1, 4]}}, "data": {**DATA, "batch_size": 5}},
+            "dynamic.batch: max is 4; expected at least data.batch_size, 5",
+        ),
+        (
+            {"export": {"dynamic": {"batch": [1, 1, 4]}}, "report": {"latency_batch": 8}},
+            "latency_batch: got 8; expected 1 to 4",
+        ),
+        (
+            {"export": {"dynamic": {"sequence": [16, 32, 64]}}, "model": {**RUN["model"], "max_length": 65}},
+            "dynamic.sequence: max is 64; expected at least model.max_length, 65",
+        ),
         ({"model": {**RUN["model"], "max_length": 600}}, "dynamic.sequence: max is 512; expected at least model.max"),
         ({"data": {**DATA, "head": {"name": "c"}}}, "head: is not used by model.task 'sentence-similarity'"),
         ({"model": {"source": "m", "task": "embedding-classification"}}, "head: is missing"),
@@ -121,6 +132,36 @@ def test_residual_add_keeps_its_kind(value: object) -> None:
 def test_values_that_do_not_fit_together(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ValidationError, match=match):
         config.RunConfig.model_validate({**RUN, **changes})
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "batch_size", "max_length", "latency"),
+    [
+        ({}, 32, 128, (8, 128)),
+        ({"batch": [1, 4, 8]}, 8, 128, (8, 128)),
+        ({"batch": [1, 2, 4]}, 4, 128, (2, 128)),
+        ({"batch": [16, 32, 64]}, 32, 128, (32, 128)),
+        ({"sequence": [8, 16, 64]}, 32, 64, (8, 16)),
+        ({"sequence": [256, 384, 512]}, 32, 128, (8, 384)),
+        ({"batch": [1, 1, 1], "sequence": [16, 128, 128]}, 1, 128, (1, 128)),
+    ],
+    ids=str,
+)
+def test_sizes_that_are_not_set_fit_those_of_the_engine(
+    dynamic: dict[str, Any], batch_size: int, max_length: int, latency: tuple[int, int]
+) -> None:
+    run = config.RunConfig.model_validate({**RUN, "export": {"dynamic": dynamic}})
+    assert (run.data.batch_size, run.model.max_length) == (batch_size, max_length)
+    assert (run.report.latency_batch, run.report.latency_sequence) == latency
+    assert config.RunConfig.model_validate(run.model_dump(mode="json")) == run
+
+
+@pytest.mark.parametrize(
+    "dynamic", ["a", {"batch": 4}, {"batch": [1, 2]}, {"batch": [1, "2", 3]}, {"batch": [1, True, 3]}]
+)
+def test_sizes_of_a_wrong_type_are_told(dynamic: Any) -> None:
+    with pytest.raises(ValidationError, match="dynamic"):
+        config.RunConfig.model_validate({**RUN, "export": {"dynamic": dynamic}})
 
 
 @pytest.mark.parametrize("percentile", [1e-6, 50, 99.9, 100])
