@@ -33,7 +33,8 @@ A row was measured in a process of its own, in turns with ONNX Runtime in float3
 of calls that follow each other. "To float" is the score less that of the float model, with its 95% interval from
 resampled rows, better above 0; paired figures compare outputs with the float model's, row by row. Memory is what the
 engine adds to a fresh process that loads it and runs a batch of 8; time is what quantizing took, from the model to a
-file, with its export.
+file, with its export. Two rows were measured at once, each on a core of its own: that slows both, so that a time is
+good for comparisons by a factor and not by a few percent; a speed-up, of calls that take turns, hardly changes.
 
 "Ours, `backend: auto`" is `quantize_model(model, batches)`: it builds every engine for this CPU, measures them, and
 keeps the fastest that computes what the model does. Its time has all of that in it.
