@@ -70,6 +70,16 @@ def test_rows_of_two_machines_are_compared(tmp_path: Path) -> None:
     )
 
 
+def test_a_row_without_use_is_left_out_of_the_picture(tmp_path: Path) -> None:
+    ours, useless = _row("auto", 3.0, -0.001, ours=True), _row("nncf", 4.0, -2e17, low=-3e17, high=-1e17)
+    page = _page(tmp_path, useless, ours)
+    assert "-2.0e+17 | -3.0e+17 to -1.0e+17" in page
+    assert "Too far from float for the picture: the nncf." in page
+    assert "the nncf: " not in page
+    assert "the auto: 0.8990" in " ".join(page.split())
+    assert "Too far" not in _page(tmp_path, _row("nncf", 4.0, -0.8), ours)
+
+
 def test_ours_is_the_fastest_where_who_is_faster_is_worse(tmp_path: Path) -> None:
     ours, worse = _row("auto", 3.0, -0.001, ours=True, note="openvino int8"), _row("nncf", 4.0, -0.002)
     index, page = _index(tmp_path, worse, ours), _page(tmp_path, worse, ours)
@@ -160,5 +170,8 @@ def test_the_pages_in_the_repository_are_those_of_its_rows() -> None:
         page = (root / "docs" / "benchmarks" / f"{slug}.md").read_text(encoding="utf-8")
         for row in rows:
             if "failed" not in row and "score" in row:
-                ends = (f"{row['low']:+.4f} to {row['high']:+.4f}", f"{row['latency']['8']['ms']:.1f}")
+                low, high = (
+                    f"{row[key]:+.4f}" if abs(row[key]) < 1e6 else f"{row[key]:+.1e}" for key in ("low", "high")
+                )
+                ends = (f"{low} to {high}", f"{row['latency']['8']['ms']:.1f}")
                 assert any(all(end in line for end in ends) for line in page.splitlines()), json.dumps(row)

@@ -159,10 +159,10 @@ def _model(rows: Rows) -> Iterator[str]:
             str(number),
             _title(row),
             *(_latency(row["latency"][batch]) for batch in _BATCHES),
-            f"{row['score']:.4f}",
-            f"{row['gained']:+.4f}",
-            f"{row['low']:+.4f} to {row['high']:+.4f}",
-            *(f"{row[name]:.1f}" if name == "sqnr_db" else f"{row[name]:.4f}" for name in paired),
+            _told(row["score"]),
+            _told(row["gained"], "+"),
+            f"{_told(row['low'], '+')} to {_told(row['high'], '+')}",
+            *(f"{row[name]:.1f}" if name == "sqnr_db" else _told(row[name]) for name in paired),
         )
     yield "\n" + _picture(measured) + "\n"
     yield _row("tool", "files, MiB", "to load, s", "memory, MiB", "to quantize, s", "peak, MiB")
@@ -237,6 +237,11 @@ def _title(row: dict[str, Any]) -> str:
     return f"{row['name']} ({row['note']})" if row["note"] else str(row["name"])
 
 
+def _told(value: float, sign: str = "") -> str:
+    """Return a score, or a difference of scores with a sign; one that is far too large for four decimals in short."""
+    return f"{value:{sign}.4f}" if abs(value) < 1e6 else f"{value:{sign}.1e}"
+
+
 def _latency(taken: dict[str, float]) -> str:
     return f"{taken['ms']:.1f} ({taken['speedup']:.2f})"
 
@@ -245,8 +250,12 @@ def _picture(measured: Rows) -> str:
     """Score against time at one batch size; times are those of the reference divided by the speed-ups."""
     reference = next(row for row in measured if row["tool"] == _REFERENCE)
     base = reference["latency"][_PICTURED]["ms"]
+    # One that loses as much as all of float's score would leave no room for the others.
+    far = [row["name"] for row in measured if -row["gained"] > abs(reference["score"])]
     spots = [
-        (row["name"], base / row["latency"][_PICTURED]["speedup"], row["score"], row["gained"]) for row in measured
+        (number, row["name"], base / row["latency"][_PICTURED]["speedup"], row["score"], row["gained"])
+        for number, row in enumerate(measured, start=1)
+        if row["name"] not in far
     ]
     points = [
         RunPoint(
@@ -254,10 +263,12 @@ def _picture(measured: Rows) -> str:
             name=title,
             milliseconds=time,
             score=score,
-            front=not any(other[1] < time and other[3] >= gained for other in spots),
+            front=not any(other[2] < time and other[4] >= gained for other in spots),
         )
-        for number, (title, time, score, gained) in enumerate(spots, start=1)
+        for number, title, time, score, gained in spots
     ]
     picture = runs_svg(points, f"{measured[0]['metric']}, batch {_PICTURED}", {})
     # A block of HTML in lines of usual length, so that its text has the colour of the page.
-    return "\n".join(["<div>", *wrap(picture.replace("><", "> <"), 118, break_long_words=False), "</div>"])
+    block = ["<div>", *wrap(picture.replace("><", "> <"), 118, break_long_words=False), "</div>"]
+    left_out = fill(f"Too far from float for the picture: {'; '.join(far)}.", 118)
+    return "\n".join([*block, f"\n{left_out}"] if far else block)
