@@ -131,8 +131,7 @@ class OpenVINOBackend:
             options.progress(0.0, "compile")
         models = compile_models(ov, onnx_path, _settings(1, precision), options.dynamic)
         parts = [model.export_model().getbuffer() for model in (models.compiled, *models.fixed.values())]
-        stored, ranges = share_bytes(parts)
-        content = memoryview(b"".join(stored)) if parts[1:] else parts[0]
+        content, ranges = share_bytes(parts)
         told = f"{precision},{models.compiled.get_property(GROUP)},{write_ranges(ranges)}"
         write_engine(engine_path, content, f"{_NOTE}{told} {json.dumps(models.dimensions)}", cpu_instructions())
         if options.progress:
