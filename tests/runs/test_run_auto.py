@@ -238,7 +238,7 @@ def test_the_run_goes_on_with_the_ranges_that_won(at: Path, monkeypatch: pytest.
     assert tried == [False]
 
 
-@pytest.mark.promise("a backend whose engine takes 1.2 times as long as another one's gets no plan of its own")
+@pytest.mark.promise("ONNX Runtime or torch gets no plan of its own where its engine takes 1.2 times as long")
 @pytest.mark.parametrize(("taken", "plans"), [(1.21, False), (1.19, True)])
 def test_a_backend_that_is_far_slower_gets_no_plan(
     taken: float, plans: bool, at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
