@@ -6,7 +6,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import replace
 from functools import partial
@@ -45,9 +44,8 @@ from quantizer.runs.measure import build_options
 from quantizer.runs.outputs.compare_outputs import References
 from quantizer.runs.outputs.compare_outputs import check_engine
 from quantizer.runs.outputs.output_check import tolerance
+from quantizer.runs.placement.rough_plan import RoughTrials
 from quantizer.runs.placement.rough_plan import rough_engine
-from quantizer.runs.placement.rough_plan import rough_tells
-from quantizer.runs.placement.rough_plan import too_slow
 from quantizer.runs.ranks.variants import Calibrated
 from quantizer.runs.ranks.variants import variants_of
 from quantizer.runs.run_context import RunContext
@@ -203,11 +201,10 @@ class _Maker:
         self._config = config
         self._calibrated = next(iter(calibrated.values()))
         self._scoring = scoring
-        self._batch = batch
         self._folder = folder
         self._kept = kept
         self._frozen: dict[tuple[str, bool], nn.Module] = {}
-        self._slow: dict[str, str | None] = {}
+        self._trials = RoughTrials(self._rough, [batch])
         self._references = References([batch])
 
     def all(self, variants: Sequence[Variant]) -> tuple[dict[str, _Tried], list[Candidate]]:
@@ -265,27 +262,19 @@ class _Maker:
         return built, load_engine(name, built.path, threads=threads)
 
     def _too_slow(self, variant: Variant, tried: Mapping[str, _Tried]) -> str | None:
-        """Return why a backend needs no plan, after its engine with a rough one was timed; None: it needs one."""
-        name, rivals = variant.backend, {key: one.engine for key, one in tried.items() if one.variant.dtype is not None}
-        known = variant.dtype is None or (name, False) in self.quantizers
-        if known or not rivals or not rough_tells(self._calibrated.config, name):
+        """Return why a backend needs no plan; None: it needs one, or has it."""
+        if variant.dtype is None or (variant.backend, False) in self.quantizers:
             return None
-        if name not in self._slow:
-            self._slow[name] = None
-            model, example, opset = self._context.model, self._context.feed.example(), self._config.export.opset
-            # What fails here is tried with a good plan, whose error is told.
-            with suppress(*FAILURES):
-                rough = rough_engine(
-                    self._calibrated,
-                    name,
-                    model,
-                    example,
-                    self._folder / f"{name}-rough",
-                    lambda onnx, path: self._built(replace(variant, dynamic=False), onnx, path)[1],
-                    opset,
-                )
-                self._slow[name] = too_slow(variant.name, rough, rivals, [self._batch])
-        return self._slow[name]
+        rivals = {name: one.engine for name, one in tried.items() if one.variant.dtype is not None}
+        return self._trials.too_slow(variant, self._calibrated, rivals)
+
+    def _rough(self, variant: Variant, calibrated: Quantizer) -> Engine:
+        def build(onnx: Path, path: Path) -> Engine:
+            return self._built(variant, onnx, path)[1]
+
+        context, name, opset = self._context, variant.backend, self._config.export.opset
+        stem, example = self._folder / f"{name}-rough", context.feed.example()
+        return rough_engine(calibrated, name, context.model, example, stem, build, opset)
 
     def _exported(self, variant: Variant) -> tuple[nn.Module | None, Path]:
         """Return the frozen proxy, None for a variant in float, and its file; each is made once for all variants."""

@@ -232,7 +232,7 @@ def _imported(path: Path, blob: Array, settings: Mapping[str, object]) -> Any:
     ov = import_library("openvino", "openvino")
     try:
         with kept_signal_stack():
-            # Of bytes, OpenVINO makes two copies.
+            # Bytes would be copied.
             compiled = ov.Core().import_model(ov.Tensor(blob, shared_memory=True), "CPU", settings)
     except RuntimeError as error:
         raise EngineError(

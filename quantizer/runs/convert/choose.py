@@ -6,7 +6,6 @@ import shutil
 import time
 from collections.abc import Callable
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import replace
 from functools import partial
@@ -39,8 +38,7 @@ from quantizer.runs.convert.folder import ENGINE
 from quantizer.runs.convert.folder import ONNX
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.measure import measure_latency
-from quantizer.runs.placement.rough_plan import rough_tells
-from quantizer.runs.placement.rough_plan import too_slow
+from quantizer.runs.placement.rough_plan import RoughTrials
 from quantizer.runs.run_context import engine_inputs
 from quantizer.runs.scoring import Scoring
 from quantizer.tasks import Batch
@@ -83,7 +81,8 @@ class Chooser:
         self._made: dict[str, Made] = {}
         self._records: dict[str, Candidate] = {}
         self._planned: set[str] = set()
-        self._slow: dict[str, str | None] = {}
+        # A larger shape than the usual one may take long.
+        self._trials = RoughTrials(maker.rough_engine, maker.timed_on[: maker.facts.usual + 1])
 
     def choose(self) -> Chosen:
         """Make the engines of all candidates, in float and quantized, and return the fastest that is right.
@@ -179,22 +178,12 @@ class Chooser:
         return f"{static.variant.name} takes {text.times(ratio)} the time of another, and this is no faster"
 
     def _too_slow(self, variant: Variant) -> str | None:
-        """Return why a backend needs no plan, after its engine with a rough one was timed; None: it needs one."""
+        """Return why a backend needs no plan; None: it needs one, or has it."""
+        if variant.dtype is None or variant.backend in self._planned:
+            return None
         rivals = {name: one.engine for name, one in self._made.items() if one.quantized is not None and one.engine}
-        if variant.dtype is None or not rivals or variant.backend in self._planned:
-            return None
         calibrated = self._quantizer(next(one for one in self._asked.variants if one.dtype is not None))
-        if not rough_tells(calibrated.config, variant.backend):
-            return None
-        if variant.backend not in self._slow:
-            self._slow[variant.backend] = None
-            # What fails here is tried with a good plan, whose error is told.
-            with suppress(*FAILURES):
-                engine = self._maker.rough_engine(replace(variant, dynamic=False), calibrated)
-                # A larger shape than the usual one may take long.
-                batches = self._maker.timed_on[: self._maker.facts.usual + 1]
-                self._slow[variant.backend] = too_slow(variant.name, engine, rivals, batches)
-        return self._slow[variant.backend]
+        return self._trials.too_slow(variant, calibrated, rivals)
 
     def _first(self, variant: Variant) -> Variant:
         """Return the variant of a backend whose file and plan others of it go by."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
@@ -23,17 +25,52 @@ from quantizer.config import QuantizerConfig
 from quantizer.engines import Engine
 from quantizer.engines import interleaved_latency
 from quantizer.engines import medians
+from quantizer.engines.candidates import Variant
 from quantizer.quantizer import Quantizer
 from quantizer.report.tables import text
+from quantizer.runs.choose_engine import FAILURES
 from quantizer.runs.choose_engine import HOPELESS
 from quantizer.runs.run_context import engine_inputs
 from quantizer.targets import profile
 from quantizer.tasks import Batch
 
-__all__ = ["rough_engine", "rough_quantizer", "rough_tells", "too_slow"]
+__all__ = ["RoughTrials", "rough_engine", "rough_quantizer", "rough_tells", "too_slow"]
 
 _ROUNDS, _SECONDS = 15, 10.0
 """Of all engines in turns, at each shape; slow ones have fewer rounds."""
+
+
+class RoughTrials:
+    """Trials of the backends of a choice with rough plans, one for each.
+
+    Args:
+        make: builds the engine of a variant from a rough plan, and loads it, given a calibrated quantizer.
+        batches: what engines are timed on.
+    """
+
+    def __init__(self, make: Callable[[Variant, Quantizer], Engine], batches: Sequence[Batch]) -> None:
+        self._make = make
+        self._batches = batches
+        self._slow: dict[str, str | None] = {}
+
+    def too_slow(self, variant: Variant, calibrated: Quantizer, rivals: Mapping[str, Engine]) -> str | None:
+        """Return why the backend of a variant needs no plan; None: it may have the fastest engine.
+
+        Args:
+            variant: a quantized variant.
+            calibrated: a quantizer that was calibrated on the model, for any backend.
+            rivals: quantized engines of other backends, by name.
+        """
+        name = variant.backend
+        if not rivals or not rough_tells(calibrated.config, name):
+            return None
+        if name not in self._slow:
+            self._slow[name] = None
+            # What fails here is tried with a good plan, whose error is told.
+            with suppress(*FAILURES):
+                engine = self._make(replace(variant, dynamic=False), calibrated)
+                self._slow[name] = too_slow(variant.name, engine, rivals, self._batches)
+        return self._slow[name]
 
 
 def rough_tells(config: QuantizerConfig, backend: str) -> bool:
