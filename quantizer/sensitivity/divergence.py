@@ -26,6 +26,9 @@ from quantizer.observe.padding import output_without_padding
 
 __all__ = ["Divergence", "Probe"]
 
+_AT_ONCE = 2**20
+"""So many logits are compared at once."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Probe:
@@ -51,7 +54,7 @@ class Divergence:
     def __init__(self, reference: Any, mask: Tensor | None) -> None:
         self._mask = mask
         logits = _logits(reference)
-        self._log_p = None if logits is None else _rows(logits.detach(), mask).double().log_softmax(-1)
+        self._log_p = None if logits is None else [*map(_log_softmax, _parts(logits, mask))]
         self._y = flat_output(reference, mask) if logits is None else None
         self._power = 1.0 if self._y is None else float(self._y.square().sum())
         if self._power == 0:
@@ -64,11 +67,8 @@ class Divergence:
             return float((flat_output(output, self._mask) - self._y).square().sum()) / self._power
         logits = _logits(output)
         assert logits is not None
-        log_q = _rows(logits.detach(), self._mask).double().log_softmax(-1)
-        p = self._log_p.exp()
-        # A logit of -inf in one output is -inf in the other too, and -inf - -inf is NaN.
-        terms = torch.where(p > 0, p * (self._log_p - log_q), 0)
-        return float(terms.sum(-1).mean())
+        pairs = zip(self._log_p, _parts(logits, self._mask), strict=True)
+        return float(torch.cat([_of_rows(log_p, part) for log_p, part in pairs]).mean())
 
     def probe(self, output: Any) -> Probe:
         """Return random directions for an output that can be differentiated; the same for the same shapes.
@@ -93,6 +93,23 @@ def _logits(output: Any) -> Tensor | None:
     found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     usable = isinstance(found, Tensor) and found.is_floating_point() and found.dim() > 1 and found.shape[-1] > 1
     return found if usable else None
+
+
+def _parts(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the rows [N, C] in parts that stay in a processor's cache, as those of a decoder are 200 MB a batch."""
+    rows = _rows(logits.detach(), mask)
+    return torch.split(rows, max(1, _AT_ONCE // rows.shape[-1]))
+
+
+def _log_softmax(rows: Tensor) -> Tensor:
+    return rows.double().log_softmax(-1)
+
+
+def _of_rows(log_p: Tensor, logits: Tensor) -> Tensor:
+    """Return the divergence of each row."""
+    log_q, p = _log_softmax(logits), log_p.exp()
+    # A logit of -inf in one output is -inf in the other too, and -inf - -inf is NaN.
+    return torch.where(p > 0, p * (log_p - log_q), 0).sum(-1)
 
 
 def _rows(logits: Tensor, mask: Tensor | None) -> Tensor:

@@ -103,6 +103,17 @@ def test_classes_ruled_out_by_infinity_cost_nothing() -> None:
     assert 0 < divergence.of({"logits": logits + 0.1 * torch.randn(8, 5)}) < 1
 
 
+def test_rows_of_logits_are_compared_in_parts_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, other = torch.randn(3, 7, 50), torch.randn(3, 7, 50)
+    mask = torch.ones(3, 7, dtype=torch.bool)
+    mask[1, 4:] = False
+    whole = Divergence({"logits": logits}, mask).of({"logits": other})
+    monkeypatch.setattr("quantizer.sensitivity.divergence._AT_ONCE", 4 * 50 + 1)
+    log_p, log_q = (each[mask].double().log_softmax(-1) for each in (logits, other))
+    expected = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+    assert Divergence({"logits": logits}, mask).of({"logits": other}) == whole == expected
+
+
 def test_a_single_logit_is_no_distribution() -> None:
     scores = torch.randn(8, 1)
     assert Divergence({"logits": scores}, None).of({"logits": 1.1 * scores}) == pytest.approx(0.01, rel=1e-4)
