@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import logging
 import re
@@ -30,12 +29,12 @@ from quantizer.export.dynamic_axes import check_dynamic
 from quantizer.export.dynamic_axes import dynamic_shapes
 from quantizer.export.dynamic_axes import hint
 from quantizer.export.dynamic_axes import usual_axes
-from quantizer.export.exporter_cache import exporter_cache
 from quantizer.export.onnx_storage import write_onnx
 from quantizer.export.optimize import optimize
 from quantizer.export.passes import passes
 from quantizer.export.passes import run_passes
 from quantizer.export.qdq_translations import translations
+from quantizer.export.quick_exporter import quick_exporter
 from quantizer.files import checked_file
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.float16.float32_modules import convert_floats
@@ -263,7 +262,7 @@ def _export(
     dynamic: Any,
     output_names: list[str] | None,
 ) -> Any:
-    with interrupts_end_the_block(), exporter_cache(), _quiet(), _without_collection(), torch.no_grad():
+    with interrupts_end_the_block(), quick_exporter(), _quiet(), torch.no_grad():
         try:
             program = torch.onnx.export(
                 model,
@@ -320,18 +319,6 @@ def _said(error: BaseException) -> str:
         error = error.__cause__
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Pause Python's search for cycles: it goes again and again through a graph that stays, 8% of an export's time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @contextmanager

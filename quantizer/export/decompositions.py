@@ -1,0 +1,159 @@
+"""Operators that torch's exporter has no translation for, replaced where they stand in the captured graph.
+
+The exporter decomposes a graph by tracing it anew, twice: half of the time of an export, most of it for operators of
+which a graph has always the same few, and which another operator replaces one for one. A graph with any other operator
+to decompose, or with one that changes a tensor in place, is left to the exporter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator
+from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+__all__ = ["replaced_in_place"]
+
+_aten = torch.ops.aten
+
+Arguments = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
+"""An operator with what it is called with."""
+
+
+@contextmanager
+def replaced_in_place() -> Iterator[None]:
+    """Let the exporter decompose no graph anew in which replacing operators is enough.
+
+    A release of torch that works in another way is left as it is.
+    """
+    try:
+        from torch.onnx._internal.exporter import _decomp
+        from torch.onnx._internal.exporter import _fx_passes
+
+        decompose = _fx_passes.decompose_with_registry
+        implemented, others = _decomp.get_onnx_implemented_overloads, _decomp.create_onnx_friendly_decomposition_table
+        composite = _preserved()
+    except (ImportError, AttributeError):
+        yield
+        return
+
+    def decomposed(program: Any, registry: Any) -> Any:
+        table = others(set(implemented(registry)))
+        if not all(_is_plain(node, table, composite) for node in _nodes(program.graph_module)):
+            return decompose(program, registry)
+        for node in program.graph.nodes:
+            if node.op == "call_function" and node.target in _REPLACED:
+                node.target, node.args, node.kwargs = _REPLACED[node.target](node)
+        program.graph_module.recompile()
+        # What it would be decomposed to, though the strides of its operand may allow no view until it is translated.
+        for known in registry.get_decomps(_aten.view.default):
+            registry.register_op(_aten.reshape.default, known.onnx_function, known.is_complex)
+        return program
+
+    with patch.object(_fx_passes, "decompose_with_registry", decomposed):
+        yield
+
+
+def _preserved() -> Collection[Any]:
+    """Return the operators made of others that the exporter's own decomposition keeps as they are."""
+    from torch._export.utils import _collect_all_valid_cia_ops
+
+    return _collect_all_valid_cia_ops()
+
+
+def _nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
+    for part in module.modules():
+        yield from part.graph.nodes  # type: ignore[union-attr,misc]
+
+
+def _is_plain(node: fx.Node, table: Collection[Any], preserved: Collection[Any]) -> bool:
+    """Return whether the exporter takes a node as it is, or as what replaces it here."""
+    if node.op != "call_function":
+        # Parts of a graph are attributes of it.
+        return node.op != "get_attr"
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return not isinstance(target, HigherOrderOperator)
+    if target in _REPLACED:
+        return "val" in node.meta and not (target in _UNLESS and _UNLESS[target](node))
+    name = target.name()  # type: ignore[no-untyped-call]
+    made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+    return not target._schema.is_mutable and target not in table and (not made_of_others or target in preserved)
+
+
+def _same(node: fx.Node) -> Arguments:
+    return _aten.clone.default, node.args[:1], {}
+
+
+def _copied(node: fx.Node) -> Arguments:
+    # A view of it may follow, which no other order of its elements in memory allows.
+    return _aten.clone.default, node.args[:1], {"memory_format": torch.contiguous_format}
+
+
+def _cast(node: fx.Node) -> Arguments:
+    made = node.meta["val"].dtype
+    if _operand(node).dtype == made:
+        return _same(node)
+    return _aten._to_copy.default, node.args[:1], {"dtype": made}
+
+
+def _operand(node: fx.Node) -> torch.Tensor:
+    """Return what stands for the first operand of a node while the graph is made."""
+    operand = node.args[0]
+    assert isinstance(operand, fx.Node)
+    value: torch.Tensor = operand.meta["val"]
+    return value
+
+
+def _as_shaped(node: fx.Node) -> Arguments:
+    """Return the operand in the shape of the result, of which at most one size is not known."""
+    shape = [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
+    return _aten.reshape.default, (node.args[0], shape), {}
+
+
+def _reshaped(node: fx.Node) -> Arguments:
+    """Return the reshape itself, which the exporter decomposes and yet translates; a copy, if the shape stays."""
+    before, after = _operand(node).shape, node.meta["val"].shape
+    stays = len(before) == len(after) and all(
+        statically_known_true(one == other) for one, other in zip(before, after, strict=True)
+    )
+    return _copied(node) if stays else (_aten.reshape.default, node.args, {})
+
+
+def _has_unknown_sizes(node: fx.Node) -> bool:
+    return sum(not isinstance(size, int) for size in node.meta["val"].shape) > 1
+
+
+def _drops(node: fx.Node) -> bool:
+    return bool(node.args[2])
+
+
+_IDENTITIES = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default, _aten.dropout.default)
+_CASTS = (_aten.to.dtype, _aten.to.device, _aten.to.dtype_layout, _aten.to.other)
+
+_REPLACED: dict[OpOverload, Callable[[fx.Node], Arguments]] = {
+    **dict.fromkeys(_IDENTITIES, _same),
+    _aten.contiguous.default: _copied,
+    **dict.fromkeys(_CASTS, _cast),
+    **dict.fromkeys((_aten.flatten.using_ints, _aten.unflatten.int), _as_shaped),
+    _aten.reshape.default: _reshaped,
+    _aten.mT.default: lambda node: (_aten.transpose.int, (node.args[0], -2, -1), {}),
+    _aten.__and__.Tensor: lambda node: (_aten.bitwise_and.Tensor, node.args, {}),
+    _aten.__or__.Tensor: lambda node: (_aten.bitwise_or.Tensor, node.args, {}),
+}
+"""What each operator is replaced by, with the same name and the same result."""
+
+_UNLESS: dict[OpOverload, Callable[[fx.Node], bool]] = {
+    _aten.dropout.default: _drops,
+    _aten.flatten.using_ints: _has_unknown_sizes,
+    _aten.unflatten.int: _has_unknown_sizes,
+}
+"""When an operator is not."""

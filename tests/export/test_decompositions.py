@@ -1,0 +1,143 @@
+"""Graphs whose operators are replaced where they stand: the same file as by the exporter's own decomposition."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor
+from torch import nn
+from torch.nn import functional
+from torch.onnx._internal.exporter import _decomp
+from torch.onnx._internal.exporter import _fx_passes
+
+from quantizer.errors import ExportError
+from quantizer.export import export_onnx
+from quantizer.export import quick_exporter
+from quantizer.export.decompositions import replaced_in_place
+
+X = torch.randn(3, 5, 8)
+
+
+class _Composed(nn.Module):
+    """Every operator that is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.dropout(self.linear(x)).detach()
+        heads = y.unflatten(-1, (2, 4)).transpose(1, 2).contiguous()
+        scores = heads @ heads.mT
+        seen = (mask > 0) & (mask < 4) | (mask == 9)
+        y = (functional.softmax(scores, -1) @ heads).transpose(1, 2).reshape(*x.shape[:2], -1)
+        y = y.reshape(x.shape) + seen.to(x.dtype)[..., None]
+        return y.to("cpu").to(x.dtype).flatten(1)
+
+
+class _Doubled(nn.Module):
+    """Changes a tensor in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 1
+        y.mul_(2)
+        return y.contiguous()
+
+
+class _Deviation(nn.Module):
+    """Has an operator that the exporter has to decompose."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.std(-1).contiguous()
+
+
+class _Flattened(nn.Module):
+    """Flattens to a shape of which two sizes are not known."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., None].flatten(2)
+
+
+class _Branching(nn.Module):
+    """Decides by a value, which no graph can."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.contiguous() if x.sum() > 0 else -x
+
+
+@pytest.fixture
+def decomposed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the exporter itself decomposed."""
+    seen: list[Any] = []
+    decompose = _fx_passes.decompose_with_registry
+
+    def counted(program: Any, registry: Any) -> Any:
+        seen.append(program)
+        return decompose(program, registry)
+
+    monkeypatch.setattr(_fx_passes, "decompose_with_registry", counted)
+    return seen
+
+
+def _graph(path: Path) -> list[Any]:
+    """Return the nodes of a file without names: operator, attributes, and what each input is."""
+    graph = onnx.load(path).graph
+    known: dict[str, Any] = {value.name: f"input {value.name}" for value in graph.input}
+    for constant in graph.initializer:
+        array = onnx.numpy_helper.to_array(constant)
+        known[constant.name] = (str(array.dtype), array.shape, array.tobytes())
+    nodes = []
+    for place, node in enumerate(graph.node):
+        attributes = sorted(attribute.SerializeToString() for attribute in node.attribute)
+        nodes.append((node.op_type, attributes, [known.get(name) for name in node.input]))
+        known.update({name: (place, index) for index, name in enumerate(node.output)})
+    return nodes
+
+
+def _both(model: nn.Module, example: tuple[Tensor, ...], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hold the file of a model to that by the exporter's own decomposition, and to the model."""
+    here, exporters = folder / "here.onnx", folder / "exporters.onnx"
+    export_onnx(model.eval(), here, example, opset=20, dtype=torch.float32)
+    with monkeypatch.context() as alone:
+        alone.setattr(quick_exporter, "replaced_in_place", contextlib.nullcontext)
+        export_onnx(model, exporters, example, opset=20, dtype=torch.float32)
+    assert _graph(here) == _graph(exporters)
+    session = onnxruntime.InferenceSession(str(here), providers=["CPUExecutionProvider"])
+    inputs = zip(session.get_inputs(), example, strict=True)
+    (found,) = session.run(None, {port.name: value.numpy() for port, value in inputs})
+    torch.testing.assert_close(torch.from_numpy(found), model(*example))
+
+
+def test_every_operator_that_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decomposed: list[Any]
+) -> None:
+    mask = torch.arange(15).reshape(3, 5)
+    _both(_Composed(), (X, mask), tmp_path, monkeypatch)
+    assert len(decomposed) == 1, "only by the exporter alone"
+
+
+@pytest.mark.parametrize("model", [_Doubled(), _Deviation(), _Flattened()], ids=type)
+def test_other_graphs_are_left_to_the_exporter(model: nn.Module, tmp_path: Path, decomposed: list[Any]) -> None:
+    axes = {"x": {0: "batch", 1: "sequence"}}
+    export_onnx(model.eval(), tmp_path / "model.onnx", {"x": X}, opset=20, dtype=torch.float32, axes=axes)
+    assert len(decomposed) == 1
+
+
+def test_the_exporter_is_as_before_it(tmp_path: Path) -> None:
+    before = _fx_passes.decompose_with_registry
+    with pytest.raises(ExportError, match="cannot be exported"):
+        export_onnx(_Branching(), tmp_path / "model.onnx", (X,), opset=20, dtype=torch.float32)
+    assert _fx_passes.decompose_with_registry is before
+
+
+def test_a_release_that_decomposes_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(_decomp, "get_onnx_implemented_overloads")
+    with replaced_in_place():
+        assert _fx_passes.decompose_with_registry.__module__ == _fx_passes.__name__
