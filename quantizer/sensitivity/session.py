@@ -79,6 +79,12 @@ class SensitivitySession:
         """The name of the measure; ``loss`` for the gradients of the user's loss."""
         return self._measurement.measure if self._loss is None else "loss"
 
+    @property
+    def by_output(self) -> list[GroupSensitivity]:
+        """The groups by what each does to the model's output, highest first; empty: other things were measured."""
+        told = self.measure in ("gradient", "output") and self._measurement.batches
+        return self.ranking() if told else []
+
     def ranking(self) -> list[GroupSensitivity]:
         """Return all groups, highest error first.
 

@@ -67,7 +67,12 @@ class Causes(View[Cause]):
 
 
 def find_causes(
-    config: QuantizerConfig, model: nn.Module, plan: Plan, batches: Sequence[Any], num: int
+    config: QuantizerConfig,
+    model: nn.Module,
+    plan: Plan,
+    batches: Sequence[Any],
+    num: int,
+    ranked: Sequence[str] = (),
 ) -> tuple[Cause, ...]:
     """Return the groups of a plan that cost most, with causes and cures.
 
@@ -77,18 +82,24 @@ def find_causes(
         plan: the plan after the fallback.
         batches: what is calibrated on anew with each setting, and measured.
         num: the number of groups.
+        ranked: groups by what they cost, as it was measured before; if none of them is in the plan, it is measured.
     """
     if not any(entry.quantized for entry in plan.values()):
         return ()
+    known = operands_of(plan)
+    tried = ([group for group in ranked if group in known] or _ranked(model, plan, batches))[: _RANKED * num]
+    trial = _Trial(config, model, plan, batches)
+    alone = {group: trial.sqnr(plan, group) for group in tried}
+    worst = sorted(tried, key=lambda group: alone[group])[:num]
+    findings = trial.findings(worst)
+    return tuple(trial.cause(group, alone[group], findings[group]) for group in worst)
+
+
+def _ranked(model: nn.Module, plan: Plan, batches: Sequence[Any]) -> list[str]:
     session = SensitivitySession(model, plan, "gradient", "group", None, None)
     for batch in batches:
         call(session.proxy, batch)
-    ranked = [entry.group for entry in session.ranking()[: _RANKED * num]]
-    trial = _Trial(config, model, plan, batches)
-    alone = {group: trial.sqnr(plan, group) for group in ranked}
-    worst = sorted(ranked, key=lambda group: alone[group])[:num]
-    findings = trial.findings(worst)
-    return tuple(trial.cause(group, alone[group], findings[group]) for group in worst)
+    return [entry.group for entry in session.ranking()]
 
 
 def with_setting(config: QuantizerConfig, setting: Mapping[str, Any]) -> QuantizerConfig:

@@ -182,7 +182,8 @@ class QuantizerViews:
         """Return the groups that cost most, why, and the setting that mends each.
 
         A cost is the SQNR of the model's output with that group alone quantized. A gain is measured too: the model is
-        calibrated on ``batches`` with each setting that the configuration did not let it search by itself.
+        calibrated on ``batches`` with each setting that the configuration did not let it search by itself. The groups
+        that are looked at are the first of the ranking by ``amp()``, if that was measured by the output.
 
         Args:
             model: the float model.
@@ -197,7 +198,9 @@ class QuantizerViews:
         if not given:
             raise CalibrationError("causes() measures on data: give a few calibration batches")
         plan = self._session.fitted(model, self._session.effective_plan())
-        return Causes(find_causes(self.config, self._session.trained(model), plan, given, num))
+        amp = None if self._session.trainable is not None else self._session.amp
+        ranked = () if amp is None else tuple(entry.group for entry in amp.by_output)
+        return Causes(find_causes(self.config, self._session.trained(model), plan, given, num, ranked))
 
     @property
     def chosen_fallback(self) -> Fallback | None:

@@ -14,8 +14,10 @@ from torch import nn
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
+from quantizer.plan.site_plan import Plan
 from quantizer.report.record import Cause
 from quantizer.report.tables.cause_lines import cause_lines
+from quantizer.views import causes
 from quantizer.views.causes import with_setting
 
 _WIDTH = 64
@@ -168,3 +170,24 @@ def test_causes_of_convolutions_whose_inputs_are_divided_by_factors() -> None:
         "0._conv_forward.conv2d_1",
         "2._conv_forward.conv2d_1",
     }
+
+
+def test_the_ranking_of_amp_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = _model(), _rows(_channel, 1)
+    quantizer = make_calibrated(model, rows, backend="openvino", activations={"calibrator": "max"})
+    anew = quantizer.causes(model, rows).rows
+    amp = quantizer.amp(model)
+    asked: list[int] = []
+    measure = causes._ranked
+
+    def counted(model: nn.Module, plan: Plan, batches: list[Tensor]) -> list[str]:
+        asked.append(len(batches))
+        return measure(model, plan, batches)
+
+    monkeypatch.setattr(causes, "_ranked", counted)
+    assert quantizer.causes(model, rows).rows == anew
+    assert asked == [len(rows)], "nothing went through the proxy yet"
+    for batch in rows:
+        amp(batch)
+    assert quantizer.causes(model, rows).rows == anew
+    assert asked == [len(rows)]
