@@ -37,4 +37,6 @@ def flat_output(output: Any, mask: Tensor | None) -> Tensor:
     tensors = floats(output)
     if not tensors:
         raise SensitivityError(f"the model's output ({type(output).__name__}) holds no floating-point tensor")
-    return torch.cat([output_without_padding(tensor.detach(), mask).double().flatten() for tensor in tensors])
+    parts = [output_without_padding(tensor.detach(), mask).double().flatten() for tensor in tensors]
+    # Not copied twice; an output of float64 was not copied once.
+    return parts[0] if len(parts) == 1 and tensors[0].dtype != torch.float64 else torch.cat(parts)
