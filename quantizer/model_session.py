@@ -237,9 +237,10 @@ class ModelSession:
 
     def effective_plan(self) -> Plan:
         """Return the plan after the fallback."""
-        return self._after_fallback(self.decided())
+        return self.after_fallback(self.decided())
 
-    def _after_fallback(self, plan: Plan) -> Plan:
+    def after_fallback(self, plan: Plan) -> Plan:
+        """Return a plan with the groups in float that fell back."""
         if self.fallback is None:
             return plan
         if not {*self.fallback.groups, *self.fallback.slower} <= set(operands_of(plan)):
@@ -333,7 +334,7 @@ class ModelSession:
     def coverage(self) -> Coverage:
         """Return the coverage: all sites, and the products that torch computed in calibration."""
         decided = self.decided()
-        final = self._after_fallback(decided)
+        final = self.after_fallback(decided)
         back = [path for path, entry in decided.items() if entry.quantized and not final[path].quantized]
         regions = self.decisions.regions()
         return Coverage.from_plan(final, self._skipped, self.decisions.products(), back, self._patches, regions)

@@ -1,8 +1,10 @@
 """Operators that torch's exporter has no translation for, replaced where they stand in the captured graph.
 
 The exporter decomposes a graph by tracing it anew, twice: half of the time of an export, most of it for operators of
-which a graph has always the same few, and which another operator replaces one for one. A graph with any other operator
-to decompose, or with one that changes a tensor in place, is left to the exporter.
+which the graph of a transformer has always the same few, and which another operator replaces one for one. A graph with
+any other operator to decompose, or with one that changes a tensor in place, is left to the exporter.
+
+The file is the same after constants are folded, but for names of values and for shapes, which can be simpler here.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 from unittest.mock import patch
 
@@ -40,20 +43,21 @@ def replaced_in_place() -> Iterator[None]:
 
         decompose = _fx_passes.decompose_with_registry
         implemented, others = _decomp.get_onnx_implemented_overloads, _decomp.create_onnx_friendly_decomposition_table
-        composite = _preserved()
+        composite, thread = _preserved(), get_ident()
     except (ImportError, AttributeError):
         yield
         return
 
     def decomposed(program: Any, registry: Any) -> Any:
         table = others(set(implemented(registry)))
-        if not all(_is_plain(node, table, composite) for node in _nodes(program.graph_module)):
+        # Another thread may export a program that it goes on with, which is changed here.
+        if get_ident() != thread or not all(_is_plain(node, table, composite) for node in _nodes(program.graph_module)):
             return decompose(program, registry)
         for node in program.graph.nodes:
             if node.op == "call_function" and node.target in _REPLACED:
                 node.target, node.args, node.kwargs = _REPLACED[node.target](node)
         program.graph_module.recompile()
-        # What it would be decomposed to, though the strides of its operand may allow no view until it is translated.
+        # What the exporter makes of a reshape itself: a view.
         for known in registry.get_decomps(_aten.view.default):
             registry.register_op(_aten.reshape.default, known.onnx_function, known.is_complex)
         return program
@@ -84,6 +88,8 @@ def _is_plain(node: fx.Node, table: Collection[Any], preserved: Collection[Any])
         return not isinstance(target, HigherOrderOperator)
     if target in _REPLACED:
         return "val" in node.meta and not (target in _UNLESS and _UNLESS[target](node))
+    if target in _BY_STRIDES:
+        return False
     name = target.name()  # type: ignore[no-untyped-call]
     made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
     return not target._schema.is_mutable and target not in table and (not made_of_others or target in preserved)
@@ -91,11 +97,6 @@ def _is_plain(node: fx.Node, table: Collection[Any], preserved: Collection[Any])
 
 def _same(node: fx.Node) -> Arguments:
     return _aten.clone.default, node.args[:1], {}
-
-
-def _copied(node: fx.Node) -> Arguments:
-    # A view of it may follow, which no other order of its elements in memory allows.
-    return _aten.clone.default, node.args[:1], {"memory_format": torch.contiguous_format}
 
 
 def _cast(node: fx.Node) -> Arguments:
@@ -120,36 +121,48 @@ def _as_shaped(node: fx.Node) -> Arguments:
 
 
 def _reshaped(node: fx.Node) -> Arguments:
-    """Return the reshape itself, which the exporter decomposes and yet translates; a copy, if the shape stays."""
+    """Return a reshape in place of a view too, which no strides rule out; the operand, if its shape stays."""
     before, after = _operand(node).shape, node.meta["val"].shape
     stays = len(before) == len(after) and all(
         statically_known_true(one == other) for one, other in zip(before, after, strict=True)
     )
-    return _copied(node) if stays else (_aten.reshape.default, node.args, {})
+    return _same(node) if stays else (_aten.reshape.default, node.args, {})
 
 
 def _has_unknown_sizes(node: fx.Node) -> bool:
-    return sum(not isinstance(size, int) for size in node.meta["val"].shape) > 1
+    """Return whether -1 cannot stand for all that is not known of a shape."""
+    sizes = node.meta["val"].shape
+    return (
+        0 in [size for size in sizes if isinstance(size, int)] or sum(not isinstance(size, int) for size in sizes) > 1
+    )
 
 
 def _drops(node: fx.Node) -> bool:
     return bool(node.args[2])
 
 
-_IDENTITIES = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default, _aten.dropout.default)
+_BY_STRIDES = (_aten.as_strided.default, _aten._unsafe_view.default, _aten.view.dtype, _aten.view_as_complex.default)
+"""What depends on how its operand lies in memory, which a copy here does not keep."""
+
+_IDENTITIES = (
+    _aten.alias.default,
+    _aten.contiguous.default,
+    _aten.detach.default,
+    _aten.dropout.default,
+    _aten.lift_fresh_copy.default,
+)
 _CASTS = (_aten.to.dtype, _aten.to.device, _aten.to.dtype_layout, _aten.to.other)
 
 _REPLACED: dict[OpOverload, Callable[[fx.Node], Arguments]] = {
     **dict.fromkeys(_IDENTITIES, _same),
-    _aten.contiguous.default: _copied,
     **dict.fromkeys(_CASTS, _cast),
     **dict.fromkeys((_aten.flatten.using_ints, _aten.unflatten.int), _as_shaped),
-    _aten.reshape.default: _reshaped,
+    **dict.fromkeys((_aten.reshape.default, _aten.view.default), _reshaped),
     _aten.mT.default: lambda node: (_aten.transpose.int, (node.args[0], -2, -1), {}),
     _aten.__and__.Tensor: lambda node: (_aten.bitwise_and.Tensor, node.args, {}),
     _aten.__or__.Tensor: lambda node: (_aten.bitwise_or.Tensor, node.args, {}),
 }
-"""What each operator is replaced by, with the same name and the same result."""
+"""What each operator is replaced by, which gives the same."""
 
 _UNLESS: dict[OpOverload, Callable[[fx.Node], bool]] = {
     _aten.dropout.default: _drops,

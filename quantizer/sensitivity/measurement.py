@@ -148,6 +148,10 @@ class Measurement:
             for rank, group in enumerate(ordered, start=1)
         ]
 
+    def batches_of_all(self) -> int:
+        """Return how many batches all processes have measured; all must call it."""
+        return self._everywhere([group.name for group in self.groups])[0]
+
     def _everywhere(self, names: Sequence[str]) -> tuple[int, dict[str, list[float]]]:
         """Return the number of batches of all processes, and the error of each, by group."""
         if self._gathered is not None and get_world_size() == 1 and self._gathered[0] == self.batches:

@@ -81,8 +81,11 @@ class SensitivitySession:
 
     @property
     def by_output(self) -> list[GroupSensitivity]:
-        """The groups by what each does to the model's output, highest first; empty: other things were measured."""
-        told = self.measure in ("gradient", "output") and self._measurement.batches
+        """The groups by what each does to the model's output, highest first; empty: that was not measured.
+
+        Of several processes all must ask.
+        """
+        told = self.measure in ("gradient", "output") and self._measurement.batches_of_all()
         return self.ranking() if told else []
 
     def ranking(self) -> list[GroupSensitivity]:

@@ -21,6 +21,7 @@ from quantizer.errors import SensitivityError
 from quantizer.float16.simulate import simulate
 from quantizer.plan.replace_scales import scales_of
 from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import plan_digest
 from quantizer.proxy.build import source_diff
 from quantizer.proxy.lowered.choose import Lowering
 from quantizer.proxy.lowered.lower import kernels_of
@@ -183,7 +184,8 @@ class QuantizerViews:
 
         A cost is the SQNR of the model's output with that group alone quantized. A gain is measured too: the model is
         calibrated on ``batches`` with each setting that the configuration did not let it search by itself. The groups
-        that are looked at are the first of the ranking by ``amp()``, if that was measured by the output.
+        that are looked at are the first of the ranking by ``amp()``, if that was measured by the output and for the
+        plan and the weights of now; otherwise they are ranked on ``batches``.
 
         Args:
             model: the float model.
@@ -198,8 +200,10 @@ class QuantizerViews:
         if not given:
             raise CalibrationError("causes() measures on data: give a few calibration batches")
         plan = self._session.fitted(model, self._session.effective_plan())
-        amp = None if self._session.trainable is not None else self._session.amp
-        ranked = () if amp is None else tuple(entry.group for entry in amp.by_output)
+        amp = self._session.amp
+        # A ranking of another plan, or of other weights, tells nothing of this one.
+        holds = amp is not None and plan_digest(self._session.after_fallback(amp.measured_plan)) == plan_digest(plan)
+        ranked = [entry.group for entry in amp.by_output] if amp is not None and holds else []
         return Causes(find_causes(self.config, self._session.trained(model), plan, given, num, ranked))
 
     @property

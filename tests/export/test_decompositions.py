@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,29 @@ class _Composed(nn.Module):
         return y.to("cpu").to(x.dtype).flatten(1)
 
 
+class _OtherOrders(nn.Module):
+    """Views that the order of elements in memory allows, as an operator before them asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(5, 6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.convolution(x)
+        last = y[..., None].contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1).view(-1, 6)
+        cast = y[..., None].to(memory_format=torch.channels_last).permute(0, 2, 3, 1).view(-1, 6)
+        shape = y.transpose(1, 2).reshape(3, 8, 6).transpose(1, 2).view(3, 48)
+        return (last + cast).reshape(x.shape[0], -1) + shape
+
+
+class _Lengths(nn.Module):
+    """Shapes of two sizes that are not known."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.reshape(*x.shape[:2], 2, 4).transpose(1, 2)
+        return heads.reshape(x.shape[0], -1, 8) + x.transpose(1, 2).reshape(x.shape[0], -1).mean(-1)[:, None, None]
+
+
 class _Doubled(nn.Module):
     """Changes a tensor in place."""
 
@@ -63,6 +87,20 @@ class _Flattened(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x[..., None].flatten(2)
+
+
+class _Empty(nn.Module):
+    """Flattens nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., :0].flatten(1)
+
+
+class _Shaped(nn.Module):
+    """Needs nothing but another shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)
 
 
 class _Branching(nn.Module):
@@ -115,6 +153,25 @@ def _both(model: nn.Module, example: tuple[Tensor, ...], folder: Path, monkeypat
     torch.testing.assert_close(torch.from_numpy(found), model(*example))
 
 
+@pytest.mark.parametrize("model", [_OtherOrders(), _Lengths()], ids=type)
+def test_views_and_shapes_compute_the_same(model: nn.Module, tmp_path: Path, decomposed: list[Any]) -> None:
+    path = tmp_path / "model.onnx"
+    axes = {"x": {0: "batch", 1: "sequence"}} if isinstance(model, _Lengths) else {}
+    export_onnx(model.eval(), path, {"x": X}, opset=20, dtype=torch.float32, axes=axes)
+    assert not decomposed
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    for x in (X, torch.randn(2, 9, 8)) if axes else (X,):
+        (found,) = session.run(None, {"x": x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), model(x))
+
+
+def test_a_program_of_another_thread_stays_as_it_is(tmp_path: Path, decomposed: list[Any]) -> None:
+    with replaced_in_place(), ThreadPoolExecutor(1) as pool:
+        exported = pool.submit(torch.onnx.export, _Shaped().eval(), (X,), dynamo=True, verbose=False).result()
+    assert len(decomposed) == 1
+    assert exported is not None
+
+
 def test_every_operator_that_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decomposed: list[Any]
 ) -> None:
@@ -123,7 +180,7 @@ def test_every_operator_that_is_replaced(
     assert len(decomposed) == 1, "only by the exporter alone"
 
 
-@pytest.mark.parametrize("model", [_Doubled(), _Deviation(), _Flattened()], ids=type)
+@pytest.mark.parametrize("model", [_Doubled(), _Deviation(), _Flattened(), _Empty()], ids=type)
 def test_other_graphs_are_left_to_the_exporter(model: nn.Module, tmp_path: Path, decomposed: list[Any]) -> None:
     axes = {"x": {0: "batch", 1: "sequence"}}
     export_onnx(model.eval(), tmp_path / "model.onnx", {"x": X}, opset=20, dtype=torch.float32, axes=axes)

@@ -172,11 +172,9 @@ def test_causes_of_convolutions_whose_inputs_are_divided_by_factors() -> None:
     }
 
 
-def test_the_ranking_of_amp_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, rows = _model(), _rows(_channel, 1)
-    quantizer = make_calibrated(model, rows, backend="openvino", activations={"calibrator": "max"})
-    anew = quantizer.causes(model, rows).rows
-    amp = quantizer.amp(model)
+@pytest.fixture
+def ranked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many batches groups were ranked on, each time."""
     asked: list[int] = []
     measure = causes._ranked
 
@@ -185,9 +183,40 @@ def test_the_ranking_of_amp_is_not_measured_again(monkeypatch: pytest.MonkeyPatc
         return measure(model, plan, batches)
 
     monkeypatch.setattr(causes, "_ranked", counted)
-    assert quantizer.causes(model, rows).rows == anew
-    assert asked == [len(rows)], "nothing went through the proxy yet"
+    return asked
+
+
+def _measured(model: nn.Module, rows: list[Tensor]) -> Quantizer:
+    quantizer = make_calibrated(model, rows, backend="openvino", activations={"calibrator": "max"})
+    amp = quantizer.amp(model)
     for batch in rows:
         amp(batch)
-    assert quantizer.causes(model, rows).rows == anew
-    assert asked == [len(rows)]
+    return quantizer
+
+
+def test_the_ranking_of_amp_is_not_measured_again(ranked: list[int]) -> None:
+    model, rows = _model(), _rows(_channel, 1)
+    quantizer = _measured(model, rows)
+    found = quantizer.causes(model, rows).rows
+    assert not ranked
+    quantizer.amp(model)
+    assert quantizer.causes(model, rows).rows == found
+    assert ranked == [len(rows)], "nothing went through the new proxy yet"
+
+
+def test_a_ranking_of_another_plan_is_not_taken(ranked: list[int]) -> None:
+    model, rows = _model(), _rows(_plain, 1)
+    quantizer = _measured(model, rows)
+    quantizer.calibrate(model, [10 * row for row in rows], resume=True)
+    quantizer.causes(model, rows)
+    assert ranked == [len(rows)]
+
+
+def test_a_ranking_of_other_weights_is_not_taken(ranked: list[int]) -> None:
+    model, rows = _model(), _rows(_plain, 1)
+    quantizer = _measured(model, rows)
+    with torch.no_grad():
+        model[0].weight.mul_(3)
+    with pytest.warns(UserWarning, match="weights"):
+        quantizer.causes(model, rows)
+    assert ranked == [len(rows)]
