@@ -53,9 +53,9 @@ def replaced_in_place() -> Iterator[None]:
         # Another thread may export a program that it goes on with, which is changed here.
         if get_ident() != thread or not all(_is_plain(node, table, composite) for node in _nodes(program.graph_module)):
             return decompose(program, registry)
-        for node in program.graph.nodes:
+        for node in list(program.graph.nodes):
             if node.op == "call_function" and node.target in _REPLACED:
-                node.target, node.args, node.kwargs = _REPLACED[node.target](node)
+                _replace(node)
         program.graph_module.recompile()
         # What the exporter makes of a reshape itself: a view.
         for known in registry.get_decomps(_aten.view.default):
@@ -93,6 +93,14 @@ def _is_plain(node: fx.Node, table: Collection[Any], preserved: Collection[Any])
     name = target.name()  # type: ignore[no-untyped-call]
     made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
     return not target._schema.is_mutable and target not in table and (not made_of_others or target in preserved)
+
+
+def _replace(node: fx.Node) -> None:
+    """Replace the operator of a node; one that changes nothing goes, as translations look at what made an operand."""
+    node.target, node.args, node.kwargs = _REPLACED[node.target](node)  # type: ignore[index]
+    if node.target is _aten.clone.default and all(user.op != "output" for user in node.users):
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        node.graph.erase_node(node)
 
 
 def _same(node: fx.Node) -> Arguments:
