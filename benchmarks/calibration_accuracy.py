@@ -55,7 +55,7 @@ def minilm_rows() -> None:
         quantizer = calibrated(
             model,
             task,
-            preset="fast",
+            preset="plain",
             backend=backend,
             dtype=dtype,
             activations=activations,
@@ -84,7 +84,7 @@ def peer_rows() -> None:
             quantizer = calibrated(
                 model,
                 task,
-                preset="fast",
+                preset="plain",
                 backend="openvino",
                 activations={"calibrator": calibrator},
                 sites={**sites, "residual_add": False},
@@ -139,7 +139,7 @@ def efficientnet_rows() -> None:
     for placement, residual in (("convolutions and linear", False), ("default (residual auto)", "auto")):
         for calibrator in _CALIBRATORS:
             quantizer = Quantizer(
-                preset="fast",
+                preset="plain",
                 backend="openvino",
                 activations={"calibrator": calibrator},
                 sites={"residual_add": residual},
@@ -198,7 +198,7 @@ def smollm2_rows() -> None:
     print(f"| float | float | {perplexity(model, tokens):.2f} |", flush=True)
     for weights, activations, left in _SMOLLM2:
         quantizer = Quantizer(
-            preset="fast",
+            preset="plain",
             backend="openvino",
             weights={"granularity": weights},
             activations=activations,

@@ -41,7 +41,7 @@ _BINS = 2048
 
 
 def observing(model: torch.nn.Module, calibrator: str) -> torch.nn.Module:
-    return Quantizer(preset="fast", backend="openvino", activations={"calibrator": calibrator}).calib(model)
+    return Quantizer(preset="plain", backend="openvino", activations={"calibrator": calibrator}).calib(model)
 
 
 def observing_model_optimizer(model: torch.nn.Module, batch: Batch) -> torch.nn.Module:
@@ -92,7 +92,7 @@ count, calibrator = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 model, task = minilm()
 batches = (task.random_batch(1, 16, seed) for seed in range(count))
-quantizer = Quantizer(preset="fast", backend="openvino", activations={"calibrator": calibrator})
+quantizer = Quantizer(preset="plain", backend="openvino", activations={"calibrator": calibrator})
 quantizer.calibrate(model, batches, progress=False)
 quantizer.plan
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)

@@ -52,7 +52,7 @@ class Case:
 
     def quantizer(self) -> Quantizer:
         """Calibrated, every kind of site on."""
-        quantizer = Quantizer(preset="fast", backend="openvino", sites={"residual_add": True}, **self.options)
+        quantizer = Quantizer(preset="plain", backend="openvino", sites={"residual_add": True}, **self.options)
         quantizer.calibrate(self.model, self.calibration, progress=False)
         return quantizer
 

@@ -5,7 +5,7 @@
 One thread. Each candidate is quantized from one calibration, with the groups put back that its own engine runs slower
 in INT8; engines are built with each shape as the usual one, and timed in turns. Every other round chooses, as ``auto``
 does, and the rounds between say what the choice is worth, so that no engine is praised for the noise that it was chosen
-by. BERT-base has random weights, with which the time is the same, and all but MiniLM have ``preset: fast``. NNCF has
+by. BERT-base has random weights, with which the time is the same, and all but MiniLM have ``preset: plain``. NNCF has
 its transformer preset for all but EfficientNet.
 """
 
@@ -71,7 +71,7 @@ class Case:
     calibration: Sequence[Any]
     inputs: Callable[[int, int | None], dict[str, np.ndarray]]
     shapes: Sequence[Shape]
-    preset: str = "fast"
+    preset: str = "plain"
     transformer: bool = True
 
 

@@ -159,14 +159,14 @@ def ours(bench: Bench, name: str, **config: Any) -> None:
 def presets(bench: Bench) -> None:
     """Ours, by target and preset."""
     for backend in ("openvino", "onnxruntime", "tensorrt"):
-        for preset in ("fast", "balanced", "accurate"):
+        for preset in ("plain", "fast", "balanced", "accurate"):
             ours(bench, f"{backend}, {preset}", backend=backend, preset=preset)
 
 
 def everything(bench: Bench) -> None:
     """Ours with every kind of site in INT8, nothing put back to float."""
     for backend in ("openvino", "tensorrt"):
-        ours(bench, f"{backend}, every site, fast", backend=backend, preset="fast", sites=_EVERY)
+        ours(bench, f"{backend}, every site, plain", backend=backend, preset="plain", sites=_EVERY)
         for rounding in ("nearest", "reconstruct"):
             name = f"{backend}, every site, weights by {rounding}"
             ours(bench, name, backend=backend, sites=_EVERY, weights={"rounding": rounding})

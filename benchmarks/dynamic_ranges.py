@@ -35,7 +35,7 @@ SHAPES = ((1, 16), (1, 128), (8, 128))
 DYNAMIC = {"ranges": "dynamic"}
 CONFIGS: dict[str, dict[str, object]] = {
     "static": {},
-    "dynamic, fast": {"preset": "fast", "activations": DYNAMIC},
+    "dynamic, plain": {"preset": "plain", "activations": DYNAMIC},
     "dynamic": {"activations": DYNAMIC},
 }
 FLOAT, THEIRS = "float", "quantize_dynamic"

@@ -32,7 +32,7 @@ def main(backend: str) -> None:
     weights = sum(parameter.nbytes for parameter in model.parameters())
     ids = torch.randint(0, 30_000, (2, 32))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    quantizer = Quantizer(preset="fast", backend=backend)
+    quantizer = Quantizer(preset="plain", backend=backend)
     quantizer.calibrate(model, [batch], progress=False)
     frozen = quantizer.quantize(model)
     before, began, own = _held(), time.perf_counter(), time.process_time()
@@ -52,7 +52,7 @@ def _warm_up() -> None:
     """Import what an export imports, so that it is no part of the figure."""
     with tempfile.TemporaryDirectory() as folder:
         model, batch = torch.nn.Linear(16, 16).eval(), torch.randn(2, 16)
-        quantizer = Quantizer(preset="fast", backend="openvino")
+        quantizer = Quantizer(preset="plain", backend="openvino")
         quantizer.calibrate(model, [batch], progress=False)
         quantizer.export(quantizer.quantize(model), Path(folder) / "model.onnx", batch)
 

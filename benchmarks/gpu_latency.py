@@ -89,7 +89,7 @@ def lowered(model: torch.nn.Module, _: Path, *, dtype: str) -> Run:
     """The integers or FP8 codes of a quantized model in torch's kernels, compiled; all else in bfloat16."""
     # Plans in FP8 are TensorRT's, as no engine of a CPU has it. Torch has no kernel for their attention.
     backend = "torch" if dtype == "int8" else "tensorrt"
-    quantizer = Quantizer(backend=backend, dtype=dtype, preset="fast", sites={"matmul": False})
+    quantizer = Quantizer(backend=backend, dtype=dtype, preset="plain", sites={"matmul": False})
     quantizer.calibrate(model, [batch(4, 64), batch(4, 128)], progress=False)
     return partial(_called, _compiled(quantizer.lower(model).to("cuda", torch.bfloat16)))
 
@@ -108,7 +108,7 @@ def _called(module: Any, given: Batch) -> Any:
 
 def in_tensorrt(model: torch.nn.Module, folder: Path, *, backend: str, dtype: str) -> Run:
     """An engine of TensorRT's libraries, whose inputs come from the memory of the host."""
-    quantizer = Quantizer(backend=backend, dtype=dtype, preset="fast")
+    quantizer = Quantizer(backend=backend, dtype=dtype, preset="plain")
     quantizer.calibrate(model, [batch(4, 64), batch(4, 128)], progress=False)
     path = quantizer.export(quantizer.quantize(model), folder / f"{backend}.onnx", batch(2, 32))
     sizes = {"batch": (1, 8, 32), "sequence": (16, 128, 512)}

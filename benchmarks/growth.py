@@ -81,7 +81,7 @@ def layer_rows() -> None:
 
 def _export(layers: int) -> float:
     model, batch = _bert(layers, 128, intermediate=256)
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     quantizer.calibrate(model, [batch], progress=False)
     frozen = quantizer.quantize(model)
     with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +116,7 @@ def site_rows() -> None:
     for sites in _SITES:
         torch.manual_seed(0)
         model, x = _Wide(sites).eval(), torch.randn(4, 16)
-        quantizer = Quantizer(preset="fast", backend="openvino")
+        quantizer = Quantizer(preset="plain", backend="openvino")
         proxy = quantizer.calib(model)
         observing, plain = _median(proxy, x), _median(model, x)
         with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +144,7 @@ def try_rows() -> None:
     print("| wide | new ms | again ms | pass ms |\n|---|---|---|---|")
     for width in _WIDTHS:
         model, batch = _bert(14, width, intermediate=4 * width, tokens=(8, 32))
-        quantizer = Quantizer(preset="fast", backend="openvino")
+        quantizer = Quantizer(preset="plain", backend="openvino")
         quantizer.calibrate(model, [batch], progress=False)
         plan, choice, tries = quantizer.plan, random.Random(0), FrozenTries(model)
         groups = sorted({operand.group for entry in plan.values() for operand in entry.operands if operand.group})
@@ -171,7 +171,7 @@ def _memory_of(layers: int, tokens: int) -> None:
     model, batch = _bert(layers, 256, intermediate=1024, tokens=(1, tokens))
     model.set_attn_implementation("eager")
     small = {name: value[:, :64] for name, value in batch.items()}
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     quantizer.calibrate(model, [small], progress=False)
     amp = quantizer.amp(model)
     amp(**small)
@@ -212,9 +212,9 @@ def parameter_rows() -> None:
 
 def _parameters_of(blocks: int) -> None:
     model, x = _blocks(blocks, 2048)
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     _warm_up(quantizer)
-    quantizer, kept = Quantizer(preset="fast", backend="openvino"), {}
+    quantizer, kept = Quantizer(preset="plain", backend="openvino"), {}
     with tempfile.TemporaryDirectory() as folder:
         calls = (
             lambda: quantizer.proxy(model),
@@ -256,9 +256,9 @@ def large_rows() -> None:
 
 
 def _large_of(blocks: int, path: str) -> None:
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     _warm_up(quantizer)
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     # In half the memory; the file is in float32 but for its integers.
     torch.set_default_dtype(torch.bfloat16)
     model, x = _blocks(blocks, 4096)
@@ -266,7 +266,7 @@ def _large_of(blocks: int, path: str) -> None:
     quantizer.calibrate(model, [x], progress=False)
     frozen = quantizer.quantize(model)
     del model, quantizer
-    exporter = Quantizer(preset="fast", backend="openvino")
+    exporter = Quantizer(preset="plain", backend="openvino")
     seconds = [0.0]
 
     def export() -> None:
@@ -330,7 +330,7 @@ def bfloat16_rows() -> None:
     for name, tokens in (("BERT of 4 layers, 768 wide", (1, 16)), ("BERT of 4 layers, 768 wide", (8, 128))):
         model, batch = _bert(4, 768, intermediate=3072, tokens=tokens)
         model = model.bfloat16()
-        quantizer = Quantizer(preset="fast", backend="openvino")
+        quantizer = Quantizer(preset="plain", backend="openvino")
         quantizer.calibrate(model, [batch], progress=False)
         frozen = quantizer.quantize(model)
         plain, rounding = _median_of(model, batch), _median_of(frozen, batch)
@@ -364,10 +364,10 @@ def plan_rows() -> None:
 def _plan_seconds(calibrator: str) -> list[float]:
     torch.manual_seed(0)
     model, x = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(40))).eval(), torch.randn(8, 2048)
-    quantizer = Quantizer(preset="fast", backend="onnxruntime", weights={"calibrator": calibrator})
+    quantizer = Quantizer(preset="plain", backend="onnxruntime", weights={"calibrator": calibrator})
     quantizer.calibrate(model, [x], progress=False)
     # Imports and compiles what only the first of a process does.
-    _warm_up(Quantizer(preset="fast", backend="onnxruntime"))
+    _warm_up(Quantizer(preset="plain", backend="onnxruntime"))
     first = _seconds(lambda: quantizer.plan)
     with tempfile.TemporaryDirectory() as folder:
         calls = (
@@ -388,7 +388,7 @@ def search_rows() -> None:
     print(heading("A max_drop search: BERT of 14 layers, 384 wide, 8 x 32 tokens, one thread"))
     print("| groups | tries | seconds | new proxies and codes | passes |\n|---|---|---|---|---|")
     model, batch = _bert(14, 384, intermediate=1536, tokens=(8, 32))
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     quantizer.calibrate(model, [batch], progress=False)
     amp = quantizer.amp(model)
     amp(**batch)

@@ -2,10 +2,11 @@
 
     python benchmarks/placement.py [efficientnet | dinov2 | minilm]... [BACKEND]
 
-One thread; every kind of site is forced on, ranges by ``preset: fast``. Each group is timed in INT8 and in float in the
-engine; the plan "as fast" is the one of ``fallback(min_speedup=...)`` with the speed that everything in INT8 is
-predicted to have. Further plans lie between it and the float model. Each is built, run on rows that nothing was chosen
-on, and timed in turns with the others: the last column is the predicted time of the plan over the measured one.
+One thread; every kind of site is forced on, ranges by ``preset: plain``. Each group is timed in INT8 and in float in
+the engine; the plan "as fast" is the one of ``fallback(min_speedup=...)`` with the speed that everything in INT8 is
+predicted to have. Further plans lie between it and the float model. Each is built, run on rows that nothing was
+chosen on, and timed in turns with the others: the last column is the predicted time of the plan over the measured
+one.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def report(name: str, backend: str) -> None:
     case = CASES[name]()
     example, batches = case.calibration[0], held_out(name, case)
     size, sequence = case.shapes[-2] if name != "minilm" else (8, 128)
-    quantizer = Quantizer(backend=backend, preset="fast", sites={"residual_add": True})
+    quantizer = Quantizer(backend=backend, preset="plain", sites={"residual_add": True})
     quantizer.calibrate(case.model, case.calibration, progress=False)
     prices = measured_prices(quantizer, case.model, example, batch=size, sequence=sequence or 128)
     amp = quantizer.amp(case.model)

@@ -20,7 +20,7 @@ from quantizer.engines import interleaved_latency
 
 
 def observing(model: torch.nn.Module, **activations: object) -> torch.nn.Module:
-    return Quantizer(preset="fast", backend="openvino", activations=activations).calib(model)
+    return Quantizer(preset="plain", backend="openvino", activations=activations).calib(model)
 
 
 def main(rounds: int) -> None:

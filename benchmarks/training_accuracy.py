@@ -89,7 +89,7 @@ class Bench:
 
     def trained(self, formats: tuple[object, ...], seed: int, name: str) -> dict[str, float]:
         """One training, and the scores that came of it."""
-        quantizer = Quantizer(preset="fast", backend=BACKEND, sites={"residual_add": True}, formats=formats)
+        quantizer = Quantizer(preset="plain", backend=BACKEND, sites={"residual_add": True}, formats=formats)
         quantizer.calibrate(self.model, self.task.batches(self.train[CALIBRATION]), progress=False)
         if seed == 0:
             self.row(f"{name}: PTQ, fast", quantizer.quantize(self.model))

@@ -68,7 +68,7 @@ def main(rounds: int) -> None:
     models = {"float": copy.deepcopy(model).train()}
     for scales in ("fixed", "learned"):
         for name, sites in placements.items():
-            quantizer = Quantizer(preset="fast", backend="tensorrt", sites=sites)
+            quantizer = Quantizer(preset="plain", backend="tensorrt", sites=sites)
             quantizer.calibrate(model, batches, progress=False)
             models[f"ours, {name}, {scales} scales"] = quantizer.qat(model, scales=scales, copy=True).train()
     for name, matmuls in (("linears", False), ("linears and matmuls", True)):

@@ -79,7 +79,7 @@ def main() -> None:
     q = Quantizer(
         backend="tensorrt",
         fallback_dtype="float32",
-        preset="fast",
+        preset="plain",
         activations={"calibrator": "max"},
         sites={"matmul": False, "residual_add": False},
         exclude={"names": ["lm_head"]},

@@ -67,7 +67,7 @@ class QATCalibrate:
     ) -> None:
         activations = {"calibrator": _METHODS.get(method, method), "percentile": percentile}
         # As in NVIDIA's toolkit one pass gives the ranges, and no batch is kept to choose among others.
-        self.config = quantizer_config(None, activations=activations, **{"preset": "fast", **settings})
+        self.config = quantizer_config(None, activations=activations, **{"preset": "plain", **settings})
         rounding = self.config.weights.rounding
         if rounding != "nearest":
             raise ConfigError(

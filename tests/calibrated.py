@@ -15,6 +15,6 @@ from quantizer import Quantizer
 
 def make_calibrated(model: nn.Module, batches: Iterable[Any], **config: Any) -> Quantizer:
     """A quantizer of this configuration, calibrated with the batches."""
-    quantizer = Quantizer(preset="fast", **config)
+    quantizer = Quantizer(preset="plain", **config)
     quantizer.calibrate(model, batches, progress=False)
     return quantizer

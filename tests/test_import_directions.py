@@ -158,7 +158,7 @@ from quantizer import Quantizer
 
 model = torch.nn.Sequential(torch.nn.Linear(32, 32)).eval()
 x = torch.randn(32, 32)
-q = Quantizer(preset="fast")
+q = Quantizer(preset="plain")
 q.calibrate(model, [x])
 amp = q.amp(model)
 amp(x)

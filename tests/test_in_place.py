@@ -204,7 +204,7 @@ def test_it_rounds_as_the_proxy_of_a_quantizer_does() -> None:
         model = bert()
         qat.setup_model_qat(model)
         model(**BATCH)
-    quantizer = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "max"})
+    quantizer = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     float_model = bert()
     quantizer.calibrate(float_model, [BATCH], progress=False)
     assert torch.equal(model(**BATCH).logits, quantizer.quantize(float_model)(**BATCH).logits)
@@ -233,7 +233,7 @@ def test_it_exports_with_the_same_export(tmp_path: Path, backend: Any) -> None:
         model = bert()
         qat.setup_model_qat(model)
         model(**BATCH)
-    path = Quantizer(preset="fast", backend=backend).export(model, tmp_path / "model.onnx", BATCH)
+    path = Quantizer(preset="plain", backend=backend).export(model, tmp_path / "model.onnx", BATCH)
     graph = onnx.load(path).graph
     constants = {entry.name for entry in graph.initializer}
     assert not [node for node in graph.node if node.op_type == "QuantizeLinear" and node.input[0] in constants]

@@ -83,7 +83,7 @@ class Quantized:
 
 def _quantized(case: Case, **options: Any) -> Quantized:
     torch.set_num_threads(1)
-    quantizer = Quantizer(preset="fast", **options)
+    quantizer = Quantizer(preset="plain", **options)
     quantizer.calibrate(case.model, case.calibration)
     frozen = quantizer.quantize(case.model)
     return Quantized(quantizer, frozen, case.predict(frozen))
@@ -147,7 +147,7 @@ def test_the_openvino_engine_scores_what_the_proxy_scores(stsb: Case, default: Q
 def test_tensorrt_rtx_builds_ahead_of_time_for_sm89(stsb: Case, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx_bindings", reason="needs enginequant[tensorrt-rtx]")
     pytest.importorskip("onnxscript", reason="needs enginequant[onnx]")
-    quantizer = Quantizer(preset="fast", backend="tensorrt-rtx")
+    quantizer = Quantizer(preset="plain", backend="tensorrt-rtx")
     quantizer.calibrate(stsb.model, stsb.calibration)
     example = stsb.task.example()
     quantizer.export(quantizer.quantize(stsb.model), tmp_path / "int8.onnx", example)

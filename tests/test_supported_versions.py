@@ -122,7 +122,7 @@ def test_a_model_and_a_task_of_transformers_end_with_it(monkeypatch: pytest.Monk
     with pytest.raises(UnsupportedVersionError, match=r"transformers 4\.57\.6"):
         importlib.import_module("quantizer.qat.callback")
     layer = type("Layer", (nn.Linear,), {"__module__": "transformers.models.made_up"})
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     with pytest.raises(UnsupportedVersionError, match=r"transformers 4\.57\.6"):
         quantizer.proxy(nn.Sequential(layer(2, 2)))
     quantizer.proxy(nn.Sequential(nn.Linear(2, 2)))

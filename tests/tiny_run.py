@@ -38,7 +38,7 @@ def tiny_run(folder: Path) -> dict[str, Any]:
             "batch_size": 8,
         },
         "quantizer": {
-            "preset": "fast",
+            "preset": "plain",
             "backend": "openvino",
             "sites": {"residual_add": True},
             "exclude": {"names": ["classifier"]},

@@ -80,7 +80,7 @@ def _from_pretrained(made: Made) -> None:
     batch = made.batch(0)
     with tempfile.TemporaryDirectory() as folder:
         made.model.save_pretrained(f"{folder}/float")
-        config = QuantizerConfig(preset="fast", backend="openvino")
+        config = QuantizerConfig(preset="plain", backend="openvino")
         model = transformers.AutoModel.from_pretrained(f"{folder}/float", quantization_config=config)
         quantizer = quantizer_of(model)
         quantizer.calibrate(model, [batch], progress=False)

@@ -30,7 +30,7 @@ _HEAD = """# The zoo
 Every architecture that transformers can build from a config, as a tiny random model: whether a proxy that is off gives
 its outputs bit for bit, how much of its multiply-adds is in sites, and whether it is calibrated, quantized, saved and
 loaded. Shares say which products are found, not how much of a model of real size they are. SQNR is that of the first
-output, by `preset: fast` with two batches; random models amplify rounding more than trained ones, above all where they
+output, by `preset: plain` with two batches; random models amplify rounding more than trained ones, above all where they
 choose experts, queries or neighbours by their values.
 """
 

@@ -79,7 +79,7 @@ def _require_finite(given: dict[str, Tensor], expected: dict[str, Tensor]) -> No
 
 
 def _ours(model: nn.Module, batches: Batches, tell: Tell) -> nn.Module:
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     quantizer.calibrate(model, batches, progress=False)
     tell("coverage_share", quantizer.coverage.share)
     return quantizer.quantize(model)

@@ -71,7 +71,7 @@ def passed(subject: Subject, tell: Tell) -> tuple[Quantizer, Made]:
 
 def calibrated(made: Made, eager: dict[str, Tensor]) -> Quantizer:
     """A quantizer that has seen two batches; ``eager`` is what an observing proxy must give for the first."""
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     calib = quantizer.calib(made.model)
     different = unequal_observed(run(calib, made.batch(0)), eager, made.model)
     if different:
@@ -109,7 +109,7 @@ def _off(made: Made, expected: dict[str, Tensor]) -> None:
     repeated = unequal(run(made.model, made.batch(0)), expected)
     if repeated:
         raise AssertionError(f"the float model itself gives other values each time: {', '.join(repeated[:3])}")
-    different = unequal(run(Quantizer(preset="fast").proxy(made.model), made.batch(0)), expected)
+    different = unequal(run(Quantizer(preset="plain").proxy(made.model), made.batch(0)), expected)
     if different:
         raise AssertionError(f"a proxy that is off differs in {', '.join(different[:3])}")
 

@@ -14,6 +14,6 @@ from quantizer import Quantizer
 __all__: list[str] = []
 
 torch.set_num_threads(1)
-Quantizer(preset="fast").proxy(
+Quantizer(preset="plain").proxy(
     BertModel(BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
 )

@@ -10,13 +10,16 @@ __all__ = ["DEFAULT", "PRESETS", "preset_keys", "with_fitted_sizes", "with_prese
 
 _BY_OUTPUT = {"calibrator": "output", "smooth": "auto", "zero_point": True}
 
+_AS_THEY_ARE = {"weights": {"rounding": "nearest"}, "bias_correction": False}
+"""Weights and biases, where nothing is searched for."""
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # One range for each tensor, from one pass over the data.
-    "fast": {
+    "plain": {
         "activations": {"calibrator": "percentile", "percentile": 99.99, "smooth": None, "zero_point": False},
-        "weights": {"rounding": "nearest"},
-        "bias_correction": False,
+        **_AS_THEY_ARE,
     },
+    # What is smoothed needs no clipping.
+    "fast": {"activations": {"calibrator": "max", "smooth": 0.8, "zero_point": True}, **_AS_THEY_ARE},
     "balanced": {"activations": _BY_OUTPUT, "weights": {"rounding": "nearest"}, "bias_correction": True},
     "accurate": {"activations": _BY_OUTPUT, "weights": {"rounding": "gptq"}, "bias_correction": True},
 }

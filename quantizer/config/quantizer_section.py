@@ -224,11 +224,11 @@ class QuantizerConfig(Section):
     # With ``to_dict``, the interface that transformers requires: see ``interop/transformers/plugin.py``.
     quant_method: ClassVar[str] = "quantizer"
 
-    preset: Literal["accurate", "balanced", "fast"] = Field(
+    preset: Literal["accurate", "balanced", "fast", "plain"] = Field(
         default=DEFAULT,
         description="Values for the keys that are not set: 'balanced' chooses ranges and smoothing by the output of "
-        "the model and corrects biases, 'accurate' rounds weights by gptq besides, 'fast' takes a percentile of each "
-        "range.",
+        "the model and corrects biases, 'accurate' rounds weights by gptq besides, 'fast' takes the largest values "
+        "after it has moved outliers into weights by a fixed share, 'plain' takes a percentile of each range.",
     )
     backend: Annotated[str, AfterValidator(_BACKENDS.check), _BACKENDS] = Field(
         default="tensorrt",

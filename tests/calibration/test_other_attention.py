@@ -35,7 +35,7 @@ class Attention(nn.Module):
 @pytest.mark.promise("The plan says so with a warning, and what is quantized are the separate products.")
 def test_another_function_is_told_once() -> None:
     model = Attention(causal=False).eval()
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     proxy = q.calib(model)
     proxy(torch.randn(2, 8, 32))
     with pytest.warns(UserWarning, match=r"Attention gives other outputs .* dB on the first batch\): one of them"):
@@ -51,6 +51,6 @@ def test_another_function_is_told_once() -> None:
 @pytest.mark.parametrize("drop", [False, True], ids=["the same function", "random"])
 def test_nothing_is_told_of(drop: bool) -> None:
     x = torch.randn(2, 8, 32)
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.calibrate(Attention(causal=not drop, drop=drop).eval(), [x])
     assert {row.multiply_adds for row in q.coverage if row.kind == "linear"} == {2 * 8 * 32 * 96}

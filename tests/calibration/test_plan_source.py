@@ -28,7 +28,7 @@ class Case:
         torch.manual_seed(0)
         self._folder = folder
         self._model = Mlp().eval()
-        self._q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "max"})
+        self._q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
 
     def _run(self, largest: float, *, resume: bool, breaks_off: bool = False) -> None:
         def batches() -> Iterator[Tensor]:

@@ -45,7 +45,7 @@ class Counted:
         self.q = self.calibrated()
 
     def calibrated(self, backend: str = "openvino", batches: int = 2) -> Quantizer:
-        q = Quantizer(preset="fast", backend=backend, activations={"calibrator": "max"})
+        q = Quantizer(preset="plain", backend=backend, activations={"calibrator": "max"})
         q.calibrate(self.model, self.batches[:batches], progress=False)
         return q
 

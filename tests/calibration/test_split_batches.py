@@ -45,7 +45,7 @@ def _data(count: int = 7) -> list[Tensor]:
 
 
 def _saved(name: str, batches: list[Tensor], folder: Path) -> None:
-    q = Quantizer(preset="fast", backend="openvino", **SETTINGS[name])
+    q = Quantizer(preset="plain", backend="openvino", **SETTINGS[name])
     model = _model()
     q.calibrate(model, batches, split=True)
     _ = q.plan
@@ -113,7 +113,7 @@ def test_fewer_batches_than_processes(split: Path, tmp_path: Path) -> None:
 
 
 def _raises(batches: list[Any], expected: str, error: type[Exception] = CalibrationError) -> None:
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     with pytest.raises(error, match=expected):
         q.calibrate(_model(), batches, split=True)
 
@@ -129,7 +129,7 @@ def _misfits(rank: int, folder: str) -> None:
 def _none(rank: int, folder: str) -> None:
     _start(rank, folder)
     _raises([], "the calibration data is empty")
-    q = Quantizer(preset="fast", backend="openvino", weights={"rounding": "gptq"})
+    q = Quantizer(preset="plain", backend="openvino", weights={"rounding": "gptq"})
     q.calibrate(_model(), _data()[rank::2])
     with pytest.raises(CalibrationError, match=r"each process has its own batches: .* calibrate\(split=True\)"):
         _ = q.plan
@@ -138,7 +138,7 @@ def _none(rank: int, folder: str) -> None:
 
 def _other_shapes(rank: int, folder: str) -> None:
     _start(rank, folder)
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     if rank == 1:
         with pytest.raises(CalibrationError, match=r"batch 0 of the calibration data .* does not run"):
             q.calibrate(_model(), [torch.randn(4, 31)])

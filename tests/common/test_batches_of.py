@@ -122,7 +122,7 @@ def test_a_dataset_leaves_the_random_numbers_alone() -> None:
 
 @pytest.mark.parametrize("data", [X, X.numpy(), TensorDataset(X), DataLoader(TensorDataset(X, CLASSES), batch_size=16)])
 def test_calibration_takes_them_all(data: Any) -> None:
-    whole, q = Quantizer(preset="fast", backend="openvino"), Quantizer(preset="fast", backend="openvino")
+    whole, q = Quantizer(preset="plain", backend="openvino"), Quantizer(preset="plain", backend="openvino")
     model = Mlp().eval()
     whole.calibrate(model, [X])
     q.calibrate(model, data)
@@ -211,7 +211,7 @@ def test_data_of_unknown_length_ends() -> None:
 @pytest.mark.parametrize("rows", [0, -1])
 def test_rows_has_to_be_a_number_of_rows(rows: int) -> None:
     with pytest.raises(CalibrationError, match=f"rows: got {rows}; expected the number of rows to read, from 1"):
-        Quantizer(preset="fast").calibrate(Mlp().eval(), X, rows=rows)
+        Quantizer(preset="plain").calibrate(Mlp().eval(), X, rows=rows)
 
 
 # -- data that fails ---------------------------------------------------------------------------------------------------
@@ -244,11 +244,11 @@ class _Broken(Dataset[Tensor]):
 )
 def test_data_that_fails_is_an_error_that_says_where(data: Any, message: str) -> None:
     with pytest.raises(CalibrationError, match=message):
-        Quantizer(preset="fast").calibrate(Mlp().eval(), data)
+        Quantizer(preset="plain").calibrate(Mlp().eval(), data)
 
 
 def test_data_that_fails_leaves_an_earlier_calibration_in_use() -> None:
-    q, model = Quantizer(preset="fast", backend="openvino"), Mlp().eval()
+    q, model = Quantizer(preset="plain", backend="openvino"), Mlp().eval()
     q.calibrate(model, X)
     before = str(q.ranges)
     with pytest.raises(CalibrationError, match="failed after 2 batches"):
@@ -257,7 +257,7 @@ def test_data_that_fails_leaves_an_earlier_calibration_in_use() -> None:
 
 
 def test_causes_takes_the_same_data() -> None:
-    q, model = Quantizer(preset="fast", backend="openvino"), ConvNet().eval()
+    q, model = Quantizer(preset="plain", backend="openvino"), ConvNet().eval()
     data = DataLoader(TensorDataset(torch.rand(8, 3, 16, 16), CLASSES[:8]), batch_size=8)
     q.calibrate(model, data)
     assert len(q.causes(model, data, num=1)) <= 1

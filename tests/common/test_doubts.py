@@ -33,7 +33,7 @@ def _photo(rows: int = 4, size: int = 32) -> Tensor:
 
 
 def _quantizer() -> Quantizer:
-    return Quantizer(preset="fast", backend="openvino")
+    return Quantizer(preset="plain", backend="openvino")
 
 
 def test_a_model_in_train_mode() -> None:

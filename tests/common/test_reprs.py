@@ -15,7 +15,7 @@ from quantizer.sensitivity.prices.group_prices import Prices
 
 
 def test_a_quantizer_says_where_it_stands(tmp_path: Path) -> None:
-    q, model, x = Quantizer(preset="fast", backend="openvino"), Mlp().eval(), torch.randn(8, 32)
+    q, model, x = Quantizer(preset="plain", backend="openvino"), Mlp().eval(), torch.randn(8, 32)
     assert repr(q) == "Quantizer(backend='openvino', not calibrated)"
     q.calib(model)
     assert repr(q) == "Quantizer(backend='openvino', not calibrated)"

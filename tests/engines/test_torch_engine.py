@@ -34,7 +34,7 @@ EAGER = BuildOptions(compiled=False)
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A quantized and a float file of a tiny encoder."""
     folder, model, inputs = tmp_path_factory.mktemp("torch"), tiny("bert"), batch("bert")
-    q = Quantizer(preset="fast", backend="torch")
+    q = Quantizer(preset="plain", backend="torch")
     q.calibrate(model, [inputs])
     return {
         "int8": q.export(q.quantize(model), folder / "low.onnx", inputs),
@@ -58,7 +58,7 @@ def _sqnr_db(found: np.ndarray, expected: np.ndarray) -> float:
 
 def _db_to_proxy(model: nn.Module, x: torch.Tensor, folder: Path, **settings: Any) -> float:
     """The SQNR of the eager engine of a model to its frozen proxy."""
-    q = Quantizer(preset="fast", backend="torch", **settings)
+    q = Quantizer(preset="plain", backend="torch", **settings)
     q.calibrate(model, [x])
     frozen = q.quantize(model)
     q.export(frozen, folder / "m.onnx", x)
@@ -128,7 +128,7 @@ def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A quantized file of two linears and what is between them."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).eval(), torch.randn(4, 16)
-    q = Quantizer(preset="fast", backend="torch")
+    q = Quantizer(preset="plain", backend="torch")
     q.calibrate(model, [x])
     return q.export(q.quantize(model), tmp_path_factory.mktemp("small") / "m.onnx", x)
 

@@ -57,7 +57,7 @@ class Prototypes(nn.Module):
 
 def exported(model: nn.Module, example: tuple[Tensor, ...], path: Path, **options: Any) -> dict[str, list[Any]]:
     torch.manual_seed(0)
-    q = Quantizer(preset="fast", backend="onnxruntime")
+    q = Quantizer(preset="plain", backend="onnxruntime")
     q.calibrate(model.eval(), [example], progress=False)
     q.export(q.quantize(model), path, example, **options)
     inputs = onnx.load(str(path)).graph.input
@@ -105,7 +105,7 @@ def test_an_axis_of_length_1_is_fixed(
 def test_a_batch_of_one_row_serves_any_batch(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
     model, example = Masked().eval(), (torch.randn(1, 6, 32), mask(1, 1, 6, 6))
-    q = Quantizer(preset="fast", backend="onnxruntime")
+    q = Quantizer(preset="plain", backend="onnxruntime")
     q.calibrate(model, [example], progress=False)
     frozen = q.quantize(model)
     q.export(frozen, tmp_path / "net.onnx", example)

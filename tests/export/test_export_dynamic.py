@@ -45,7 +45,7 @@ class Readers(nn.Module):
 def exported(folder: Path, **config: Any) -> tuple[Path, nn.Module]:
     model = Readers().eval()
     activations = {"ranges": "dynamic", "smooth": 0.5}
-    quantizer = Quantizer(**{"preset": "fast", "backend": "onnxruntime", "activations": activations, **config})
+    quantizer = Quantizer(**{"preset": "plain", "backend": "onnxruntime", "activations": activations, **config})
     quantizer.calibrate(model, [torch.randn(20, 32), torch.randn(20, 32)], progress=False)
     frozen = quantizer.quantize(model)
     return quantizer.export(frozen, folder / "m.onnx", torch.randn(8, 32)), frozen
@@ -97,7 +97,7 @@ def wide() -> tuple[nn.Module, Tensor]:
 def test_openvino_rounds_in_blocks_by_itself(tmp_path: Path) -> None:
     pytest.importorskip("openvino", reason="needs enginequant[openvino]")
     model, x = wide()
-    quantizer = Quantizer(backend="openvino", preset="fast", activations={"ranges": "dynamic"})
+    quantizer = Quantizer(backend="openvino", preset="plain", activations={"ranges": "dynamic"})
     quantizer.calibrate(model, [x], progress=False)
     frozen = quantizer.quantize(model)
     path = quantizer.export(frozen, tmp_path / "m.onnx", x)
@@ -122,7 +122,7 @@ def test_small_blocks_of_weights_keep_the_kernels_of_openvino(tmp_path: Path) ->
     core = openvino_core()
     model, x = wide()
     rule = {"activations": "float", "weights": "int4", "block_size": 32}
-    quantizer = Quantizer(backend="openvino", preset="fast", formats=[rule])
+    quantizer = Quantizer(backend="openvino", preset="plain", formats=[rule])
     quantizer.calibrate(model, [x], progress=False)
     path = quantizer.export(quantizer.quantize(model), tmp_path / "m.onnx", x)
     settings = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "f32"}

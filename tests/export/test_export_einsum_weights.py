@@ -132,7 +132,7 @@ def test_engines_compute_what_the_proxy_computes(
     from quantizer.engines import load_engine
 
     net, data = model(*shape(weight)).eval(), torch.randn(shape(x))
-    q = Quantizer(preset="fast", backend=engine, **options)
+    q = Quantizer(preset="plain", backend=engine, **options)
     q.calibrate(net, [data], progress=False)
     assert all(row.quantized for row in q.coverage.rows)
     frozen = q.quantize(net)

@@ -27,7 +27,7 @@ Prepared = tuple[Quantizer, nn.Module, Tensor]
 def mlp() -> Prepared:
     torch.manual_seed(0)
     model, x = Mlp().eval(), torch.randn(4, 32)
-    quantizer = Quantizer(preset="fast", backend="tensorrt")
+    quantizer = Quantizer(preset="plain", backend="tensorrt")
     quantizer.calibrate(model, [x])
     return quantizer, quantizer.quantize(model), x
 
@@ -172,7 +172,7 @@ class Branching(nn.Module):
 
 def test_a_model_that_cannot_be_exported(tmp_path: Path) -> None:
     model, x = Branching().eval(), torch.randn(4, 32)
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     quantizer.calibrate(model, [x])
     with pytest.raises(ExportError, match=r"Branching cannot be exported: .*data-dependent") as caught:
         quantizer.export(quantizer.quantize(model), tmp_path / "m.onnx", x)
@@ -235,7 +235,7 @@ class _ThreeAxes(nn.Module):
 )
 def test_fused_attention_of_three_axes_that_stays_float(tmp_path: Path) -> None:
     model, x = _ThreeAxes().eval(), torch.randn(2, 6, 8)
-    quantizer = Quantizer(preset="fast", backend="onnxruntime")
+    quantizer = Quantizer(preset="plain", backend="onnxruntime")
     quantizer.calibrate(model, [x])
     with pytest.raises(ExportError, match="only 4D query, key, and value are supported"):
         quantizer.export(quantizer.quantize(model), tmp_path / "model.onnx", x)

@@ -76,7 +76,7 @@ def _export(
     folder: Path, backend: str, model: nn.Module, data: list[Any], fallback: int = 0, **options: Any
 ) -> Exported:
     torch.set_num_threads(1)
-    quantizer = Quantizer(preset="fast", backend=backend, **options)
+    quantizer = Quantizer(preset="plain", backend=backend, **options)
     quantizer.calibrate(model, data)
     if fallback:
         amp = quantizer.amp(model)
@@ -403,7 +403,7 @@ def test_tensorrt_rtx_builds_it_for_another_machine(which: str, request: pytest.
 def mlp() -> tuple[Quantizer, nn.Module, nn.Module, Tensor]:
     torch.manual_seed(0)
     model, x = Mlp().eval(), torch.randn(4, 32)
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     quantizer.calibrate(model, [x])
     return quantizer, model, quantizer.quantize(model), x
 
@@ -457,7 +457,7 @@ def test_exporting_changes_neither_the_model_nor_the_proxy(tmp_path: Path, backe
     model = Mlp().eval()
     model.register_buffer("constants", torch.ones(3, dtype=torch.float16))
     x = torch.randn(4, 32)
-    quantizer = Quantizer(preset="fast", backend=backend)
+    quantizer = Quantizer(preset="plain", backend=backend)
     quantizer.calibrate(model, [x])
     frozen = quantizer.quantize(model).train()
     with torch.no_grad():
@@ -472,7 +472,7 @@ def test_exporting_changes_neither_the_model_nor_the_proxy(tmp_path: Path, backe
 
 def test_a_model_in_train_mode_is_exported_in_eval_mode(tmp_path: Path) -> None:
     model, x = ConvNet().eval(), torch.randn(2, 3, 16, 16)
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     quantizer.calibrate(model, [x])
     frozen = quantizer.quantize(model)
     expected = _reference(frozen, x)[0]
@@ -482,7 +482,7 @@ def test_a_model_in_train_mode_is_exported_in_eval_mode(tmp_path: Path) -> None:
 
 def test_bfloat16(tmp_path: Path) -> None:
     model, x = Mlp().eval(), torch.randn(4, 32)
-    quantizer = Quantizer(preset="fast", backend="tensorrt", fallback_dtype="bfloat16")
+    quantizer = Quantizer(preset="plain", backend="tensorrt", fallback_dtype="bfloat16")
     quantizer.calibrate(model, [x])
     proto = onnx.load(quantizer.export(quantizer.quantize(model), tmp_path / "m.onnx", x))
     types = {item.data_type for item in proto.graph.initializer}
@@ -492,7 +492,7 @@ def test_bfloat16(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_a_model_of_another_type_whose_weights_are_all_stored(dtype: torch.dtype, tmp_path: Path) -> None:
     model, x = nn.Linear(32, 32, bias=False).eval().to(dtype), torch.randn(4, 32).to(dtype)
-    quantizer = Quantizer(preset="fast", backend="onnxruntime")
+    quantizer = Quantizer(preset="plain", backend="onnxruntime")
     quantizer.calibrate(model, [x])
     frozen = quantizer.quantize(model)
     assert not any(parameter.is_floating_point() for _, parameter in frozen.named_parameters())
@@ -521,7 +521,7 @@ def test_a_float_model_is_exported_to_compare_with(tmp_path: Path) -> None:
 @pytest.mark.parametrize("which", ["calib proxy", "amp proxy"])
 def test_no_proxy_but_a_frozen_one_is_exported(tmp_path: Path, which: str) -> None:
     model, x = Mlp().eval(), torch.randn(4, 32)
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     calib = quantizer.calibrate(model, [x])
     proxies = {"calib proxy": calib, "amp proxy": quantizer.amp(model)}
     with pytest.raises(ProxyError, match=r"export\(\) takes the model that quantize\(\) returned"):

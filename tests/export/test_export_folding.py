@@ -175,7 +175,7 @@ def exported(model: nn.Module, inputs: Any, folder: Path) -> tuple[Any, Any, flo
     """The exported graph, the frozen proxy's output, and the SQNR in dB of the file's first output against it."""
     runtime = pytest.importorskip("onnxruntime", reason="running a file needs enginequant[onnxruntime]")
     q = Quantizer(
-        preset="fast",
+        preset="plain",
         backend="onnxruntime",
         activations={"calibrator": "max", "smooth": 0.5},
         sites={"residual_add": False},

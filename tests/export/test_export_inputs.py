@@ -81,7 +81,7 @@ def a(rows: int = 6) -> Tensor:
 
 def _agrees(model: nn.Module, example: tuple[Any, ...], others: tuple[Any, ...], folder: Path, backend: str) -> Any:
     """Export at one batch and compare at two; the session."""
-    quantizer, path = Quantizer(preset="fast", backend=backend), folder / "model.onnx"
+    quantizer, path = Quantizer(preset="plain", backend=backend), folder / "model.onnx"
     quantizer.calibrate(model.eval(), [example], progress=False)
     proxy = quantizer.quantize(model)
     quantizer.export(proxy, path, example)
@@ -125,7 +125,7 @@ def test_outputs_are_named_by_their_keys(keys: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("keys", "what"), [(("x", "y"), "'x' has the name of an input"), ((1, "1"), "of another out")])
 def test_names_that_a_graph_cannot_tell_apart(keys: Any, what: str, tmp_path: Path) -> None:
-    model, quantizer = Keyed(*keys).eval(), Quantizer(preset="fast", backend="openvino")
+    model, quantizer = Keyed(*keys).eval(), Quantizer(preset="plain", backend="openvino")
     quantizer.calibrate(model, [a()], progress=False)
     with pytest.raises(ExportError, match=rf"the model's output .*{what}.*: give its dictionary another key"):
         quantizer.export(quantizer.quantize(model), tmp_path / "model.onnx", a())

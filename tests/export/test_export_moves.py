@@ -176,7 +176,7 @@ def test_a_file_has_no_batch_norm_and_computes_what_the_proxy_computes(tmp_path:
             norm.running_var.uniform_(0.5, 2)
             norm.weight.normal_()
     data = [torch.randn(4, 3, 16, 16) for _ in range(3)]
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     quantizer.calibrate(model, data[:2])
     frozen = quantizer.quantize(model)
     path = quantizer.export(frozen, tmp_path / "m.onnx", data[0])
@@ -494,7 +494,7 @@ def test_no_site_of_torchs_attention_is_lost(tmp_path: Path) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(d_model=32, nhead=2, dim_feedforward=64, batch_first=True).eval()
     data = {"src": torch.randn(4, 32, 32)}
-    quantizer = Quantizer(preset="fast", backend="openvino", sites={"residual_add": False})
+    quantizer = Quantizer(preset="plain", backend="openvino", sites={"residual_add": False})
     quantizer.calibrate(layer, [data])
     path = quantizer.export(quantizer.quantize(layer), tmp_path / "m.onnx", data)
     nodes = onnx.load(path).graph.node

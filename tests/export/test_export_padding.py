@@ -93,7 +93,7 @@ def test_files_hold_no_paddings(tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime", reason="running a file needs enginequant[onnxruntime]")
     torch.manual_seed(0)
     model, x = Same().eval(), torch.randn(2, 3, 9, 9)
-    q = Quantizer(preset="fast", backend="onnxruntime")
+    q = Quantizer(preset="plain", backend="onnxruntime")
     q.calibrate(model, [x])
     frozen = q.quantize(model)
     files = {

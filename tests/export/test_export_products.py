@@ -147,7 +147,7 @@ def test_a_model_of_einsums_is_exported_as_products(backend: str, tmp_path: Path
 
     torch.manual_seed(0)
     model, x = Heads().eval(), torch.randn(2, 16, 32)
-    quantizer = Quantizer(preset="fast", backend=backend)
+    quantizer = Quantizer(preset="plain", backend=backend)
     quantizer.calibrate(model, [x], progress=False)
     frozen = quantizer.quantize(model)
     path = quantizer.export(frozen, tmp_path / "model.onnx", x)
@@ -217,7 +217,7 @@ def test_a_linear_on_two_dimensions_runs_in_int8(tmp_path: Path) -> None:
     from quantizer.engines import inspect_engine
 
     model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)).eval(), torch.randn(8, 64)
-    quantizer = Quantizer(preset="fast", backend="onnxruntime")
+    quantizer = Quantizer(preset="plain", backend="onnxruntime")
     quantizer.calibrate(model, [x], progress=False)
     path = quantizer.export(quantizer.quantize(model), tmp_path / "model.onnx", x)
     engine = build_engine("onnxruntime", path, tmp_path / "model.engine", BuildOptions()).path
@@ -247,7 +247,7 @@ def test_engines_take_the_scales_of_a_depthwise_transposed_convolution(
 ) -> None:
     pytest.importorskip(backend, reason=f"running the engine needs enginequant[{backend}]")
     model, x = Upsampling(channels).eval(), torch.randn(2, 8, 9, 9, generator=torch.Generator().manual_seed(1))
-    q = Quantizer(preset="fast", backend=backend, activations={"calibrator": "max"})
+    q = Quantizer(preset="plain", backend=backend, activations={"calibrator": "max"})
     q.calibrate(model, [x], progress=False)
     frozen = q.quantize(model)
     path = tmp_path / "up.onnx"
@@ -274,7 +274,7 @@ def test_a_file_in_half_is_of_the_copy_also_where_a_forward_is_wrapped(tmp_path:
     original = model[0].forward
     model[0].forward = lambda x: original(x) * 2
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
-    q = Quantizer(preset="fast", backend="tensorrt")
+    q = Quantizer(preset="plain", backend="tensorrt")
     q.calibrate(model, [x], progress=False)
     frozen = q.quantize(model)
     path = tmp_path / "half.onnx"

@@ -189,7 +189,7 @@ def test_a_mean_of_tokens_before_a_smoothed_layer(joined: bool, tmp_path: Path) 
     torch.manual_seed(0)
     model = Tokens(joined).eval()
     x = (torch.randn(8, 12, 32) + 0.3) * torch.logspace(-1, 1, 32)
-    q = Quantizer(preset="fast", backend="openvino", activations={"smooth": 0.5})
+    q = Quantizer(preset="plain", backend="openvino", activations={"smooth": 0.5})
     assert "Max" in checked_engine(q, model, x, tmp_path)
 
 
@@ -219,7 +219,7 @@ def test_a_normalized_statistic_of_each_channel(statistic: str, quantized: bool,
     pytest.importorskip("openvino", reason="install enginequant[openvino]")
     torch.manual_seed(0)
     model, x = Statistics(statistic).eval(), torch.randn(8, 4, 40)
-    q = Quantizer(preset="fast", backend="openvino", exclude={"names": [] if quantized else ["*"]})
+    q = Quantizer(preset="plain", backend="openvino", exclude={"names": [] if quantized else ["*"]})
     checked_engine(q, model, x, tmp_path)
 
 
@@ -280,7 +280,7 @@ def test_factors_of_channels_before_and_behind(name: str, tmp_path: Path) -> Non
         if isinstance(module, nn.BatchNorm1d | nn.InstanceNorm1d):
             nn.init.uniform_(module.weight, 0.2, 3)
             nn.init.uniform_(module.bias, -1, 1)
-    q = Quantizer(preset="fast", backend="openvino", activations={"smooth": 0.5})
+    q = Quantizer(preset="plain", backend="openvino", activations={"smooth": 0.5})
     assert "Max" in checked_engine(q, model, x, tmp_path)
 
 
@@ -306,7 +306,7 @@ def test_an_engine_is_as_near_as_without_reductions(backend: str, tmp_path: Path
     pytest.importorskip(backend, reason=f"install enginequant[{backend}]")
     torch.manual_seed(0)
     model, x = Pooled().eval(), torch.randn(4, 3, 8, 8)
-    quantizer = Quantizer(preset="fast", backend=backend)
+    quantizer = Quantizer(preset="plain", backend=backend)
     kinds = checked_engine(quantizer, model, x, tmp_path, backend)
     assert all(row.quantized for row in quantizer.coverage if row.multiply_adds)
     assert kinds.count("Max") == (3 if backend == "openvino" else 0)

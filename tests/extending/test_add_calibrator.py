@@ -33,7 +33,7 @@ def test_its_ranges_are_planned_saved_and_loaded(folder: Path) -> None:
         folder,
         PRELUDE
         + """
-q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "four-sigma"})
+q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "four-sigma"})
 q.calibrate(net, data)
 first, second = (entry.operands[0].largest_amax for entry in q.plan.values())
 assert first == pytest.approx(4 * float(torch.cat(data).square().mean().sqrt()), rel=0.01)
@@ -59,7 +59,7 @@ def test_exported(folder: Path) -> None:
 import onnx
 from onnx.reference import ReferenceEvaluator
 
-q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "four-sigma"})
+q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "four-sigma"})
 q.calibrate(net, data)
 int8 = q.quantize(net)
 q.export(int8, "net.onnx", (data[0],))

@@ -28,7 +28,7 @@ from quantizer.targets import profile
 
 torch.manual_seed(0)
 net, data = square_by_mul.Net().eval(), [torch.randn(8, 64) for _ in range(4)]
-q = Quantizer(preset="fast", backend="openvino")
+q = Quantizer(preset="plain", backend="openvino")
 q.calibrate(net, data)
 int8 = q.quantize(net)
 """

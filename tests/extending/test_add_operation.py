@@ -17,7 +17,7 @@ from quantizer import Quantizer
 
 torch.manual_seed(0)
 net, data = inner_product.Scores().eval(), [torch.randn(8, 64) for _ in range(4)]
-q = Quantizer(preset="fast", backend="openvino")
+q = Quantizer(preset="plain", backend="openvino")
 """
 
 OWN_NET = """
@@ -68,7 +68,7 @@ from own_net import Net
 
 net = Net()
 for switch in (True, False):
-    q = Quantizer(preset="fast", backend="openvino", sites={"matmul": switch})
+    q = Quantizer(preset="plain", backend="openvino", sites={"matmul": switch})
     q.calibrate(net, data)
     (entry,) = q.plan.values()
     assert entry.kind == "matmul" and entry.quantized == switch
@@ -115,10 +115,10 @@ from own_net import Net
 from quantizer import Quantizer
 
 net, x = Net(), torch.randn(4, 8)
-before = Quantizer(preset="fast").proxy(net)
+before = Quantizer(preset="plain").proxy(net)
 import inner_product
 
-after = Quantizer(preset="fast").proxy(net)
+after = Quantizer(preset="plain").proxy(net)
 assert "site_forward_inner_0" in inspect.getsource(type(after).forward)
 assert "site_" not in inspect.getsource(type(before).forward)
 assert torch.equal(before(x), after(x))

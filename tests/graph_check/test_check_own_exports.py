@@ -31,7 +31,7 @@ def test_convolutions(tmp_path: Path) -> None:
 
 
 def _check(model: torch.nn.Module, x: torch.Tensor, folder: Path, **config: Any) -> None:
-    quantizer = Quantizer(preset="fast", **config)
+    quantizer = Quantizer(preset="plain", **config)
     quantizer.calibrate(model, [x])
     path = quantizer.export(quantizer.quantize(model), folder / "m.onnx", x)
     assert check_file(path, config["backend"]) == []

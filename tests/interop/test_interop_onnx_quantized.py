@@ -78,7 +78,7 @@ def _scales(plan: Plan) -> list[tuple[str, str, list[float]]]:
 def test_the_plan_is_that_of_the_source(net: Net, file: Path, batches: list[dict[str, Tensor]]) -> None:
     plans = []
     for model in (net, quantizer.from_onnx(file)):
-        chosen = Quantizer(backend="openvino", preset="fast")
+        chosen = Quantizer(backend="openvino", preset="plain")
         chosen.calibrate(model, batches)
         plans.append(chosen.plan)
     kinds = [Counter(entry.kind for entry in plan.values() if entry.quantized) for plan in plans]
@@ -92,7 +92,7 @@ def test_the_plan_is_that_of_the_source(net: Net, file: Path, batches: list[dict
 
 
 def test_a_file_is_quantized_as_a_module(file: Path, net: Net, batches: list[dict[str, Tensor]]) -> None:
-    result = quantizer.quantize_model(file, batches, backend="onnxruntime", preset="fast")
+    result = quantizer.quantize_model(file, batches, backend="onnxruntime", preset="plain")
     assert result.record.engine is not None
     made, expected = result.engine(batches[0]["x"][:3]), net(batches[0]["x"][:3])
     assert made.shape == expected.shape

@@ -109,7 +109,7 @@ def test_the_loop() -> None:
 def test_it_rounds_as_quantize_does_with_max() -> None:
     model = calibrated()
     quantizer = Quantizer(
-        preset="fast", backend="openvino", activations={"calibrator": "max"}, sites={"residual_add": False}
+        preset="plain", backend="openvino", activations={"calibrator": "max"}, sites={"residual_add": False}
     )
     float_model = Net().eval()
     quantizer.calibrate(float_model, [(X,)], progress=False)
@@ -285,7 +285,7 @@ def test_other_threads_and_activations_stay_float_and_all_is_restored() -> None:
     assert {cls: cls.__dict__.get("__init__") for cls in before} == before
     assert "__init_subclass__" not in vars(nn.Module)
     # What was built meanwhile and has nothing to quantize may become part of a float model.
-    Quantizer(preset="fast", backend="openvino").calibrate(
+    Quantizer(preset="plain", backend="openvino").calibrate(
         nn.Sequential(made[0], activation).eval(), [torch.randn(2, 8)]
     )
 
@@ -305,7 +305,7 @@ def test_it_exports(tmp_path: Path) -> None:
     from quantizer.engines import load_engine
 
     model = calibrated()
-    path = Quantizer(preset="fast", backend="openvino").export(model, tmp_path / "net.onnx", (X,))
+    path = Quantizer(preset="plain", backend="openvino").export(model, tmp_path / "net.onnx", (X,))
     (got,) = load_engine("openvino", path)({"x": X.numpy()}).values()
     assert np.allclose(got, model(X).detach().numpy(), atol=0.05)
 

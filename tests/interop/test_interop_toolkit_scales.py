@@ -241,7 +241,7 @@ def test_a_wrong_number_of_channels_is_refused_when_it_is_loaded() -> None:
 @pytest.mark.parametrize("backend", ["openvino-avx2", "onnxruntime-avx2"])
 def test_scales_of_weights_use_the_steps_of_the_target(backend: str) -> None:
     model, x = Mlp().eval(), torch.randn(64, 32)
-    q = Quantizer(preset="fast", backend=backend, activations={"calibrator": "max"})
+    q = Quantizer(preset="plain", backend=backend, activations={"calibrator": "max"})
     q.calibrate(model, [x], progress=False)
     before = q.scales()
     weight = model.get_submodule("up").weight.detach()

@@ -126,7 +126,7 @@ class _Block(nn.Module):
 def block() -> tuple[Quantizer, nn.Module, Tensor]:
     torch.manual_seed(0)
     model, x = _Block().eval(), torch.randn(16, 512)
-    q = Quantizer(preset="fast", backend="tensorrt-rtx")
+    q = Quantizer(preset="plain", backend="tensorrt-rtx")
     q.calibrate(model, [x], progress=False)
     return q, model, x
 
@@ -189,7 +189,7 @@ def test_a_run_for_a_gpu_that_is_not_here(
 
     monkeypatch.chdir(tmp_path)
     run: dict[str, Any] = tiny_run(tmp_path)
-    run["quantizer"] = {"backend": "tensorrt-rtx", "preset": "fast"}
+    run["quantizer"] = {"backend": "tensorrt-rtx", "preset": "plain"}
     run |= {"amp": {"batches": 1}, "fallback": {"min_speedup": speedup}, "engine": {"compute_capability": "sm89"}}
     run["report"] |= {"formats": ["json"]}
     Path("tiny.yaml").write_text(yaml.safe_dump(run))

@@ -212,7 +212,7 @@ class Two(nn.Module):
 @pytest.fixture
 def calibrated() -> tuple[Quantizer, nn.Module]:
     torch.manual_seed(0)
-    q, model = Quantizer(preset="fast", backend="openvino"), Two().eval()
+    q, model = Quantizer(preset="plain", backend="openvino"), Two().eval()
     q.calibrate(model, [torch.randn(8, 32)])
     return q, model
 
@@ -238,7 +238,7 @@ def test_times_are_scaled_to_the_engine(calibrated: tuple[Quantizer, nn.Module])
 def test_a_table_of_an_embedding_is_not_for_speed() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(2**13, 32), nn.Linear(32, 32)).eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [torch.arange(40).reshape(4, 10)])
     prices = _priced(q, **{"0": (30, 3), "1": (300, 30)})
     assert {name: price.is_table for name, price in prices.groups.items()} == {

@@ -35,7 +35,7 @@ def scales(quantizer: Quantizer) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"preset": "accurate"}, {"activations": {"smooth": 0.5}}, {"preset": "fast"}], ids=str
+    "settings", [{}, {"preset": "accurate"}, {"activations": {"smooth": 0.5}}, {"preset": "plain"}], ids=str
 )
 def test_it_is_the_plan_of_largest_values(settings: dict[str, Any]) -> None:
     model = net()
@@ -63,8 +63,8 @@ def test_it_is_the_plan_of_largest_values(settings: dict[str, Any]) -> None:
     [
         ("onnxruntime", {}, True),
         ("torch", {}, True),
-        ("torch", {"preset": "fast"}, False),
-        ("onnxruntime", {"preset": "fast", "bias_correction": True}, True),
+        ("torch", {"preset": "plain"}, False),
+        ("onnxruntime", {"preset": "plain", "bias_correction": True}, True),
         ("openvino", {}, False),
         ("openvino-avx2", {}, False),
     ],

@@ -51,7 +51,7 @@ def batch(seed: int, ends: tuple[int, ...] = (6, 12, 12, _ROWS)) -> dict[str, Te
 
 
 def calibrated(model: nn.Module, backend: str = "openvino", **options: object) -> Quantizer:
-    quantizer = Quantizer(backend=backend, preset="fast", **options)
+    quantizer = Quantizer(backend=backend, preset="plain", **options)
     quantizer.calibrate(model, [batch(1), batch(2)], progress=False)
     return quantizer
 
@@ -69,7 +69,7 @@ def test_operator_is_torchs_grouped_product() -> None:
 
 def test_off_is_identical() -> None:
     model = Experts()
-    assert torch.equal(Quantizer(preset="fast").proxy(model)(**batch(0)), model(**batch(0)))
+    assert torch.equal(Quantizer(preset="plain").proxy(model)(**batch(0)), model(**batch(0)))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ class Choosing(nn.Module):
 def test_what_a_decorator_chooses_from_a_registry_is_a_site(choice: str, name: str) -> None:
     model, x = Choosing(choice), batch(1)["x"]
     before = dict(CHOICES)
-    quantizer = Quantizer(backend="openvino", preset="fast")
+    quantizer = Quantizer(backend="openvino", preset="plain")
     quantizer.calibrate(model, [{"x": x}], progress=False)
     assert [path for path, entry in quantizer.plan.items() if entry.quantized] == [name]
     assert quantizer.coverage.share == 1
@@ -202,7 +202,7 @@ class Routed(nn.Module):
 @pytest.mark.parametrize(("all_experts", "unreached"), [(False, 2), (True, 0)])
 def test_all_experts_see_every_token(all_experts: bool, unreached: int) -> None:
     model = Routed()
-    quantizer = Quantizer(backend="openvino", preset="fast", activations={"all_experts": all_experts})
+    quantizer = Quantizer(backend="openvino", preset="plain", activations={"all_experts": all_experts})
     rows = [{"x": batch(seed)["x"]} for seed in (1, 2)]
     calib = quantizer.calib(model)
     assert torch.equal(calib(**rows[0]), model(**rows[0]))
@@ -212,7 +212,7 @@ def test_all_experts_see_every_token(all_experts: bool, unreached: int) -> None:
 
 
 def test_all_experts_of_another_kind_are_refused() -> None:
-    quantizer = Quantizer(backend="openvino", preset="fast", activations={"all_experts": True})
+    quantizer = Quantizer(backend="openvino", preset="plain", activations={"all_experts": True})
     calib = quantizer.calib(Experts())
     with pytest.raises(CalibrationError, match="expected one argument with the numbers of the experts"):
         calib(**batch(1))

@@ -32,7 +32,7 @@ class _Wide(nn.Module):
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module, Quantizer]:
     torch.manual_seed(0)
     model = _Wide(100).eval()
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     quantizer.calibrate(model, [torch.randn(4, 16)], progress=False)
     return quantizer.save(tmp_path_factory.mktemp("wide") / "saved"), model, quantizer
 

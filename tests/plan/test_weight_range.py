@@ -158,9 +158,9 @@ def test_bad_input() -> None:
     with pytest.raises(
         ConfigError, match=r"weights.calibrator: got the text 'entropy'; expected 'max', 'mse' or 'percentile'"
     ):
-        Quantizer(preset="fast", weights={"calibrator": "entropy"})
+        Quantizer(preset="plain", weights={"calibrator": "entropy"})
     with pytest.raises(ConfigError, match=r"weights.percentile: got .*0.* expected a number, above 0 and at most 100"):
-        Quantizer(preset="fast", weights={"percentile": 0})
+        Quantizer(preset="plain", weights={"percentile": 0})
 
 
 @pytest.mark.parametrize(("axis", "block_size"), GRANULARITIES)

@@ -61,7 +61,7 @@ def test_what_is_no_promise_is_still_there(part: str) -> None:
 
 def _error(calibrator: str, model: nn.Module, batches: list[Tensor]) -> float:
     """The error that a calibrator leaves in the output of a model with one site, relative row by row."""
-    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": calibrator})
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": calibrator})
     q.calibrate(model, batches)
     quantized = q.quantize(model)
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_padding_is_left_out_where_the_mask_is_named() -> None:
     hidden[mask == 0] = 100.0
 
     def amax(batch: dict[str, Tensor] | tuple[Tensor, ...]) -> float | None:
-        q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "max"})
+        q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
         q.calibrate(model, [batch])
         return q.plan["layer.forward.linear_0"].operands[0].largest_amax
 
@@ -120,7 +120,7 @@ def test_padding_is_left_out_where_the_mask_is_named() -> None:
     "and a range is an `amax`."
 )
 def test_the_vocabulary_of_the_former_toolkit() -> None:
-    model, q = Mlp().eval(), Quantizer(preset="fast", backend="openvino")
+    model, q = Mlp().eval(), Quantizer(preset="plain", backend="openvino")
     proxy = q.calibrate(model, [torch.randn(4, 32)])
     names = {name.rpartition(".")[2] for name, _ in proxy.named_modules()}
     assert {"_input_quantizer", "_weight_quantizer"} <= names
@@ -147,7 +147,7 @@ def test_a_model_is_what_it_was_after_every_stage(kind: type[nn.Module], tmp_pat
     model = kind().train()
     x = torch.randn(4, 3, 16, 16) if kind is ConvNet else torch.randn(4, 32)
     before = Snapshot.of(model)
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [x, x + 1])
     before.assert_unchanged(model)
     amp = q.amp(model)
@@ -167,7 +167,7 @@ def test_a_model_is_what_it_was_after_every_stage(kind: type[nn.Module], tmp_pat
 def test_a_frozen_model_does_not_move_with_the_float_one(kind: type[nn.Module]) -> None:
     model = kind().eval()
     x = torch.randn(4, 3, 16, 16) if kind is ConvNet else torch.randn(4, 32)
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [x])
     quantized = q.quantize(model)
     with torch.no_grad():

@@ -41,7 +41,7 @@ Invariant = Callable[[DrawnModel, Path], None]
 
 
 def _quantizer(drawn: DrawnModel, backend: str | None = None) -> Quantizer:
-    return Quantizer(preset="fast", backend=backend or drawn.backend, **drawn.options)
+    return Quantizer(preset="plain", backend=backend or drawn.backend, **drawn.options)
 
 
 def _calibrated(drawn: DrawnModel, model: nn.Module, backend: str | None = None) -> Quantizer:

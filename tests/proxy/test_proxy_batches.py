@@ -72,7 +72,7 @@ def test_what_a_failed_pass_saw_does_not_count(calibrator: str, end: BaseExcepti
     data = batches()
     options = {"activations": {"calibrator": calibrator, "smooth": 0.5 if calibrator == "max" else None}}
     expected = everything(calibrated(model, data, **options))
-    q = Quantizer(preset="fast", **OPTIONS, **options)
+    q = Quantizer(preset="plain", **OPTIONS, **options)
     proxy: Any = q.calib(model)
     for batch in data:
         proxy.end = end
@@ -91,7 +91,7 @@ def test_a_refused_batch_does_not_count_and_the_rest_goes_on() -> None:
     model = Net().eval()
     data = batches()
     expected = everything(calibrated(model, data))
-    q = Quantizer(preset="fast", **OPTIONS)
+    q = Quantizer(preset="plain", **OPTIONS)
     # The input is finite and large; what the second product gives is not.
     with torch.no_grad(), pytest.raises(CalibrationError, match=r"batch 2 of .*: .* infinite value"):
         q.calibrate(model, [*data[:2], {"x": torch.full((2, 8, 32), 3e38)}, data[2]])
@@ -105,7 +105,7 @@ def test_a_batch_that_is_interrupted_while_it_is_added(monkeypatch: pytest.Monke
     model = Net().eval()
     data = batches()
     expected = everything(calibrated(model, data[:2]))
-    q = Quantizer(preset="fast", **OPTIONS)
+    q = Quantizer(preset="plain", **OPTIONS)
     proxy = q.calib(model)
     proxy(**data[0])
     proxy(**data[1])
@@ -168,7 +168,7 @@ def test_no_data_leaves_the_calibration_before() -> None:
 def test_a_first_calibration_that_fails_can_be_resumed() -> None:
     model = Net().eval()
     data = batches()
-    q = Quantizer(preset="fast", **OPTIONS)
+    q = Quantizer(preset="plain", **OPTIONS)
     with pytest.raises(CalibrationError, match="failed after 2 batches, with ZeroDivisionError: inside"):
         q.calibrate(model, _unfinished(ZeroDivisionError("inside"), data[:2]))
     assert everything(q) == everything(calibrated(model, data[:2]))
@@ -187,7 +187,7 @@ def test_four_threads_give_what_one_gives(calibrator: str) -> None:
     options = {"activations": {"calibrator": calibrator}}
     alone = calibrated(model, data, **options)
     for _ in range(3):
-        q = Quantizer(preset="fast", **OPTIONS, **options)
+        q = Quantizer(preset="plain", **OPTIONS, **options)
         proxy = q.calib(model)
         with torch.no_grad():
             expected = [model(x) for x in data]
@@ -238,7 +238,7 @@ def test_threads_of_the_model_in_several_passes_are_refused() -> None:
 
     model = Meets().eval()
     model.barrier = threading.Barrier(2, timeout=20)
-    q = Quantizer(preset="fast", **OPTIONS)
+    q = Quantizer(preset="plain", **OPTIONS)
     proxy = q.calib(model)
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(proxy, torch.randn(4, 16)) for _ in range(2)]
@@ -273,7 +273,7 @@ def test_a_model_with_a_call_and_no_forward(kind: type[nn.Module], tmp_path: Any
     x = torch.randn(4, 32)
     with torch.no_grad():
         expected = model(x)
-        q = Quantizer(preset="fast", **OPTIONS)
+        q = Quantizer(preset="plain", **OPTIONS)
         assert_same(q.proxy(model)(x), expected)
         assert_same(q.calib(model)(x), expected)
         assert q.coverage.multiply_adds > 0
@@ -293,7 +293,7 @@ def test_a_call_that_goes_around_forward_is_refused() -> None:
             return self.forward(x)
 
     with pytest.raises(CalibrationError, match=r"Around.__call__ does not run forward as torch runs it"):
-        Quantizer(preset="fast").calibrate(Around().eval(), [torch.randn(4, 32)])
+        Quantizer(preset="plain").calibrate(Around().eval(), [torch.randn(4, 32)])
 
 
 def test_a_call_around_torchs_own_is_observed() -> None:
@@ -334,7 +334,7 @@ def test_a_part_that_runs_alone_is_no_batch() -> None:
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda proxy: pickle.loads(pickle.dumps(proxy))])
 def test_a_copy_of_an_observing_proxy_observes_nothing(duplicate: Any) -> None:
     model, x = Mlp().eval(), torch.randn(4, 32)
-    q = Quantizer(preset="fast", **OPTIONS)
+    q = Quantizer(preset="plain", **OPTIONS)
     proxy = q.calib(model)
     proxy(x)
     expected = everything(q)
@@ -357,7 +357,7 @@ def test_a_weight_that_is_no_number_is_refused_by_its_name(name: str, value: flo
     parameter = model.get_parameter(name)
     with torch.no_grad():
         parameter.view(-1)[3] = value
-    q = Quantizer(preset="fast", **OPTIONS)
+    q = Quantizer(preset="plain", **OPTIONS)
     with torch.no_grad(), pytest.raises(CalibrationError, match=rf"the weight '{name}', .* has (?i:{said}) among"):
         q.calibrate(model, batches())
     with pytest.raises(CalibrationError, match="nothing was calibrated yet"):

@@ -81,7 +81,7 @@ def test_a_part_that_outlives_its_proxy(kind: str) -> None:
 
 def test_a_cast_of_a_part_keeps_what_is_tied() -> None:
     model = Tied().eval()
-    proxy: Any = Quantizer(preset="fast").proxy(model)
+    proxy: Any = Quantizer(preset="plain").proxy(model)
     proxy.norm.double()
     assert proxy.head.weight is proxy.embedding.weight
     assert proxy.head.weight is not model.head.weight
@@ -92,13 +92,13 @@ def test_a_cast_of_a_part_keeps_what_is_tied() -> None:
 
 def test_a_cast_proxy_computes_what_a_cast_model_does() -> None:
     model, ids = Tied().eval(), _ids()
-    proxy = Quantizer(preset="fast").proxy(model).to(torch.float64)
+    proxy = Quantizer(preset="plain").proxy(model).to(torch.float64)
     assert_same(proxy(ids), copy.deepcopy(model).to(torch.float64)(ids))
 
 
 def test_to_the_type_and_place_where_it_is_changes_nothing() -> None:
     model, x = Mlp().eval(), torch.randn(4, 32)
-    proxy = Quantizer(preset="fast").proxy(model)
+    proxy = Quantizer(preset="plain").proxy(model)
     assert proxy.to("cpu", torch.float32) is proxy
     assert_same(proxy(x), model(x))
 
@@ -109,7 +109,7 @@ def test_to_the_type_and_place_where_it_is_changes_nothing() -> None:
 def test_train_and_eval_are_the_proxys_own() -> None:
     model, x = ConvNet().eval(), torch.randn(2, 3, 16, 16)
     before = Snapshot.of(model)
-    proxy = Quantizer(preset="fast").proxy(model)
+    proxy = Quantizer(preset="plain").proxy(model)
     proxy.train()
     assert all(module.training for module in proxy.modules())
     assert not any(module.training for module in model.modules())
@@ -121,7 +121,7 @@ def test_train_and_eval_are_the_proxys_own() -> None:
 def test_training_gives_the_models_gradients() -> None:
     model, x = ConvNet().train(), torch.randn(2, 3, 16, 16)
     gradients = []
-    for trained in (copy.deepcopy(model), Quantizer(preset="fast").proxy(copy.deepcopy(model))):
+    for trained in (copy.deepcopy(model), Quantizer(preset="plain").proxy(copy.deepcopy(model))):
         torch.manual_seed(3)
         trained(x).square().sum().backward()
         gradients.append({name: parameter.grad for name, parameter in trained.named_parameters()})
@@ -162,7 +162,7 @@ def test_a_state_dict_loads_into_another_proxy(kind: str) -> None:
 
 def test_tied_parameters_are_counted_once() -> None:
     model = Tied()
-    proxy = Quantizer(preset="fast").proxy(model)
+    proxy = Quantizer(preset="plain").proxy(model)
     assert [id(p) for p in proxy.parameters()] == [id(p) for p in model.parameters()]
 
 
@@ -194,7 +194,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 def test_distributed_data_parallel(process_group: None) -> None:
     model, x = Mlp(), torch.randn(4, 32)
-    wrapped = nn.parallel.DistributedDataParallel(Quantizer(preset="fast").proxy(model))
+    wrapped = nn.parallel.DistributedDataParallel(Quantizer(preset="plain").proxy(model))
     assert_same(wrapped(x), model(x))
     wrapped(x).square().sum().backward()
     # The proxy trains the parameters that it shares with the model.
@@ -224,7 +224,7 @@ class Mixed(nn.Module):
 def _partly_frozen() -> nn.Module:
     """One part frozen, one that trains, one an off proxy that trains; the same in every process."""
     torch.manual_seed(0)
-    return nn.Sequential(Mixed(), Quantizer(preset="fast").proxy(Mlp(4)))
+    return nn.Sequential(Mixed(), Quantizer(preset="plain").proxy(Mlp(4)))
 
 
 def _rows() -> Tensor:
@@ -282,7 +282,7 @@ def _decoder(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_an_off_proxy_generates_the_models_tokens(name: str) -> None:
     model, ids = _decoder(name), _ids(top=99)
-    proxy: Any = Quantizer(preset="fast").proxy(model)
+    proxy: Any = Quantizer(preset="plain").proxy(model)
     for options in ({"do_sample": False}, {"do_sample": False, "num_beams": 2}, {"do_sample": True}):
         tokens = []
         for each in (model, proxy):

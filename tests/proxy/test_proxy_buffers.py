@@ -63,7 +63,7 @@ def measured(q: Quantizer, model: nn.Module, kind: str) -> nn.Module:
 @pytest.mark.parametrize("kind", ["calib", "gradient", "local", "output"])
 def test_outputs_are_those_of_the_model_in_the_same_sequence(kind: str) -> None:
     model = Counts().eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, data())
     before = state(model)
     twin = copy.deepcopy(model)
@@ -81,7 +81,7 @@ def test_choosing_ranges_leaves_no_trace(options: dict[str, Any], smooth: str | 
     model = Counts().eval()
     before = state(model)
     twin = copy.deepcopy(model)
-    q = Quantizer(preset="fast", backend="openvino", activations={**options, "smooth": smooth})
+    q = Quantizer(preset="plain", backend="openvino", activations={**options, "smooth": smooth})
     proxy = q.calib(model)
     with torch.no_grad():
         for x in data():
@@ -94,7 +94,7 @@ def test_choosing_ranges_leaves_no_trace(options: dict[str, Any], smooth: str | 
 @pytest.mark.parametrize("kind", ["frozen", "metric", "search"])
 def test_the_model_stays_what_it_was(kind: str) -> None:
     model = Counts().eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, data())
     before = state(model)
 
@@ -120,7 +120,7 @@ def test_the_model_stays_what_it_was(kind: str) -> None:
 def test_a_proxy_that_goes_on_follows_the_model() -> None:
     """Between two parts of a calibration the model may be trained, and then its running statistics are others."""
     model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32))
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     with torch.no_grad():
         q.calibrate(model.eval(), data())
         model.train()(data()[0] * 5)
@@ -136,14 +136,14 @@ def test_what_shares_memory_goes_on_to_share_it() -> None:
     assert isinstance(memory, Tensor)
     assert isinstance(tail, Tensor)
     OwnBuffers(twin, model)
-    proxy: Any = Quantizer(preset="fast").calib(model)
+    proxy: Any = Quantizer(preset="plain").calib(model)
     assert proxy.tail.untyped_storage().data_ptr() == proxy.memory.untyped_storage().data_ptr()
     assert proxy.memory.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr()
 
 
 def test_a_measuring_proxy_is_called_by_threads() -> None:
     model = Mlp().eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [torch.randn(8, 32)])
     batches = [torch.randn(8, 32) for _ in range(12)]
     alone = q.amp(model)
@@ -161,7 +161,7 @@ def test_a_measuring_proxy_is_called_by_threads() -> None:
 
 def test_a_copy_of_a_measuring_proxy_measures_nothing() -> None:
     model, x = Mlp().eval(), torch.randn(8, 32)
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [x])
     proxy = q.amp(model)
     proxy(x)

@@ -29,7 +29,7 @@ def _operand(q: Quantizer, site: str, name: str) -> OperandPlan:
 
 
 def test_max_ranges_are_those_of_the_data() -> None:
-    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "max"})
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     data = [torch.randn(8, 32) * scale for scale in (1, 5, 2)]
     q.calibrate(Mlp().eval(), data)
     found = _operand(q, "up.forward.linear_0", "input")
@@ -41,7 +41,7 @@ def test_max_ranges_are_those_of_the_data() -> None:
 
 
 def test_percentile_ranges_keep_minimum_and_maximum() -> None:
-    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "percentile", "percentile": 90})
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "percentile", "percentile": 90})
     data = torch.randn(4096, 32)
     q.calibrate(Mlp().eval(), [data])
     found = _operand(q, "up.forward.linear_0", "input")
@@ -57,7 +57,7 @@ def test_the_order_of_batches_and_their_size_do_not_matter(calibrator: str) -> N
     data = torch.randn(64, 32) * torch.logspace(-3, 2, 64)[:, None]
     found = []
     for cut in (data.split(64), data.split(7), data.flip(0).split(5)):
-        q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": calibrator})
+        q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": calibrator})
         q.calibrate(Mlp().eval(), cut)
         found.append(_operand(q, "up.forward.linear_0", "input"))
     assert len({float(operand.amax) for operand in found}) == 1  # type: ignore[arg-type]
@@ -67,7 +67,7 @@ def test_the_order_of_batches_and_their_size_do_not_matter(calibrator: str) -> N
 @pytest.mark.parametrize(("granularity", "shape"), [("per_channel", (64,)), ("per_tensor", ())])
 def test_weight_ranges(granularity: str, shape: tuple[int, ...]) -> None:
     model = Mlp().eval()
-    q = Quantizer(preset="fast", backend="openvino", weights={"granularity": granularity})
+    q = Quantizer(preset="plain", backend="openvino", weights={"granularity": granularity})
     q.calibrate(model, [torch.randn(4, 32)])
     found = _operand(q, "up.forward.linear_0", "weight")
     assert found.role == "weight"
@@ -79,7 +79,7 @@ def test_weight_ranges(granularity: str, shape: tuple[int, ...]) -> None:
 
 def test_conv_weights_have_a_scale_for_each_output_channel() -> None:
     model = nn.Sequential(nn.Conv2d(16, 24, 3)).eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [torch.randn(2, 16, 5, 5)])
     found = _operand(q, "0._conv_forward.conv2d_1", "weight")
     assert found.axis == 0
@@ -87,7 +87,7 @@ def test_conv_weights_have_a_scale_for_each_output_channel() -> None:
 
 
 def test_scales_are_what_the_target_can_hold() -> None:
-    q = Quantizer(preset="fast", backend="tensorrt")
+    q = Quantizer(preset="plain", backend="tensorrt")
     q.calibrate(Mlp().eval(), [torch.randn(4, 32)])
     for row in q.plan.values():
         for operand in row.operands:
@@ -102,7 +102,7 @@ def test_scales_are_what_the_target_can_hold() -> None:
 @pytest.mark.parametrize("architecture", ["bert", "distilbert", "mpnet", "vit"])
 def test_query_key_and_value_share_one_range(architecture: str) -> None:
     pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     model = tiny(architecture)
     q.calibrate(model, [batch(architecture, seed=seed) for seed in range(3)])
     inputs: dict[str, list[str]] = {}
@@ -133,7 +133,7 @@ def test_operands_join_even_when_they_first_looked_apart() -> None:
         def forward(self, x: Tensor, apart: bool) -> Tensor:
             return self.a(x) - self.b(x * 3 if apart else x)
 
-    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "max"})
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     x = torch.randn(8, 32)
     q.calibrate(Sometimes().eval(), [{"x": x, "apart": True}, {"x": x, "apart": False}])
     a, b = (_operand(q, f"{name}.forward.linear_0", "input") for name in "ab")
@@ -154,7 +154,7 @@ def test_a_tensor_changed_in_place_is_another_tensor() -> None:
             x.mul_(100)
             return y - self.b(x)
 
-    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "max"})
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     q.calibrate(InPlace().eval(), [torch.randn(8, 32)])
     a, b = (_operand(q, f"{name}.forward.linear_0", "input") for name in "ab")
     assert a.range_group != b.range_group
@@ -165,10 +165,10 @@ def test_a_tensor_changed_in_place_is_another_tensor() -> None:
 def test_calibration_under_any_gradient_mode(context: Any) -> None:
     model = Mlp().eval()
     x = torch.randn(8, 32)
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     with context():
         q.calib(model)(x)
-    plain = Quantizer(preset="fast")
+    plain = Quantizer(preset="plain")
     plain.calibrate(model, [x])
     assert [row.name for row in q.coverage.quantized] == [row.name for row in plain.coverage.quantized]
 
@@ -190,7 +190,7 @@ def test_observing_takes_torchs_kernels_and_not_its_decompositions(context: Any)
     model = Pyramid().eval()
     x = torch.randn(2, 64, 1, 1).as_strided((2, 64, 1, 1), (64, 1, 64, 64))  # channels last
     with context():
-        expected, given = model(x), Quantizer(preset="fast").calib(model)(x)
+        expected, given = model(x), Quantizer(preset="plain").calib(model)(x)
     assert given.stride() == expected.stride()
     assert torch.equal(given, expected)
 
@@ -198,7 +198,7 @@ def test_observing_takes_torchs_kernels_and_not_its_decompositions(context: Any)
 def test_both_ways_of_calibrating_are_the_same() -> None:
     model = ConvNet().eval()
     data = [torch.randn(2, 3, 16, 16) for _ in range(3)]
-    one, two = Quantizer(preset="fast"), Quantizer(preset="fast")
+    one, two = Quantizer(preset="plain"), Quantizer(preset="plain")
     one.calibrate(model, data)
     proxy = two.calib(model)
     for x in data:
@@ -211,7 +211,7 @@ def test_batches_are_mappings_sequences_or_tensors() -> None:
     x = torch.randn(4, 32)
     shown = set()
     for data in ([x], [(x,)], [[x]], [{"x": x}], iter([x]), (item for item in [x])):
-        q = Quantizer(preset="fast")
+        q = Quantizer(preset="plain")
         q.calibrate(Mlp().eval(), data)  # type: ignore[arg-type]
         shown.add(len(q.coverage.quantized))
     assert shown == {3}
@@ -236,7 +236,7 @@ class Branches(nn.Module):
 def test_a_site_that_never_ran_stays_float() -> None:
     model = Branches().eval()
     x = torch.randn(4, 32)
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.calibrate(model, [x])
     rows = {row.name: row for row in q.coverage}
     assert rows["always.forward.linear_0"].quantized
@@ -251,7 +251,7 @@ def test_a_site_that_never_ran_stays_float() -> None:
 
 def test_small_products_stay_float_on_tensorrt() -> None:
     model = nn.Sequential(nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 32)).eval()
-    q = Quantizer(preset="fast", backend="tensorrt")
+    q = Quantizer(preset="plain", backend="tensorrt")
     q.calibrate(model, [torch.randn(4, 32)])
     reasons = {row.name: (row.reason, row.rule) for row in q.coverage}
     assert reasons["0.forward.linear_0"] == (
@@ -259,14 +259,14 @@ def test_small_products_stay_float_on_tensorrt() -> None:
         "target tensorrt",
     )
     assert reasons["2.forward.linear_0"][0].startswith("K = 8 is below 16")
-    other = Quantizer(preset="fast", backend="openvino")
+    other = Quantizer(preset="plain", backend="openvino")
     other.calibrate(model, [torch.randn(4, 32)])
     assert len(other.coverage.quantized) == 2
 
 
 def test_a_target_that_gains_nothing_from_a_kind() -> None:
     pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")
-    q = Quantizer(preset="fast", backend="onnxruntime")
+    q = Quantizer(preset="plain", backend="onnxruntime")
     q.calibrate(tiny("bert"), [batch("bert")])
     assert {row.kind for row in q.coverage.quantized} == {"linear"}
     assert {row.rule for row in q.coverage if row.kind == "matmul"} == {"target onnxruntime"}
@@ -290,7 +290,7 @@ class Integers(nn.Module):
 def test_operands_that_are_not_floating() -> None:
     model = Integers().eval()
     x, ids = torch.randn(4, 32), torch.arange(6).reshape(2, 3)
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.calibrate(model, [(x, ids)])
     rows = {row.name: row for row in q.coverage}
     assert rows["forward.matmul_0"].reason == "its operands are not floating-point tensors"
@@ -326,7 +326,7 @@ def test_a_site_whose_weight_varies_stays_float(kind: str) -> None:
     """Were one weight stored, the other calls would silently be computed with it."""
     model = Parameters().eval()
     x = torch.randn(32, 32)
-    q = Quantizer(preset="fast", backend="openvino", include={"sites": ["product.*"]})
+    q = Quantizer(preset="plain", backend="openvino", include={"sites": ["product.*"]})
     q.calibrate(model, [(x, kind)])
     reasons = {row.name: row.reason for row in q.coverage if not row.quantized}
     assert reasons["product.matmul_0"] == "an operand is a parameter in one call and something else in another"
@@ -336,7 +336,7 @@ def test_a_site_whose_weight_varies_stays_float(kind: str) -> None:
 def test_a_product_of_two_parameters_stays_float() -> None:
     model = Parameters().eval()
     x = torch.randn(32, 32)
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [(x, "alone")])
     assert q.plan["product.matmul_0"].reason == "its operands are parameters alone"
     assert torch.equal(q.quantize(model)(x, "alone"), model(x, "alone"))
@@ -350,10 +350,10 @@ def test_a_first_batch_of_zeros(calibrator: str) -> None:
     model = Mlp().eval()
     x = torch.randn(8, 32)
     q = Quantizer(
-        preset="fast", backend="openvino", activations={"calibrator": calibrator}, sites={"residual_add": True}
+        preset="plain", backend="openvino", activations={"calibrator": calibrator}, sites={"residual_add": True}
     )
     q.calibrate(model, [torch.zeros(8, 32), x])
-    without = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "max"})
+    without = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     without.calibrate(model, [x])
     found = float(_operand(q, "up.forward.linear_0", "input").amax)  # type: ignore[arg-type]
     alone = float(_operand(without, "up.forward.linear_0", "input").amax)  # type: ignore[arg-type]
@@ -365,7 +365,7 @@ def test_a_first_batch_of_zeros(calibrator: str) -> None:
 @pytest.mark.parametrize("residual", [True, "auto"])
 def test_nothing_but_zeros(calibrator: str, residual: object) -> None:
     model = Mlp().eval()
-    q = Quantizer(preset="fast", activations={"calibrator": calibrator}, sites={"residual_add": residual})
+    q = Quantizer(preset="plain", activations={"calibrator": calibrator}, sites={"residual_add": residual})
     q.calibrate(model, [torch.zeros(8, 32)] * 2)
     with pytest.warns(UserWarning, match="every input of all 2 calibration batches is zero"):
         assert float(_operand(q, "up.forward.linear_0", "input").scale) == 1.0  # type: ignore[arg-type]
@@ -381,7 +381,7 @@ def test_a_weight_of_zeros() -> None:
     with torch.no_grad():
         model.up.weight.zero_()
         model.down.weight[3].zero_()
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.calibrate(model, [torch.randn(8, 32)])
     frozen: Any = q.quantize(model)
     assert torch.equal(frozen.up.weight, model.up.weight)
@@ -391,7 +391,7 @@ def test_a_weight_of_zeros() -> None:
 def test_empty_tensors() -> None:
     model = Mlp().eval()
     x = torch.randn(8, 32)
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.calibrate(model, [torch.zeros(0, 32)])
     assert {row.reason for row in q.coverage} == {"an operand was empty in every call"}
     assert torch.equal(q.quantize(model)(x), model(x))
@@ -401,9 +401,9 @@ def test_empty_tensors() -> None:
 def test_an_empty_batch_among_others(order: tuple[int, int]) -> None:
     model = Mlp().eval()
     data = {0: torch.zeros(0, 32), 8: torch.randn(8, 32)}
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.calibrate(model, [data[rows] for rows in order])
-    alone = Quantizer(preset="fast")
+    alone = Quantizer(preset="plain")
     alone.calibrate(model, [data[8]])
     assert [row.name for row in q.coverage.quantized] == [row.name for row in alone.coverage.quantized]
     assert q.quantize(model)(data[0]).shape == (0, 32)
@@ -412,7 +412,7 @@ def test_an_empty_batch_among_others(order: tuple[int, int]) -> None:
 def test_nan_in_the_data_names_the_input_and_the_batch() -> None:
     x = torch.randn(8, 32)
     x[3, 4] = math.nan
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     with pytest.raises(CalibrationError, match=r"batch 2 of the calibration data: 'x' has NaN values"):
         q.calibrate(Mlp().eval(), [{"x": torch.randn(8, 32)}] * 2 + [{"x": x}])
     with pytest.raises(CalibrationError, match=r"batch 0 of the calibration data: 'argument 0' has NaN"):
@@ -432,7 +432,7 @@ class Explodes(nn.Module):
 
 
 def test_nan_inside_the_model_names_the_site_and_the_batch() -> None:
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     with pytest.raises(CalibrationError, match=r"batch 1 .*second\.forward\.linear_0\.input: NaN in its values"):
         q.calibrate(Explodes().eval(), [torch.full((4, 32), math.nan)[:0], torch.randn(4, 32)])
 
@@ -459,7 +459,7 @@ class Masked(nn.Module):
 def test_a_masks_values_never_reach_a_range(fill: float, residual: object) -> None:
     model = Masked().eval()
     x = torch.randn(2, 16, 32)
-    q = Quantizer(preset="fast", sites={"residual_add": residual})
+    q = Quantizer(preset="plain", sites={"residual_add": residual})
     q.calibrate(model, [(x, fill)])
     for row in q.ranges:
         assert row.amax is None or row.amax < 100, row
@@ -473,7 +473,7 @@ def test_a_masks_values_never_reach_a_range(fill: float, residual: object) -> No
 @pytest.mark.parametrize("call", ["quantize", "amp"])
 def test_before_any_calibration(call: str) -> None:
     model = Mlp().eval()
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     with pytest.raises(CalibrationError, match=r"nothing was calibrated yet: run data through calib\(model\)"):
         getattr(q, call)(model)
     q.calib(model)
@@ -484,17 +484,17 @@ def test_before_any_calibration(call: str) -> None:
 @pytest.mark.parametrize("view", ["coverage", "ranges", "plan"])
 def test_views_before_any_calibration(view: str) -> None:
     with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
-        getattr(Quantizer(preset="fast"), view)
+        getattr(Quantizer(preset="plain"), view)
 
 
 def test_empty_data() -> None:
     with pytest.raises(CalibrationError, match="the calibration data is empty: at least one batch is needed"):
-        Quantizer(preset="fast").calibrate(Mlp().eval(), [])
+        Quantizer(preset="plain").calibrate(Mlp().eval(), [])
 
 
 def test_a_missing_input() -> None:
     with pytest.raises(CalibrationError, match=r"batch 0 .*\(inputs \['y'\]\) does not run through Mlp\.forward"):
-        Quantizer(preset="fast").calibrate(Mlp().eval(), [{"y": torch.randn(4, 32)}])
+        Quantizer(preset="plain").calibrate(Mlp().eval(), [{"y": torch.randn(4, 32)}])
 
 
 def test_a_missing_input_of_a_transformers_model() -> None:
@@ -503,17 +503,17 @@ def test_a_missing_input_of_a_transformers_model() -> None:
     with pytest.raises(
         CalibrationError, match=r"inputs \['attention_mask'\]\) does not run through BertModel\.forward"
     ):
-        Quantizer(preset="fast").calibrate(tiny("bert"), data)
+        Quantizer(preset="plain").calibrate(tiny("bert"), data)
 
 
 def test_a_wrong_shape() -> None:
     with pytest.raises(CalibrationError, match=r"batch 1 .*\(a Tensor\) does not run through Mlp\.forward.*shapes"):
-        Quantizer(preset="fast").calibrate(Mlp().eval(), [torch.randn(4, 32), torch.randn(4, 31)])
+        Quantizer(preset="plain").calibrate(Mlp().eval(), [torch.randn(4, 32), torch.randn(4, 31)])
 
 
 def test_a_failed_calibration_is_not_taken_for_a_calibration() -> None:
     model = Mlp().eval()
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     with pytest.raises(CalibrationError, match="shapes"):
         q.calibrate(model, [torch.randn(4, 31)])
     with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
@@ -521,7 +521,7 @@ def test_a_failed_calibration_is_not_taken_for_a_calibration() -> None:
 
 
 def test_train_mode_is_refused() -> None:
-    calib = Quantizer(preset="fast").calib(Mlp())
+    calib = Quantizer(preset="plain").calib(Mlp())
     assert not calib.training
     with pytest.raises(CalibrationError, match=r"the proxy is in train mode.*call \.eval\(\)"):
         calib.train()(torch.randn(4, 32))
@@ -530,7 +530,7 @@ def test_train_mode_is_refused() -> None:
 def test_a_model_in_train_mode_is_calibrated_in_eval_mode() -> None:
     model = ConvNet().train()
     x = torch.randn(4, 3, 16, 16)
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     running = model.norm.running_mean.clone()  # type: ignore[union-attr]
     with torch.no_grad():
         output = q.calib(model)(x)
@@ -541,7 +541,7 @@ def test_a_model_in_train_mode_is_calibrated_in_eval_mode() -> None:
 
 def test_a_second_calib_starts_afresh() -> None:
     model = Mlp().eval()
-    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "max"})
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     q.calibrate(model, [torch.randn(8, 32) * 100])
     large = float(_operand(q, "up.forward.linear_0", "input").amax)  # type: ignore[arg-type]
     x = torch.randn(8, 32)
@@ -553,7 +553,7 @@ def test_a_second_calib_starts_afresh() -> None:
 def test_resume_goes_on() -> None:
     model = Mlp().eval()
     data = [torch.randn(8, 32) * scale for scale in (1, 7)]
-    whole, parts = Quantizer(preset="fast"), Quantizer(preset="fast")
+    whole, parts = Quantizer(preset="plain"), Quantizer(preset="plain")
     whole.calibrate(model, data)
     parts.calibrate(model, data[:1])
     proxy = parts.calib(model, resume=True)
@@ -565,13 +565,13 @@ def test_resume_goes_on() -> None:
 
 def test_resume_needs_something_to_go_on_with() -> None:
     with pytest.raises(CalibrationError, match=r"calib\(resume=True\) needs an earlier calib\(\)"):
-        Quantizer(preset="fast").calib(Mlp(), resume=True)
+        Quantizer(preset="plain").calib(Mlp(), resume=True)
 
 
 @pytest.mark.parametrize("call", ["calib", "amp", "quantize"])
 def test_another_model_is_refused(call: str) -> None:
     first, second = Mlp().eval(), Mlp().eval()
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.calibrate(first, [torch.randn(4, 32)])
     with pytest.raises(ProxyError, match="this Quantizer serves another Mlp already; make one Quantizer for each"):
         getattr(q, call)(second)
@@ -580,7 +580,7 @@ def test_another_model_is_refused(call: str) -> None:
 
 def test_a_loaded_quantizer_refuses_a_model_with_other_sites(tmp_path: Any) -> None:
     first = Mlp().eval()
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.calibrate(first, [torch.randn(4, 32)])
     loaded = Quantizer.load(q.save(tmp_path / "state"))
     with pytest.raises(ProxyError, match=r"the calibration belongs to another model: .* sites differ, the first is"):
@@ -592,7 +592,7 @@ def test_a_quantizer_does_not_keep_a_model_alive() -> None:
     import weakref
 
     model = Mlp().eval()
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.inspect(model)
     reference = weakref.ref(model)
     del model
@@ -604,7 +604,7 @@ def test_a_pass_under_a_callers_dispatch_mode() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     model = Mlp().eval()
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     with FlopCounterMode(display=False):
         q.calib(model)(torch.randn(4, 32))
     assert len(q.coverage.quantized) == 3
@@ -636,7 +636,7 @@ class Additions(nn.Module):
 
 def test_only_adds_that_join_branches_are_residual() -> None:
     model = Additions().eval()
-    q = Quantizer(preset="fast", sites={"residual_add": True})
+    q = Quantizer(preset="plain", sites={"residual_add": True})
     q.calibrate(model, [torch.randn(8, 32)])
     rows = {row.name: row for row in q.coverage if row.kind == "residual_add"}
     assert {name for name, row in rows.items() if row.quantized} == {"forward.add_0", "forward.add_5"}

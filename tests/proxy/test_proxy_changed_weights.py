@@ -65,7 +65,7 @@ def _through_data(model: nn.Sequential) -> None:
 @pytest.mark.parametrize("change", [_replaced, _assigned, _swapped, _in_place, _through_data])
 def test_a_weight_that_changes_after_calibration_is_frozen_with_its_own_scales(change: Callable[..., None]) -> None:
     model = _net()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     before = _sqnr(q.quantize(model)(X), model(X))
     change(model)
@@ -83,7 +83,7 @@ def test_a_weight_that_changes_after_calibration_is_frozen_with_its_own_scales(c
 
 def test_unchanged_weights_and_casts_are_not_warned_of() -> None:
     model = _net()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -93,7 +93,7 @@ def test_unchanged_weights_and_casts_are_not_warned_of() -> None:
 
 
 def test_a_loaded_calibration_warns_of_other_weights_and_rescales(tmp_path: Path) -> None:
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(_net(), [X])
     q.save(tmp_path / "q")
     other = _net()
@@ -105,7 +105,7 @@ def test_a_loaded_calibration_warns_of_other_weights_and_rescales(tmp_path: Path
 
 
 def test_a_loaded_calibration_refuses_other_shapes(tmp_path: Path) -> None:
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(_net(), [X])
     q.save(tmp_path / "q")
     other = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16)).eval()
@@ -116,7 +116,7 @@ def test_a_loaded_calibration_refuses_other_shapes(tmp_path: Path) -> None:
 def test_a_folder_without_a_fingerprint_refuses_what_its_scales_do_not_fit(tmp_path: Path) -> None:
     import yaml
 
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(_net(), [X])
     q.save(tmp_path / "q")
     file = tmp_path / "q" / "quantizer.yaml"
@@ -138,7 +138,7 @@ def _kept_model(q: Quantizer) -> Any:
 
 def test_a_parameter_of_another_shape_after_calibration_is_an_error() -> None:
     model = _net()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     model[2] = nn.Linear(64, 20)
     with pytest.raises(CalibrationError, match=r"2\.weight of .* had the shape \[16, 64\], and has \[20, 64\] now"):
@@ -147,7 +147,7 @@ def test_a_parameter_of_another_shape_after_calibration_is_an_error() -> None:
 
 def test_going_on_after_a_weight_was_replaced_observes_the_new_one() -> None:
     model = _net()
-    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "max"})
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     q.calibrate(model, [X])
     model[0].weight = nn.Parameter(model[0].weight.detach() * 8)
     with pytest.warns(UserWarning, match=CHANGED):
@@ -158,7 +158,7 @@ def test_going_on_after_a_weight_was_replaced_observes_the_new_one() -> None:
 
 def test_given_scales_stay_when_the_weight_changes() -> None:
     model = _net()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     given = q.scales()["2.forward.linear_0.weight"] * 1.5
     q.load_scales({"2.forward.linear_0.weight": given})
@@ -171,7 +171,7 @@ def test_given_scales_stay_when_the_weight_changes() -> None:
 
 def test_scales_of_a_training_are_those_that_it_trained_with(tmp_path: Path) -> None:
     model = _net()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     proxy = q.qat(model)
     optimizer = torch.optim.SGD(proxy.parameters(), lr=0.5)
@@ -191,7 +191,7 @@ def test_scales_of_a_training_are_those_that_it_trained_with(tmp_path: Path) -> 
 
 def test_parameters_that_are_replaced_in_a_training_are_an_error() -> None:
     model = _net()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     q.qat(model)
     _replaced(model)
@@ -201,7 +201,7 @@ def test_parameters_that_are_replaced_in_a_training_are_an_error() -> None:
 
 def test_a_weight_with_nan_is_refused_by_its_name() -> None:
     model = _net()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     with torch.no_grad():
         model[2].weight[3, 5] = torch.nan
@@ -229,7 +229,7 @@ IDS = torch.randint(0, 4000, (4, 8), generator=torch.Generator().manual_seed(2))
 
 def test_training_the_model_leaves_what_was_frozen() -> None:
     model = _Table().eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [IDS])
     frozen = q.quantize(model)
     expected = frozen(IDS)
@@ -247,7 +247,7 @@ def test_training_the_model_leaves_what_was_frozen() -> None:
 @pytest.mark.parametrize("through_data", [False, True], ids=["in place", "through .data"])
 def test_a_large_table_that_changes_is_noticed(verb: str, through_data: bool) -> None:
     model = _Table().eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [IDS])
     proxy = getattr(q, verb)(model)
     kept = copy.deepcopy(proxy)
@@ -264,7 +264,7 @@ def test_a_large_table_that_changes_is_noticed(verb: str, through_data: bool) ->
 
 def test_a_cast_ends_the_sharing_and_the_watch() -> None:
     model = _Table().eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [IDS])
     frozen = q.quantize(model).to(torch.bfloat16)
     expected = frozen(IDS)
@@ -275,7 +275,7 @@ def test_a_cast_ends_the_sharing_and_the_watch() -> None:
 
 def test_an_amp_proxy_notices_a_training() -> None:
     model = _net()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     measuring = q.amp(model)
     measuring(X)
@@ -304,7 +304,7 @@ def test_a_weight_that_is_read_outside_of_its_site_is_float_there(hooked: bool, 
     model: Any = _Normed().eval()
     if hooked:
         model.second.register_forward_hook(lambda module, args, result: result * module.weight[0, 0])
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     frozen: Any = q.quantize(model)
     assert torch.equal(q.for_backend("onnxruntime").quantize(model).first.weight, model.first.weight)
@@ -323,7 +323,7 @@ def test_a_weight_that_is_read_outside_of_its_site_is_float_there(hooked: bool, 
 
 def test_a_plan_in_which_nothing_is_quantized_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model = _net()
-    q = Quantizer(preset="fast", backend="openvino", exclude={"module_types": ["Linear"]})
+    q = Quantizer(preset="plain", backend="openvino", exclude={"module_types": ["Linear"]})
     q.calibrate(model, [X])
     frozen = q.quantize(model)
     assert "nothing is quantized: what quantize() gives is the float model (2 of 2 sites: excluded" in caplog.text
@@ -334,7 +334,7 @@ def test_the_fingerprint_of_a_transformers_model_goes_through_a_folder(tmp_path:
     from helpers import batch
 
     model, inputs = tiny("bert"), batch("bert")
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [inputs])
     q.save(tmp_path / "q")
     with warnings.catch_warnings():

@@ -38,7 +38,7 @@ from quantizer.proxy.build import sites_of
 def _check(model: nn.Module) -> nn.Module:
     """Proxy and original agree bit for bit, also compiled; calibrated and frozen it is close. Gives the proxy."""
     model.eval()
-    q = Quantizer(preset="fast", backend="openvino", sites={"residual_add": False})
+    q = Quantizer(preset="plain", backend="openvino", sites={"residual_add": False})
     proxy = q.proxy(model)
     with torch.no_grad():
         expected = model(X)
@@ -68,7 +68,7 @@ def test_a_container_with_sites_shows_its_own_children(kind: Any) -> None:
 @pytest.mark.parametrize("kind", ["list", "chain"])
 def test_a_list_with_sites_can_be_changed(kind: str, how: str) -> None:
     model = Edited(kind, how).eval()
-    proxy = Quantizer(preset="fast").proxy(model)
+    proxy = Quantizer(preset="plain").proxy(model)
     with torch.no_grad():
         for _ in range(2):
             assert_same(proxy(X), model(X))
@@ -83,7 +83,7 @@ def test_a_slice_is_of_the_class_as_it_was_written() -> None:
             return x + self[0](x) if len(self) == 1 else self[1:](self[0](x)) + x
 
     model = Again(*layers()).eval()
-    proxy: Any = Quantizer(preset="fast").proxy(model)
+    proxy: Any = Quantizer(preset="plain").proxy(model)
     assert type(proxy[1:]) is Again
     with torch.no_grad():
         assert_same(proxy(X), model(X))
@@ -91,7 +91,7 @@ def test_a_slice_is_of_the_class_as_it_was_written() -> None:
 
 @pytest.mark.parametrize("model", [Sliced(*layers()), SlicedList(layers()), Whole(*layers())])
 def test_copies_of_containers_see_their_own_children_too(model: nn.Module) -> None:
-    proxy = Quantizer(preset="fast").proxy(model.eval())
+    proxy = Quantizer(preset="plain").proxy(model.eval())
     with torch.no_grad():
         for other in (copy.deepcopy(proxy), pickle.loads(pickle.dumps(proxy))):
             assert_same(other(X), model(X))
@@ -153,7 +153,7 @@ def test_registries_hear_of_no_generated_class() -> None:
     assert Listing.made == known
     assert_same(_TABLE["Block"]()(X).shape, X.shape)
 
-    class Late(type(Quantizer(preset="fast").proxy(Block()))):  # type: ignore[misc]
+    class Late(type(Quantizer(preset="plain").proxy(Block()))):  # type: ignore[misc]
         """A class of the user's own is announced, whatever it derives from."""
 
     assert _TABLE.pop("Late") is Late
@@ -168,7 +168,7 @@ def test_exact_classes_are_those_of_the_model() -> None:
     assert "count" not in vars(type(proxy))
     names = {site.path for site in sites_of(proxy)}
     assert {"scaled.matmul_0", "scaled.matmul_1", "linear.forward.linear_0"} <= names
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     quantized = {row.name for row in q.coverage.quantized}
     assert {"scaled.matmul_0", "scaled.matmul_1"} <= quantized
@@ -178,20 +178,20 @@ def test_exact_classes_are_those_of_the_model() -> None:
 def test_super_of_the_class_of_self_and_a_new_instance() -> None:
     torch.manual_seed(0)
     model = OldSuper().eval()
-    proxy = Quantizer(preset="fast").proxy(model)
+    proxy = Quantizer(preset="plain").proxy(model)
     with torch.no_grad():
         assert_same(proxy(X), model(X))
 
 
 def test_exact_classes_are_those_of_the_model_when_compiled() -> None:
     model = Asks().eval()
-    proxy = Quantizer(preset="fast").proxy(model)
+    proxy = Quantizer(preset="plain").proxy(model)
     torch._dynamo.reset()
     with torch.no_grad():
         compiled = torch.compile(proxy, backend="eager")(X)
         assert_same(compiled, model(X))
         sliced = Sliced(*layers()).eval()
-        compiled = torch.compile(Quantizer(preset="fast").proxy(sliced), backend="eager")(X)
+        compiled = torch.compile(Quantizer(preset="plain").proxy(sliced), backend="eager")(X)
         assert_same(compiled, sliced(X))
 
 
@@ -236,11 +236,11 @@ def _sites_by_threads(module: types.ModuleType) -> list[int]:
 
     def work(model: nn.Module) -> None:
         start.wait()
-        found.append(len(list(sites_of(Quantizer(preset="fast").proxy(model)))))
+        found.append(len(list(sites_of(Quantizer(preset="plain").proxy(model)))))
 
     threads = [threading.Thread(target=work, args=(model,)) for model in models]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [*found, len(list(sites_of(Quantizer(preset="fast").proxy(module.model().eval()))))]
+    return [*found, len(list(sites_of(Quantizer(preset="plain").proxy(module.model().eval()))))]

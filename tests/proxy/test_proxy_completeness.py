@@ -27,7 +27,7 @@ LISTED = {reason.value for reason in Reason}
 
 
 def _calibrated(model: nn.Module, *batches: Any, **options: Any) -> Quantizer:
-    q = Quantizer(preset="fast", **{"backend": "openvino", **options})
+    q = Quantizer(preset="plain", **{"backend": "openvino", **options})
     q.calibrate(model.eval(), batches)
     for row in q.coverage.escaped:
         assert row.reason in LISTED
@@ -92,7 +92,7 @@ def test_counts_of_one_layer_agree(layer: nn.Module, shape: tuple[int, ...]) -> 
 
 def test_inference_mode_counts_the_same() -> None:
     model, x = ConvNet().eval(), torch.randn(2, 3, 16, 16)
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     with torch.inference_mode():
         q.calib(model)(x)
     assert q.coverage.multiply_adds == _calibrated(model, x).coverage.multiply_adds
@@ -414,7 +414,7 @@ def test_text_and_html_state_the_share_and_the_products() -> None:
 
 
 def test_before_calibration_there_is_no_share() -> None:
-    coverage = Quantizer(preset="fast").inspect(Mlp())
+    coverage = Quantizer(preset="plain").inspect(Mlp())
     assert coverage.share is None
     assert len(coverage.escaped) == 0
     assert "low precision" not in coverage.text()
@@ -428,7 +428,7 @@ def test_a_failed_pass_leaves_a_counter_that_works() -> None:
             return x
 
     model = Fails().eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     calib = q.calib(model)
     with torch.no_grad():
         with pytest.raises(ZeroDivisionError, match="five"):

@@ -45,7 +45,7 @@ MODES = (
 
 
 def _proxy(mode: str, model: nn.Module, x: Tensor) -> nn.Module:
-    q = Quantizer(preset="fast", backend="tensorrt" if mode == "simulated" else "openvino")
+    q = Quantizer(preset="plain", backend="tensorrt" if mode == "simulated" else "openvino")
     if mode == "off":
         return q.proxy(model)
     calibrating = q.calib(model)
@@ -80,7 +80,7 @@ def test_a_copy_computes_the_same(net: str, mode: str, duplicate: Callable[[nn.M
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, _saved], ids=["deepcopy", "torch.save"])
 def test_a_copy_of_a_calibrating_proxy_is_not_observed(duplicate: Callable[[nn.Module], nn.Module]) -> None:
     model, x = Mlp().eval(), torch.randn(8, 32)
-    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "max"})
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     calibrating = q.calib(model)
     calibrating(x)
     ranges = {name: scale.clone() for name, scale in q.scales().items()}
@@ -102,7 +102,7 @@ def test_the_scales_of_a_copy_in_training_follow_its_own_values_without_padding(
             return self.linear(x)
 
     model, x = Padded(), torch.randn(2, 4, 16)
-    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "max"})
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     q.calibrate(model.eval(), [x])
     proxy = q.qat(model, scales="average")
     other = copy.deepcopy(proxy)

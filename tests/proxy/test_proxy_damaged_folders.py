@@ -25,7 +25,7 @@ def _model() -> nn.Module:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(_model(), [torch.randn(4, 16)], progress=False)
     return q.save(tmp_path / "saved")
 
@@ -151,7 +151,7 @@ def test_a_product_of_no_site_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize("batches", [None, 3, "data", {"input": torch.zeros(2, 16)}])
 def test_what_is_no_iterable_of_batches(batches: Any) -> None:
     with pytest.raises(CalibrationError, match=r"the calibration data is a .*; give an iterable of batches"):
-        Quantizer(preset="fast", backend="openvino").calibrate(_model(), batches)
+        Quantizer(preset="plain", backend="openvino").calibrate(_model(), batches)
 
 
 class _Hungry(nn.Module):
@@ -166,4 +166,4 @@ class _Hungry(nn.Module):
 
 def test_too_little_memory_is_told_plainly() -> None:
     with pytest.raises(CalibrationError, match=r"too little memory for batch 0 .*: give smaller batches"):
-        Quantizer(preset="fast", backend="openvino").calibrate(_Hungry().eval(), [torch.zeros(4, 16)], progress=False)
+        Quantizer(preset="plain", backend="openvino").calibrate(_Hungry().eval(), [torch.zeros(4, 16)], progress=False)

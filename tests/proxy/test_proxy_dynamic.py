@@ -27,7 +27,7 @@ def rows(seed: int = 0, size: float = 1.0) -> Tensor:
 
 
 def dynamic(model: nn.Module, *batches: Any, **config: Any) -> Quantizer:
-    quantizer = Quantizer(**{"preset": "fast", "backend": "onnxruntime", "activations": DYNAMIC, **config})
+    quantizer = Quantizer(**{"preset": "plain", "backend": "onnxruntime", "activations": DYNAMIC, **config})
     quantizer.calibrate(model.eval(), batches or [rows()], progress=False)
     return quantizer
 

@@ -50,7 +50,7 @@ def test_off_proxy_is_the_model(architecture: str, attention: str, dtype: torch.
     with torch.no_grad():
         expected, more = model(**inputs), model(**inputs, **wanted)
         before = Snapshot.of(model)  # now: transformers adds hooks of its own when it first runs
-        proxy = Quantizer(preset="fast").proxy(model)
+        proxy = Quantizer(preset="plain").proxy(model)
         assert_same(proxy(**inputs), expected)
         result = proxy(**inputs, **wanted)
         assert_same(result, more)
@@ -73,7 +73,7 @@ def test_observing_proxy_is_the_eager_model(
     wanted = _wanted(architecture, "eager")
     before = Snapshot.of(model)
     with torch.no_grad():
-        calib = Quantizer(preset="fast").calib(model)
+        calib = Quantizer(preset="plain").calib(model)
         assert_same(calib(**inputs), eager(**inputs))
         result = calib(**inputs, **wanted)
         assert_same(result, eager(**inputs, **wanted))
@@ -94,7 +94,7 @@ def _gradients(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor 
 def test_gradients_in_train_mode_with_dropout(architecture: str, attention: str) -> None:
     model = tiny(architecture, attention, train=True)
     inputs = batch(architecture, padded=True)
-    proxy = Quantizer(preset="fast").proxy(model)
+    proxy = Quantizer(preset="plain").proxy(model)
     assert proxy.training
     expected = _gradients(model, inputs)
     assert sum(grad is not None for grad in expected.values()) > 10
@@ -107,7 +107,7 @@ def test_gradients_in_train_mode_with_dropout(architecture: str, attention: str)
 def test_the_matrix_is_covered(architecture: str) -> None:
     """Both attention products and every linear that a forward pass runs are sites that ran."""
     model = tiny(architecture, "eager" if architecture in EAGER_ONLY else "sdpa")
-    q = Quantizer(preset="fast", backend="openvino", sites={"residual_add": False})
+    q = Quantizer(preset="plain", backend="openvino", sites={"residual_add": False})
     with torch.no_grad():
         q.calib(model)(**batch(architecture, padded=True))
     rows = [row for row in q.coverage if row.kind not in ("residual_add", "embedding")]

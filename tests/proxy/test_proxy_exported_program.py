@@ -75,13 +75,13 @@ def test_convolutions_of_a_decomposed_program_are_sites() -> None:
     model, x = Convolutions().eval(), torch.randn(2, 16, 20)
     program = export(model, (x,)).run_decompositions()
     assert "aten.convolution" in str(program.graph)
-    q = Quantizer(preset="fast", backend="torch")
+    q = Quantizer(preset="plain", backend="torch")
     q.calibrate(program, [x])
     assert q.coverage.share == 1
     assert [row.kind for row in q.coverage.quantized] == ["conv"] * 4
     with torch.no_grad():
         assert torch.equal(q.proxy(program)(x), model(x))
-    same = Quantizer(preset="fast", backend="torch")
+    same = Quantizer(preset="plain", backend="torch")
     same.calibrate(model, [x])
     with torch.no_grad():
         assert torch.equal(q.quantize(program)(x), same.quantize(model)(x))

@@ -22,7 +22,7 @@ from quantizer.errors import SensitivityError
 
 
 def _measured(model: nn.Module, *data: Any, **options: Any) -> tuple[Quantizer, nn.Module]:
-    q = Quantizer(preset="fast", **{"backend": "openvino", **options})
+    q = Quantizer(preset="plain", **{"backend": "openvino", **options})
     q.calibrate(model, data)
     amp = q.amp(model)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_a_groups_error_is_that_of_a_model_with_it_alone() -> None:
     q, _ = _measured(model, x)
     q.amp(model, measure="output")(x)
     for row in q.sensitivity:
-        alone = Quantizer(preset="fast", backend="openvino", include={"sites": list(row.sites)})
+        alone = Quantizer(preset="plain", backend="openvino", include={"sites": list(row.sites)})
         alone.calibrate(model, [x])
         with torch.no_grad():
             expected, output = model(x).double(), alone.quantize(model)(x).double()
@@ -136,7 +136,7 @@ def test_the_ranking_as_a_table_and_a_plot(tmp_path: Any) -> None:
 
 def test_measuring_in_train_mode_is_refused() -> None:
     model = Mlp().eval()
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.calibrate(model, [torch.randn(8, 32)])
     amp = q.amp(model)
     with pytest.raises(SensitivityError, match=r"train mode.*call \.eval\(\)"):
@@ -145,7 +145,7 @@ def test_measuring_in_train_mode_is_refused() -> None:
 
 def test_an_output_of_zeros() -> None:
     model = nn.Sequential(nn.Linear(32, 32, bias=False)).eval()
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.calibrate(model, [torch.randn(8, 32)])
     with pytest.raises(SensitivityError, match="all zeros on this batch"):
         q.amp(model)(torch.zeros(8, 32))
@@ -161,7 +161,7 @@ def test_an_output_without_floats() -> None:
             return self.linear(x).argmax(-1)
 
     model = Argmax().eval()
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.calibrate(model, [torch.randn(8, 32)])
     with pytest.raises(SensitivityError, match="holds no floating-point tensor"):
         q.amp(model)(torch.randn(8, 32))
@@ -345,7 +345,7 @@ def test_another_amp_proxy() -> None:
 
 def test_before_any_data() -> None:
     model = Mlp().eval()
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.calibrate(model, [torch.randn(8, 32)])
     amp = q.amp(model)
     with pytest.raises(SensitivityError, match="nothing was measured yet: run the proxy"):
@@ -356,7 +356,7 @@ def test_before_any_data() -> None:
 
 def test_sensitivity_before_amp() -> None:
     with pytest.raises(SensitivityError, match=r"nothing was measured yet: run the proxy that amp\(\) returns"):
-        Quantizer(preset="fast").sensitivity  # noqa: B018
+        Quantizer(preset="plain").sensitivity  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def sqnr_db(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("gradients", [False, True], ids=["no_grad", "grad"])
 def test_padding_of_an_encoder(pad: Tensor, gradients: bool) -> None:
     model = Encoder(nn.LayerNorm(32)).eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     with torch.set_grad_enabled(gradients):
         expected = model(X, pad)
         assert torch.equal(q.proxy(model)(X, pad), expected)
@@ -72,7 +72,7 @@ def test_padding_in_train_mode_is_left_as_it_is() -> None:
             module.p = 0.0
     for layer in model.encoder.layers:
         layer.self_attn.dropout = 0.0
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [(X, BEHIND)], progress=False)
     with torch.no_grad():
         assert sqnr_db(q.qat(model)(X, BEHIND), model(X, BEHIND)) > 25
@@ -81,7 +81,7 @@ def test_padding_in_train_mode_is_left_as_it_is() -> None:
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "padded"])
 def test_padding_where_nested_tensors_are_switched_off(nested: bool) -> None:
     model = Encoder(nested=nested).eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     with torch.no_grad():
         assert sqnr_db(q.calib(model)(X, BEHIND), model(X, BEHIND)) > 100
         before = torch.backends.mha.get_fastpath_enabled()
@@ -96,7 +96,7 @@ def test_padding_where_nested_tensors_are_switched_off(nested: bool) -> None:
 @pytest.mark.parametrize("gradients", [False, True], ids=["no_grad", "grad"])
 def test_what_padding_costs_is_measured_on_the_function_that_gave_the_result(measure: str, gradients: bool) -> None:
     model = Encoder().eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [(X, BEHIND)], progress=False)
     amp = q.amp(model, measure=measure)
     passes: list[Tensor] = []
@@ -121,7 +121,7 @@ def test_padding_in_place() -> None:
 
 def test_padding_is_compiled_and_traced() -> None:
     model = Encoder().eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     with torch.no_grad():
         q.calib(model)(X, BEHIND)
         frozen = q.quantize(model)
@@ -142,7 +142,7 @@ def test_padding_is_exported(engine: str, tmp_path: Path) -> None:
     from quantizer.engines import load_engine
 
     model = Encoder(nn.LayerNorm(32)).eval()
-    q = Quantizer(preset="fast", backend=engine)
+    q = Quantizer(preset="plain", backend=engine)
     axes = {name: {0: "batch", 1: "sequence"} for name in ("x", "pad")}
     with torch.no_grad():
         q.calib(model)(X, BEHIND)
@@ -176,4 +176,4 @@ def test_padding_of_parts_of_an_encoder(kind: str) -> None:
     model = Part().eval()
     with torch.no_grad():
         for pad in (BEHIND, BEFORE):
-            assert sqnr_db(Quantizer(preset="fast", backend="openvino").calib(model)(X, pad), model(X, pad)) > 100
+            assert sqnr_db(Quantizer(preset="plain", backend="openvino").calib(model)(X, pad), model(X, pad)) > 100

@@ -129,7 +129,7 @@ def test_formats_that_cannot_be(options: dict[str, Any], message: str) -> None:
 
 def test_a_convolution_has_no_blocks_and_stays_float() -> None:
     convolution = nn.Sequential(nn.Conv2d(16, 16, 3)).eval()
-    quantizer = Quantizer(preset="fast", backend="tensorrt", formats=[{"weights": "int4", "block_size": 16}])
+    quantizer = Quantizer(preset="plain", backend="tensorrt", formats=[{"weights": "int4", "block_size": 16}])
     quantizer.calibrate(convolution, [(torch.randn(2, 16, 8, 8),)])
     (site,) = [entry for entry in quantizer.plan.values() if entry.multiply_adds]
     assert not site.quantized

@@ -42,7 +42,7 @@ def _run_in_a_new_process(script: str, *arguments: Path) -> None:
 
 
 def _frozen(model: nn.Module, *data: Any, **options: Any) -> tuple[Quantizer, Any]:
-    q = Quantizer(preset="fast", **{"backend": "openvino", **options})
+    q = Quantizer(preset="plain", **{"backend": "openvino", **options})
     q.calibrate(model, data)
     return q, q.quantize(model)
 
@@ -264,7 +264,7 @@ def test_a_reload_in_a_new_process_is_bit_identical(tmp_path: Path, fallback: bo
     pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")
     model = tiny("bert-classification", "sdpa")
     inputs = batch("bert", padded=True)
-    q = Quantizer(preset="fast", exclude={"names": ["classifier"]})
+    q = Quantizer(preset="plain", exclude={"names": ["classifier"]})
     q.calibrate(model, [inputs, batch("bert", seed=3)])
     with torch.no_grad():
         if fallback:
@@ -555,7 +555,7 @@ def test_the_classic_workflow(make: Any, shape: tuple[int, ...], tmp_path: Path)
     """As people write it: no arguments, no eval(), no no_grad()."""
     model, data = make(), torch.randn(shape)
 
-    quantizer = Quantizer(preset="fast")
+    quantizer = Quantizer(preset="plain")
     quantizer.calib(model)(data)
     amp_model = quantizer.amp(model)
     amp_model(data)

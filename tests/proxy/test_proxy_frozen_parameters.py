@@ -41,7 +41,7 @@ class Casts(nn.Module):
 def test_a_model_that_asks_its_parameters_for_their_type(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = Casts().eval().to(dtype)
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     with torch.no_grad():
         q.calibrate(model, [X])
         frozen: Any = q.quantize(model)
@@ -61,7 +61,7 @@ def test_a_model_that_asks_its_parameters_for_their_type(dtype: torch.dtype) -> 
 def test_what_is_listed_is_what_is_computed_with_and_cannot_be_trained() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4, bias=False)).eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     frozen: Any = q.quantize(model)
     listed, named = list(frozen.parameters()), dict(frozen.named_parameters())
@@ -88,7 +88,7 @@ def test_an_asymmetric_or_tied_weight_is_listed_as_often_as_in_the_model() -> No
             return self.head(self.table(ids))
 
     model = Tied().eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     ids = torch.arange(8)[None]
     q.calibrate(model, [ids])
     frozen = q.quantize(model)

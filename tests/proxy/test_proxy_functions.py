@@ -102,7 +102,7 @@ def _make(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _quantizer() -> Quantizer:
-    return Quantizer(preset="fast", backend="openvino", sites={"residual_add": False})
+    return Quantizer(preset="plain", backend="openvino", sites={"residual_add": False})
 
 
 def _check(model: nn.Module, *expected: str, inputs: tuple[Tensor, ...] = (X,)) -> Quantizer:
@@ -135,7 +135,7 @@ def test_nets(name: str, make: Callable[[], nn.Module], inputs: tuple[Tensor, ..
 @pytest.mark.parametrize(("name", "make", "inputs"), NETS, ids=IDS)
 def test_gradients_in_train_mode(name: str, make: Callable[[], nn.Module], inputs: tuple[Tensor, ...]) -> None:
     model = _make(make).train()
-    proxy = Quantizer(preset="fast").proxy(model)
+    proxy = Quantizer(preset="plain").proxy(model)
     results = []
     for net in (model, proxy):
         net.zero_grad()
@@ -263,9 +263,9 @@ def test_code_that_was_replaced(tmp_path: Path) -> None:
 def test_a_helper_that_is_patched_after_the_proxy_was_made(tmp_path: Path) -> None:
     module = imported(tmp_path, "sample_patched_helper", _TEXT)
     model = module.Made().eval()
-    assert_same(Quantizer(preset="fast").proxy(model)(X), model(X))
+    assert_same(Quantizer(preset="plain").proxy(model)(X), model(X))
     module.attend = lambda q, k: (q @ k.T) * 2
-    assert_same(Quantizer(preset="fast").proxy(model)(X), model(X))
+    assert_same(Quantizer(preset="plain").proxy(model)(X), model(X))
 
 
 # -- lending, in special cases -------------------------------------------------------------------------------------
@@ -461,9 +461,9 @@ def test_a_proxy_of_a_proxy_is_refused() -> None:
     proxies.append(q.quantize(model))
     for proxy in proxies:
         with pytest.raises(ProxyError, match="this is a proxy already"):
-            Quantizer(preset="fast").proxy(proxy)
+            Quantizer(preset="plain").proxy(proxy)
         with pytest.raises(ProxyError, match="site_forward_linear_0 belongs to a proxy already"):
-            Quantizer(preset="fast").proxy(proxy.linear)  # type: ignore[arg-type]
+            Quantizer(preset="plain").proxy(proxy.linear)  # type: ignore[arg-type]
         with pytest.raises(ProxyError, match="1 belongs to a proxy already"):
-            Quantizer(preset="fast").proxy(nn.Sequential(nn.Linear(32, 32), proxy))
+            Quantizer(preset="plain").proxy(nn.Sequential(nn.Linear(32, 32), proxy))
     assert_same(q.proxy(model)(X), model(X))

@@ -232,7 +232,7 @@ def test_inputs_beyond_float16_are_taken_as_float32() -> None:
 
 
 def test_masks_are_no_values() -> None:
-    quantizer = Quantizer(preset="fast", backend="tensorrt-rtx")
+    quantizer = Quantizer(preset="plain", backend="tensorrt-rtx")
     model, inputs = tiny("bert"), dict(batch("bert"))
     inputs["attention_mask"] = inputs["attention_mask"].clone()
     inputs["attention_mask"][:, -2:] = 0
@@ -287,7 +287,7 @@ def test_the_rest_is_computed_in_half_and_summed_in_float32() -> None:
 
 def test_a_float32_target_is_simulated_by_the_frozen_proxy() -> None:
     model, x = Stream(1.0), data()
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     quantizer.calibrate(model, [x], progress=False)
     with torch.no_grad():
         assert torch.equal(quantizer.simulate(model)(x), quantizer.quantize(model)(x))
@@ -328,7 +328,7 @@ def test_masks_that_come_from_a_wide_module_are_clamped() -> None:
     model, x = Masking(), torch.randn(4, 5, 16)
     keep = torch.ones(4, 5, 5, dtype=torch.bool).tril()
     keep[0, 2] = False  # a query that may look at nothing
-    quantizer = Quantizer(preset="fast", backend="tensorrt-rtx")
+    quantizer = Quantizer(preset="plain", backend="tensorrt-rtx")
     quantizer.calibrate(model, [(x, keep)], progress=False)
     regions = quantizer.coverage.regions
     assert set(regions.wide) == {"masks"}
@@ -353,7 +353,7 @@ def test_a_file_from_before_regions_existed(tmp_path: Path) -> None:
 
 def test_a_query_that_may_look_at_nothing_does_not_become_nan() -> None:
     model, inputs = tiny("bert"), dict(batch("bert"))
-    quantizer = Quantizer(preset="fast", backend="tensorrt-rtx")
+    quantizer = Quantizer(preset="plain", backend="tensorrt-rtx")
     quantizer.calibrate(model, [inputs], progress=False)
     inputs["attention_mask"] = torch.zeros_like(inputs["attention_mask"])
     with torch.no_grad():
@@ -393,7 +393,7 @@ def test_low_numbers_are_masks_where_a_softmax_alone_sees_them(which: str, tmp_p
     pytest.importorskip("onnxscript", reason="needs enginequant[onnx]")
     torch.manual_seed(0)
     model, x = _Low(LOW[which]).eval(), torch.randn(16, 32)
-    quantizer = Quantizer(preset="fast", backend="tensorrt")
+    quantizer = Quantizer(preset="plain", backend="tensorrt")
     quantizer.calibrate(model, [x], progress=False)
     with torch.no_grad():
         proxy, simulated = quantizer.quantize(model)(x), quantizer.simulate(model)(x)

@@ -47,7 +47,7 @@ def test_every_call_leaves_the_model_as_it_was(architecture: str) -> None:
     before = Snapshot.of(model)
     with torch.no_grad():
         expected = model(**inputs)
-        q = Quantizer(preset="fast", exclude={"sites": ["**.matmul_1"]})
+        q = Quantizer(preset="plain", exclude={"sites": ["**.matmul_1"]})
         for step in (
             lambda: q.proxy(model)(**inputs),
             lambda: q.inspect(model),
@@ -73,7 +73,7 @@ def test_a_model_that_never_ran_gets_no_hooks_from_its_proxies() -> None:
     model = tiny("bert")
     inputs = batch("bert")
     before = Snapshot.of(model)
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     with torch.no_grad():
         q.proxy(model)(**inputs, output_hidden_states=True, output_attentions=True)
         q.calib(model)(**inputs, output_hidden_states=True)
@@ -108,7 +108,7 @@ def test_an_exception_in_the_middle_of_a_pass(kind: str) -> None:
     before = Snapshot.of(model)
     with torch.no_grad():
         expected = model(x)
-        q = Quantizer(preset="fast")
+        q = Quantizer(preset="plain")
         q.calibrate(model, [x])
         frozen = q.quantize(model)(x)
         proxy = getattr(q, kind)(model)
@@ -127,7 +127,7 @@ def test_no_dispatch_mode_is_left_after_a_failed_pass() -> None:
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     model = _Fails().eval()
-    calib = Quantizer(preset="fast").calib(model)
+    calib = Quantizer(preset="plain").calib(model)
     for x in (torch.randn(4, 32), torch.full((4, 32), torch.nan), torch.randn(4, 5)):
         with pytest.raises((ZeroDivisionError, CalibrationError, RuntimeError), match=r"in the middle|NaN|shapes"):
             calib(x, fail=True)
@@ -139,7 +139,7 @@ def test_no_dispatch_mode_is_left_after_a_failed_pass() -> None:
 def test_casting_a_proxy_leaves_the_model(kind: str, change: str) -> None:
     model = ConvNet().eval()
     x = torch.randn(2, 3, 16, 16)
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.calibrate(model, [x])
     before = Snapshot.of(model)
     expected = model(x)
@@ -159,7 +159,7 @@ def test_casting_a_proxy_leaves_the_model(kind: str, change: str) -> None:
 def test_casting_a_submodule_of_a_proxy_leaves_the_model() -> None:
     """A submodule taken out of a proxy and cast must not reach the model either."""
     model = Mlp()
-    proxy = Quantizer(preset="fast").proxy(model)
+    proxy = Quantizer(preset="plain").proxy(model)
     before = Snapshot.of(model)
     proxy.up.half()
     before.assert_unchanged(model)
@@ -168,7 +168,7 @@ def test_casting_a_submodule_of_a_proxy_leaves_the_model() -> None:
 def test_a_half_proxy_computes_what_a_half_model_does() -> None:
     model = tiny("bert", "eager")
     inputs = batch("bert", padded=True)
-    proxy = Quantizer(preset="fast").proxy(model).half()
+    proxy = Quantizer(preset="plain").proxy(model).half()
     assert_same(proxy(**inputs), tiny("bert", "eager").half()(**inputs))
 
 
@@ -184,7 +184,7 @@ def test_tied_weights_stay_tied_after_a_cast() -> None:
             return self.head(self.embedding(ids))
 
     model = Tied()
-    proxy: Any = Quantizer(preset="fast").proxy(model)
+    proxy: Any = Quantizer(preset="plain").proxy(model)
     assert proxy.head.weight is model.embedding.weight
     proxy.double()
     assert proxy.head.weight is proxy.embedding.weight
@@ -194,7 +194,7 @@ def test_tied_weights_stay_tied_after_a_cast() -> None:
 
 def test_an_off_proxy_shares_parameters_and_sees_training() -> None:
     model = Mlp()
-    proxy: Any = Quantizer(preset="fast").proxy(model)
+    proxy: Any = Quantizer(preset="plain").proxy(model)
     assert [id(p) for p in proxy.parameters()] == [id(p) for p in model.parameters()]
     x = torch.randn(4, 32)
     with torch.no_grad():
@@ -204,7 +204,7 @@ def test_an_off_proxy_shares_parameters_and_sees_training() -> None:
 
 def test_changing_a_proxys_config_leaves_the_models() -> None:
     model: Any = tiny("bert", "sdpa")
-    proxy: Any = Quantizer(preset="fast").proxy(model)
+    proxy: Any = Quantizer(preset="plain").proxy(model)
     proxy.config.num_labels = 17
     proxy.train()
     assert model.config.num_labels != 17
@@ -214,7 +214,7 @@ def test_changing_a_proxys_config_leaves_the_models() -> None:
 def test_the_users_config_and_rules_are_not_changed() -> None:
     rules = {"names": ["encoder.layer.0"], "module_types": ["BertPooler"]}
     kept = copy.deepcopy(rules)
-    q = Quantizer(preset="fast", exclude=rules)
+    q = Quantizer(preset="plain", exclude=rules)
     config = q.config
     model = tiny("bert")
     q.calibrate(model, [batch("bert")])
@@ -222,7 +222,7 @@ def test_the_users_config_and_rules_are_not_changed() -> None:
     q.quantize(model)
     assert rules == kept
     assert q.config is config
-    assert q.config == Quantizer(preset="fast", exclude=kept).config
+    assert q.config == Quantizer(preset="plain", exclude=kept).config
 
 
 # -- how a proxy presents itself -----------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_the_users_config_and_rules_are_not_changed() -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_proxy_is_called_as_its_model(architecture: str) -> None:
     model = tiny(architecture)
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.calibrate(model, [batch(architecture)])
     for proxy in (q.proxy(model), q.calib(model, resume=True), q.quantize(model)):
         assert str(type(proxy)) == str(type(model))
@@ -244,7 +244,7 @@ def test_a_proxy_is_called_as_its_model(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_state_dict_keys_of_an_off_proxy(architecture: str) -> None:
     model = tiny(architecture)
-    proxy = Quantizer(preset="fast").proxy(model)
+    proxy = Quantizer(preset="plain").proxy(model)
     assert list(proxy.state_dict()) == list(model.state_dict())
     assert [name for name, _ in proxy.named_parameters()] == [name for name, _ in model.named_parameters()]
     assert_same(dict(proxy.state_dict()), dict(model.state_dict()))
@@ -254,19 +254,19 @@ def test_state_dict_keys_of_an_off_proxy(architecture: str) -> None:
 @pytest.mark.parametrize("kind", ["proxy", "calib", "amp", "quantize"])
 def test_a_proxy_of_a_proxy_is_an_error(kind: str) -> None:
     model = Mlp()
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.calibrate(model, [torch.randn(4, 32)])
     for proxy in (q.proxy(model), q.calib(model, resume=True), q.quantize(model)):
         with pytest.raises(ProxyError, match="proxy already; pass the float model"):
             getattr(q, kind)(proxy)
         with pytest.raises(ProxyError, match="proxy already; pass the float model"):
-            getattr(Quantizer(preset="fast"), "proxy" if kind != "calib" else "calib")(proxy)
+            getattr(Quantizer(preset="plain"), "proxy" if kind != "calib" else "calib")(proxy)
 
 
 @pytest.mark.parametrize("kind", ["proxy", "calib"])
 def test_no_module_is_an_error(kind: str) -> None:
     with pytest.raises(ProxyError, match=r"torch\.nn\.Module is needed, got dict"):
-        getattr(Quantizer(preset="fast"), kind)({})
+        getattr(Quantizer(preset="plain"), kind)({})
 
 
 # -- copies --------------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def _torch_saved(model: nn.Module) -> nn.Module:
 def test_copies_of_a_proxy(architecture: str, kind: str, duplicate: Callable[[nn.Module], nn.Module]) -> None:
     model = tiny(architecture)
     inputs = batch(architecture, padded=True)
-    q = Quantizer(preset="fast", sites={"residual_add": True})
+    q = Quantizer(preset="plain", sites={"residual_add": True})
     q.calibrate(model, [inputs])
     proxy = getattr(q, kind)(model)
     with torch.no_grad():
@@ -302,7 +302,7 @@ def test_copies_of_a_proxy(architecture: str, kind: str, duplicate: Callable[[nn
         assert_same(copied(**inputs, output_hidden_states=True), proxy(**inputs, output_hidden_states=True))
         assert not {id(p) for p in copied.parameters()} & {id(p) for p in model.parameters()}
         with pytest.raises(ProxyError, match="proxy already"):
-            Quantizer(preset="fast").proxy(copied)
+            Quantizer(preset="plain").proxy(copied)
         before = Snapshot.of(model)
         copied.half()
         before.assert_unchanged(model)
@@ -310,7 +310,7 @@ def test_copies_of_a_proxy(architecture: str, kind: str, duplicate: Callable[[nn
 
 def test_a_shallow_copy_of_a_proxys_layer_runs() -> None:
     model = Mlp()
-    proxy: Any = Quantizer(preset="fast").proxy(model)
+    proxy: Any = Quantizer(preset="plain").proxy(model)
     x = torch.randn(4, 32)
     assert_same(copy.copy(proxy.up)(x), model.up(x))
 
@@ -319,7 +319,7 @@ def test_an_attribute_with_a_sites_name_is_an_error() -> None:
     model = Mlp()
     model.up.site_forward_linear_0 = "mine"  # type: ignore[assignment]
     with pytest.raises(ProxyError, match=r"site_forward_linear_0.*rename it"):
-        Quantizer(preset="fast").proxy(model)
+        Quantizer(preset="plain").proxy(model)
 
 
 # -- methods kept as attributes, classes patched between two proxies -----------------------------------------------
@@ -347,7 +347,7 @@ def test_methods_kept_as_attributes(nested: bool) -> None:
     model = nn.Sequential(inner) if nested else inner
     before = Snapshot.of(model)
     x = torch.randn(20, 32)
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.calibrate(model, [x])
     assert {row.kind for row in q.coverage.quantized} == {"linear", "matmul"}
     assert_same(q.proxy(model)(x), model(x))
@@ -360,7 +360,7 @@ def test_a_forward_replaced_on_one_module_is_reported() -> None:
     model = nn.Sequential(Mlp(), Mlp()).eval()
     model[0].forward = lambda x: x * 2
     x = torch.randn(8, 32)
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.calibrate(model, [x])
     assert_same(q.proxy(model)(x), model(x))
     rows = {row.name: row.reason for row in q.coverage if row.kind == "source"}
@@ -377,9 +377,9 @@ def test_a_class_patched_after_a_first_proxy() -> None:
 
     model = Patched()
     x = torch.randn(20, 32)
-    assert_same(Quantizer(preset="fast").proxy(model)(x), model(x))
+    assert_same(Quantizer(preset="plain").proxy(model)(x), model(x))
     Patched.forward = doubled  # type: ignore[method-assign]
-    assert_same(Quantizer(preset="fast").proxy(model)(x), model(x))
+    assert_same(Quantizer(preset="plain").proxy(model)(x), model(x))
 
 
 def test_a_method_of_a_mixin_that_is_no_module() -> None:
@@ -393,7 +393,7 @@ def test_a_method_of_a_mixin_that_is_no_module() -> None:
 
     model = Mixed().eval()
     x = torch.randn(20, 32)
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.calibrate(model, [x])
     assert [row.name for row in q.coverage.quantized] == ["mix.matmul_0"]
     assert_same(q.proxy(model)(x), model(x))
@@ -454,7 +454,7 @@ CONTAINERS = [
 def test_containers_with_sites_of_their_own(make: Callable[[], nn.Module]) -> None:
     model = make().eval()
     x = torch.randn(20, 32)
-    q = Quantizer(preset="fast", sites={"residual_add": True})
+    q = Quantizer(preset="plain", sites={"residual_add": True})
     with torch.no_grad():
         assert_same(q.proxy(model)(x), model(x))
         q.calibrate(model, [x])
@@ -468,7 +468,7 @@ def test_a_model_that_cannot_be_copied() -> None:
     model = Mlp()
     model.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(ProxyError, match=r"this Mlp cannot be copied.*lock.*__deepcopy__"):
-        Quantizer(preset="fast").proxy(model)
+        Quantizer(preset="plain").proxy(model)
 
 
 def test_a_reference_to_a_parent_is_one_in_the_proxy() -> None:
@@ -492,7 +492,7 @@ def test_a_reference_to_a_parent_is_one_in_the_proxy() -> None:
 
     model = Parent().eval()
     x = torch.randn(20, 32)
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     proxy: Any = q.proxy(model)
     assert proxy.child.parents[0] is proxy
     assert_same(proxy(x), model(x))
@@ -512,7 +512,7 @@ def test_a_parameter_that_no_module_has_registered() -> None:
 
     model = Unregistered().eval()
     x = torch.randn(20, 32)
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     q.calibrate(model, [x])
     assert q.coverage[0].reason == "the weight is a parameter that no module of the model has registered"
     assert_same(q.quantize(model)(x), model(x))
@@ -521,7 +521,7 @@ def test_a_parameter_that_no_module_has_registered() -> None:
 def test_under_autocast() -> None:
     model = Mlp().eval()
     x = torch.randn(20, 32)
-    q = Quantizer(preset="fast")
+    q = Quantizer(preset="plain")
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         expected = model(x)
         assert_same(q.proxy(model)(x), expected)

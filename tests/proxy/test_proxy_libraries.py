@@ -89,7 +89,7 @@ def test_adapters_are_quantized(name: str) -> None:
     assert _error(without, expected) > 0.05
     before = Snapshot.of(model)
 
-    proxy: Any = Quantizer(preset="fast").proxy(model)
+    proxy: Any = Quantizer(preset="plain").proxy(model)
     assert_same(_run(proxy, inputs), expected)
     with proxy.disable_adapter():
         assert_same(_run(proxy, inputs), without)
@@ -118,7 +118,7 @@ def test_adapters_are_quantized(name: str) -> None:
 def test_adapters_train_in_a_proxy(name: str) -> None:
     model, inputs = _adapted(name).train(), batch("bert")
     gradients = []
-    for trained in (copy.deepcopy(model), Quantizer(preset="fast").proxy(copy.deepcopy(model))):
+    for trained in (copy.deepcopy(model), Quantizer(preset="plain").proxy(copy.deepcopy(model))):
         torch.manual_seed(3)
         trained(**inputs)[0].square().sum().backward()
         gradients.append({name: p.grad for name, p in trained.named_parameters() if p.grad is not None})
@@ -166,7 +166,7 @@ def test_hooks_around_forward(hook: Callable[[nn.Module], nn.Module]) -> None:
     expected = _run(plain, inputs)
     assert_same(_run(model, inputs), expected)
     before = Snapshot.of(model)
-    assert_same(_run(Quantizer(preset="fast").proxy(model), inputs), expected)
+    assert_same(_run(Quantizer(preset="plain").proxy(model), inputs), expected)
 
     q, unhooked = _calibrated(model, inputs), _calibrated(plain, inputs)
     assert [(row.name, row.quantized) for row in q.coverage] == [(row.name, row.quantized) for row in unhooked.coverage]
@@ -205,7 +205,7 @@ def test_offloaded_weights_stay_float(offload: Callable[[nn.Module, Path], nn.Mo
     }
     assert len(offloaded) == {_offloaded_to_cpu: 15, _offloaded_to_disk: 7}[offload]
     assert_same(_run(model, inputs), expected)
-    assert_same(_run(Quantizer(preset="fast").proxy(model), inputs), expected)
+    assert_same(_run(Quantizer(preset="plain").proxy(model), inputs), expected)
 
     q = _calibrated(model, inputs)
     linears = {row.name.rpartition(".forward")[0]: row for row in q.coverage if row.kind == "linear"}
@@ -223,7 +223,7 @@ def test_casting_a_dispatched_proxy_leaves_the_model() -> None:
     model = accelerate.dispatch_model(_llama(), {"": "cpu"}, main_device="cpu", force_hooks=True)
     assert "to" in vars(model)
     before, expected = Snapshot.of(model), _run(model, inputs)
-    proxy = Quantizer(preset="fast").proxy(model)
+    proxy = Quantizer(preset="plain").proxy(model)
     proxy.to(torch.float64)
     assert {parameter.dtype for parameter in proxy.parameters()} == {torch.float64}
     before.assert_unchanged(model)
@@ -249,7 +249,7 @@ def test_functions_that_hold_a_module(patch: Callable[[nn.Module], None]) -> Non
     model, x = nn.Sequential(Mlp(), Mlp()).eval(), torch.randn(8, 32)
     patch(model[0])
     before, expected = Snapshot.of(model), model(x)
-    proxy = Quantizer(preset="fast").proxy(model)
+    proxy = Quantizer(preset="plain").proxy(model)
     assert_same(proxy(x), expected)
     q = _calibrated_by_position(model, x)
     assert {row.name for row in q.coverage.quantized if row.kind == "linear"} == {
@@ -328,7 +328,7 @@ def test_remote_code(remote: Path) -> None:
     inputs = {"input_ids": batch("bert")["input_ids"]}
     assert type(model).__module__.startswith("transformers_modules.")
     expected = _run(model, inputs)
-    assert_same(_run(Quantizer(preset="fast").proxy(model), inputs), expected)
+    assert_same(_run(Quantizer(preset="plain").proxy(model), inputs), expected)
     q = _calibrated(model, inputs)
     names = {row.name for row in q.coverage.quantized}
     assert names == {"linear.forward.linear_0", "forward.matmul_0", "attend.matmul_0"}
@@ -356,7 +356,7 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
     model.enable_input_require_grads()
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
     gradients = []
-    for trained in (copy.deepcopy(model), Quantizer(preset="fast").proxy(copy.deepcopy(model))):
+    for trained in (copy.deepcopy(model), Quantizer(preset="plain").proxy(copy.deepcopy(model))):
         passes = _count_calls(trained.model.layers[0].mlp)
         trained(**inputs, use_cache=False).logits.square().sum().backward()
         assert len(passes) == 2  # forward, and once more in backward

@@ -39,7 +39,7 @@ def rows(seed: int = 0, width: int = 32, count: int = 12) -> Tensor:
 
 
 def calibrated(model: nn.Module, *batches: Any, **config: Any) -> Quantizer:
-    q = Quantizer(**{"preset": "fast", "backend": "torch", **config})
+    q = Quantizer(**{"preset": "plain", "backend": "torch", **config})
     q.calibrate(model.eval(), batches or [rows()], progress=False)
     return q
 

@@ -12,7 +12,7 @@ from quantizer import Quantizer
 
 
 def wide(model: nn.Module, *inputs: Tensor) -> set[str]:
-    q = Quantizer(preset="fast", backend="tensorrt-rtx", sites={"residual_add": False})
+    q = Quantizer(preset="plain", backend="tensorrt-rtx", sites={"residual_add": False})
     q.calibrate(model.eval(), [inputs], progress=False)
     return set(q.coverage.regions.wide)
 
@@ -39,7 +39,7 @@ class Experts(nn.Module):
 def test_experts_without_tokens_and_empty_batches(tokens: int, mode: type) -> None:
     torch.manual_seed(0)
     model = Experts()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     x = torch.randn(tokens, 16) * 1e4
     with mode():
         q.calib(model.eval())(x, torch.zeros(tokens, dtype=torch.long))

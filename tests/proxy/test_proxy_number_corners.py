@@ -60,7 +60,7 @@ def test_scales_do_not_depend_on_the_default_type(settings: dict[str, Any], defa
     model, found = Net().eval(), []
     for dtype in (torch.float32, default_dtype):
         torch.set_default_dtype(dtype)
-        q = Quantizer(preset="fast", **{"backend": "openvino", "sites": {"residual_add": True}} | settings)
+        q = Quantizer(preset="plain", **{"backend": "openvino", "sites": {"residual_add": True}} | settings)
         q.calibrate(model, [X, X * 2])
         with torch.no_grad():
             frozen, trained = q.quantize(model)(X), q.qat(model, scales="learned").eval()(X)
@@ -101,7 +101,7 @@ class Graph(nn.Module):
 
 def test_a_product_of_a_sparse_matrix_stays_float_with_its_reason() -> None:
     model = Graph().eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     with torch.no_grad():
         assert_same(q.proxy(model)(X), model(X))
         q.calibrate(model, [X])
@@ -128,7 +128,7 @@ def test_channels_of_a_transposed_convolution(
             layer.bias.zero_()
     model = nn.Sequential(layer).eval()
     x = torch.randn(2, channels[0], *[5] * axes)
-    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "max"})
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     with torch.no_grad():
         q.calibrate(model, [x])
         wanted, found = model(x), q.quantize(model)(x)

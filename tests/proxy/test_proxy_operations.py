@@ -209,7 +209,7 @@ def _name(value: Any) -> str | None:
 def _calibrated(model: nn.Module, *batch: Tensor, context: Any = torch.no_grad, **options: Any) -> Quantizer:
     """The proxies are exact, and the model is calibrated."""
     model.eval()
-    q = Quantizer(preset="fast", **{"backend": "openvino", "activations": {"calibrator": "max"}, **options})
+    q = Quantizer(preset="plain", **{"backend": "openvino", "activations": {"calibrator": "max"}, **options})
     with context():
         expected = model(*batch)
         assert_same(q.proxy(model)(*batch), expected)
@@ -803,7 +803,7 @@ def test_attention_in_train_mode_drops_out_and_has_gradients() -> None:
     batch = [operand.requires_grad_() for operand in _operands({})]
     model = Attention(dropout_p=0.5)
     results = []
-    for used in (model, Quantizer(preset="fast", backend="openvino").proxy(model)):
+    for used in (model, Quantizer(preset="plain", backend="openvino").proxy(model)):
         torch.manual_seed(1)
         output = used(*batch)
         results.append([output, *torch.autograd.grad(output.sum(), batch)])

@@ -151,7 +151,7 @@ def test_ranges_are_those_without_a_mask(kind: str) -> None:
         batch["input_ids"] = torch.randint(1, 50, (LENGTH, LENGTH), generator=torch.Generator().manual_seed(1))
     batch["attention_mask"] = given(batch["attention_mask"])
     model = Encoder(additive).eval()
-    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "max"})
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     proxy = q.calib(model)
     with torch.no_grad(), pytest.warns(UserWarning, match="attention_mask .* is not certainly") as told:
         first, expected = [proxy(**batch) for _ in range(2)]
@@ -170,7 +170,7 @@ def test_ranges_are_those_without_a_mask(kind: str) -> None:
 def test_a_mask_of_zeros_to_be_added_leaves_no_empty_range() -> None:
     model = Encoder(lambda mask: mask[:, None]).eval()
     batch = {**tokens((8, 8, 8)), "attention_mask": torch.zeros(BATCH, LENGTH)}
-    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "max"})
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     q.calibrate(model, [batch])
     scales = [o.scale for site in q.plan.values() for o in site.operands if o.quantized]
     ranges = {float(scale) for scale in scales if scale is not None and scale.numel() == 1}

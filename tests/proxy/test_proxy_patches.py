@@ -70,7 +70,7 @@ def register() -> Iterator[object]:
 
 def test_a_patch_is_applied_to_new_proxies_and_shown(register) -> None:
     model = Net().eval()
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     plain = quantizer.proxy(model)
     register(after="(ids.cumsum(1) + 1)")
     register(name="both", function="Net.shifted", before="hidden.roll(1, 1)", after="hidden.roll(2, 1)")
@@ -88,7 +88,7 @@ def test_a_patch_is_applied_to_new_proxies_and_shown(register) -> None:
 def test_a_patch_that_is_gone_is_not_applied(register) -> None:
     model = Net().eval()
     register(after="(ids.cumsum(1) + 1)")
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     patched = quantizer.proxy(model)
     before = patched(IDS)
     unregister_operator_patch("sample")
@@ -119,7 +119,7 @@ def test_what_a_block_builds_is_patched(register) -> None:
 def test_a_patch_that_does_not_fit_is_refused_by_name(register, function, before, after, message) -> None:
     register(function=function, before=before, after=after)
     model = Net().eval()
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     assert torch.equal(quantizer.proxy(model)(IDS), model(IDS))
     reasons = [row.reason for row in quantizer.inspect(model).rows if "operator patch" in row.reason]
     assert len(reasons) == 1

@@ -35,7 +35,7 @@ DATA = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(0))
 
 def calibrated(model: nn.Module, data: list[Any] | None = None, **options: Any) -> Quantizer:
     options = {"backend": "tensorrt", "sites": {"residual_add": False}, **options}
-    quantizer = Quantizer(preset="fast", **options)
+    quantizer = Quantizer(preset="plain", **options)
     quantizer.calibrate(model, [(DATA,)] if data is None else data)
     return quantizer
 
@@ -195,7 +195,7 @@ def test_kept_batches_are_run_again_as_they_were_given() -> None:
     found = []
     for in_place in (False, True):
         x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)) ** 3
-        q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "auto", "smooth": "auto"})
+        q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "auto", "smooth": "auto"})
         model = Doubles(in_place=in_place).eval()
         q.calibrate(model, [x])
         found.append((q.scales(), q.for_backend("onnxruntime").scales()))
@@ -302,7 +302,7 @@ class Biased(nn.Module):
 
 
 def test_a_bias_of_scores_is_no_residual() -> None:
-    quantizer = Quantizer(preset="fast", backend="tensorrt", sites={"residual_add": True})
+    quantizer = Quantizer(preset="plain", backend="tensorrt", sites={"residual_add": True})
     quantizer.calibrate(Biased(), [torch.randn(2, 16, 32)], progress=False)
     entry = quantizer.plan["forward.add_0"]
     assert not entry.quantized

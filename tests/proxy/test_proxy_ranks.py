@@ -105,7 +105,7 @@ def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def _quantizer(calibrator: str) -> Quantizer:
     corrected = calibrator == "corrected"
-    return Quantizer(preset="fast", backend="openvino", activations=CALIBRATORS[calibrator], bias_correction=corrected)
+    return Quantizer(preset="plain", backend="openvino", activations=CALIBRATORS[calibrator], bias_correction=corrected)
 
 
 # -- two processes -----------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_both_ranks_save_the_same(halves: Path) -> None:
 def test_in_place(tmp_path: Path) -> None:
     run_ranks(_calibrate_in_place, tmp_path)
     first, second = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))
-    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "mse"})
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "mse"})
     q.calibrate(_model(), _data())
     scales = {f"{path}.{o.name}": o.scale for path, entry in q.plan.items() for o in entry.operands if o.quantized}
     assert len(first) == len(scales) > 8

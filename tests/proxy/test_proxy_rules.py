@@ -71,7 +71,7 @@ SITES = 12 * 10 + 1
 
 
 def _covered(**options: Any) -> list[Site]:
-    q = Quantizer(preset="fast", backend="openvino", **options)
+    q = Quantizer(preset="plain", backend="openvino", **options)
     model = Model().eval()
     q.calibrate(model, [X])
     # Coverage and the frozen model must say the same.
@@ -125,7 +125,7 @@ def test_a_dotted_type(wanted: str) -> None:
 @pytest.mark.parametrize("wanted", ["Linea", "linear", "tensorflow.Linear", "torch.Attention", "Linear.torch"])
 def test_a_type_that_matches_nothing(wanted: str) -> None:
     with pytest.raises(ConfigError, match=r"exclude\.module_types.*matches nothing: no module of this type"):
-        Quantizer(preset="fast", exclude={"module_types": [wanted]}).calib(Model())
+        Quantizer(preset="plain", exclude={"module_types": [wanted]}).calib(Model())
 
 
 def test_the_type_of_the_root_covers_everything() -> None:
@@ -180,24 +180,24 @@ def test_wildcards(pattern: str, count: int) -> None:
 
 def test_a_name_that_matches_nothing_gets_a_hint() -> None:
     with pytest.raises(ConfigError, match=r"'layer\.0\.atention' matches nothing.*did you mean 'layer\.0\.attention'"):
-        Quantizer(preset="fast", exclude={"names": ["layer.0.atention"]}).calib(Model())
+        Quantizer(preset="plain", exclude={"names": ["layer.0.atention"]}).calib(Model())
 
 
 def test_all_patterns_that_match_nothing_are_reported_at_once() -> None:
     rules = {"names": ["nope", "layer.99"], "module_types": ["Nope"], "sites": ["**.nope_0"]}
     with pytest.raises(ConfigError, match="8 problems") as caught:
-        Quantizer(preset="fast", exclude=rules, include=rules).calib(Model())
+        Quantizer(preset="plain", exclude=rules, include=rules).calib(Model())
     assert sum("quantizer.exclude." in problem for problem in caught.value.problems) == 4
     assert sum("quantizer.include." in problem for problem in caught.value.problems) == 4
 
 
 def test_inspect_reports_them_too() -> None:
     with pytest.raises(ConfigError, match="'nope' matches nothing"):
-        Quantizer(preset="fast", exclude={"names": ["nope"]}).inspect(Model())
+        Quantizer(preset="plain", exclude={"names": ["nope"]}).inspect(Model())
 
 
 def test_a_failed_calib_leaves_the_quantizer_usable() -> None:
-    q = Quantizer(preset="fast", exclude={"names": ["nope"]})
+    q = Quantizer(preset="plain", exclude={"names": ["nope"]})
     with pytest.raises(ConfigError, match="'nope' matches nothing"):
         q.calib(Model())
 
@@ -216,7 +216,7 @@ def test_a_site_pattern() -> None:
 
 def test_one_operand_of_an_add() -> None:
     q = Quantizer(
-        preset="fast",
+        preset="plain",
         backend="openvino",
         sites={"residual_add": True},
         exclude={"sites": ["layer.0.forward.add_1.lhs"]},
@@ -233,14 +233,14 @@ def test_one_operand_of_an_add() -> None:
 
 def test_one_operand_of_a_product_cannot_be_chosen() -> None:
     with pytest.raises(ConfigError, match="matches nothing: no site of this name"):
-        Quantizer(preset="fast", exclude={"sites": ["layer.0.attention.forward.matmul_0.lhs"]}).calib(Model())
+        Quantizer(preset="plain", exclude={"sites": ["layer.0.attention.forward.matmul_0.lhs"]}).calib(Model())
 
 
 def test_a_module_among_the_sites_leads_to_its_site() -> None:
     said = r"'linear' matches nothing: no site .*; it is a module, for exclude\.names, with the site "
     model = nn.Sequential(OrderedDict(linear=nn.Linear(8, 8)))
     with pytest.raises(ConfigError, match=rf"{said}'linear\.forward\.linear_0'$"):
-        Quantizer(preset="fast", exclude={"sites": ["linear"]}).calib(model)
+        Quantizer(preset="plain", exclude={"sites": ["linear"]}).calib(model)
 
 
 def test_the_first_rule_is_named_when_two_match() -> None:
@@ -292,7 +292,7 @@ def test_exclude_beats_include_on_the_same_module() -> None:
 
 def test_including_one_operand_of_an_add() -> None:
     q = Quantizer(
-        preset="fast",
+        preset="plain",
         backend="openvino",
         sites={"residual_add": True},
         include={"sites": ["layer.0.forward.add_1.rhs", "head.**"]},
@@ -315,13 +315,13 @@ def test_a_kind_is_switched_off(kind: str, count: int) -> None:
 
 def test_conv_is_switched_off() -> None:
     model = nn.Sequential(nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(16 * 9, 16)).eval()
-    q = Quantizer(preset="fast", sites={"conv": False})
+    q = Quantizer(preset="plain", sites={"conv": False})
     q.calibrate(model, [torch.randn(2, 16, 5, 5)])
     assert {row.kind for row in q.coverage.quantized} == {"linear"}
 
 
 def _residuals(setting: object, x: Tensor = X) -> list[Site]:
-    q = Quantizer(preset="fast", backend="openvino", sites={"residual_add": setting})
+    q = Quantizer(preset="plain", backend="openvino", sites={"residual_add": setting})
     q.calibrate(Model().eval(), [x])
     return [row for row in q.coverage if row.kind == "residual_add"]
 
@@ -349,7 +349,7 @@ def test_residual_add_auto_goes_by_the_operands_own_ratio() -> None:
     model = Spiky().eval()
     with torch.no_grad():
         model.first.weight.mul_(torch.tensor([0.0] + [1.0] * 31))
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [x])
     operands = {operand.name: operand for operand in q.plan["forward.add_0"].operands}
     assert not operands["lhs"].quantized or (operands["lhs"].sqnr_db or 0) >= 30
@@ -365,7 +365,7 @@ def test_residual_add_auto_refuses_outliers() -> None:
     x = torch.randn(4000, 32)
     x[0, 0] = 500.0
     model = Spiky().eval()
-    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "max"})
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     q.calibrate(model, [x])
     operand = q.plan["forward.add_0"].operands[0]
     assert not operand.quantized
@@ -385,7 +385,7 @@ def test_a_transformers_model() -> None:
     pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")
     model = tiny("bert-classification", "sdpa")
     rules = {"module_types": ["BertPooler"], "names": ["classifier", "bert.encoder.layer.1.attention"]}
-    q = Quantizer(preset="fast", exclude=rules)
+    q = Quantizer(preset="plain", exclude=rules)
     q.calibrate(model, [batch("bert", padded=True)])
     by_rule: dict[str, set[str]] = {}
     for row in q.coverage:
@@ -402,10 +402,10 @@ def test_a_transformers_model() -> None:
 def test_a_rule_is_not_matched_by_a_site() -> None:
     """Sites are children of their modules, but no modules of the user's."""
     with pytest.raises(ConfigError, match="matches nothing"):
-        Quantizer(preset="fast", exclude={"module_types": ["Site"]}).calib(Mlp())
+        Quantizer(preset="plain", exclude={"module_types": ["Site"]}).calib(Mlp())
     with pytest.raises(ConfigError, match="matches nothing"):
-        Quantizer(preset="fast", exclude={"names": ["up.site_forward_linear_0"]}).calib(Mlp())
+        Quantizer(preset="plain", exclude={"names": ["up.site_forward_linear_0"]}).calib(Mlp())
     with pytest.raises(ConfigError, match="matches nothing"):
-        Quantizer(preset="fast", exclude={"module_types": ["OperandQuantizer"]}).calib(Mlp())
+        Quantizer(preset="plain", exclude={"module_types": ["OperandQuantizer"]}).calib(Mlp())
     with pytest.raises(ConfigError, match="matches nothing"):
-        Quantizer(preset="fast", exclude={"names": ["**._input_quantizer"]}).calib(Mlp())
+        Quantizer(preset="plain", exclude={"names": ["**._input_quantizer"]}).calib(Mlp())

@@ -46,7 +46,7 @@ def _sqnr(output: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_no_channel_is_lost_whatever_the_type_of_the_model(dtype: torch.dtype, backend: str) -> None:
     model = _net(dtype)
-    q = Quantizer(preset="fast", backend=backend)
+    q = Quantizer(preset="plain", backend=backend)
     q.calibrate(model, [X.to(dtype)])
     frozen: Any = q.quantize(model)
     for layer, row in ((0, 3), (2, 5), (2, 6), (2, 7)):
@@ -62,7 +62,7 @@ def test_no_channel_is_lost_whatever_the_type_of_the_model(dtype: torch.dtype, b
 @pytest.mark.parametrize(("dtype", "backend"), list(itertools.product(TYPES, ["openvino", "tensorrt"])))
 def test_training_rounds_as_the_frozen_model_does(dtype: torch.dtype, backend: str, options: dict[str, Any]) -> None:
     model, x = _net(dtype), X.to(dtype)
-    q = Quantizer(preset="fast", backend=backend, **options)
+    q = Quantizer(preset="plain", backend=backend, **options)
     q.calibrate(model, [x])
     with torch.no_grad():
         expected = q.quantize(model)(x)
@@ -76,7 +76,7 @@ def test_scales_that_move_are_those_of_the_file_all_along(backend: str, scales: 
     from quantizer.qat import Schedule
 
     model = _net()
-    q = Quantizer(preset="fast", backend=backend, activations={"calibrator": "percentile", "percentile": 99.0})
+    q = Quantizer(preset="plain", backend=backend, activations={"calibrator": "percentile", "percentile": 99.0})
     q.calibrate(model, [X])
     proxy = q.qat(model, scales=scales)
     schedule = Schedule(proxy, steps=10)
@@ -93,7 +93,7 @@ def test_scales_that_move_are_those_of_the_file_all_along(backend: str, scales: 
 
 def test_half_leaves_the_scales_of_a_frozen_model() -> None:
     model = _net()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     frozen: Any = q.quantize(model)
     before = {name: value for name, value in frozen.state_dict().items() if name.endswith(".scale")}
@@ -125,7 +125,7 @@ class _Transposed(nn.Module):
 def test_weights_seen_through_views_are_multiplied_alike(rows: int) -> None:
     torch.manual_seed(0)
     model, x = _Transposed().eval(), torch.randn(rows, 64)
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [x])
     with torch.no_grad():
         expected = q.quantize(model)(x)
@@ -136,7 +136,7 @@ def test_a_closure_over_the_former_forward_trains_the_copy() -> None:
     model = _net()
     former = model.forward
     model.forward = lambda x: former(x) * 2
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     before = {name: value.clone() for name, value in model.state_dict().items()}
     proxy = q.qat(model, copy=True)
@@ -168,7 +168,7 @@ def test_channels_with_small_scales_are_named_and_kept_in_the_file(tmp_path: Pat
     onnx = pytest.importorskip("onnx")
     onnxruntime = pytest.importorskip("onnxruntime")
     model = _net()
-    q = Quantizer(preset="fast", backend="tensorrt")
+    q = Quantizer(preset="plain", backend="tensorrt")
     q.calibrate(model, [X])
     (row,) = [row for row in q.coverage.rows if row.name == "0.forward.linear_0"]
     assert "weight: 1 of 64 scales are below float16's normal numbers" in row.reason
@@ -188,7 +188,7 @@ def test_channels_with_small_scales_are_named_and_kept_in_the_file(tmp_path: Pat
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_an_activation_whose_scale_half_does_not_hold_stays_float(dtype: str) -> None:
     model = nn.Sequential(nn.Linear(64, 32)).eval()
-    q = Quantizer(preset="fast", backend="tensorrt", dtype=dtype, activations={"calibrator": "max"})
+    q = Quantizer(preset="plain", backend="tensorrt", dtype=dtype, activations={"calibrator": "max"})
     q.calibrate(model, [X * 1e-4])
     entry = q.plan["0.forward.linear_0"]
     if dtype == "int8":
@@ -204,7 +204,7 @@ def test_an_activation_whose_scale_half_does_not_hold_stays_float(dtype: str) ->
 
 def test_scales_from_elsewhere_that_half_does_not_hold_are_refused() -> None:
     model = _net()
-    q = Quantizer(preset="fast", backend="tensorrt")
+    q = Quantizer(preset="plain", backend="tensorrt")
     q.calibrate(model, [X])
     with pytest.raises(CalibrationError, match=r"1e-05 is below 6\.1e-05, the target's least normal number"):
         q.load_scales({"0.forward.linear_0.input": torch.tensor(1e-5)})
@@ -217,7 +217,7 @@ def test_loading_its_own_scales_keeps_zero_points() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)).eval()
     q = Quantizer(
-        preset="fast", backend="openvino", formats=[{"activations": "uint8"}], activations={"calibrator": "max"}
+        preset="plain", backend="openvino", formats=[{"activations": "uint8"}], activations={"calibrator": "max"}
     )
     q.calibrate(model, [X])
     points = [o.zero_point for entry in q.plan.values() for o in entry.operands]

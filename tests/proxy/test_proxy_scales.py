@@ -87,7 +87,7 @@ def test_its_own_scales_can_be_loaded_where_a_row_is_tiny() -> None:
     ("layer", "note"), [(nn.Conv2d(16, 16, 3), None), (nn.ConvTranspose2d(16, 16, 3, groups=2), ONE_SCALE)]
 )
 def test_a_convolution_says_where_one_scale_serves_all_channels(layer: nn.Module, note: str | None) -> None:
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(nn.Sequential(layer).eval(), [torch.randn(2, 16, 8, 8)])
     (site,) = [entry for entry in q.plan.values() if entry.multiply_adds]
     weight = next(operand for operand in site.operands if operand.role == "weight")
@@ -221,4 +221,4 @@ def test_all_problems_are_listed() -> None:
 @pytest.mark.parametrize("verb", ["scales", "load_scales"])
 def test_before_any_calibration(verb: str) -> None:
     with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
-        getattr(Quantizer(preset="fast"), verb)(*([{}] if verb == "load_scales" else []))
+        getattr(Quantizer(preset="plain"), verb)(*([{}] if verb == "load_scales" else []))

@@ -38,7 +38,7 @@ class _InPlace(nn.Module):
 def test_a_tensor_that_is_changed_in_place_is_seen_again(inference: bool) -> None:
     torch.manual_seed(0)
     model = _InPlace().eval()
-    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "max"})
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     with torch.inference_mode(inference):
         q.calib(model)(X)
     first, second = (float(q.scales()[f"{name}.forward.linear_0.input"]) for name in ("first", "second"))
@@ -48,7 +48,7 @@ def test_a_tensor_that_is_changed_in_place_is_seen_again(inference: bool) -> Non
 
 def test_a_buffer_that_is_filled_again_is_seen_in_each_batch() -> None:
     model = nn.Sequential(nn.Linear(32, 32)).eval()
-    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "max"})
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     calibrating = q.calib(model)
     with torch.inference_mode():
         batch = X.clone() / 100
@@ -82,7 +82,7 @@ class _AddsTwice(nn.Module):
 def test_an_add_of_which_one_call_joins_no_branches_stays_float(switch: Any) -> None:
     torch.manual_seed(0)
     model = _AddsTwice().eval()
-    q = Quantizer(preset="fast", backend="openvino", sites={"residual_add": switch})
+    q = Quantizer(preset="plain", backend="openvino", sites={"residual_add": switch})
     q.calibrate(model, [X])
     (row,) = [row for row in q.coverage.rows if row.name == "add.forward.add_0"]
     assert not row.quantized
@@ -107,7 +107,7 @@ class _Sums(nn.Module):
 def test_a_sum_that_starts_from_a_number_is_quantized() -> None:
     torch.manual_seed(0)
     model = _Sums().eval()
-    q = Quantizer(preset="fast", backend="openvino", sites={"residual_add": True})
+    q = Quantizer(preset="plain", backend="openvino", sites={"residual_add": True})
     q.calibrate(model, [X])
     assert q.plan["forward.add_0"].quantized
     assert _sqnr(q.quantize(model)(X), model(X)) > 25
@@ -131,7 +131,7 @@ class _Cache(nn.Module):
 def test_a_buffer_that_a_pass_writes_into_is_an_activation() -> None:
     torch.manual_seed(0)
     model = _Cache().eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     assert q.plan["forward.matmul_0"].quantized
     assert [o.role for o in q.plan["forward.matmul_0"].operands] == ["activation", "activation"]
@@ -151,7 +151,7 @@ def test_percentiles_are_chosen_on_the_inputs_that_were_given() -> None:
     model = _ChangesItsInput().eval()
     chosen = []
     for change in (lambda x: x, lambda x: x.mul(3).add(1)):
-        q = Quantizer(preset="fast", backend="openvino", activations={"percentile": [90, 99, 99.9, 100]})
+        q = Quantizer(preset="plain", backend="openvino", activations={"percentile": [90, 99, 99.9, 100]})
         q.calibrate(model if not chosen else model.linear, [change(X.clone())])
         chosen.append(next(o.estimate for e in q.plan.values() for o in e.operands if o.name == "input"))
     assert chosen[0] == chosen[1]
@@ -163,7 +163,7 @@ def test_a_hook_of_the_whole_model_does_not_drown_what_groups_cost(measure: str)
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)).eval()
 
     def costs() -> dict[str, float]:
-        q = Quantizer(preset="fast", backend="openvino")
+        q = Quantizer(preset="plain", backend="openvino")
         q.calibrate(model, [X])
         measuring = q.amp(model, measure=measure)
         measuring(X)
@@ -190,7 +190,7 @@ class _Filled(nn.Module):
 def test_values_beyond_float16_are_found(how: str) -> None:
     torch.manual_seed(0)
     model = _Filled(how).eval()
-    q = Quantizer(preset="fast", backend="tensorrt")
+    q = Quantizer(preset="plain", backend="tensorrt")
     q.calibrate(model, [X + 1])
     assert float(model(X + 1).detach().abs().max()) > 65504
     assert q._session.decisions.regions().wide[""] > 65504
@@ -208,7 +208,7 @@ def test_a_convolution_by_a_view_of_a_weight_is_laid_out_alike() -> None:
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.float16):
         model, x = Viewed().eval().to(dtype), torch.randn(2, 16, 5, 5, dtype=dtype)
-        q = Quantizer(preset="fast", backend="openvino")
+        q = Quantizer(preset="plain", backend="openvino")
         q.calibrate(model, [x])
         with torch.no_grad():
             assert torch.equal(q.qat(model).eval()(x), q.quantize(model)(x))

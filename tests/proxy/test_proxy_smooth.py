@@ -173,7 +173,7 @@ def test_more_data_is_smoothed_again() -> None:
     before = operand(q, "query.forward.linear_0", "input").smooth
     q.calibrate(model, [data(1, seed=5)[0] * 3], resume=True)
     whole = Quantizer(
-        preset="fast", backend="onnxruntime", sites=NO_RESIDUAL, activations={"calibrator": "max", "smooth": 0.5}
+        preset="plain", backend="onnxruntime", sites=NO_RESIDUAL, activations={"calibrator": "max", "smooth": 0.5}
     )
     whole.calibrate(model, [data(1, seed=5)[0] * 3, *data()])
     after = operand(q, "query.forward.linear_0", "input").smooth
@@ -186,7 +186,7 @@ def test_a_search_that_goes_on_is_one_over_all_data() -> None:
     model = Outliers().eval()
     settings: dict[str, Any] = {"calibrator": "max", "smooth": "auto"}
     parts, whole = (
-        Quantizer(preset="fast", backend="onnxruntime", sites=NO_RESIDUAL, activations=settings) for _ in range(2)
+        Quantizer(preset="plain", backend="onnxruntime", sites=NO_RESIDUAL, activations=settings) for _ in range(2)
     )
     # Large values in the last batch alone, which is none of those that are run again.
     large = data(1, seed=9)[0]
@@ -271,7 +271,7 @@ def test_a_tied_weight_stays_what_it_was() -> None:
             return self.head(torch.tanh(self.table(ids) * 5))
 
     model, ids = Tied().eval(), torch.arange(20).reshape(2, 10)
-    q = Quantizer(preset="fast", backend="onnxruntime", activations={"smooth": 0.5})
+    q = Quantizer(preset="plain", backend="onnxruntime", activations={"smooth": 0.5})
     q.calibrate(model, [ids])
     frozen: Any = q.quantize(model)
     assert "smooth 0.5" in q.plan["head.forward.linear_0"].reason
@@ -293,7 +293,7 @@ def test_a_branch_that_no_kept_batch_takes_is_left() -> None:
     model = Branch().eval()
     for seed in range(20):
         q = Quantizer(
-            preset="fast", backend="onnxruntime", sites=NO_RESIDUAL, activations={"calibrator": "max", "smooth": 0.5}
+            preset="plain", backend="onnxruntime", sites=NO_RESIDUAL, activations={"calibrator": "max", "smooth": 0.5}
         )
         q.calibrate(model, [*data(6, seed), torch.randn(7, 32, generator=torch.Generator().manual_seed(seed))])
         if "not smoothed" in q.plan["rarely.forward.linear_0"].reason:

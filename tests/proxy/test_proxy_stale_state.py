@@ -50,7 +50,7 @@ class _Picks(nn.Module):
 def test_a_weight_that_was_not_frozen_is_not_computed_with(picked: dict[str, int]) -> None:
     torch.manual_seed(0)
     model = _Picks().eval()
-    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "max"})
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     q.calibrate(model, [X])
     frozen = q.quantize(model)
     assert _sqnr(frozen(X), model(X)) > 30
@@ -62,7 +62,7 @@ def test_a_weight_that_was_not_frozen_is_not_computed_with(picked: dict[str, int
 
 def test_a_cast_that_fails_leaves_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _net()
-    q = Quantizer(preset="fast", backend="openvino", formats=[{"activations": "float", "weights": "int8"}])
+    q = Quantizer(preset="plain", backend="openvino", formats=[{"activations": "float", "weights": "int8"}])
     q.calibrate(model, [X])
     frozen = q.quantize(model)
     expected = frozen(X)
@@ -89,7 +89,7 @@ def test_scores_of_a_search_belong_to_the_weights(tmp_path: Path) -> None:
         return -float((candidate(X) - 1).square().mean().detach())
 
     def search() -> None:
-        q = Quantizer(preset="fast", backend="openvino")
+        q = Quantizer(preset="plain", backend="openvino")
         q.calibrate(model, [X])
         measuring = q.amp(model)
         measuring(X)
@@ -110,7 +110,7 @@ def test_scores_of_a_search_belong_to_the_weights(tmp_path: Path) -> None:
 def test_a_search_scores_the_float_model_in_eval_mode_and_leaves_its_statistics() -> None:
     model = ConvNet().train()
     x = torch.randn(4, 3, 16, 16)
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [x])
     measuring = q.amp(model)
     measuring(x)
@@ -144,7 +144,7 @@ class _Joins(nn.Module):
 def test_what_was_put_back_stays_back_when_groups_join() -> None:
     torch.manual_seed(0)
     model = _Joins().eval()
-    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "max"})
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     q.calibrate(model, [{"x": X, "both": False}])
     measuring = q.amp(model)
     measuring(X, both=False)
@@ -169,7 +169,7 @@ def test_what_was_put_back_stays_back_when_groups_join() -> None:
 @pytest.mark.parametrize("changed", ["lhs", "rhs", "scale", "nothing"])
 def test_a_frozen_model_is_told_from_one_of_another_plan(changed: str) -> None:
     model = Mlp().eval()
-    q = Quantizer(preset="fast", backend="openvino", sites={"residual_add": True})
+    q = Quantizer(preset="plain", backend="openvino", sites={"residual_add": True})
     q.calibrate(model, [X])
     frozen, plan = q.quantize(model), dict(q.plan)
     entry = plan["forward.add_0"]
@@ -199,7 +199,7 @@ def _train(proxy: nn.Module) -> None:
 
 def test_scales_from_elsewhere_leave_the_copy_that_was_trained() -> None:
     model = _net()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     proxy = q.qat(model, copy=True)
     _train(proxy)
@@ -214,7 +214,7 @@ def test_scales_from_elsewhere_leave_the_copy_that_was_trained() -> None:
 
 def test_a_folder_knows_that_its_scales_are_of_a_trained_copy(tmp_path: Path) -> None:
     model = _net()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     _train(q.qat(model, copy=True))
     trained: Any = q._session.trained(model)
@@ -242,7 +242,7 @@ class _Averages(nn.Module):
 def test_a_buffer_that_training_replaces_is_the_models_too(own: bool) -> None:
     torch.manual_seed(0)
     model = _Averages().eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X + 3])
     proxy = q.qat(model, copy=own)
     proxy.train()
@@ -257,7 +257,7 @@ def test_a_buffer_that_training_replaces_is_the_models_too(own: bool) -> None:
 
 def test_a_training_that_cannot_begin_leaves_the_former_one() -> None:
     model = _net()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     proxy = q.qat(model, scales="learned")
     with pytest.raises(ConfigError, match="matches no quantized site"):
@@ -268,7 +268,7 @@ def test_a_training_that_cannot_begin_leaves_the_former_one() -> None:
 
 def test_a_calibration_that_cannot_begin_leaves_what_was_put_back() -> None:
     model = _net()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     measuring = q.amp(model)
     measuring(X)
@@ -288,13 +288,13 @@ def test_a_model_that_was_quantized_for_another_target_is_not_exported(tmp_path:
     model = _net()
     with torch.no_grad():
         model[2].weight[3] *= 1e-5
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     frozen = q.quantize(model)
     with pytest.raises(ProxyError, match=r"was quantized for another backend than tensorrt: scales of .* float16"):
-        Quantizer(preset="fast", backend="tensorrt").export(frozen, tmp_path / "model.onnx", X)
+        Quantizer(preset="plain", backend="tensorrt").export(frozen, tmp_path / "model.onnx", X)
     assert not (tmp_path / "model.onnx").exists()
-    Quantizer(preset="fast", backend="openvino").export(frozen, tmp_path / "model.onnx", X)
+    Quantizer(preset="plain", backend="openvino").export(frozen, tmp_path / "model.onnx", X)
 
 
 class _Itself(nn.Linear):
@@ -305,7 +305,7 @@ class _Itself(nn.Linear):
 def test_a_module_that_gives_itself_as_its_copy_is_refused() -> None:
     model = nn.Sequential(Mlp(), _Itself(32, 32)).eval()
     with pytest.raises(ProxyError, match="1 gives itself as its copy"):
-        Quantizer(preset="fast").calib(model)
+        Quantizer(preset="plain").calib(model)
     assert not list(sites_of(model))
 
 
@@ -315,7 +315,7 @@ def test_a_zero_point_is_one_of_the_steps(backend: str) -> None:
     for seed in range(40):
         low = -torch.rand((), generator=torch.Generator().manual_seed(seed)).item() - 0.1
         q = Quantizer(
-            preset="fast",
+            preset="plain",
             backend=backend,
             fallback_dtype="bfloat16",
             activations={"calibrator": "max"},

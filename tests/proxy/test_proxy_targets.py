@@ -51,7 +51,7 @@ class Attention(nn.Module):
 def reasons(model: nn.Module, *lengths: int, width: int = 64, **options: Any) -> dict[tuple[str, str | None], int]:
     """How many products of two activations have each reason and rule."""
     steps = options.pop("steps", None)
-    quantizer = Quantizer(preset="fast", **{"backend": "tensorrt", **options})
+    quantizer = Quantizer(preset="plain", **{"backend": "tensorrt", **options})
     generator = torch.Generator().manual_seed(0)
     batches = [{"x": torch.randn(2, length, width, generator=generator), "steps": steps} for length in lengths]
     quantizer.calibrate(model.eval(), batches, progress=False)
@@ -96,7 +96,7 @@ class Block(Attention):
 
 def test_an_add_beside_an_attention_that_stays_float_does_not() -> None:
     model = Block(12).eval()
-    quantizer = Quantizer(preset="fast", backend="tensorrt", sites={"residual_add": True})
+    quantizer = Quantizer(preset="plain", backend="tensorrt", sites={"residual_add": True})
     quantizer.calibrate(model, [torch.randn(2, 32, 24)])
     products = [entry for entry in quantizer.plan.values() if entry.kind == "matmul"]
     assert len(products) == 2
@@ -108,7 +108,7 @@ def test_an_add_beside_an_attention_that_stays_float_does_not() -> None:
 
 
 def test_the_products_of_each_attention_are_one_group() -> None:
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     quantizer.calibrate(nn.Sequential(Attention(16), Attention(16)).eval(), [torch.randn(2, 32, 32)])
     groups = {
         path: {operand.group for operand in entry.operands}
@@ -138,7 +138,7 @@ def test_attention_of_one_query_is_a_matrix_vector_product(steps: int) -> None:
 def test_a_vector_without_a_batch() -> None:
     model = nn.Linear(32, 32).eval()
     for x, quantized in ((torch.randn(32), False), (torch.randn(1, 32), True)):
-        quantizer = Quantizer(preset="fast", backend="tensorrt")
+        quantizer = Quantizer(preset="plain", backend="tensorrt")
         quantizer.calibrate(model, [x], progress=False)
         # A batch of one may well be larger in use.
         assert bool(quantizer.coverage.quantized) == quantized, x.shape
@@ -156,7 +156,7 @@ def test_every_site_names_what_decided() -> None:
 
     # So many values are cut off that INT8 holds neither branch.
     quantizer = Quantizer(
-        preset="fast", backend="tensorrt", exclude={"names": ["attention.query"]}, activations={"percentile": 90.0}
+        preset="plain", backend="tensorrt", exclude={"names": ["attention.query"]}, activations={"percentile": 90.0}
     )
     torch.manual_seed(0)
     model = Net().eval()
@@ -182,7 +182,7 @@ def test_weights_of_seven_bits_without_vnni(tmp_path: Path) -> None:
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
     steps = {}
     for backend in ("onnxruntime", "onnxruntime-avx2", "openvino", "openvino-avx2"):
-        quantizer = Quantizer(preset="fast", backend=backend)
+        quantizer = Quantizer(preset="plain", backend=backend)
         quantizer.calibrate(model, [x], progress=False)
         frozen = quantizer.quantize(model)
         stored = [value for name, value in frozen.state_dict().items() if value.dtype == torch.int8]
@@ -279,7 +279,7 @@ def test_a_residual_add_that_is_asked_for_is_quantized() -> None:
 def test_what_is_put_back_of_a_residual_add_is_the_users_choice() -> None:
     torch.manual_seed(0)
     model, x = Mlp().eval(), torch.randn(64, 32)
-    quantizer = Quantizer(preset="fast", backend="tensorrt", activations={"calibrator": "max"})
+    quantizer = Quantizer(preset="plain", backend="tensorrt", activations={"calibrator": "max"})
     quantizer.calibrate(model, [x], progress=False)
     assert held(quantizer) == ["lhs rhs"]
     amp = quantizer.amp(model)
@@ -373,7 +373,7 @@ def test_an_opset_that_is_too_old_for_a_format(
 ) -> None:
     pytest.importorskip("onnxscript", reason="needs enginequant[onnx]")
     model, x = nn.Sequential(nn.Linear(32, 32)).eval(), torch.randn(4, 32)
-    quantizer = Quantizer(preset="fast", backend="tensorrt", **options)
+    quantizer = Quantizer(preset="plain", backend="tensorrt", **options)
     quantizer.calibrate(model, [x], progress=False)
     # Before the export starts: nothing is traced.
     monkeypatch.delattr(torch.onnx, "export")

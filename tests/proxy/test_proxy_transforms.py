@@ -60,7 +60,7 @@ X = torch.randn(3, 7, 32, generator=torch.Generator().manual_seed(1))
 @pytest.mark.parametrize("gradients", [False, True], ids=["no_grad", "grad"])
 def test_it_stays_float_in_every_mode(name: str, options: dict[str, Any], gradients: bool) -> None:
     model = Net(TRANSFORMS[name]).eval()
-    q = Quantizer(preset="fast", backend="openvino", **options)
+    q = Quantizer(preset="plain", backend="openvino", **options)
     with torch.set_grad_enabled(gradients):
         expected = model(X)
         assert torch.equal(q.proxy(model)(X), expected)
@@ -80,7 +80,7 @@ def test_it_stays_float_in_every_mode(name: str, options: dict[str, Any], gradie
 @pytest.mark.parametrize("calibrator", ["auto", "percentile"])
 def test_ranges_that_run_batches_again(calibrator: str, tmp_path: Path) -> None:
     model = Net(TRANSFORMS["vmap"]).eval()
-    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": calibrator, "smooth": "auto"})
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": calibrator, "smooth": "auto"})
     q.calibrate(model, [X], progress=False)
     expected = q.quantize(model)(X)
     q.save(tmp_path / "saved")
@@ -91,7 +91,7 @@ def test_ranges_that_run_batches_again(calibrator: str, tmp_path: Path) -> None:
 
 def test_a_frozen_model_inside_a_transform_of_the_caller_rounds_as_outside() -> None:
     model = Net(lambda net, x: net.block(x)).eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X], progress=False)
     frozen = q.quantize(model)
     assert torch.allclose(torch.vmap(frozen)(X), frozen(X), atol=1e-6)

@@ -139,7 +139,7 @@ def test_the_gradient_of_a_learned_scale_is_that_of_lsq() -> None:
 
 def _frozen(**options: object) -> tuple[Quantizer, nn.Module]:
     model = Mlp().eval()
-    quantizer = Quantizer(preset="fast", backend="openvino", **options)  # type: ignore[arg-type]
+    quantizer = Quantizer(preset="plain", backend="openvino", **options)  # type: ignore[arg-type]
     quantizer.calibrate(model, [torch.randn(4, 32)])
     return quantizer, quantizer.quantize(model)
 
@@ -167,7 +167,7 @@ def test_one_row_that_a_type_does_not_hold_is_enough_to_refuse() -> None:
 
 def test_a_given_scale_whose_steps_saturate_is_refused() -> None:
     model = Mlp().eval()
-    quantizer = Quantizer(preset="fast", backend="openvino-avx2")
+    quantizer = Quantizer(preset="plain", backend="openvino-avx2")
     quantizer.calibrate(model, [torch.randn(4, 32)])
     plan = quantizer.plan
     given = {
@@ -214,7 +214,7 @@ def test_a_proxy_that_lost_a_scale_is_frozen_by_no_plan() -> None:
 
 def test_a_plan_that_names_a_module_of_another_model_is_refused() -> None:
     model = Mlp().eval()
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     quantizer.calibrate(model, [torch.randn(4, 32)])
     plan = {
         path: replace(

@@ -47,7 +47,7 @@ def _trained(kind: str, rank: int | None) -> dict[str, Tensor]:
         kind: of scales; ``first batches``: fixed, and nothing is calibrated before.
         rank: whose row of each batch is taken; None: both, in one process.
     """
-    model, q = Attends().train(), Quantizer(preset="fast", backend="openvino", sites={"residual_add": True})
+    model, q = Attends().train(), Quantizer(preset="plain", backend="openvino", sites={"residual_add": True})
     rows = slice(None) if rank is None else slice(rank, rank + 1)
     scales: Any = "fixed"
     if kind != "first batches":

@@ -132,7 +132,7 @@ def test_an_output_without_logits() -> None:
 
 def test_the_teacher_stays_what_it_was() -> None:
     model = Classifier().train()
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     quantizer.calibrate(model, [data()], progress=False)
     loss = Distillation(model)
     proxy = quantizer.qat(model)
@@ -152,7 +152,7 @@ def test_the_teacher_stays_what_it_was() -> None:
 
 def test_what_it_refuses() -> None:
     model = Classifier().eval()
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     quantizer.calibrate(model, [data()], progress=False)
     with pytest.raises(ProxyError, match="the teacher is a proxy"):
         Distillation(quantizer.qat(model))

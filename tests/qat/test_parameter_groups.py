@@ -30,7 +30,7 @@ DATA = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(1))
 
 
 def trainable(**asked: Any) -> tuple[Quantizer, nn.Module]:
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     model = Gate()
     quantizer.calibrate(model, [DATA], progress=False)
     return quantizer, quantizer.qat(model, copy=True, **asked)

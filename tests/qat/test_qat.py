@@ -180,7 +180,7 @@ def test_what_fallback_put_back_is_trained_in_float() -> None:
 @pytest.mark.promise("Without calibration the ranges are those of the first eight batches.")
 def test_without_calibration_the_first_batches_give_the_ranges(caplog: pytest.LogCaptureFixture) -> None:
     model = Twice().eval()
-    first, other = Quantizer(preset="fast", backend="openvino"), Quantizer(preset="fast", backend="openvino")
+    first, other = Quantizer(preset="plain", backend="openvino"), Quantizer(preset="plain", backend="openvino")
     with caplog.at_level(logging.WARNING, logger="quantizer"):
         proxy = first.qat(model)
     assert "nothing was calibrated, so ranges come from the first 8 batches" in caplog.text
@@ -192,12 +192,12 @@ def test_without_calibration_the_first_batches_give_the_ranges(caplog: pytest.Lo
     assert torch.equal(proxy(later), other.quantize(model)(later))
     assert torch.equal(first.quantize(model)(later), other.quantize(model)(later))
     with pytest.raises(CalibrationError, match=r"before qat\(\)"):
-        Quantizer(preset="fast").qat(model, scales="learned")
+        Quantizer(preset="plain").qat(model, scales="learned")
 
 
 def test_there_are_three_kinds_of_scales() -> None:
     with pytest.raises(ConfigError, match="1 problem in the configuration") as told:
-        Quantizer(preset="fast").qat(Twice(), scales="nonsense")  # type: ignore[arg-type]
+        Quantizer(preset="plain").qat(Twice(), scales="nonsense")  # type: ignore[arg-type]
     assert told.value.problems == (
         "qat(scales='nonsense'): 'nonsense' is no kind of scales; expected fixed, average, learned, or such by pattern",
     )
@@ -205,7 +205,7 @@ def test_there_are_three_kinds_of_scales() -> None:
 
 def test_nothing_trained_and_nothing_calibrated() -> None:
     model = Twice().eval()
-    quantizer = Quantizer(preset="fast")
+    quantizer = Quantizer(preset="plain")
     quantizer.qat(model)
     with pytest.raises(CalibrationError, match="nothing was calibrated"):
         quantizer.quantize(model)
@@ -267,7 +267,7 @@ def test_checkpointing_and_autocast() -> None:
 
 def test_convolutions() -> None:
     model, x = ConvNet().train(), torch.randn(2, 3, 16, 16)
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     quantizer.calibrate(model, [x], progress=False)
     proxy = quantizer.qat(model, scales="learned")
     proxy(x).square().mean().backward()

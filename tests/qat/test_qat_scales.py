@@ -166,7 +166,7 @@ def test_kinds_that_cannot_be() -> None:
     assert "'nowhere' matches no quantized site" in nothing
     assert "they read one tensor and share one scale" in shared
     with pytest.raises(CalibrationError, match="starts from calibrated ones"):
-        Quantizer(preset="fast").qat(Residual(), scales="average")
+        Quantizer(preset="plain").qat(Residual(), scales="average")
 
 
 @pytest.mark.promise("scales are fixed after 80% of the steps, batch statistics after 50%")
@@ -222,7 +222,7 @@ def test_asymmetric_formats_keep_their_zero_points() -> None:
 def test_batch_norms_are_frozen_by_schedule_and_folded_in_the_file(tmp_path: Any) -> None:
     onnx = pytest.importorskip("onnx", reason="needs enginequant[onnx]")
     model, x = ConvNet().train(), torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer = Quantizer(preset="plain", backend="openvino")
     quantizer.calibrate(model, [x], progress=False)
     proxy = quantizer.qat(model)
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]

@@ -26,7 +26,7 @@ def images(seed: int) -> Tensor:
 
 def start() -> tuple[Quantizer, nn.Module]:
     torch.manual_seed(0)
-    model, q = ConvNet().train(), Quantizer(preset="fast", backend="openvino", sites={"residual_add": True})
+    model, q = ConvNet().train(), Quantizer(preset="plain", backend="openvino", sites={"residual_add": True})
     q.calibrate(model, [images(100)], progress=False)
     return q, model
 
@@ -91,7 +91,7 @@ def test_ranges_of_a_checkpoint_count(tmp_path: Path) -> None:
     loop.run(0, 2)
     loop.save(tmp_path / "checkpoint.pt")
     _, fresh = start()
-    other = Quantizer(preset="fast", backend="openvino", sites={"residual_add": True})
+    other = Quantizer(preset="plain", backend="openvino", sites={"residual_add": True})
     other.calibrate(fresh, [images(7) * 2], progress=False)
     before = other.scales()
     assert not torch.equal(before["head.forward.linear_0.input"], q.scales()["head.forward.linear_0.input"])

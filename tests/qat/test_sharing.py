@@ -24,7 +24,7 @@ CASTS: dict[str, Callable[[nn.Module], Any]] = {
 def qat(**options: Any) -> tuple[Quantizer, nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = ConvNet().train()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [torch.randn(4, 3, 16, 16)], progress=False)
     return q, model, q.qat(model, **options)
 

@@ -35,7 +35,7 @@ def data(seed: int = 1) -> Tensor:
 
 
 def proxy_of(scales: Any = "fixed", *, seed: int = 1, **config: Any) -> nn.Module:
-    model, q = Shared().train(), Quantizer(preset="fast", backend="openvino", **config)
+    model, q = Shared().train(), Quantizer(preset="plain", backend="openvino", **config)
     q.calibrate(model, [data(seed)], progress=False)
     return q.qat(model, scales=scales)
 
@@ -130,8 +130,8 @@ def test_a_damaged_checkpoint() -> None:
 def test_ranges_of_the_first_batches() -> None:
     model, fresh = Shared(), Shared()
     first, second = (
-        Quantizer(preset="fast", backend="openvino").qat(model),
-        Quantizer(preset="fast", backend="openvino").qat(fresh),
+        Quantizer(preset="plain", backend="openvino").qat(model),
+        Quantizer(preset="plain", backend="openvino").qat(fresh),
     )
     # Before the first batch there is nothing to disagree about.
     second.load_state_dict(first.state_dict())
@@ -148,7 +148,7 @@ def test_ranges_of_the_first_batches() -> None:
 def test_what_the_first_batches_say_less_of_is_left_float() -> None:
     """A residual that looks quantizable in one batch, and does not in the next, is float from then on."""
     torch.manual_seed(0)
-    model, q = Mlp().eval(), Quantizer(preset="fast", backend="openvino")
+    model, q = Mlp().eval(), Quantizer(preset="plain", backend="openvino")
     proxy = q.qat(model)
     add = next(site for site in sites_of(proxy) if site.path == "forward.add_0")
     proxy(data())
@@ -165,7 +165,7 @@ def test_what_the_first_batches_say_less_of_is_left_float() -> None:
 
 def test_nothing_to_train() -> None:
     model = Shared().requires_grad_(False)
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     with pytest.raises(TrainingError, match=r"no parameter of this Shared requires a gradient.*requires_grad_\(\)"):
         q.qat(model)
     q.calibrate(model, [data()], progress=False)

@@ -65,14 +65,14 @@ def module(tmp_path: Path) -> Iterator[types.ModuleType]:
 @pytest.fixture
 def proxies(module: Any) -> dict[str, nn.Module]:
     model = module.Net().eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X], progress=False)
     return {
         "model": model,
         "off": q.proxy(model),
         "frozen": q.quantize(model),
         "qat": Quantizer.qat(q, model),
-        "calib": Quantizer(preset="fast", backend="openvino").calib(model),
+        "calib": Quantizer(preset="plain", backend="openvino").calib(model),
     }
 
 
@@ -157,7 +157,7 @@ def test_a_file_that_is_no_module_keeps_its_globals(module: Any, proxies: dict[s
     other = types.ModuleType("sample_live")
     exec(compile(TEXT, module.__file__, "exec"), vars(other))
     model = other.Net().eval()
-    proxy = Quantizer(preset="fast").proxy(model)
+    proxy = Quantizer(preset="plain").proxy(model)
     other.SCALE = 0.5
     assert torch.equal(proxy(X), model(X))
     assert (other.COUNT, other.LAST) == (2, 2)

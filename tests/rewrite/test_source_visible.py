@@ -42,7 +42,7 @@ def load(tmp_path: Path) -> Iterator[Callable[[str, str], types.ModuleType]]:
 def _check(model: nn.Module, *expected: str) -> Quantizer:
     """A proxy of the model is exact, and its products are the expected sites, all quantized."""
     model.eval()
-    q = Quantizer(preset="fast", backend="openvino", sites={"residual_add": False})
+    q = Quantizer(preset="plain", backend="openvino", sites={"residual_add": False})
     with torch.no_grad():
         assert_same(q.proxy(model)(X), model(X))
         q.calibrate(model, [X])
@@ -75,7 +75,7 @@ class Fails(nn.Module):
 def test_a_traceback_shows_the_rewritten_text_at_the_original_line(load: Any) -> None:
     module = load("sample_fails", _FAILS)
     model = module.Fails()
-    proxy = Quantizer(preset="fast").proxy(model)
+    proxy = Quantizer(preset="plain").proxy(model)
     with pytest.raises(RuntimeError, match="shapes") as expected:
         model(X)
     with pytest.raises(RuntimeError, match="shapes") as caught:
@@ -92,7 +92,7 @@ def test_a_traceback_shows_the_rewritten_text_at_the_original_line(load: Any) ->
 
 def test_getsource_shows_the_rewritten_method(load: Any) -> None:
     module = load("sample_source", _FAILS)
-    proxy = Quantizer(preset="fast").proxy(module.Fails())
+    proxy = Quantizer(preset="plain").proxy(module.Fails())
     source = inspect.getsource(type(proxy).forward)
     original = inspect.getsource(module.Fails.forward)
     assert "# A comment, kept." in source
@@ -104,7 +104,7 @@ def test_getsource_shows_the_rewritten_method(load: Any) -> None:
 
 def test_positions_of_instructions_are_on_the_original_lines(load: Any) -> None:
     module = load("sample_positions", _FAILS)
-    proxy = Quantizer(preset="fast").proxy(module.Fails())
+    proxy = Quantizer(preset="plain").proxy(module.Fails())
 
     def lines(function: Any) -> set[int]:
         return {line for line, *_ in function.__code__.co_positions() if line is not None}
@@ -114,7 +114,7 @@ def test_positions_of_instructions_are_on_the_original_lines(load: Any) -> None:
 
 def test_the_diff_is_a_readable_patch(load: Any) -> None:
     module = load("sample_diff", _FAILS)
-    diff = Quantizer(preset="fast").diff(nn.Sequential(module.Fails(), nn.Linear(32, 32)))
+    diff = Quantizer(preset="plain").diff(nn.Sequential(module.Fails(), nn.Linear(32, 32)))
     assert "-        y = x @ x.T\n+        y = self.site_forward_matmul_0(x, x.T)\n" in diff
     assert "+        return self.site_forward_linear_0(F.linear, input, self.weight, self.bias)" in diff
     assert f"--- {module.__file__}" in diff
@@ -124,7 +124,7 @@ def test_the_diff_is_a_readable_patch(load: Any) -> None:
 
 
 def test_a_diff_of_a_model_without_sites() -> None:
-    assert Quantizer(preset="fast").diff(nn.Sequential(nn.ReLU())) == ""
+    assert Quantizer(preset="plain").diff(nn.Sequential(nn.ReLU())) == ""
 
 
 def test_nothing_on_disk_or_in_the_library_changes(load: Any) -> None:
@@ -133,7 +133,7 @@ def test_nothing_on_disk_or_in_the_library_changes(load: Any) -> None:
     before, names = path.read_bytes(), dict(vars(module))
     code = module.Fails.forward.__code__
     linear = nn.Linear.forward
-    Quantizer(preset="fast").proxy(nn.Sequential(module.Fails(), nn.Linear(3, 3)))
+    Quantizer(preset="plain").proxy(nn.Sequential(module.Fails(), nn.Linear(3, 3)))
     assert path.read_bytes() == before
     assert {name: value for name, value in vars(module).items() if name in names} == names
     assert module.Fails.forward.__code__ is code
@@ -174,7 +174,7 @@ class Diamond(Leaf, Middle):
 def test_super(model: type[nn.Module]) -> None:
     # Both functions are called forward: the base's product and the subclass's have one name.
     names = {"forward.matmul_0"}
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     instance = model().eval()
     assert_same(q.proxy(instance)(X), instance(X))
     q.calibrate(instance, [X])
@@ -356,7 +356,7 @@ def test_properties_and_generators() -> None:
 
 def test_closures_lambdas_and_comprehensions() -> None:
     _check(Nested(), "forward.matmul_0", "forward.matmul_1", "forward.matmul_2")
-    proxy = Quantizer(preset="fast").proxy(Nested())
+    proxy = Quantizer(preset="plain").proxy(Nested())
     assert_same(proxy(X, 3.0, shift=5.0), Nested()(X, 3.0, shift=5.0))
 
 
@@ -370,7 +370,7 @@ def test_a_class_made_by_a_function() -> None:
 
     _check(make(2.0), "forward.matmul_0")
     # Two classes of one text, with closures of their own.
-    assert_same(Quantizer(preset="fast").proxy(make(3.0))(X), make(3.0)(X))
+    assert_same(Quantizer(preset="plain").proxy(make(3.0))(X), make(3.0)(X))
 
 
 _HELPERS = """
@@ -467,8 +467,8 @@ def test_a_helper_without_a_module_argument_is_lent_one(load: Any) -> None:
 def test_starred_and_keyword_arguments(load: Any) -> None:
     module = load("sample_starred", _HELPERS)
     model = module.Starred().eval()
-    assert_same(Quantizer(preset="fast").proxy(model)(X), model(X))
-    q = Quantizer(preset="fast", backend="openvino")
+    assert_same(Quantizer(preset="plain").proxy(model)(X), model(X))
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])
     q.quantize(model)(X)
     assert sum(row.kind == "matmul" for row in q.coverage) == 3
@@ -478,7 +478,7 @@ def test_starred_and_keyword_arguments(load: Any) -> None:
 
 def test_in_place_addition_keeps_aliases(load: Any) -> None:
     model = load("sample_inplace", _HELPERS).InPlace().eval()
-    q = Quantizer(preset="fast", backend="openvino", sites={"residual_add": True})
+    q = Quantizer(preset="plain", backend="openvino", sites={"residual_add": True})
     with torch.no_grad():
         q.calibrate(model, [X])
         for proxy in (q.proxy(model), q.calib(model, resume=True)):
@@ -492,15 +492,15 @@ def test_in_place_addition_keeps_aliases(load: Any) -> None:
 def test_a_global_that_changes_later_is_seen(load: Any) -> None:
     module = load("sample_globals", _HELPERS)
     model = module.Uses().eval()
-    proxy = Quantizer(preset="fast").proxy(model)
+    proxy = Quantizer(preset="plain").proxy(model)
     assert_same(proxy(X), model(X))
     module.SCALE = 5.0
-    assert_same(Quantizer(preset="fast").proxy(model)(X), model(X))
+    assert_same(Quantizer(preset="plain").proxy(model)(X), model(X))
 
 
 def test_synthetic_modules_stand_under_their_own_names(load: Any) -> None:
     module = load("sample_synthetic", _HELPERS)
-    proxy = Quantizer(preset="fast").proxy(module.Uses())
+    proxy = Quantizer(preset="plain").proxy(module.Uses())
     namespace = type(proxy).forward.__globals__
     assert namespace is not vars(module)
     assert sys.modules[namespace["__name__"]].__dict__ is namespace
@@ -559,14 +559,14 @@ def test_a_file_changed_after_import_is_refused(load: Any) -> None:
     path = Path(module.__file__)
     path.write_text(path.read_text().replace("@ x.T", "@ x.T * 7"))
     model = module.Executed().eval()
-    assert_same(Quantizer(preset="fast").proxy(model)(X), model(X))
-    (row,) = [row for row in Quantizer(preset="fast").inspect(model) if row.kind == "source"]
+    assert_same(Quantizer(preset="plain").proxy(model)(X), model(X))
+    (row,) = [row for row in Quantizer(preset="plain").inspect(model) if row.kind == "source"]
     assert "Executed.forward differs from the loaded code; was the file changed after import?" in row.reason
 
 
 def test_a_reloaded_module_is_read_again(load: Any) -> None:
     module = load("sample_reloaded", _EXECUTED)
-    assert_same(Quantizer(preset="fast").proxy(module.Executed().eval()).linear(X).shape, X.shape)
+    assert_same(Quantizer(preset="plain").proxy(module.Executed().eval()).linear(X).shape, X.shape)
     path = Path(module.__file__)
     path.write_text(_EXECUTED.replace("@ x.T", "@ x.T * 9"))
     os.utime(path, (1, 1))
@@ -574,7 +574,7 @@ def test_a_reloaded_module_is_read_again(load: Any) -> None:
     assert spec is not None
     exec(compile(path.read_text(), str(path), "exec"), vars(module))  # what importlib.reload does
     model = module.Executed().eval()
-    assert_same(Quantizer(preset="fast").proxy(model)(X), model(X))
+    assert_same(Quantizer(preset="plain").proxy(model)(X), model(X))
     _check(model, "linear.forward.linear_0", "forward.matmul_0")
 
 

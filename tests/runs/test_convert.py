@@ -423,7 +423,7 @@ def test_interrupted_nothing_is_left(
 
 
 SETTINGS = {
-    "fast": "preset: fast\n",
+    "plain": "preset: plain\n",
     "wrong": "preset: fats\n",
     "backend": "backend: openvino\n",
     "dynamic": "formats:\n  - {activations: dynamic}\n",
@@ -482,7 +482,7 @@ BAD = {
         (*DATA, "--backend", "tensorrt-rtx", "--dtype", "fp8", "--compute-capability", "sm80"),
         "--compute-capability: 'sm80' has no FP8",
     ),
-    "settings for nothing": (("--config", "fast.yaml"), "--config fast.yaml is used with --quantization only"),
+    "settings for nothing": (("--config", "plain.yaml"), "--config plain.yaml is used with --quantization only"),
     "settings that are wrong": (
         (*DATA, "--config", "wrong.yaml"),
         "wrong.yaml:1: preset: got the text 'fats'; expected",
@@ -501,7 +501,7 @@ BAD = {
         "--compute-capability: 'sm80' has no FP8",
     ),
     "settings for a function": (
-        (*DATA[:1], "-m", "nets:build", "--inputs", "nets:data", "--config", "fast.yaml"),
+        (*DATA[:1], "-m", "nets:build", "--inputs", "nets:data", "--config", "plain.yaml"),
         "--config is for checkpoints, and -m nets:build is a function; leave it out",
     ),
     "threads": (("--threads", "0"), "--threads 0: expected 1 or more"),
@@ -533,8 +533,8 @@ def test_bad_input_is_told_before_the_model_is_loaded(
 
 def test_a_dtype_that_is_wrong_is_told_once(convert: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("a good film\n")
-    (tmp_path / "fast.yaml").write_text(SETTINGS["fast"])
-    _, said = convert(*DATA, "--dtype", "fp8", "--config", "fast.yaml", "--backend", "openvino", "onnxruntime")
+    (tmp_path / "plain.yaml").write_text(SETTINGS["plain"])
+    _, said = convert(*DATA, "--dtype", "fp8", "--config", "plain.yaml", "--backend", "openvino", "onnxruntime")
     assert said.count("fp8") == 2, "once for each backend"
     assert "2 problems" in said
 
@@ -542,7 +542,7 @@ def test_a_dtype_that_is_wrong_is_told_once(convert: Callable[..., tuple[int, st
 @pytest.mark.parametrize(("ranges", "offered"), [("static", False), ("dynamic", False), (None, True)])
 def test_ranges_of_a_file_are_those_of_all_engines(ranges: str | None, offered: bool, tmp_path: Path) -> None:
     config = tmp_path / "ranges.yaml"
-    config.write_text("preset: fast\n" if ranges is None else f"activations: {{ranges: {ranges}}}\n")
+    config.write_text("preset: plain\n" if ranges is None else f"activations: {{ranges: {ranges}}}\n")
     data = DataSource(path=tmp_path)
     asked = ConversionRequest(
         model="m",

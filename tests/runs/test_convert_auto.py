@@ -59,7 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("auto")
     torch.set_num_threads(1)
     tiny_run(folder)
-    (folder / "settings.yaml").write_text("preset: fast\n")
+    (folder / "settings.yaml").write_text("preset: plain\n")
     return folder
 
 

@@ -145,7 +145,7 @@ class _Stairs(nn.Module):
 def _quantized_stairs() -> tuple[nn.Module, nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model, x = _Stairs().eval(), torch.randn(8, 32)
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [x])
     return model, q.quantize(model), {"x": x}
 

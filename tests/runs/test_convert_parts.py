@@ -60,7 +60,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def converted(place: Path) -> Path:
     words = ["convert", "-m", str(place / "t5"), *SMALL, "--seq-len", "4", "8", "16", "-o", str(place / "made")]
-    (place / "settings.yaml").write_text("preset: fast\nformats:\n  - {names: ['**.wo'], activations: dynamic}\n")
+    (place / "settings.yaml").write_text("preset: plain\nformats:\n  - {names: ['**.wo'], activations: dynamic}\n")
     words += ["--quantization", "--calibration", str(place / "texts.txt"), "--config", str(place / "settings.yaml")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "_SECONDS", 0.1)

@@ -142,7 +142,7 @@ def _written(folder: Path) -> None:
     (folder / "my_pkg").mkdir()
     (folder / "my_pkg/nets.py").write_text(NETS)
     (folder / "my_pkg/data.py").write_text(DATA)
-    run = {"model": FUNCTIONS, "quantizer": {"backend": ONNXRUNTIME, "preset": "fast"}}
+    run = {"model": FUNCTIONS, "quantizer": {"backend": ONNXRUNTIME, "preset": "plain"}}
     (folder / "run.yaml").write_text(yaml.safe_dump(run))
 
 

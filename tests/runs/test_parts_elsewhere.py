@@ -33,7 +33,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
     tiny_t5(folder / "t5")
     (folder / "texts.txt").write_text("\n".join(TEXTS * 4))
-    (folder / "fast.yaml").write_text("preset: fast\n")
+    (folder / "fast.yaml").write_text("preset: plain\n")
     return folder
 
 

@@ -148,7 +148,7 @@ def test_saved_like_a_run(made: Any, tmp_path: Path) -> None:
 
 
 def test_saved_results_are_compared(made: Any, tmp_path: Path) -> None:
-    other = quantizer.quantize_model(made.model, _images(), score=_mean_score, backend=ONNXRUNTIME, preset="fast")
+    other = quantizer.quantize_model(made.model, _images(), score=_mean_score, backend=ONNXRUNTIME, preset="plain")
     found = compare(read_runs([made.save(tmp_path / "all8"), other.save(tmp_path / "fast")]))
     assert found.best is not None
     (pair,) = found.to_best.values()
@@ -265,7 +265,7 @@ def test_a_format_of_a_later_opset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunPlacement, "price", lambda *_: None)
     openvino = next(name for name in cpu_candidates()[0] if name.startswith("openvino"))
     four = [{"weights": "int4", "kinds": ["linear"]}]
-    made = quantizer.quantize_model(_net(), _images(), backend=openvino, preset="fast", formats=four)
+    made = quantizer.quantize_model(_net(), _images(), backend=openvino, preset="plain", formats=four)
     file = onnx.load(made.folder / "model.onnx")
     assert file.opset_import[0].version == 21
     assert onnx.TensorProto.INT4 in {constant.data_type for constant in file.graph.initializer}

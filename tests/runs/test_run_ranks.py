@@ -129,7 +129,7 @@ def _variants(folder: Path) -> None:
     config = RunConfig.model_validate(yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8")))
     torch.manual_seed(0)
     model, batches = Mlp().eval(), [torch.randn(4, 32) for _ in range(5)]
-    quantizer = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "output"})
+    quantizer = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "output"})
     quantizer.calibrate(model, batches, split=True)
     found = for_all_variants(config, quantizer, ("openvino", "onnxruntime"))
     assert set(found) == {("openvino", False), *([("onnxruntime", False)] if get_world_size() > 1 else [])}

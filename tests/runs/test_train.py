@@ -55,7 +55,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     run["data"]["training"] = {"name": "text-csv", "path": str(folder / "training.csv")}
     run["data"]["tuning"] = {"name": "text-csv", "path": str(folder / "calibration.csv")}
     # It clips much, so that there is much to win.
-    run["quantizer"] |= {"preset": "fast", "activations": {"percentile": 90.0}}
+    run["quantizer"] |= {"preset": "plain", "activations": {"percentile": 90.0}}
     return {**run, "qat": SETTINGS}
 
 

@@ -186,7 +186,7 @@ def test_before_any_data() -> None:
 
 def test_before_any_calibration() -> None:
     with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
-        Quantizer(preset="fast").amp(Mlp())
+        Quantizer(preset="plain").amp(Mlp())
 
 
 def test_train_mode_is_refused() -> None:

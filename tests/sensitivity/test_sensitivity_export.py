@@ -27,7 +27,7 @@ def _quantize_nodes(path: Path) -> int:
 
 def test_groups_put_back_have_no_quantizers_in_the_file(tmp_path: Path) -> None:
     model, data = tiny("bert"), batch("bert")
-    quantizer = Quantizer(preset="fast", backend="tensorrt", sites={"residual_add": True})
+    quantizer = Quantizer(preset="plain", backend="tensorrt", sites={"residual_add": True})
     quantizer.calibrate(model, [data])
     amp = quantizer.amp(model)
     with torch.no_grad():
@@ -45,7 +45,7 @@ def test_groups_put_back_have_no_quantizers_in_the_file(tmp_path: Path) -> None:
 def test_an_engine_builds_of_what_is_left(dtype: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx_bindings", reason="needs enginequant[tensorrt-rtx]")
     model, data = tiny("bert"), batch("bert")
-    quantizer = Quantizer(preset="fast", backend="tensorrt-rtx", dtype=dtype, sites={"residual_add": dtype == "int8"})
+    quantizer = Quantizer(preset="plain", backend="tensorrt-rtx", dtype=dtype, sites={"residual_add": dtype == "int8"})
     quantizer.calibrate(model, [data])
     amp = quantizer.amp(model)
     with torch.no_grad():
@@ -75,7 +75,7 @@ class Wide(nn.Module):
 def test_values_beyond_float16_stay_float32(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Wide().eval(), torch.randn(64, 16)
-    quantizer = Quantizer(preset="fast", backend="tensorrt")
+    quantizer = Quantizer(preset="plain", backend="tensorrt")
     quantizer.calibrate(model, [x])
     amp = quantizer.amp(model)
     quantizer.fallback(amp, names=["last"])

@@ -29,7 +29,7 @@ def _data() -> list[Tensor]:
 
 def _outcome(measured: list[Tensor], rank: int, folder: Path) -> dict[str, Any]:
     """The ranking and the answer of a search; both processes calibrate on all data, so that their plans are equal."""
-    model, q = _model(), Quantizer(preset="fast", backend="openvino", sites={"residual_add": True})
+    model, q = _model(), Quantizer(preset="plain", backend="openvino", sites={"residual_add": True})
     q.calibrate(model, _data()[rank:] if rank else _data())
     amp = q.amp(model)
     with torch.no_grad():
@@ -59,7 +59,7 @@ def test_two_ranks_give_the_ranking_of_one(tmp_path: Path) -> None:
     assert first == second
     assert (tmp_path / "0.json").exists()
     assert not (tmp_path / "1.json").exists(), "one process writes"
-    model, q = _model(), Quantizer(preset="fast", backend="openvino", sites={"residual_add": True})
+    model, q = _model(), Quantizer(preset="plain", backend="openvino", sites={"residual_add": True})
     q.calibrate(model, [*_data(), *_data()[1:]])
     amp = q.amp(model)
     with torch.no_grad():

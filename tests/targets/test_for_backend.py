@@ -127,7 +127,7 @@ def test_each_goes_on_alone(model: nn.Module) -> None:
     other = first.for_backend("openvino")
     before = first.plan
     other.calibrate(model, [batch("bert", seed=9, rows=4, length=16)], resume=True)
-    own = Quantizer(preset="fast", backend="openvino")
+    own = Quantizer(preset="plain", backend="openvino")
     own.calibrate(model, [*BATCHES, batch("bert", seed=9, rows=4, length=16)])
     assert_same_plan(other.plan, own.plan)
     assert_same_plan(first.plan, before)
@@ -184,7 +184,7 @@ def test_formats_that_the_target_has_not(model: nn.Module, tmp_path: Path) -> No
 
 def test_nothing_to_give_on(tmp_path: Path) -> None:
     model = Mlp().eval()
-    quantizer = Quantizer(preset="fast")
+    quantizer = Quantizer(preset="plain")
     with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
         quantizer.for_backend("openvino")
     quantizer.calibrate(model, [torch.randn(8, 32, generator=torch.Generator().manual_seed(0))])
@@ -203,7 +203,7 @@ def test_nothing_to_give_on(tmp_path: Path) -> None:
 def test_every_target_is_exported_and_runs(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="needs enginequant[onnx]")
     model, x = Mlp().eval(), torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
-    first = Quantizer(preset="fast", backend="tensorrt")
+    first = Quantizer(preset="plain", backend="tensorrt")
     first.calibrate(model, [x], progress=False)
     for name in profiles.names():
         other = first.for_backend(name)
@@ -214,7 +214,7 @@ def test_every_target_is_exported_and_runs(tmp_path: Path) -> None:
             engine = load_engine(name, tmp_path / f"{name}.onnx")
             (got,) = engine({engine.input_names[0]: x.numpy()}).values()
             assert _decibels(got, frozen(x).detach().numpy()) > 30, name
-    own = Quantizer(preset="fast", backend="onnxruntime")
+    own = Quantizer(preset="plain", backend="onnxruntime")
     own.calibrate(model, [x], progress=False)
     own.export(own.quantize(model), tmp_path / "own.onnx", x)
     assert (tmp_path / "own.onnx").read_bytes() == (tmp_path / "onnxruntime.onnx").read_bytes()
@@ -230,10 +230,10 @@ def test_minilm_calibrated_once(name: str, tmp_path: Path) -> None:
     minilm = load_model(MINILM, "sentence-similarity")
     texts = ["A plane is taking off.", "Interest rates rose for the third time.", "Two men play chess."]
     inputs = dict(load_tokenizer(MINILM)(texts, padding=True, return_tensors="pt"))
-    first = Quantizer(preset="fast", backend="tensorrt")
+    first = Quantizer(preset="plain", backend="tensorrt")
     first.calibrate(minilm, [inputs], progress=False)
     pytest.importorskip(name, reason=f"needs enginequant[{name}]")
-    other, own = first.for_backend(name), Quantizer(preset="fast", backend=name)
+    other, own = first.for_backend(name), Quantizer(preset="plain", backend=name)
     own.calibrate(minilm, [inputs], progress=False)
     assert_same_plan(other.plan, own.plan)
     frozen = other.quantize(minilm)

@@ -52,7 +52,7 @@ from quantizer.graph_check import check_file
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16)).eval()
 data = [torch.randn(4, 16) for _ in range(4)]
-q = Quantizer(preset="fast", backend="reference")
+q = Quantizer(preset="plain", backend="reference")
 q.calibrate(net, data)
 int8 = q.quantize(net)
 assert "linear 2 of 2" in str(q.coverage), q.coverage
@@ -84,12 +84,12 @@ from quantizer.runs.convert import ConversionRequest
 from quantizer.engines import BuildOptions, backend
 
 net = torch.nn.Linear(4, 4)
-fp8 = Quantizer(preset="fast", backend="reference", dtype="fp8")
+fp8 = Quantizer(preset="plain", backend="reference", dtype="fp8")
 fp8.calibrate(net, [torch.ones(1, 4)])
 with pytest.raises(ConfigError, match="quantizer.dtype: reference has no activations in fp8; it takes int8, uint8"):
     fp8.quantize(net)
 with pytest.raises(ConfigError, match="'torch-avx2' or 'reference'; did you mean 'reference'"):
-    Quantizer(preset="fast", backend="referense")
+    Quantizer(preset="plain", backend="referense")
 with pytest.raises(ConfigError, match="reference does not compute in it; expected int8 or uint8"):
     ConversionRequest(model="m", output=Path("out"), backends=["reference"], quantization=True, dtype="fp8")
 with pytest.raises(EngineError, match="reference computes in the types of the ONNX file"):

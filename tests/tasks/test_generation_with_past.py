@@ -130,7 +130,7 @@ def test_ranges_do_not_depend_on_how_a_text_was_split(step: DecodeStep, task: Ta
 
     def ranges(*batches: dict[str, torch.Tensor]) -> dict[str, float]:
         settings = {"calibrator": "max", "smooth": None}
-        quantizer = Quantizer(backend="onnxruntime", preset="fast", activations=settings)
+        quantizer = Quantizer(backend="onnxruntime", preset="plain", activations=settings)
         quantizer.calibrate(step, list(batches) * 32, progress=False)
         operands = [(site.name, one) for site in quantizer.plan.values() for one in site.operands]
         return {f"{name}.{one.name}": float(one.amax.max()) for name, one in operands if one.amax is not None}
@@ -144,7 +144,7 @@ def test_ranges_do_not_depend_on_how_a_text_was_split(step: DecodeStep, task: Ta
 @pytest.mark.nightly
 def test_a_file_takes_any_cache_under_the_usual_names(step: DecodeStep, task: Task, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
-    quantizer = Quantizer(backend="onnxruntime", preset="fast")
+    quantizer = Quantizer(backend="onnxruntime", preset="plain")
     quantizer.calibrate(step, [*task.batches(PLAIN)] * 16, progress=False)
     proxy = quantizer.quantize(step)
     session = onnxruntime.InferenceSession(quantizer.export(proxy, tmp_path / "step.onnx", task.example()))

@@ -24,7 +24,7 @@ _TENSORS = (mutations.raw, mutations.safetensors_header)
 
 
 def _trained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    q, small = Quantizer(preset="fast", backend="openvino"), model()
+    q, small = Quantizer(preset="plain", backend="openvino"), model()
     q.calibrate(small, [data()], progress=False)
     proxy = q.qat(small, scales="learned")
     optimizer = torch.optim.AdamW(proxy.parameters(), lr=1e-3)

@@ -25,7 +25,7 @@ ENGINE = "model.engine"
 
 def exported(backend: str, path: Path) -> Path:
     """The Q/DQ file of a small model."""
-    q, small = Quantizer(preset="fast", backend=backend), model()
+    q, small = Quantizer(preset="plain", backend=backend), model()
     q.calibrate(small, [data()], progress=False)
     return q.export(q.quantize(small), path, (data(),))
 

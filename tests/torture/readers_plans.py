@@ -45,7 +45,7 @@ def data() -> torch.Tensor:
 def _make(folder: Path) -> None:
     small = model()
     q = Quantizer(
-        preset="fast", backend="openvino", sites={"residual_add": True}, activations={"calibrator": "percentile"}
+        preset="plain", backend="openvino", sites={"residual_add": True}, activations={"calibrator": "percentile"}
     )
     q.calibrate(small, [data()], progress=False)
     q.fallback(_measured(q, small), num=1)
@@ -101,7 +101,7 @@ for _name, _file, _how, _reader, _maker, _exact in (
 
 def _make_state(folder: Path) -> None:
     small = model()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(small, [data()], progress=False)
     session = q._session
     (folder / "state").write_bytes(state_bytes(q.plan, session.decisions.products(), session.document()))

@@ -47,7 +47,7 @@ class Victim:
 
 
 def _saved(_: Path, out: Path, former: bool) -> int:
-    q, small = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "percentile"}), model()
+    q, small = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "percentile"}), model()
     q.calibrate(small, [data() * (2 if former else 1)], progress=False)
     q.save(out)
     return 0

@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 def _calibrated(**config: object) -> Quantizer:
     torch.manual_seed(0)
-    q = Quantizer(preset="fast", backend="openvino", **config)  # type: ignore[arg-type]
+    q = Quantizer(preset="plain", backend="openvino", **config)  # type: ignore[arg-type]
     q.calibrate(Net().eval(), [torch.randn(4, 3, 8, 8) for _ in range(2)])
     return q
 
@@ -85,7 +85,7 @@ def test_a_branch_that_never_ran_does_not_count_where_a_rule_decides_either() ->
 
 
 def test_counters_are_no_residual_adds_before_calibration_either() -> None:
-    found = Quantizer(preset="fast", backend="openvino").inspect(Net().eval())
+    found = Quantizer(preset="plain", backend="openvino").inspect(Net().eval())
     assert found.by_kind()["residual_add"] == (0, 1)
     assert "BatchNorm2d" not in {row.host_type for row in found if not row.quiet}
     assert "1.forward.add_0" not in found.text()
@@ -107,14 +107,14 @@ class Counts(nn.Module):
 
 
 def test_a_counter_that_runs_is_no_residual_add() -> None:
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(Counts().eval(), [torch.randn(4, 8)])
     assert q.coverage.by_kind()["residual_add"][1] == 1
     assert q.coverage.title().endswith("; print .all for 1 addition that joins no branches")
 
 
 def test_the_title_counts_tables_that_stay_float() -> None:
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 8)).eval(), [torch.arange(8)])
     assert q.coverage.title().endswith(
         "; print .all for 1 addition that joins no branches and 1 table that stays float"
@@ -151,7 +151,7 @@ class PassesOn(nn.Module):
 
 @pytest.mark.promise("so what it computes stays in float; to quantize it, call it in the code of a module")
 def test_a_function_that_is_passed_on_says_what_to_do() -> None:
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(PassesOn().eval(), [torch.randn(4, 8)])
     row = next(row for row in q.coverage if row.kind == "matmul")
     assert row.reason == (
@@ -164,7 +164,7 @@ def test_a_function_that_is_passed_on_says_what_to_do() -> None:
 
 def test_an_offset_in_an_embedding_is_not_shown() -> None:
     model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8)).eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [torch.randint(16, (2, 4))])
     row = next(row for row in q.coverage if row.kind == "residual_add")
     assert row.reason.startswith("embedding() is passed on as a value here instead of being called")

@@ -18,7 +18,7 @@ DATA = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) f
 def calibrated() -> tuple[Quantizer, Net]:
     torch.manual_seed(0)
     net = Net().eval()
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(net, DATA)
     return q, net
 
@@ -72,7 +72,7 @@ def test_long_names_lose_their_middle_and_are_not_broken() -> None:
         inner.add_module(name, child)
         inner = child
     inner.add_module("projection", torch.nn.Linear(8, 8))
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(deep.eval(), [torch.randn(2, 8)])
     (line,) = [line for line in q.layers.text().splitlines() if "linear" in line]
     shown = line.split()[0]
@@ -85,4 +85,4 @@ def test_long_names_lose_their_middle_and_are_not_broken() -> None:
 
 def test_without_calibration_there_are_no_layers() -> None:
     with pytest.raises(CalibrationError, match="calibrate"):
-        Quantizer(preset="fast", backend="openvino").layers.text()
+        Quantizer(preset="plain", backend="openvino").layers.text()

@@ -44,7 +44,7 @@ def test_formats_and_granularities() -> None:
 def test_a_zero_point_is_shown() -> None:
     torch.manual_seed(0)
     q = Quantizer(
-        preset="fast", backend="onnxruntime", dtype="int8", formats=[{"activations": "uint8", "weights": "int8"}]
+        preset="plain", backend="onnxruntime", dtype="int8", formats=[{"activations": "uint8", "weights": "int8"}]
     )
     q.calibrate(Mlp().eval(), [torch.rand(64, 32) + 1])
     (row,) = (row for row in q.ranges if row.name == "up.forward.linear_0.input")

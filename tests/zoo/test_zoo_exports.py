@@ -107,7 +107,7 @@ def test_the_share_of_ours_is_that_of_its_coverage() -> None:
     x = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(1))
     for exclude, share in (([], 1.0), (["key"], 2 / 3)):
         model = Attention()
-        quantizer = Quantizer(preset="fast", backend="openvino", exclude={"names": exclude})
+        quantizer = Quantizer(preset="plain", backend="openvino", exclude={"names": exclude})
         quantizer.calibrate(model, [(x,), (x,)], progress=False)
         found = counted(quantizer.quantize(model), x)
         assert found.share == pytest.approx(share)

@@ -67,7 +67,7 @@ def test_patched_models_give_equal_floats(name: str) -> None:
     if "input_values" in batch:
         batch["attention_mask"] = torch.ones(batch["input_values"].shape, dtype=torch.long)
         batch["attention_mask"][1, 500:] = 0
-    quantizer = Quantizer(preset="fast", backend="tensorrt-rtx")
+    quantizer = Quantizer(preset="plain", backend="tensorrt-rtx")
     with torch.no_grad():
         assert torch.equal(quantizer.proxy(model)(**batch)[0], model(**batch)[0])
     assert quantizer.inspect(model).patches
@@ -138,7 +138,7 @@ class IntegerCumsum(nn.Module):
 
 
 def _exported(model: nn.Module, example: tuple[Tensor, ...], folder: Path, **options: Any) -> Path:
-    proxy = Quantizer(preset="fast", backend="tensorrt-rtx").proxy(model)
+    proxy = Quantizer(preset="plain", backend="tensorrt-rtx").proxy(model)
     path = folder / "model.onnx"
     return export_onnx(proxy, path, example, opset=20, dtype=torch.float32, **options)
 
@@ -196,7 +196,7 @@ def test_tensorrt_takes_the_model_with_the_patch_alone(
     apply(name, net)
     with torch.no_grad():
         expected = model(*(value.clone() for value in example))
-        assert torch.equal(Quantizer(preset="fast", backend="tensorrt-rtx").proxy(model)(*example), expected)
+        assert torch.equal(Quantizer(preset="plain", backend="tensorrt-rtx").proxy(model)(*example), expected)
     path = _exported(model, example, tmp_path, axes={})
     build_engine("tensorrt-rtx", path, tmp_path / "model.engine", options)
     engine = load_engine("onnxruntime", path)
@@ -211,7 +211,7 @@ def test_the_exporter_takes_the_model_with_the_patch_alone(apply: Any, tmp_path:
     with pytest.raises(ExportError, match="cannot be exported"):
         _exported(model, example, tmp_path, axes={})
     apply("float minus an integer mask in XLNetModel.forward", IntegerMask)
-    assert torch.equal(Quantizer(preset="fast", backend="tensorrt-rtx").proxy(model)(*example), model(*example))
+    assert torch.equal(Quantizer(preset="plain", backend="tensorrt-rtx").proxy(model)(*example), model(*example))
     assert _exported(model, example, tmp_path, axes={}).exists()
 
 
@@ -220,10 +220,10 @@ def test_a_guard_against_overflow_is_in_a_half_file_with_the_patch_alone(apply: 
     options: dict[str, Any] = {"opset": 20, "dtype": torch.float16, "axes": {}}
     with pytest.raises(ExportError, match="data-dependent"):
         export_onnx(
-            Quantizer(preset="fast", backend="tensorrt-rtx").proxy(model), tmp_path / "m.onnx", (values,), **options
+            Quantizer(preset="plain", backend="tensorrt-rtx").proxy(model), tmp_path / "m.onnx", (values,), **options
         )
     apply("overflow guard of BartEncoderLayer", OverflowGuard)
-    proxy = Quantizer(preset="fast", backend="tensorrt-rtx").proxy(model)
+    proxy = Quantizer(preset="plain", backend="tensorrt-rtx").proxy(model)
     assert torch.equal(proxy(values), model(values))
     engine = load_engine("onnxruntime", export_onnx(proxy, tmp_path / "m.onnx", (values,), **options))
     with torch.no_grad():

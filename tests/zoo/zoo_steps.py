@@ -135,7 +135,7 @@ def off_is_identical(architecture: Architecture) -> None:
     batch = architecture.batch(0)
     expected = run(model, batch)
     before = Snapshot.of(model)
-    assert unequal(run(Quantizer(preset="fast").proxy(model), batch), expected) == []
+    assert unequal(run(Quantizer(preset="plain").proxy(model), batch), expected) == []
     assert unequal(run(model, batch), expected) == []
     before.assert_unchanged(model)
 
@@ -148,9 +148,9 @@ def all_the_way(architecture: Architecture | TorchArchitecture, folder: Path) ->
         expected = run(model, batches[0])
     before = Snapshot.of(model)  # now: transformers adds hooks of its own when it first runs
 
-    assert unequal(run(Quantizer(preset="fast").proxy(model), batches[0]), expected) == []
+    assert unequal(run(Quantizer(preset="plain").proxy(model), batches[0]), expected) == []
 
-    q = Quantizer(preset="fast", backend="openvino")
+    q = Quantizer(preset="plain", backend="openvino")
     calib = q.calib(model)
     assert unequal_observed(run(calib, batches[0]), run_eager(model, batches[0]), model) == []
     run(calib, batches[1])
