@@ -125,7 +125,7 @@ def test_the_report_of_a_run_is_of_all_parts(made: Path) -> None:
 def test_the_configuration_of_a_run_is_the_one_to_repeat_it(made: Path) -> None:
     again = load_run(made / "config.yaml")
     assert again.export.dynamic.batch == (1, 2, 4)
-    assert again.quantizer.preset == "fast"
+    assert again.quantizer.preset == "plain"
     assert main(["validate", str(made / "config.yaml")]) == 0
 
 
