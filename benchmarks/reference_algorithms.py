@@ -137,7 +137,7 @@ def bias_rows() -> None:
     model = efficientnet_lite0()
     row = image_rows(model, images[~tuned], classes[~tuned])
     batches = images[tuned].split(_BATCH)
-    for preset in ("fast", "balanced"):
+    for preset in ("plain", "balanced"):
         for corrected in (False, True):
             quantizer = Quantizer(preset=preset, backend="openvino", bias_correction=corrected)
             quantizer.calibrate(model, batches, progress=False)

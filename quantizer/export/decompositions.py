@@ -42,16 +42,21 @@ def replaced_in_place() -> Iterator[None]:
         from torch.onnx._internal.exporter import _fx_passes
 
         decompose = _fx_passes.decompose_with_registry
-        implemented, others = _decomp.get_onnx_implemented_overloads, _decomp.create_onnx_friendly_decomposition_table
-        composite, thread = _preserved(), get_ident()
+        translated, table_without = (
+            _decomp.get_onnx_implemented_overloads,
+            _decomp.create_onnx_friendly_decomposition_table,
+        )
+        preserved, thread = _preserved(), get_ident()
     except (ImportError, AttributeError):
         yield
         return
 
     def decomposed(program: Any, registry: Any) -> Any:
-        table = others(set(implemented(registry)))
-        # Another thread may export a program that it goes on with, which is changed here.
-        if get_ident() != thread or not all(_is_plain(node, table, composite) for node in _nodes(program.graph_module)):
+        if get_ident() != thread:
+            # Another thread may go on with the program that it exports, which is changed here.
+            return decompose(program, registry)
+        table = table_without(set(translated(registry)))
+        if not all(_is_plain(node, table, preserved) for node in _nodes(program.graph_module)):
             return decompose(program, registry)
         for node in list(program.graph.nodes):
             if node.op == "call_function" and node.target in _REPLACED:
@@ -139,10 +144,9 @@ def _reshaped(node: fx.Node) -> Arguments:
 
 def _has_unknown_sizes(node: fx.Node) -> bool:
     """Return whether -1 cannot stand for all that is not known of a shape."""
-    sizes = node.meta["val"].shape
-    return (
-        0 in [size for size in sizes if isinstance(size, int)] or sum(not isinstance(size, int) for size in sizes) > 1
-    )
+    made = node.meta["val"]
+    known = [size for size in made.shape if isinstance(size, int)]
+    return 0 in known or made.dim() - len(known) > 1
 
 
 def _drops(node: fx.Node) -> bool:

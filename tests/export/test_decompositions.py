@@ -166,7 +166,7 @@ def test_views_and_shapes_compute_the_same(model: nn.Module, tmp_path: Path, dec
 
 
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")
-def test_a_program_of_another_thread_stays_as_it_is(tmp_path: Path, decomposed: list[Any]) -> None:
+def test_a_program_of_another_thread_stays_as_it_is(decomposed: list[Any]) -> None:
     with replaced_in_place(), ThreadPoolExecutor(1) as pool:
         exported = pool.submit(torch.onnx.export, _Shaped().eval(), (X,), dynamo=True, verbose=False).result()
     assert len(decomposed) == 1

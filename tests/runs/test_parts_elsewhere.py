@@ -33,7 +33,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
     tiny_t5(folder / "t5")
     (folder / "texts.txt").write_text("\n".join(TEXTS * 4))
-    (folder / "fast.yaml").write_text("preset: plain\n")
+    (folder / "plain.yaml").write_text("preset: plain\n")
     return folder
 
 
@@ -53,7 +53,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def test_engines_that_do_not_run_here_are_told_as_such(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part_maker, "runs_here", lambda _: False)
-    words = ["--quantization", "--calibration", str(place / "texts.txt"), "--config", str(place / "fast.yaml")]
+    words = ["--quantization", "--calibration", str(place / "texts.txt"), "--config", str(place / "plain.yaml")]
     folder = _converted(place, "elsewhere", "--backend", "onnxruntime", *words) / "onnxruntime"
     config = _read(folder / "config.json")
     assert config["verified"] == "not verified: built ahead of time, and there is no GPU here"
@@ -72,7 +72,7 @@ def test_engines_that_do_not_run_here_are_told_as_such(place: Path, monkeypatch:
 @pytest.mark.nightly
 @pytest.mark.skipif(not AHEAD, reason="needs enginequant[tensorrt-rtx] on a machine without a GPU")
 def test_parts_are_built_for_a_gpu_elsewhere(place: Path) -> None:
-    words = ["--quantization", "--calibration", str(place / "texts.txt"), "--config", str(place / "fast.yaml")]
+    words = ["--quantization", "--calibration", str(place / "texts.txt"), "--config", str(place / "plain.yaml")]
     made = _converted(place, "rtx", "--backend", "tensorrt-rtx", "--compute-capability", "sm89", *words)
     folder = made / "tensorrt-rtx"
     config = _read(folder / "config.json")
