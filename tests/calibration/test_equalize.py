@@ -128,6 +128,7 @@ def test_the_model_stays_as_it_was_and_an_inactive_proxy_equals_it() -> None:
     assert torch.equal(inactive(x), expected)
 
 
+@pytest.mark.usefixtures("exact_byte_products")
 @pytest.mark.parametrize("options", [{}, {"norm": True}, {"bias": False}, {"norm": True, "bias": False, "clip": True}])
 def test_the_file_has_the_factors_folded_in_and_gives_what_the_proxy_gives(
     options: dict[str, bool], tmp_path: Path

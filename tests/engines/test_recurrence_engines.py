@@ -43,6 +43,7 @@ def _exported(model: nn.Module, backend: str, folder: Path) -> tuple[nn.Module, 
     return frozen, folder / "engine"
 
 
+@pytest.mark.usefixtures("exact_byte_products")
 @pytest.mark.parametrize(
     ("backend", "make"),
     [

@@ -102,6 +102,7 @@ def test_an_axis_of_length_1_is_fixed(
     assert said == {name for name, shape in expected.items() if shape[1] == 1}
 
 
+@pytest.mark.usefixtures("exact_byte_products")
 def test_a_batch_of_one_row_serves_any_batch(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
     model, example = Masked().eval(), (torch.randn(1, 6, 32), mask(1, 1, 6, 6))

@@ -91,6 +91,7 @@ def test_the_plan_is_that_of_the_source(net: Net, file: Path, batches: list[dict
         assert mine[2] == pytest.approx(theirs[2], rel=1e-4)
 
 
+@pytest.mark.usefixtures("exact_byte_products")
 def test_a_file_is_quantized_as_a_module(file: Path, net: Net, batches: list[dict[str, Tensor]]) -> None:
     result = quantizer.quantize_model(file, batches, backend="onnxruntime", preset="plain")
     assert result.record.engine is not None

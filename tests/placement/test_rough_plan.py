@@ -85,6 +85,7 @@ def test_what_fell_back_is_quantized() -> None:
     assert first.coverage.share < 1
 
 
+@pytest.mark.usefixtures("exact_byte_products")
 def test_an_engine_is_built_from_it(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="install enginequant[onnxruntime]")
     pytest.importorskip("onnxscript", reason="install enginequant[onnx]")

@@ -115,6 +115,7 @@ def test_training_reaches_the_weights_of_experts() -> None:
     assert grad[2].abs().sum() == 0
 
 
+@pytest.mark.usefixtures("exact_byte_products")
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
 def test_engine_gives_the_proxys_outputs(backend: str, tmp_path: Path) -> None:
     pytest.importorskip(backend)

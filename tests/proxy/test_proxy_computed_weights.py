@@ -136,6 +136,7 @@ def test_it_is_quantized_as_if_it_were_a_parameter(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.promise("an exported file holds the integers alone.")
+@pytest.mark.usefixtures("exact_byte_products")
 @pytest.mark.parametrize("name", some_daily(["weight_norm", "spectral_norm of old", "orthogonal", "standardized"], 2))
 def test_the_file_holds_its_integers_alone(name: str, tmp_path: Path) -> None:
     model, twin, x = _net(name)

@@ -41,6 +41,7 @@ from quantizer.runs.convert import measure  # noqa: E402
 from quantizer.runs.convert.data import DataSource  # noqa: E402
 from quantizer.runs.outputs.output_check import OutputCheck  # noqa: E402
 from quantizer.runs.outputs.output_check import tolerance  # noqa: E402
+from quantizer.runs.placement import place_groups  # noqa: E402
 from quantizer.runs.progress import stage_timer  # noqa: E402
 
 SIZES = ["--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]
@@ -86,6 +87,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         patch.setattr(measure, "_SECONDS", 0.1)
         # Random weights of 32 channels: rounding attention costs them more than 1 dB.
         patch.setattr(attention, "_GAIN_DB", math.inf)
+        # Of a model as small as this it depends on the CPU which groups are slower in integers.
+        patch.setattr(place_groups, "is_faster", lambda *_: False)
         assert main([*words, "--backend", *BACKENDS, *SIZES, "-o", str(here.done)]) == 0
         assert main(["convert", "-m", here.model, "--backend", "openvino", *SIZES, "-o", str(here.float)]) == 0
     return here
@@ -449,7 +452,7 @@ BAD = {
         ("--backend", "auto", "tensorrt-rtx"),
         "--backend auto tensorrt-rtx: auto times engines on this",
     ),
-    "format for no CPU": ((*DATA, "--backend", "auto", "--dtype", "fp8"), "--dtype fp8: onnxruntime does not compute"),
+    "format for no CPU": ((*DATA, "--backend", "auto", "--dtype", "fp8"), "--dtype fp8: onnxruntime"),
     "backend twice": (("--backend", "openvino", "openvino"), "expected at least one, each of them once"),
     "task": (
         ("--task", "poetry"),

@@ -158,8 +158,8 @@ def test_float_is_delivered_where_it_is_faster(
     assert _read(f"out/{OPENVINO}/config.json")["quantization"] is None
     served = load_converted(f"out/{OPENVINO}")
     assert served(["a good film", "dull"])["logits"].shape[0] == 2
-    monkeypatch.setattr(folders, "collect_machine", lambda: {"instructions": "avx2"})
-    with pytest.warns(UserWarning, match="chosen as the fastest on a CPU with .* and this one has avx2"):
+    monkeypatch.setattr(folders, "collect_machine", lambda: {"instructions": "neon"})
+    with pytest.warns(UserWarning, match="chosen as the fastest on a CPU with .* and this one has neon"):
         load_converted(f"out/{OPENVINO}")
 
 
@@ -179,7 +179,8 @@ def test_a_stopped_conversion_goes_on(convert: Callable[..., tuple[int, str]], m
     code, said = convert(times)
     assert code == 130
     assert "the engines are kept in " in said
-    assert [path.name for path in Path.cwd().iterdir()] == ["out.engines"]
+    # Times of groups are there once both engines of a backend are.
+    assert {path.name for path in Path.cwd().iterdir()} - {"out.times.json"} == {"out.engines"}
     (first, second), built[:] = tuple(built), []
     code, said = convert(times)
     assert code == 0, said
@@ -359,7 +360,9 @@ def test_a_backend_that_is_far_slower_gets_no_plan(
     monkeypatch.setattr(EngineMaker, "_quantized", makes)
     monkeypatch.setattr(EngineMaker, "_prices", lambda *_: None)
     times = {f"{OPENVINO} int8": 1.0, f"{ONNXRUNTIME} int8": taken}
-    code, said = convert(times, "--config", str(place / "balanced.yaml"))
+    # In this order, whichever is the faster one on such a CPU as a rule.
+    order = ("--backend", "auto", OPENVINO, ONNXRUNTIME)
+    code, said = convert(times, "--config", str(place / "balanced.yaml"), *order)
     assert code == 0, said
     assert made == [OPENVINO, *[ONNXRUNTIME] * plans]
     why = f"not built: with ranges by largest values it takes 1.20x the time of {OPENVINO} int8"

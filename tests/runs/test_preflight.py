@@ -20,6 +20,7 @@ from tiny_run import tiny_run
 from quantizer.cli.main import main
 from quantizer.config import RunConfig
 from quantizer.config import load_run
+from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import MissingDependencyError
 from quantizer.errors import QuantizerError
 from quantizer.errors import TaskError
@@ -34,7 +35,9 @@ from quantizer.runs.run_context import RunRows
 @pytest.fixture
 def values(tmp_path: Path) -> dict[str, Any]:
     run = {**tiny_run(tmp_path), "output": str(tmp_path / "done")}
-    return {**run, "quantizer": {**run["quantizer"], "preset": "balanced"}}
+    # Of the two for OpenVINO the one for this CPU, of which nothing has to be said.
+    (backend,), _ = cpu_candidates(("openvino",))
+    return {**run, "quantizer": {**run["quantizer"], "preset": "balanced", "backend": backend}}
 
 
 def _config(values: dict[str, Any], folder: Path) -> RunConfig:
