@@ -20,6 +20,7 @@ from example_runs import skip_without
 from gallery import NOTEBOOKS
 from gallery import executed
 from gallery import shown
+from helpers import BYTE_PRODUCTS_ARE_EXACT
 
 _ENGINE = ("onnx", "onnxscript", "openvino")
 _PACKAGES = {
@@ -108,7 +109,8 @@ def test_minilm_shows_tables_and_pictures() -> None:
     notebook = _executed("quantize_minilm")
     coverage = _output(notebook, "q.coverage", "text/html")
     assert "<table>" in coverage
-    assert "linear 37 of 37, matmul 12 of 12" in coverage
+    # Without VNNI products of two activations gain nothing.
+    assert f"linear 37 of 37, matmul {12 if BYTE_PRODUCTS_ARE_EXACT else 0} of 12" in coverage
     assert "encoder.layer.0.attention.self.eager_attention_forward.matmul_0" in coverage
     assert "SQNR" in coverage
     assert "<table>" in _output(notebook, "q.ranges", "text/html")
