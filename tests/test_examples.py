@@ -109,10 +109,10 @@ def test_minilm_shows_tables_and_pictures() -> None:
     notebook = _executed("quantize_minilm")
     coverage = _output(notebook, "q.coverage", "text/html")
     assert "<table>" in coverage
-    # Without VNNI products of two activations gain nothing.
+    # Without VNNI products of two activations gain nothing, and the fastest engine adds in float.
     assert f"linear 37 of 37, matmul {12 if BYTE_PRODUCTS_ARE_EXACT else 0} of 12" in coverage
     assert "encoder.layer.0.attention.self.eager_attention_forward.matmul_0" in coverage
-    assert "SQNR" in coverage
+    assert ("SQNR" in coverage) is BYTE_PRODUCTS_ARE_EXACT
     assert "<table>" in _output(notebook, "q.ranges", "text/html")
     sensitivity = _output(notebook, "q.sensitivity", "text/html")
     assert "{query,key,value}" in sensitivity
