@@ -139,7 +139,10 @@ def _faster(measured: dict[str, dict[str, Any]], batch: str) -> Iterator[str]:
             continue
         ratio = row["latency"][batch]["speedup"] / ours["latency"][batch]["speedup"]
         if ratio > 1:
-            yield f"{row['name']} ({ratio:.2f} times as fast)"
+            # A score of some hundred rows says little of how far outputs are off.
+            near = [f"{one['sqnr_db']:.1f} dB" for one in (row, ours) if "sqnr_db" in one]
+            told = f", its outputs {near[0]} from float's, ours {near[1]}" if len(near) == 2 else ""
+            yield f"{row['name']} ({ratio:.2f} times as fast{told})"
 
 
 def _model(rows: Rows) -> Iterator[str]:

@@ -2,13 +2,14 @@
 
 The exporter decomposes a graph by tracing it anew, twice: half of the time of an export, most of it for operators of
 which the graph of a transformer has always the same few, and which another operator replaces one for one. A graph with
-any other operator to decompose, or with one that changes a tensor in place, is left to the exporter.
+any other operator to decompose, or with one that changes in place what others may read, is left to the exporter.
 
 The file is the same after constants are folded, but for names of values and for shapes, which can be simpler here.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ __all__ = ["replaced_in_place"]
 
 _aten = torch.ops.aten
 
-Arguments = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """An operator with what it is called with."""
 
 
@@ -142,6 +143,43 @@ def _reshaped(node: fx.Node) -> Arguments:
     return _same(node) if stays else (_aten.reshape.default, node.args, {})
 
 
+def _normalized(node: fx.Node) -> Arguments:
+    """Return the first result of the exporter's own batch normalization, which is put before the node."""
+    x, weight, bias, mean, variance, _, momentum, epsilon, _ = node.args
+    with node.graph.inserting_before(node):
+        all_three = node.graph.call_function(
+            _aten._native_batch_norm_legit_no_training.default, (x, weight, bias, mean, variance, momentum, epsilon)
+        )
+    made = node.meta["val"]
+    all_three.meta = {**node.meta, "val": (made, made.new_empty(0), made.new_empty(0))}
+    return operator.getitem, (all_three, 0), {}
+
+
+def _trains(node: fx.Node) -> bool:
+    """Return whether a batch normalization takes its statistics from the batch."""
+    return len(node.args) != 9 or bool(node.args[5]) or node.args[3] is None or node.args[4] is None
+
+
+def _pools_to_more(node: fx.Node) -> bool:
+    return node.args[1] not in ([1, 1], 1)
+
+
+def _is_seen_by_others(node: fx.Node) -> bool:
+    """Return whether what a node changes in place may be read but through it, or its result would have another type."""
+    changed, added = node.args
+    if not isinstance(changed, fx.Node) or not isinstance(made_by := changed.target, OpOverload):
+        return True
+    made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(
+        made_by.name(),  # type: ignore[no-untyped-call]
+        "CompositeImplicitAutograd",
+    )
+    # What is made of others may be a view, and its schema does not say so.
+    is_new = made_by in _NEW or not (made_of_others or any(one.alias_info for one in made_by._schema.returns))
+    kind = changed.meta["val"].dtype
+    keeps_type = added.meta["val"].dtype is kind if isinstance(added, fx.Node) else kind.is_floating_point
+    return not is_new or len(changed.users) != 1 or not keeps_type
+
+
 def _has_unknown_sizes(node: fx.Node) -> bool:
     """Return whether -1 cannot stand for all that is not known of a shape."""
     made = node.meta["val"]
@@ -160,9 +198,22 @@ _IDENTITIES = (
     _aten.alias.default,
     _aten.contiguous.default,
     _aten.detach.default,
+    _aten.detach_.default,
     _aten.dropout.default,
     _aten.lift_fresh_copy.default,
 )
+_NEW = (
+    _aten.batch_norm.default,
+    _aten.conv1d.default,
+    _aten.conv2d.default,
+    _aten.conv3d.default,
+    _aten.linear.default,
+    _aten.matmul.default,
+    _aten.max.other,
+    _aten.min.other,
+)
+"""Operators made of others whose results nothing else reads."""
+
 _CASTS = (_aten.to.dtype, _aten.to.device, _aten.to.dtype_layout, _aten.to.other)
 
 _REPLACED: dict[OpOverload, Callable[[fx.Node], Arguments]] = {
@@ -173,6 +224,11 @@ _REPLACED: dict[OpOverload, Callable[[fx.Node], Arguments]] = {
     _aten.mT.default: lambda node: (_aten.transpose.int, (node.args[0], -2, -1), {}),
     _aten.__and__.Tensor: lambda node: (_aten.bitwise_and.Tensor, node.args, {}),
     _aten.__or__.Tensor: lambda node: (_aten.bitwise_or.Tensor, node.args, {}),
+    _aten.min.other: lambda node: (_aten.minimum.default, node.args, {}),
+    _aten.max.other: lambda node: (_aten.maximum.default, node.args, {}),
+    _aten.add_.Tensor: lambda node: (_aten.add.Tensor, node.args, node.kwargs),
+    _aten.adaptive_avg_pool2d.default: lambda node: (_aten.mean.dim, (node.args[0], [-1, -2], True), {}),
+    _aten.batch_norm.default: _normalized,
 }
 """What each operator is replaced by, which gives the same."""
 
@@ -180,5 +236,8 @@ _UNLESS: dict[OpOverload, Callable[[fx.Node], bool]] = {
     _aten.dropout.default: _drops,
     _aten.flatten.using_ints: _has_unknown_sizes,
     _aten.unflatten.int: _has_unknown_sizes,
+    _aten.add_.Tensor: _is_seen_by_others,
+    _aten.adaptive_avg_pool2d.default: _pools_to_more,
+    _aten.batch_norm.default: _trains,
 }
 """When an operator is not."""

@@ -114,6 +114,7 @@ def test_it_is_never_far_behind_gptq_from_whose_codes_it_starts() -> None:
     assert sqnr_db(model, reconstructed(model), x) > by_product - 0.1
 
 
+@pytest.mark.nightly
 def test_ranges_of_symmetric_formats_are_learned_too() -> None:
     """A range that clips one value of a hundred is too small for this model."""
     model, x = Net().eval(), data(1, seed=7)[0]
@@ -357,6 +358,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
 
 
+@pytest.mark.nightly
 def test_calibration_in_inference_mode_learns_the_same() -> None:
     model = Net().eval()
     with torch.inference_mode():

@@ -43,6 +43,49 @@ class _Composed(nn.Module):
         return y.to("cpu").to(x.dtype).flatten(1)
 
 
+class _Residual(nn.Module):
+    """Normalizations, an addition in place and pooling, as networks of images have them; and clipped places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.plain = nn.BatchNorm2d(8), nn.BatchNorm2d(8, affine=False)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.relu(self.norm(self.first(x)))
+        z = self.plain(self.second(y))
+        z += torch.max(y, torch.full_like(y, 0.1)).detach_()
+        z = torch.min(functional.relu(z), torch.full_like(y, 4.0))
+        z += 0.5
+        return self.pool(z).flatten(1)
+
+
+class _Shared(nn.Module):
+    """Changes in place what something else reads."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        if self.kind == "view":
+            y[:, 0].add_(1)
+        elif self.kind == "reshaped":
+            y.reshape(-1, 8).add_(1)
+        elif self.kind == "read before":
+            z = y + 1
+            y.add_(z)
+            return y.mT + z.mT
+        elif self.kind == "type":
+            seen = x > 0
+            whole = seen.to(torch.int32) + 1
+            whole.add_(seen)
+            y = y + whole
+        return y.contiguous()
+
+
 class _OtherOrders(nn.Module):
     """Views that the order of elements in memory allows, as an operator before them asks for it."""
 
@@ -179,6 +222,31 @@ def test_every_operator_that_is_replaced(
     mask = torch.arange(15).reshape(3, 5)
     _both(_Composed(), (X, mask), tmp_path, monkeypatch)
     assert len(decomposed) == 1, "only by the exporter alone"
+
+
+def test_a_network_of_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decomposed: list[Any]) -> None:
+    model = _Residual()
+    model(torch.randn(8, 3, 6, 6))
+    _both(model, (torch.randn(2, 3, 6, 6),), tmp_path, monkeypatch)
+    assert len(decomposed) == 1, "only by the exporter alone"
+
+
+@pytest.mark.parametrize("kind", ["view", "reshaped", "read before", "type"])
+def test_what_others_see_change_is_left_to_the_exporter(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decomposed: list[Any]
+) -> None:
+    _both(_Shared(kind), (X,), tmp_path, monkeypatch)
+    assert len(decomposed) == 2
+
+
+@pytest.mark.parametrize(
+    "model", [nn.BatchNorm1d(5, track_running_stats=False), nn.AdaptiveAvgPool2d((2, 1))], ids=type
+)
+def test_normalization_by_the_batch_and_larger_pools_are_left_to_the_exporter(
+    model: nn.Module, tmp_path: Path, decomposed: list[Any]
+) -> None:
+    export_onnx(model.eval(), tmp_path / "model.onnx", (X,), opset=20, dtype=torch.float32)
+    assert len(decomposed) == 1
 
 
 @pytest.mark.parametrize("model", [_Doubled(), _Deviation(), _Flattened(), _Empty()], ids=type)

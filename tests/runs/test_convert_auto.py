@@ -16,6 +16,7 @@ for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onn
     pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,openvino,onnxruntime]")
 
 import onnx as onnx_library  # noqa: E402
+from daily import some_daily  # noqa: E402
 from onnx import numpy_helper  # noqa: E402
 from tiny_run import tiny_run  # noqa: E402
 
@@ -345,7 +346,7 @@ def test_what_went_back_for_one_is_quantized_for_the_next(
     assert back == {OPENVINO: None, ONNXRUNTIME: None}
 
 
-@pytest.mark.parametrize(("taken", "plans"), [(1.2, False), (1.19, True)])
+@pytest.mark.parametrize(("taken", "plans"), some_daily([(1.2, False), (1.19, True)], 1))
 def test_a_backend_that_is_far_slower_gets_no_plan(
     taken: float, plans: bool, convert: Callable[..., tuple[int, str]], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,6 +372,7 @@ def test_a_backend_that_is_far_slower_gets_no_plan(
     assert {path.name for path in Path("out").glob("[!.]*")} == {OPENVINO, "conversion.json", "quantizer"}
 
 
+@pytest.mark.nightly
 def test_a_rough_plan_that_fails_says_nothing(
     convert: Callable[..., tuple[int, str]], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
