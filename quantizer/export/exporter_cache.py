@@ -28,7 +28,8 @@ def exporter_cache() -> Iterator[None]:
 
     The signature of a translation is read from its source once in a process. The operators of torch that are made of
     others are looked up once in this context, instead of once for each library that has operators: more may be
-    registered later. A release of torch that works in another way is left as it is.
+    registered later. Where types are promoted, what stands for a result since the graph was captured is not computed
+    again, as a promotion leaves its type. A release of torch that works in another way is left as it is.
     """
     with _one_at_a_time, ExitStack() as replaced:
         try:
@@ -45,6 +46,7 @@ def _remembering() -> list[tuple[Any, str, Any]]:
     from onnxscript.values import TracedOnnxFunction
     from torch._export import utils
     from torch.onnx._internal.exporter import _schemas
+    from torch.onnx._internal.fx.passes import type_promotion
 
     read_source = inspect.getattr_static(TracedOnnxFunction, "function_ir").fget
     read_annotations = _schemas.op_signature_from_function
@@ -53,11 +55,24 @@ def _remembering() -> list[tuple[Any, str, Any]]:
         asked = (args, *sorted(keywords.items()))
         return _once(function, asked, lambda: read_annotations(function, *args, **keywords))
 
+    promoting, rule_of = type_promotion._TypePromotionInterpreter, type_promotion.get_type_promotion_rule
+    run_node = promoting.run_node
+
+    def promoted(interpreter: Any, node: Any) -> Any:
+        if node.op != "call_function" or node.meta.get("val") is None:
+            return run_node(interpreter, node)
+        with interpreter._set_current_node(node):
+            rule = rule_of(node, interpreter.type_promotion_table)
+            if rule is not None:
+                interpreter._maybe_promote_node(node, rule)
+        return node.meta["val"]
+
     source = property(lambda function: _once(function, "source", lambda: read_source(function)))
     return [
         (TracedOnnxFunction, "function_ir", source),
         (_schemas, "op_signature_from_function", annotations),
         (utils, "_materialize_cpp_cia_ops", cache(utils._materialize_cpp_cia_ops)),
+        (promoting, "run_node", promoted),
     ]
 
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import Mlp
+from torch import Tensor
+from torch import nn
 
 from quantizer import Quantizer
+from quantizer.export import export_onnx
+from quantizer.export import quick_exporter
 from quantizer.export.exporter_cache import exporter_cache
 
-pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 values = pytest.importorskip("onnxscript.values", reason="exporting needs enginequant[onnx]")
 
 X = torch.linspace(-1, 1, 128).reshape(4, 32)
@@ -54,6 +59,34 @@ def test_the_second_export_finds_little_out(tmp_path: Path, monkeypatch: pytest.
     # Our own translations are made anew for each opset.
     assert read.pop("op_signature_from_function") < 50
     assert not read
+
+
+class _SeveralTypes(nn.Module):
+    """Types that are promoted: of scalars, of tensors, of sums, and of what is promoted before."""
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        seen = x > 0
+        shares = counts / 3 + counts * 0.5
+        total = seen.sum(-1) + counts + seen[:, 0]
+        half = (x.half() + counts[:, None]) * 2
+        y = torch.where(seen, x, 0) + counts[:, None] * half + shares[:, None]
+        return y.sqrt() + total[:, None] + torch.sqrt(counts)[:, None] + (counts > 2)[:, None] * x
+
+
+def test_types_are_promoted_as_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example = _SeveralTypes().eval(), (X, torch.arange(1, 5))
+
+    def exported(name: str) -> bytes:
+        export_onnx(model, tmp_path / name, example, opset=20, dtype=torch.float32)
+        return (tmp_path / name).read_bytes()
+
+    with monkeypatch.context() as alone:
+        alone.setattr(quick_exporter, "exporter_cache", nullcontext)
+        without = exported("without.onnx")
+    with_it = exported("with.onnx")
+    assert with_it == without
+    nodes = Counter(node.op_type for node in onnx.load_from_string(with_it).graph.node)
+    assert nodes["Cast"] > 5
 
 
 def test_the_exporter_is_as_before_it() -> None:
