@@ -166,7 +166,7 @@ def _pools_to_more(node: fx.Node) -> bool:
 
 def _is_seen_by_others(node: fx.Node) -> bool:
     """Return whether what a node changes in place may be read but through it, or its result would have another type."""
-    changed, added = node.args
+    changed, added = node.args if len(node.args) == 2 else (None, None)
     if not isinstance(changed, fx.Node) or not isinstance(made_by := changed.target, OpOverload):
         return True
     made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(
@@ -176,7 +176,9 @@ def _is_seen_by_others(node: fx.Node) -> bool:
     # What is made of others may be a view, and its schema does not say so.
     is_new = made_by in _NEW or not (made_of_others or any(one.alias_info for one in made_by._schema.returns))
     kind = changed.meta["val"].dtype
-    keeps_type = added.meta["val"].dtype is kind if isinstance(added, fx.Node) else kind.is_floating_point
+    # A size is no tensor, and neither is a number; both are added to floats without another type.
+    other = getattr(added.meta["val"], "dtype", None) if isinstance(added, fx.Node) else None
+    keeps_type = kind.is_floating_point if other is None else other is kind
     return not is_new or len(changed.users) != 1 or not keeps_type
 
 

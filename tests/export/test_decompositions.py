@@ -86,6 +86,17 @@ class _Shared(nn.Module):
         return y.contiguous()
 
 
+class _WithSize(nn.Module):
+    """Adds a size that is not known, and a tensor given by its name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        y.add_(x.shape[0])
+        z = x + 1
+        z.add_(other=y)
+        return z.contiguous()
+
+
 class _OtherOrders(nn.Module):
     """Views that the order of elements in memory allows, as an operator before them asks for it."""
 
@@ -237,6 +248,15 @@ def test_what_others_see_change_is_left_to_the_exporter(
 ) -> None:
     _both(_Shared(kind), (X,), tmp_path, monkeypatch)
     assert len(decomposed) == 2
+
+
+def test_a_size_is_added_in_place(tmp_path: Path, decomposed: list[Any]) -> None:
+    path, axes = tmp_path / "model.onnx", {"x": {0: "batch"}}
+    export_onnx(_WithSize().eval(), path, {"x": X}, opset=20, dtype=torch.float32, axes=axes)
+    assert not decomposed
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"x": X[:2].numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), _WithSize()(X[:2]))
 
 
 @pytest.mark.parametrize(

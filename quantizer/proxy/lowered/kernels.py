@@ -216,7 +216,7 @@ class ScaledMatmul:
         """Return the result in bfloat16, for which the kernel itself takes a scale for each row and channel, and b.
 
         Sums stay in the matrix unit, which keeps 14 bits of them and not 24: what is added is codes of 4 bits, and the
-        result has 8. Two to six hundredths of a whole model's time, and up to a fifth of a product's.
+        result has 8. It takes 4 to 7 hundredths from a whole model's time, and up to a fifth from a product's.
         """
         extra = len(self._weight) - self._columns
         scales = functional.pad(self._scales, (0, extra))[None]
