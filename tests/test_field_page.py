@@ -96,6 +96,14 @@ def test_who_is_faster_and_not_worse_is_named(tmp_path: Path, gained: float) -> 
     assert "in 0 of 3 cells" in index
 
 
+def test_what_writes_text_has_no_distance_of_outputs(tmp_path: Path) -> None:
+    rows = [_row("onnxruntime-float32", 1.0, 0.0), _row("auto", 3.0, 0.0, ours=True), _row("nncf", 3.6, 0.0)]
+    for row in rows:
+        del row["sqnr_db"]
+    write_pages({"a-cpu-avx2": rows}, {"a-cpu-avx2": []}, tmp_path)
+    assert "| A net | the nncf (1.20 times as fast) |" in (tmp_path / "index.md").read_text(encoding="utf-8")
+
+
 def test_a_tool_that_failed_has_its_reason(tmp_path: Path) -> None:
     failed = {"model": "net", "tool": "pt2e", "name": "the pt2e", "ours": False, "failed": "KeyError: a | b"}
     page = _page(tmp_path, _row("auto", 2.0, 0.0, ours=True), failed)

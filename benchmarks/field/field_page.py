@@ -140,9 +140,10 @@ def _faster(measured: dict[str, dict[str, Any]], batch: str) -> Iterator[str]:
         ratio = row["latency"][batch]["speedup"] / ours["latency"][batch]["speedup"]
         if ratio > 1:
             # A score of some hundred rows says little of how far outputs are off.
-            near = [f"{one['sqnr_db']:.1f} dB" for one in (row, ours) if "sqnr_db" in one]
-            told = f", its outputs {near[0]} from float's, ours {near[1]}" if len(near) == 2 else ""
-            yield f"{row['name']} ({ratio:.2f} times as fast{told})"
+            told = f"{ratio:.2f} times as fast"
+            if "sqnr_db" in row:
+                told += f", its outputs {row['sqnr_db']:.1f} dB from float's, ours {ours['sqnr_db']:.1f} dB"
+            yield f"{row['name']} ({told})"
 
 
 def _model(rows: Rows) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +28,7 @@ from subjects import Subject
 from torch_engine import pt2e
 
 import quantizer
+from quantizer.engines.candidates import cpu_candidates
 from quantizer.export import export_onnx
 from quantizer.runs.measure import QUANTIZED_STEM
 
@@ -269,10 +271,17 @@ def _ours(subject: Subject, folder: Path, **settings: object) -> Made:
     return Made(partial(_loaded, at), (at / f"{QUANTIZED_STEM}.engine",), chosen)
 
 
+def _ours_in(subject: Subject, folder: Path, engine: str, **settings: object) -> Made:
+    """Ours in one library: by its backend for this CPU, which without VNNI is another."""
+    (backend,), _ = cpu_candidates((engine,))
+    made = _ours(subject, folder, backend=backend, **settings)
+    return made if backend == engine else replace(made, note=backend)
+
+
 def _w4a8(subject: Subject, folder: Path) -> Made:
     """Weights of linears in INT4, a scale a channel, and activations in INT8; OpenVINO has no such convolution."""
     four = [{"weights": "int4", "kinds": ["linear"]}]
-    return _ours(subject, folder, backend="openvino", preset="accurate", formats=four)
+    return _ours_in(subject, folder, "openvino", preset="accurate", formats=four)
 
 
 def _loaded(folder: Path) -> Run:
@@ -293,15 +302,15 @@ TOOLS: dict[str, Tool] = {
     "pt2e": Tool("torchao PT2E, X86 Inductor", _pt2e, "torchao"),
     "quanto": Tool("optimum-quanto", _quanto, "optimum"),
     "auto": Tool("ours, `backend: auto`", _ours, ours=True),
-    "openvino": Tool("ours, OpenVINO", partial(_ours, backend="openvino"), ours=True),
+    "openvino": Tool("ours, OpenVINO", partial(_ours_in, engine="openvino"), ours=True),
     "openvino-fast": Tool(
-        "ours, OpenVINO, `preset: fast`", partial(_ours, backend="openvino", preset="fast"), ours=True
+        "ours, OpenVINO, `preset: fast`", partial(_ours_in, engine="openvino", preset="fast"), ours=True
     ),
     "openvino-accurate": Tool(
-        "ours, OpenVINO, `preset: accurate`", partial(_ours, backend="openvino", preset="accurate"), ours=True
+        "ours, OpenVINO, `preset: accurate`", partial(_ours_in, engine="openvino", preset="accurate"), ours=True
     ),
     "openvino-w4a8": Tool("ours, OpenVINO, `preset: accurate`, W4A8", _w4a8, ours=True),
-    "onnxruntime": Tool("ours, ONNX Runtime", partial(_ours, backend="onnxruntime"), ours=True),
-    "torch": Tool("ours, torch engine", partial(_ours, backend="torch"), ours=True),
+    "onnxruntime": Tool("ours, ONNX Runtime", partial(_ours_in, engine="onnxruntime"), ours=True),
+    "torch": Tool("ours, torch engine", partial(_ours_in, engine="torch"), ours=True),
 }
 """All tools, by the name that the command takes."""

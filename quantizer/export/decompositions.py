@@ -96,9 +96,15 @@ def _is_plain(node: fx.Node, table: Collection[Any], preserved: Collection[Any])
         return "val" in node.meta and not (target in _UNLESS and _UNLESS[target](node))
     if target in _BY_STRIDES:
         return False
+    kept = not _is_made_of_others(target) or target in preserved
+    return not target._schema.is_mutable and target not in table and kept
+
+
+def _is_made_of_others(target: OpOverload) -> bool:
+    """Return whether torch computes an operator by calling others."""
     name = target.name()  # type: ignore[no-untyped-call]
-    made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
-    return not target._schema.is_mutable and target not in table and (not made_of_others or target in preserved)
+    made: bool = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+    return made
 
 
 def _replace(node: fx.Node) -> None:
@@ -169,17 +175,13 @@ def _is_seen_by_others(node: fx.Node) -> bool:
     changed, added = node.args if len(node.args) == 2 else (None, None)
     if not isinstance(changed, fx.Node) or not isinstance(made_by := changed.target, OpOverload):
         return True
-    made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(
-        made_by.name(),  # type: ignore[no-untyped-call]
-        "CompositeImplicitAutograd",
-    )
     # What is made of others may be a view, and its schema does not say so.
-    is_new = made_by in _NEW or not (made_of_others or any(one.alias_info for one in made_by._schema.returns))
+    may_be_view = _is_made_of_others(made_by) or any(one.alias_info for one in made_by._schema.returns)
     kind = changed.meta["val"].dtype
     # A size is no tensor, and neither is a number; both are added to floats without another type.
     other = getattr(added.meta["val"], "dtype", None) if isinstance(added, fx.Node) else None
     keeps_type = kind.is_floating_point if other is None else other is kind
-    return not is_new or len(changed.users) != 1 or not keeps_type
+    return (may_be_view and made_by not in _NEW) or len(changed.users) != 1 or not keeps_type
 
 
 def _has_unknown_sizes(node: fx.Node) -> bool:
@@ -196,14 +198,6 @@ def _drops(node: fx.Node) -> bool:
 _BY_STRIDES = (_aten.as_strided.default, _aten._unsafe_view.default, _aten.view.dtype, _aten.view_as_complex.default)
 """What depends on how its operand lies in memory, which a copy here does not keep."""
 
-_IDENTITIES = (
-    _aten.alias.default,
-    _aten.contiguous.default,
-    _aten.detach.default,
-    _aten.detach_.default,
-    _aten.dropout.default,
-    _aten.lift_fresh_copy.default,
-)
 _NEW = (
     _aten.batch_norm.default,
     _aten.conv1d.default,
@@ -216,6 +210,14 @@ _NEW = (
 )
 """Operators made of others whose results nothing else reads."""
 
+_IDENTITIES = (
+    _aten.alias.default,
+    _aten.contiguous.default,
+    _aten.detach.default,
+    _aten.detach_.default,
+    _aten.dropout.default,
+    _aten.lift_fresh_copy.default,
+)
 _CASTS = (_aten.to.dtype, _aten.to.device, _aten.to.dtype_layout, _aten.to.other)
 
 _REPLACED: dict[OpOverload, Callable[[fx.Node], Arguments]] = {

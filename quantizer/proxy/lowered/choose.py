@@ -112,7 +112,7 @@ def _product(
     if device != _CPU:
         return f"torch has no integer kernels on {device}"
     if weights.is_float:
-        return f"no CPU multiplies {held.dtype}; a GPU does, once the lowered model is moved there"
+        return f"no CPU multiplies {held.dtype}; GPUs from compute capability 8.9 on do, once it is moved there"
     if not torch._C._has_mkldnn:
         return "this torch was built without oneDNN"
     if lowering.widest is not None and int(codes.int().abs().max()) > lowering.widest:
