@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,6 +88,8 @@ def test_ours_is_the_fastest_where_who_is_faster_is_worse(tmp_path: Path) -> Non
     assert "in 3 of 3 cells: [all figures](a-cpu-avx2.md)" in index
     assert "the auto (openvino int8)" in page
     assert "<svg" in page
+    assert "text-anchor" in page
+    assert not re.search(r"\w-\n", page), "a name that is cut in two is none"
 
 
 @pytest.mark.parametrize("gained", [0.0, 0.002])

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import fill
-from textwrap import wrap
+from textwrap import TextWrapper
 from typing import Any
 
 from quantizer.report.charts.runs_plot import RunPoint
@@ -23,6 +22,8 @@ _OURS, _REFERENCE = "auto", "onnxruntime-float32"
 _BATCHES, _PICTURED = ("1", "8", "32"), "8"
 _AGAIN = 0.002
 """How near a score must be to that of another machine."""
+_LINES = TextWrapper(width=118, break_long_words=False, break_on_hyphens=False)
+"""Prose and pictures in lines of usual length; in a picture a name of an attribute may have a hyphen."""
 _VERSIONS = ("torch", "onnxruntime", "openvino", "nncf", "nvidia-modelopt", "torchao", "optimum-quanto")
 _INTRO = """# Against other tools, on a CPU
 
@@ -120,16 +121,15 @@ def _found_again(machines: Iterable[Rows]) -> Iterator[str]:
         return
     others = {row: found for row, found in twice.items() if max(found) - min(found) > _AGAIN}
     yield "## Found again\n"
-    yield fill(
+    yield _LINES.fill(
         f"{len(twice)} rows were measured on more than one machine, each in an environment made for it: the scores of "
-        f"{len(twice) - len(others)} are within {_AGAIN} of each other.",
-        118,
+        f"{len(twice) - len(others)} are within {_AGAIN} of each other."
     )
     if others:
         yield "\nThe others; CPUs sum in other orders, and of some hundred rows a few are decided otherwise:\n"
     for (title, name), found in others.items():
         said = f"- {name} on {title}: " + ", ".join(f"{score:.4f}" for score in found)
-        yield fill(said, 118, subsequent_indent="  ")
+        yield _LINES.fill(said).replace("\n", "\n  ")
 
 
 def _faster(measured: dict[str, dict[str, Any]], batch: str) -> Iterator[str]:
@@ -152,7 +152,7 @@ def _model(rows: Rows) -> Iterator[str]:
     yield f"## {first['title']}\n"
     versions = measured[-1]["versions"]
     shown = ", ".join(f"{name} {versions[name]}" for name in _VERSIONS if name in versions)
-    yield fill(f"Commit {_commits(measured)}, seed {first['seed']}; {shown}.", 118) + "\n"
+    yield _LINES.fill(f"Commit {_commits(measured)}, seed {first['seed']}; {shown}.") + "\n"
     paired = [name for name in ("label_flips", "mean_cosine", "kl_divergence", "sqnr_db") if name in first]
     heads = ["", "tool", *(f"batch {batch}, ms (speed-up)" for batch in _BATCHES), first["metric"], "to float", "95%"]
     heads += [name.replace("_", " ") for name in paired]
@@ -273,6 +273,6 @@ def _picture(measured: Rows) -> str:
     ]
     picture = runs_svg(points, f"{measured[0]['metric']}, batch {_PICTURED}", {})
     # A block of HTML in lines of usual length, so that its text has the colour of the page.
-    block = ["<div>", *wrap(picture.replace("><", "> <"), 118, break_long_words=False), "</div>"]
-    left_out = fill(f"Too far from float for the picture: {'; '.join(far)}.", 118)
+    block = ["<div>", *_LINES.wrap(picture.replace("><", "> <")), "</div>"]
+    left_out = _LINES.fill(f"Too far from float for the picture: {'; '.join(far)}.")
     return "\n".join([*block, f"\n{left_out}"] if far else block)
