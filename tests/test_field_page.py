@@ -79,6 +79,9 @@ def test_a_row_without_use_is_left_out_of_the_picture(tmp_path: Path) -> None:
     assert "the nncf: " not in page
     assert "the auto: 0.8990" in " ".join(page.split())
     assert "Too far" not in _page(tmp_path, _row("nncf", 4.0, -0.8), ours)
+    slow = _page(tmp_path, _row("quanto", 0.04, 0.0), _row("torch", 0.2, 0.0), ours)
+    assert "Too slow for the picture: the quanto." in slow
+    assert "the quanto: " not in slow
 
 
 def test_ours_is_the_fastest_where_who_is_faster_is_worse(tmp_path: Path) -> None:
@@ -90,6 +93,9 @@ def test_ours_is_the_fastest_where_who_is_faster_is_worse(tmp_path: Path) -> Non
     assert "<svg" in page
     assert "text-anchor" in page
     assert not re.search(r"\w-\n", page), "a name that is cut in two is none"
+    style = page[page.index("<style>") : page.index("</style>")]
+    assert "'" in style
+    assert all(line.count("'") % 2 == 0 for line in style.splitlines()), "the end of a line ends a string"
 
 
 @pytest.mark.parametrize("gained", [0.0, 0.002])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -20,10 +21,13 @@ Rows = Sequence[dict[str, Any]]
 _OURS, _REFERENCE = "auto", "onnxruntime-float32"
 """The tool that is compared with the others, and the one beside which all latencies are measured."""
 _BATCHES, _PICTURED = ("1", "8", "32"), "8"
+_SLOWEST = 0.2
+"""The speed-up from which on a tool is in the picture."""
 _AGAIN = 0.002
 """How near a score must be to that of another machine."""
 _LINES = TextWrapper(width=118, break_long_words=False, break_on_hyphens=False)
 """Prose and pictures in lines of usual length; in a picture a name of an attribute may have a hyphen."""
+_STRING = re.compile("'[^']*'")
 _VERSIONS = ("torch", "onnxruntime", "openvino", "nncf", "nvidia-modelopt", "torchao", "optimum-quanto")
 _INTRO = """# Against other tools, on a CPU
 
@@ -254,12 +258,15 @@ def _picture(measured: Rows) -> str:
     """Score against time at one batch size; times are those of the reference divided by the speed-ups."""
     reference = next(row for row in measured if row["tool"] == _REFERENCE)
     base = reference["latency"][_PICTURED]["ms"]
-    # One that loses as much as all of float's score would leave no room for the others.
+    # One that loses as much as all of float's score would leave no room for the others, nor would one that takes ages.
     far = [row["name"] for row in measured if -row["gained"] > abs(reference["score"])]
+    slow = [
+        row["name"] for row in measured if row["latency"][_PICTURED]["speedup"] < _SLOWEST and row["name"] not in far
+    ]
     spots = [
         (number, row["name"], base / row["latency"][_PICTURED]["speedup"], row["score"], row["gained"])
         for number, row in enumerate(measured, start=1)
-        if row["name"] not in far
+        if row["name"] not in (*far, *slow)
     ]
     points = [
         RunPoint(
@@ -272,7 +279,11 @@ def _picture(measured: Rows) -> str:
         for number, title, time, score, gained in spots
     ]
     picture = runs_svg(points, f"{measured[0]['metric']}, batch {_PICTURED}", {})
-    # A block of HTML in lines of usual length, so that its text has the colour of the page.
-    block = ["<div>", *_LINES.wrap(picture.replace("><", "> <")), "</div>"]
-    left_out = _LINES.fill(f"Too far from float for the picture: {'; '.join(far)}.")
-    return "\n".join([*block, f"\n{left_out}"] if far else block)
+    # A block of HTML in lines of usual length, so that its text has the colour of the page. A string of a style is not
+    # cut: the end of a line would end it, and with it all styles behind.
+    whole = _STRING.sub(lambda found: found[0].replace(" ", "\0"), picture.replace("><", "> <"))
+    block = ["<div>", *(line.replace("\0", " ") for line in _LINES.wrap(whole)), "</div>"]
+    for why, names in (("Too far from float", far), ("Too slow", slow)):
+        if names:
+            block.append("\n" + _LINES.fill(f"{why} for the picture: {'; '.join(names)}."))
+    return "\n".join(block)
