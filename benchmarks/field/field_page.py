@@ -27,7 +27,7 @@ _AGAIN = 0.002
 """How near a score must be to that of another machine."""
 _LINES = TextWrapper(width=118, break_long_words=False, break_on_hyphens=False)
 """Prose and pictures in lines of usual length; in a picture a name of an attribute may have a hyphen."""
-_STRING = re.compile("'[^']*'")
+_STYLE, _STRING = re.compile("<style>.*?</style>"), re.compile("'[^']*'")
 _VERSIONS = ("torch", "onnxruntime", "openvino", "nncf", "nvidia-modelopt", "torchao", "optimum-quanto")
 _INTRO = """# Against other tools, on a CPU
 
@@ -279,11 +279,19 @@ def _picture(measured: Rows) -> str:
         for number, title, time, score, gained in spots
     ]
     picture = runs_svg(points, f"{measured[0]['metric']}, batch {_PICTURED}", {})
-    # A block of HTML in lines of usual length, so that its text has the colour of the page. A string of a style is not
-    # cut: the end of a line would end it, and with it all styles behind.
-    whole = _STRING.sub(lambda found: found[0].replace(" ", "\0"), picture.replace("><", "> <"))
-    block = ["<div>", *(line.replace("\0", " ") for line in _LINES.wrap(whole)), "</div>"]
+    # A block of HTML, so that its text has the colour of the page.
+    block = ["<div>", *_in_lines(picture), "</div>"]
     for why, names in (("Too far from float", far), ("Too slow", slow)):
         if names:
             block.append("\n" + _LINES.fill(f"{why} for the picture: {'; '.join(names)}."))
     return "\n".join(block)
+
+
+def _in_lines(picture: str) -> list[str]:
+    """Return a picture in lines of usual length.
+
+    No string of its style is cut: the end of a line would end it, and make all styles behind it void.
+    """
+    loose = _STYLE.sub(lambda found: found[0].replace(";", "; "), picture.replace("><", "> <"))
+    whole = _STRING.sub(lambda found: found[0].replace(" ", "\0"), loose)
+    return [line.replace("\0", " ") for line in _LINES.wrap(whole)]
