@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -26,12 +28,17 @@ from quantizer.calibration.settings import replays_batches
 from quantizer.calibration.smoothquant import ALPHAS
 from quantizer.calibration.smoothquant import Smoothing
 from quantizer.calibration.weight_rounding import round_weights
+from quantizer.common.digest import tensors_digest
+from quantizer.common.distributed import get_world_size
+from quantizer.common.fingerprint import Fingerprint
 from quantizer.numerics.qtype import qtype
+from quantizer.observe.snapshot import snapshot
 from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import PlanSettings
 from quantizer.plan.decide_operands import judged_as
 from quantizer.plan.decide_sites import decide
 from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import plan_digest
 from quantizer.plan.weight_scales import scale_of
 
 __all__ = ["make_plan"]
@@ -41,26 +48,63 @@ def make_plan(proxy: Proxied, observation: Seen) -> Plan:
     """Return the plan of a calibrated proxy, after the choices on kept batches that the configuration asks for.
 
     Ranges and codes of weights are chosen once, and again after more data; so are the shifts of biases, with ranges and
-    codes as they came out. This runs the proxy, so pause its observation first.
+    codes as they came out. This runs the proxy, so pause its observation first. What was chosen for another backend
+    whose plans are alike is taken over.
     """
-    error = OutputError(proxy, None if observation.kept is None else observation.kept.errors)
-    plan = _with_ranges(proxy, observation, error)
-    if not proxy.config.bias_correction:
-        return plan
-    return corrected(proxy, plan, observation, error, proxy.config.target.torch_dtype)
-
-
-def _with_ranges(proxy: Proxied, observation: Seen, error: OutputError) -> Plan:
-    config, settings = proxy.config, plan_settings(proxy)
+    kept, settings = observation.kept, plan_settings(proxy)
+    error = OutputError(proxy, None if kept is None else kept.known.errors)
 
     def decided() -> Plan:
         return decide(proxy.module, list(proxy.sites), observation, proxy.excluded, settings)
 
-    if not replays_batches(config) or observation.batches in (0, observation.chosen_at):
-        return decided()
+    digest = None
+    if replays_batches(proxy.config) and observation.batches not in (0, observation.chosen_at):
+        observation.forget_choices()
+        digest = _digest(proxy, observation, decided()) if kept is not None and get_world_size() == 1 else None
+        if kept is not None and digest is not None and digest in kept.known.choices:
+            observation.take_choices(kept.known.choices[digest])
+        else:
+            _choose(proxy, observation, error, decided, settings)
+        observation.chosen_at, observation.rounding = observation.batches, None
+    plan = decided()
+    if proxy.config.bias_correction:
+        plan = corrected(proxy, plan, observation, error, settings.scale_dtype)
+    if kept is not None and digest is not None:
+        kept.known.choices[digest] = replace(observation.copy(), kept=None)
+    return plan
+
+
+def _digest(proxy: Proxied, observation: Seen, plan: Plan) -> str:
+    """Return the SHA-256 of all that choices by running batches depend on.
+
+    Args:
+        proxy: the calibrated proxy.
+        observation: the statistics, without any choice.
+        plan: the plan for them.
+    """
+    config, kept = proxy.config, observation.kept
+    traits = {
+        name: sorted(value) if isinstance(value, frozenset) else value
+        for name, value in config.target.plan_traits.items()
+    }
+    parts = [
+        config.model_dump_json(exclude={"backend", "candidates"}),
+        repr(traits),
+        plan_digest(plan),
+        "" if kept is None else kept.digest,
+        repr(Fingerprint.of(proxy.module).plain()),
+        hashlib.sha256(snapshot(observation)).hexdigest(),
+    ]
+    return tensors_digest(dict(proxy.module.named_buffers()), "\0".join(parts))
+
+
+def _choose(
+    proxy: Proxied, observation: Seen, error: OutputError, decided: Callable[[], Plan], settings: PlanSettings
+) -> None:
+    """Choose ranges, migrations of outliers and codes by running the kept batches."""
+    config = proxy.config
     activations = config.activations
     with torch.no_grad():
-        observation.forget_choices()
         smoothing = None
         shares: tuple[float | None, ...] = (None,)
         if activations.smooth is not None:
@@ -102,8 +146,6 @@ def _with_ranges(proxy: Proxied, observation: Seen, error: OutputError) -> Plan:
             assert observation.kept is not None
             with with_all_batches(config.weights.rounding, observation.kept):
                 _round(proxy, observation, decided, settings)
-    observation.chosen_at, observation.rounding = observation.batches, None
-    return decided()
 
 
 def _round(proxy: Proxied, observation: Seen, decided: Callable[[], Plan], settings: PlanSettings) -> None:

@@ -13,7 +13,10 @@ from collections.abc import Collection
 from collections.abc import Hashable
 from collections.abc import Iterator
 from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
 from enum import Enum
+from typing import TYPE_CHECKING
 from typing import Any
 from typing import NamedTuple
 
@@ -27,7 +30,10 @@ from quantizer.common.distributed import get_world_size
 from quantizer.common.distributed import is_mine
 from quantizer.errors import CalibrationError
 
-__all__ = ["FEW", "MANY", "Batch", "DealtBatches", "Enough", "ReplayBatches", "copied"]
+if TYPE_CHECKING:
+    from quantizer.observe.statistics import Seen
+
+__all__ = ["FEW", "MANY", "Batch", "DealtBatches", "Enough", "Known", "ReplayBatches", "copied"]
 
 
 class Enough(NamedTuple):
@@ -54,6 +60,19 @@ _COUNT = 8  # bytes
 Batch = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The findings of plans on some batches, whatever their backend.
+
+    Attributes:
+        errors: the errors of their outputs, see ``OutputError``.
+        choices: statistics with all that was chosen by running the batches, by a digest of what the choices depend on.
+    """
+
+    errors: dict[tuple[str, Hashable, str], float] = field(default_factory=dict)
+    choices: dict[str, Seen] = field(default_factory=dict)
+
+
 class _Held(NamedTuple):
     """A batch that is kept: its rows, and the ranks that have it."""
 
@@ -68,8 +87,7 @@ class ReplayBatches:
     of them. A batch that several ranks have is dealt out to one of them.
 
     Attributes:
-        errors: what is known of plans on these batches, see ``OutputError``; copies share it, those of other backends
-            too.
+        known: what is known of plans on these batches; copies share it, those of other backends too.
     """
 
     def __init__(
@@ -77,12 +95,12 @@ class ReplayBatches:
         kept: Mapping[bytes, Batch] | None = None,
         enough: Enough = FEW,
         everywhere: Mapping[bytes, _Held] | None = None,
-        errors: dict[tuple[str, Hashable, str], float] | None = None,
+        known: Known | None = None,
     ) -> None:
         self._kept = dict(kept or {})
         self._enough = enough
         self._everywhere = everywhere
-        self.errors = {} if errors is None else errors
+        self.known = Known() if known is None else known
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -103,11 +121,11 @@ class ReplayBatches:
         """Return those among ``keys``."""
         kept = {key: batch for key, batch in self._kept.items() if key in keys}
         held = None if self._everywhere is None else {key: self._everywhere[key] for key in keys}
-        return ReplayBatches(kept, everywhere=held, errors=self.errors)
+        return ReplayBatches(kept, everywhere=held, known=self.known)
 
     def copy(self) -> ReplayBatches:
         """Return a copy that can keep other batches."""
-        return ReplayBatches(self._kept, self._enough, errors=self.errors)
+        return ReplayBatches(self._kept, self._enough, known=self.known)
 
     def few(self) -> ReplayBatches:
         """Return those that would have been kept if a few had been enough."""
@@ -141,7 +159,7 @@ class ReplayBatches:
             for key in _taken(rows, self._enough)
         }
         kept = {key: batch for key, batch in self._kept.items() if key in held}
-        return ReplayBatches(kept, self._enough, held, self.errors)
+        return ReplayBatches(kept, self._enough, held, self.known)
 
     def halves(self) -> tuple[ReplayBatches, ReplayBatches]:
         """Return two parts without a common batch, to choose on and to check on; with one batch both are that one."""

@@ -106,12 +106,27 @@ class Seen:
         """Discard all that was chosen by running batches: ranges, migration of outliers, codes, shifts."""
         self.chosen_at = 0
         self.bias_shifts = None
-        for group in self.groups:
-            group.chosen = None
         for site in self.records.values():
             site.left = None
             for record in site.operands.values():
                 record.smoothed = record.left = record.rounded = record.spread = None
+        # Those of groups that had a migration too: without it they are in use again.
+        for group in self.groups:
+            group.chosen = None
+
+    def take_choices(self, other: Seen) -> None:
+        """Take all that was chosen by running batches from equal statistics, and share nothing that changes."""
+        self.bias_shifts = other.bias_shifts
+        migrated: dict[RangeGroup, RangeGroup] = {}
+        for path, site in other.records.items():
+            self.records[path].left = site.left
+            for name, record in site.operands.items():
+                mine = self.records[path].operands[name]
+                mine.left, mine.rounded, mine.spread = record.left, record.rounded, record.spread
+                if mine.group is not None and record.group is not None:
+                    mine.group.chosen = record.group.chosen
+                if record.smoothed is not None:
+                    mine.smoothed = migrated.setdefault(record.smoothed, record.smoothed.copy())
 
     def with_added(self, other: Seen) -> Seen:
         """Return the sum of these statistics and others, and change neither.

@@ -266,7 +266,8 @@ class _Maker:
         if variant.dtype is None or (variant.backend, False) in self.quantizers:
             return None
         rivals = {name: one.engine for name, one in tried.items() if one.variant.dtype is not None}
-        return self._trials.too_slow(variant, self._calibrated, rivals)
+        planned = {backend for backend, dynamic in self._frozen if not dynamic}
+        return self._trials.too_slow(variant, self._calibrated, rivals, planned)
 
     def _rough(self, variant: Variant, calibrated: Quantizer) -> Engine:
         def build(onnx: Path, path: Path) -> Engine:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
+from dataclasses import fields
 from typing import TYPE_CHECKING
 from typing import Literal
 
@@ -29,6 +30,9 @@ __all__ = [
 
 _LARGE_TABLE = 2**18
 """The numbers of a table of embeddings from which codes save a noteworthy part of a file: 768 KiB."""
+
+_OF_NO_PLAN = {"name", "graph_rules", "triton", "library", "packages", "file_magic", "file_domains"}
+_OF_NO_PLAN |= {"auto_rank", "ahead_of_time", "exact_variant", "weight_dtypes", "dynamic", "recurrences"}
 
 FloatDtype = Literal["float16", "bfloat16", "float32"]
 SiteKind = Literal["linear", "conv", "matmul", "residual_add", "embedding"]
@@ -186,6 +190,14 @@ class TargetProfile:
     def reads_dynamic(self) -> bool:
         """True if its files may have a DynamicQuantizeLinear."""
         return self.dynamic is not None and self.dynamic.block_size is None
+
+    @property
+    def plan_traits(self) -> dict[str, object]:
+        """The fields that plans depend on: backends with equal ones have plans that differ in words alone.
+
+        That is with ranges of calibration and formats that both have, and without recurrent layers.
+        """
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _OF_NO_PLAN}
 
     @property
     def torch_dtype(self) -> torch.dtype:

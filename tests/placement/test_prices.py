@@ -76,8 +76,13 @@ def test_a_layer_that_is_called_after_its_activation() -> None:
     }
 
 
-def test_layers_of_slow_engines_are_timed_in_fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("seconds", "measurements"), [(19, 2), (21, 1)])
+def test_layers_of_slow_engines_are_timed_in_fewer_runs(
+    seconds: float, measurements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = []
+    clock = iter([0, seconds])
+    monkeypatch.setattr(price_groups.time, "perf_counter", lambda: next(clock))
 
     def inspected(*_: Any, **asked: int) -> Inspection:
         runs.append(asked["runs"])
@@ -90,7 +95,7 @@ def test_layers_of_slow_engines_are_timed_in_fewer_runs(monkeypatch: pytest.Monk
     timing = price_groups.Timing(backend="openvino", batch=32, sequence=1, threads=1)
     engines = dict.fromkeys(("fast", "slow", "slower"), files)
     found = timing.of_places(engines, ["a"], {"fast": 5e3, "slow": 1.5e6, "slower": 9e6})
-    assert runs == 2 * [10, 6, 3]
+    assert runs == measurements * [10, 6, 3]
     assert {name: times["a"] for name, times in found.items()} == dict.fromkeys(engines, 3.0)
 
 

@@ -59,18 +59,23 @@ def test_it_is_the_plan_of_largest_values(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "settings", "tells"),
+    ("backend", "settings", "planned", "least"),
     [
-        ("onnxruntime", {}, True),
-        ("torch", {}, True),
-        ("torch", {"preset": "plain"}, False),
-        ("onnxruntime", {"preset": "plain", "bias_correction": True}, True),
-        ("openvino", {}, False),
-        ("openvino-avx2", {}, False),
+        ("onnxruntime", {}, [], 1.2),
+        ("torch", {}, ["openvino"], 1.2),
+        ("torch", {}, ["openvino", "onnxruntime"], None),
+        ("torch-avx2", {}, ["onnxruntime"], 1.2),
+        ("torch", {"preset": "plain"}, [], None),
+        ("onnxruntime", {"preset": "plain", "bias_correction": True}, [], 1.2),
+        ("openvino", {}, ["onnxruntime"], 1.5),
+        ("openvino-avx2", {}, ["onnxruntime-avx2"], 1.5),
+        ("openvino", {"preset": "plain"}, [], None),
     ],
 )
-def test_where_it_tells_how_fast_a_good_plan_is(backend: str, settings: dict[str, Any], tells: bool) -> None:
-    assert rough_plan.rough_tells(Quantizer(backend="openvino", **settings).config, backend) is tells
+def test_where_it_tells_how_fast_a_good_plan_is(
+    backend: str, settings: dict[str, Any], planned: list[str], least: float | None
+) -> None:
+    assert rough_plan.least_ratio(Quantizer(backend="openvino", **settings).config, backend, planned) == least
 
 
 def test_what_fell_back_is_quantized() -> None:
@@ -122,6 +127,6 @@ def test_the_fastest_of_the_others_counts(taken: list[float], why: str | None, m
     monkeypatch.setattr(rough_plan, "interleaved_latency", given)
     monkeypatch.setattr(rough_plan, "engine_inputs", lambda engine, batch: batch)
     engine: Any = dict
-    found = rough_plan.too_slow("this", engine, {"quick": engine, "slow": engine}, [{}] * len(taken))
+    found = rough_plan.too_slow("this", engine, {"quick": engine, "slow": engine}, [{}] * len(taken), 1.2)
     assert found == (None if why is None else f"with ranges by largest values it takes {why}")
     assert not left

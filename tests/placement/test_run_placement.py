@@ -76,6 +76,18 @@ def test_slower_groups_go_back_where_the_engine_is_faster(
     assert len(reasons) == 3 * back
 
 
+def test_groups_that_are_hardly_slower_stay(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = place_groups.price_groups
+    monkeypatch.setattr(place_groups, "price_groups", lambda *told: replace(given(*told), low_us=5000.0))
+    monkeypatch.setattr(TimeCache, "faster", lambda *_: pytest.fail("an engine was built to time it"))
+    record = _run(asked)
+    assert record.placement is not None
+    assert record.placement.back == 0
+    assert "1 group is slower in int8 than in float, but too little to put it back" in capsys.readouterr().out
+
+
 @pytest.mark.promise("puts back what costs most accuracy while the engine stays twice as fast as in float.")
 def test_a_speed_that_is_reached_at_the_second_engine(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[float] = []

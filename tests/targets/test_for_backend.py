@@ -59,12 +59,9 @@ def assert_same_plan(first: Plan, second: Plan) -> None:
     assert list(first) == list(second)
     for path, one in first.items():
         two = second[path]
-        for field in type(one).__slots__:
-            if field != "operands":
-                assert getattr(one, field) == getattr(two, field), f"{path}.{field}"
         assert len(one.operands) == len(two.operands), path
-        for a, b in zip(one.operands, two.operands, strict=True):
-            for field in type(a).__slots__:
+        for a, b in zip((one, *one.operands), (two, *two.operands), strict=True):
+            for field in {*type(a).__slots__} - {"operands"}:
                 x, y = getattr(a, field), getattr(b, field)
                 same = torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
                 assert same, f"{path}.{a.name}.{field}: {x} against {y}"
@@ -284,3 +281,34 @@ def test_what_one_backend_measured_of_a_plan_another_need_not(monkeypatch: pytes
     with pytest.warns(UserWarning, match="weights"):
         q.for_backend("torch").quantize(model)
     assert len(measured) > before
+
+
+@pytest.mark.parametrize("settings", some_daily([{}, {"preset": "accurate"}, {"bias_correction": False}], 2), ids=str)
+def test_what_was_chosen_for_one_backend_is_not_chosen_again_for_one_with_equal_plans(
+    model: nn.Module, settings: dict[str, Any]
+) -> None:
+    q = Quantizer(backend="onnxruntime", **settings)
+    q.calibrate(model, BATCHES, progress=False)
+    before = plan_digest(q.plan)
+    ran: list[nn.Module] = []
+    other = q.for_backend("torch")
+    with nn.modules.module.register_module_forward_pre_hook(lambda module, _: ran.append(module)):
+        decided = other.plan
+        assert not ran
+        q.for_backend("openvino").quantize(model)
+        assert ran
+    alone = Quantizer(backend="torch", **settings)
+    alone.calibrate(model, BATCHES, progress=False)
+    assert_same_plan(decided, alone.plan)
+    # Neither has anything of the other that changes.
+    other.calibrate(model, [batch("bert", padded=True, seed=9, rows=4, length=16)], resume=True, progress=False)
+    assert plan_digest(other.plan) != before
+    assert plan_digest(q.plan) == before
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "equal"),
+    [("onnxruntime", "torch", True), ("onnxruntime-avx2", "torch-avx2", True), ("onnxruntime", "openvino", False)],
+)
+def test_which_backends_have_equal_plans(first: str, second: str, equal: bool) -> None:
+    assert (profiles[first].plan_traits == profiles[second].plan_traits) is equal

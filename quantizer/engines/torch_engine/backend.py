@@ -20,6 +20,7 @@ from quantizer.engines.cpu import cpu_instructions
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.engine_file import checked_output
 from quantizer.engines.engine_file import write_engine
+from quantizer.engines.inspection.from_layers import RUNS
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.engines.int8_saturation import saturation_warnings
 from quantizer.engines.optional_import import import_library
@@ -82,10 +83,10 @@ class TorchBackend:
         return found
 
     def inspect(
-        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
+        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = RUNS
     ) -> Inspection:
         """Run an engine file, or an ``.onnx`` file: an eager one operator by operator, a compiled one as a whole."""
-        found: Inspection = _engine_module().inspected(self.name, path, threads, batch, sequence)
+        found: Inspection = _engine_module().inspected(self.name, path, threads, batch, sequence, runs)
         return found
 
 

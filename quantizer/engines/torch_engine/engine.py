@@ -149,7 +149,7 @@ def read_file(path: Path, *, verify: bool = True) -> GraphFile:
         ) from error
 
 
-def inspected(name: str, path: Path, threads: int, batch: int, sequence: int) -> Inspection:
+def inspected(name: str, path: Path, threads: int, batch: int, sequence: int, runs: int) -> Inspection:
     """Run a file with made-up inputs and return its layers; arguments as those of ``Backend.inspect``.
 
     Raises:
@@ -160,7 +160,7 @@ def inspected(name: str, path: Path, threads: int, batch: int, sequence: int) ->
     inputs = working_inputs(loaded(file, threads), batch, sequence)
     tensors = [torch.from_numpy(inputs[spec.name]) for spec in file.inputs]
     with torch.inference_mode(), _threads(threads):
-        return inspect_graph(name, file, compiled, tensors, batch, sequence, threads)
+        return inspect_graph(name, file, compiled, tensors, batch, sequence, threads, runs)
 
 
 def loaded(file: GraphFile, threads: int) -> TorchEngine:

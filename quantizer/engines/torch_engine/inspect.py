@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 from quantizer.engines.dimensions import shape_words
-from quantizer.engines.inspection.from_layers import RUNS
 from quantizer.engines.inspection.from_layers import WARMUP
 from quantizer.engines.inspection.from_layers import inspection_from_layers
 from quantizer.engines.inspection.from_layers import run_note
@@ -77,6 +76,7 @@ def inspect_graph(
     batch: int,
     sequence: int,
     threads: int,
+    runs: int,
 ) -> Inspection:
     """Return the layers of an engine.
 
@@ -88,13 +88,14 @@ def inspect_graph(
         batch: size of the first dimension of the inputs, for the note.
         sequence: of the others.
         threads: for the note.
+        runs: how many runs the time of a layer is the median of.
     """
     values = node_values(file.module, file.inputs, batch, sequence)
     shape = shape_words([spec.shape for spec in file.inputs], batch, sequence)
     asked = [node for node in file.module.graph.nodes if is_call(node, *_INTEGER)]
     if compiled is None:
-        layers = _layers(file.module, values, _times(file.module, inputs))
-        return inspection_from_layers(name, layers, verified=True, note=run_note(shape, threads))
+        layers = _layers(file.module, values, _times(file.module, inputs, runs))
+        return inspection_from_layers(name, layers, verified=True, note=run_note(shape, threads, runs))
     compiled(*inputs)
     called = compiled.calls("qlinear_pointwise", "qconv_pointwise", "qconv2d_pointwise")
     note = (
@@ -188,9 +189,9 @@ class _Timer(fx.Interpreter):
         return made
 
 
-def _times(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[str, float]:
+def _times(module: fx.GraphModule, inputs: Sequence[torch.Tensor], runs: int) -> dict[str, float]:
     """Return the median time of each node in microseconds."""
     timer = _Timer(prepare_eager(deepcopy(module)))
-    for _ in range(WARMUP + RUNS):
+    for _ in range(WARMUP + runs):
         timer.run(*inputs)
     return {name: statistics.median(seconds[WARMUP:]) * 1e6 for name, seconds in timer.seconds.items()}

@@ -183,7 +183,7 @@ class Chooser:
             return None
         rivals = {name: one.engine for name, one in self._made.items() if one.quantized is not None and one.engine}
         calibrated = self._quantizer(next(one for one in self._asked.variants if one.dtype is not None))
-        return self._trials.too_slow(variant, calibrated, rivals)
+        return self._trials.too_slow(variant, calibrated, rivals, self._planned)
 
     def _first(self, variant: Variant) -> Variant:
         """Return the variant of a backend whose file and plan others of it go by."""

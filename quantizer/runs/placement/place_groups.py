@@ -24,6 +24,9 @@ from quantizer.sensitivity.prices.group_prices import Prices
 
 __all__ = ["GroupPlacer"]
 
+_WORTH_A_TRIAL = 1.01
+"""The gain that the prices of the slower groups have to promise, half of what it has to be when it is measured."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlacer:
@@ -55,7 +58,7 @@ class GroupPlacer:
         None: the library tells no times of layers.
 
         Gains of single groups do not add up exactly. So an engine without the slower groups is built and timed beside
-        the other: if it is not faster, no group counts as slower.
+        the other: if it is not faster, no group counts as slower; nor if all of them together would gain too little.
 
         Args:
             quantizer: a quantizer without a fallback.
@@ -69,10 +72,14 @@ class GroupPlacer:
         prices = price_groups(quantizer.plan, quantized, low, plain, self.timing, self.cache)
         if prices is None or not prices.slower():
             return prices
-        faster = self.cache.faster(low.onnx, plain.onnx, self.timing, partial(self._faster, quantizer, prices, low))
         number = len(prices.slower())
         what = f"{counted(number, 'group')} {'is' if number == 1 else 'are'} slower in {quantizer.config.dtype}"
-        self.say(f"{what} than in float" + (", put back" if faster else ", but the engine is not faster without them"))
+        if prices.low_us < _WORTH_A_TRIAL * prices.time_us(prices.slower()):
+            faster, then = False, f", but too little to put {'it' if number == 1 else 'them'} back"
+        else:
+            faster = self.cache.faster(low.onnx, plain.onnx, self.timing, partial(self._faster, quantizer, prices, low))
+            then = ", put back" if faster else ", but the engine is not faster without them"
+        self.say(f"{what} than in float{then}")
         return prices if faster else replace(prices, least_loss_us=math.inf)
 
     def _faster(self, quantizer: Quantizer, prices: Prices, low: EngineFiles) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Mapping
@@ -42,6 +43,9 @@ __all__ = ["EngineFiles", "TimeCache", "Timing", "is_faster", "price_groups"]
 _ROUNDS, _SECONDS = 15, 20.0
 _RUNS, _FEWEST_RUNS, _RUNS_S = 10, 3, 10.0
 """Runs of which a layer's time is the median: so many, or those that take so long, but never fewer than that."""
+
+_MEASUREMENTS, _MEASUREMENTS_S = 2, 20.0
+"""Measurements of which a layer's time is the lower one; none is begun after so long."""
 
 _LEAST_GAIN = 1.02
 """A plan with groups put back for the time is taken from this gain on, measured as a whole."""
@@ -87,7 +91,8 @@ class Timing:
     ) -> dict[str, dict[str, float]]:
         """Return the time of each place in each engine, in microseconds, the lower of two measurements.
 
-        The engines take turns. What else runs on the machine makes layers slower, and seldom the same ones twice.
+        The engines take turns. What else runs on the machine makes layers slower, and seldom the same ones twice. Slow
+        engines are measured once.
 
         Args:
             engines: the engines by name.
@@ -96,12 +101,15 @@ class Timing:
         """
         size = {"threads": self.threads, "batch": self.batch, "sequence": self.sequence}
         found: dict[str, dict[str, float]] = {}
-        for _ in range(2):
+        begin = time.perf_counter()
+        for number in range(_MEASUREMENTS):
+            if number > 0 and time.perf_counter() - begin > _MEASUREMENTS_S:
+                break
             for name, files in engines.items():
                 runs = max(_FEWEST_RUNS, min(_RUNS, int(1e6 * _RUNS_S / latencies[name])))
                 seen = inspect_engine(self.backend, files.engine, **size, runs=runs)
                 times = place_times(seen, places, product_names(files.onnx))
-                found[name] = {place: min(time, found.get(name, times)[place]) for place, time in times.items()}
+                found[name] = {place: min(spent, found.get(name, times)[place]) for place, spent in times.items()}
         return found
 
     def latencies(self, paths: Mapping[str, Path]) -> dict[str, float]:

@@ -1,14 +1,15 @@
 """A plan that is made in a moment, with which it is seen whether an engine can be the fastest before it has a good one.
 
 How long an engine takes depends on what is quantized, and hardly on the ranges. A good plan takes most of the time of a
-choice of engines, for each backend anew, and is of no use for an engine that is far slower than another one. Products
-of two activations and residual adds are quantized or not by what a good plan finds out, so that a rough one tells
-nothing of a backend that has kernels for them.
+choice of engines, and is of no use for an engine that is far slower than another one. Products of two activations and
+residual adds are quantized or not by what a good plan finds out, so that a rough one tells less of a backend that has
+kernels for them. A backend whose plans are those of another one needs no trial: it has its good plan in a moment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,7 +35,10 @@ from quantizer.runs.run_context import engine_inputs
 from quantizer.targets import profile
 from quantizer.tasks import Batch
 
-__all__ = ["RoughTrials", "rough_engine", "rough_quantizer", "rough_tells", "too_slow"]
+__all__ = ["RoughTrials", "least_ratio", "rough_engine", "rough_quantizer", "too_slow"]
+
+_FAR = 1.5
+"""The least ratio for a backend of which a rough plan tells less."""
 
 _ROUNDS, _SECONDS = 15, 10.0
 """Of all engines in turns, at each shape; slow ones have fewer rounds."""
@@ -53,29 +57,44 @@ class RoughTrials:
         self._batches = batches
         self._slow: dict[str, str | None] = {}
 
-    def too_slow(self, variant: Variant, calibrated: Quantizer, rivals: Mapping[str, Engine]) -> str | None:
+    def too_slow(
+        self, variant: Variant, calibrated: Quantizer, rivals: Mapping[str, Engine], planned: Collection[str]
+    ) -> str | None:
         """Return why the backend of a variant needs no plan; None: it may have the fastest engine.
 
         Args:
             variant: a quantized variant.
             calibrated: a quantizer that was calibrated on the model, for any backend.
             rivals: quantized engines of other backends, by name.
+            planned: the backends that have a good plan.
         """
         name = variant.backend
-        if not rivals or not rough_tells(calibrated.config, name):
+        least = least_ratio(calibrated.config, name, planned)
+        if not rivals or least is None:
             return None
         if name not in self._slow:
             self._slow[name] = None
             # What fails here is tried with a good plan, whose error is told.
             with suppress(*FAILURES):
                 engine = self._make(replace(variant, dynamic=False), calibrated)
-                self._slow[name] = too_slow(variant.name, engine, rivals, self._batches)
+                self._slow[name] = too_slow(variant.name, engine, rivals, self._batches, least)
         return self._slow[name]
 
 
-def rough_tells(config: QuantizerConfig, backend: str) -> bool:
-    """Return whether a rough plan tells how fast a good one is, and is made in less time."""
-    return keeps_batches(config) and profile(backend).site_kinds.isdisjoint({"matmul", "residual_add"})
+def least_ratio(config: QuantizerConfig, backend: str, planned: Collection[str]) -> float | None:
+    """Return how many times as slow as another one an engine of a rough plan has to be to need no good plan.
+
+    None: a good plan is made in no more time.
+
+    Args:
+        config: a configuration of any backend.
+        backend: the backend.
+        planned: the backends that have a good plan.
+    """
+    tried = profile(backend)
+    if not keeps_batches(config) or any(profile(name).plan_traits == tried.plan_traits for name in planned):
+        return None
+    return HOPELESS if tried.site_kinds.isdisjoint({"matmul", "residual_add"}) else _FAR
 
 
 def rough_quantizer(calibrated: Quantizer, backend: str) -> Quantizer:
@@ -124,7 +143,9 @@ def rough_engine(
     return build(onnx, stem.with_name(f"{stem.name}.engine"))
 
 
-def too_slow(name: str, engine: Engine, rivals: Mapping[str, Engine], batches: Sequence[Batch]) -> str | None:
+def too_slow(
+    name: str, engine: Engine, rivals: Mapping[str, Engine], batches: Sequence[Batch], least: float
+) -> str | None:
     """Return why an engine, built from a rough plan, cannot be the fastest; None: it may be.
 
     Args:
@@ -132,6 +153,7 @@ def too_slow(name: str, engine: Engine, rivals: Mapping[str, Engine], batches: S
         engine: the engine.
         rivals: others that are quantized, by name.
         batches: what they run on, in turns; the geometric mean of the ratios counts.
+        least: the ratio to the fastest of the others from which on it cannot.
     """
     engines, taken = {**rivals, name: engine}, []
     for batch in batches:
@@ -139,6 +161,6 @@ def too_slow(name: str, engine: Engine, rivals: Mapping[str, Engine], batches: S
         taken.append(medians(interleaved_latency(calls, rounds=_ROUNDS, seconds=_SECONDS)))
     ratios = {key: geometric_mean(times[name] / times[key] for times in taken) for key in rivals}
     best = max(rivals, key=lambda key: ratios[key])
-    if ratios[best] < HOPELESS:
+    if ratios[best] < least:
         return None
     return f"with ranges by largest values it takes {text.times(ratios[best])} the time of {best}"
