@@ -52,6 +52,9 @@ It loses less accuracy, which counts under a budget; its speed is at most 3% mor
 SLOW = 1.5
 """A candidate that takes so many times as long as another one of its kind is not timed at further shapes."""
 
+_TIE = 1.03
+"""Of engines in one format whose times differ by less, noise would choose: the first that was tried is taken."""
+
 _INT8_FLAGS = frozenset({"avx2", "amx_int8", "asimddp", "i8mm"})
 
 Times = TypeVar("Times")
@@ -61,9 +64,11 @@ Timed = TypeVar("Timed")
 def choose(candidates: Sequence[Candidate], shapes: Sequence[str], missing: Sequence[str]) -> EngineChoice:
     """Return the choice of the candidate with the least time, in the geometric mean of its ratios over all shapes.
 
+    Of several in one format that are about as fast, it is the first, so that another run chooses the same.
+
     Args:
-        candidates: what was tried; those that failed have no times, and say why in ``verdict``. Those that were too
-            slow at the first shapes have the times of these.
+        candidates: what was tried, in that order; those that failed have no times, and say why in ``verdict``. Those
+            that were too slow at the first shapes have the times of these.
         shapes: the names of the shapes.
         missing: what is not installed.
 
@@ -76,7 +81,9 @@ def choose(candidates: Sequence[Candidate], shapes: Sequence[str], missing: Sequ
     if not ran:
         reasons = "; ".join(f"{one.name}: {one.verdict}" for one in failures)
         raise EngineError(f"no engine is right and runs here: {reasons}")
-    best = ran[0]
+    tied = [one for one in ran if one.format == ran[0].format and one.times_of(ran[0]) < _TIE]
+    best = min(tied, key=list(candidates).index)
+    ran.sort(key=lambda one: one is not best)
     slower = [replace(one, verdict=f"{text.times(one.times_of(best))} the time") for one in ran[1:]]
     for one in sorted(slow, key=lambda one: one.times_of(best)):
         where = " and ".join(shapes[: len(one.milliseconds)])
@@ -198,9 +205,8 @@ def _headline(ran: Sequence[Candidate]) -> str:
             f"nothing in INT8 is faster than float here, and {best.name} is delivered: {quantized[0].name} takes "
             f"{lost} its time in the choice"
         )
-    if best.is_float or not floats:
-        return f"{best.name} is the fastest"
-    return f"{best.name} is the fastest; in float it is {floats[0].name}"
+    said = f"{best.name} is {'the fastest' if all(one.times_of(best) >= 1 for one in ran) else 'as fast as any'}"
+    return said if best.is_float or not floats else f"{said}; in float it is {floats[0].name}"
 
 
 def bound(choice: EngineChoice, inspect: Callable[[Candidate], Inspection]) -> EngineChoice:

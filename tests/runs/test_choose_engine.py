@@ -46,6 +46,27 @@ def test_the_mean_of_ratios_decides() -> None:
     assert choice.shapes == SHAPES
 
 
+@pytest.mark.parametrize(
+    ("time", "names", "headline"),
+    [
+        (9.8, ["a int8", "b int8", "a float32"], "a int8 is as fast as any; in float it is a float32"),
+        (9.6, ["b int8", "a int8", "a float32"], "b int8 is the fastest; in float it is a float32"),
+    ],
+)
+def test_noise_does_not_choose(time: float, names: list[str], headline: str) -> None:
+    tried = [_candidate("a", "float32", 20.0), _candidate("a", "int8", 10.0), _candidate("b", "int8", time)]
+    choice = choose(tried, ["8 x 128"], ())
+    assert [one.name for one in choice.candidates] == names
+    assert choice.headline == headline
+    assert choice.candidates[1].verdict == ("0.98x the time" if time == 9.8 else "1.04x the time")
+
+
+def test_another_format_is_another_choice() -> None:
+    """An engine in float that is as fast as one in INT8 loses no accuracy."""
+    tried = [_candidate("a", "int8", 10.0), _candidate("a", "float32", 9.9)]
+    assert choose(tried, ["8 x 128"], ()).candidates[0].name == "a float32"
+
+
 def test_those_that_are_too_slow_are_not_timed_to_the_end() -> None:
     quick, slow = _candidate("c", "int8", 1.0), _candidate("c", "int8 dynamic", 1.5)
     plain, slow_plain = _candidate("c", "float32", 4.0), _candidate("c", "bfloat16", 6.1)
