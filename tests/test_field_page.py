@@ -87,7 +87,7 @@ def test_a_row_without_use_is_left_out_of_the_picture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("score", "falls"), [(0.91, True), (0.89, False)])
 def test_the_picture_tells_where_a_lower_score_is_better(score: float, falls: bool, tmp_path: Path) -> None:
     page = " ".join(_page(tmp_path, _row("auto", 3.0, -0.01, ours=True, score=score)).split())
-    assert ("(lower is better), batch 8</text>" in page) is falls
+    assert ("batch 8 (lower is better)</text>" in page) is falls
 
 
 def test_ours_is_the_fastest_where_who_is_faster_is_worse(tmp_path: Path) -> None:

@@ -279,8 +279,7 @@ def _picture(measured: Rows) -> str:
         for number, title, time, score, gained in spots
     ]
     falls = any(row["gained"] * (row["score"] - reference["score"]) < 0 for row in measured)
-    metric = f"{measured[0]['metric']}{' (lower is better)' if falls else ''}, batch {_PICTURED}"
-    picture = runs_svg(points, metric, {})
+    picture = runs_svg(points, f"{measured[0]['metric']}, batch {_PICTURED}", {}, higher_is_better=not falls)
     # A block of HTML, so that its text has the colour of the page.
     block = ["<div>", *_in_lines(picture), "</div>"]
     for why, names in (("Too far from float", far), ("Too slow", slow)):

@@ -195,6 +195,17 @@ def test_the_frontier(tmp_path: Path) -> None:
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
 
 
+@pytest.mark.parametrize("higher", [True, False])
+def test_the_picture_tells_where_a_lower_score_is_better(higher: bool, tmp_path: Path) -> None:
+    scores = tuple(
+        Score(which=which, value=value, metric="m", higher_is_better=higher)
+        for which, value in (("float", 4.0), ("engine", 5.0))
+    )
+    runs = read_runs([write_run(tmp_path / name, 0.9, ms, scores=scores) for name, ms in (("a", 2.0), ("b", 1.0))])
+    page = html_from_comparison(compare(runs), "two", tmp_path)
+    assert ("m (lower is better)</text>" in page) is not higher
+
+
 @pytest.mark.promise("Each run has its verdict, and a noisy timing is called so")
 def test_verdicts_and_noise(tmp_path: Path) -> None:
     entries = latency_entries({"float": [4.0] * 8, "engine": [1.0, 1.5, 2.0, 2.5] * 2})

@@ -43,13 +43,16 @@ class RunPoint:
     front: bool
 
 
-def runs_svg(points: Sequence[RunPoint], metric: str, floats: Mapping[str, float]) -> str:
+def runs_svg(
+    points: Sequence[RunPoint], metric: str, floats: Mapping[str, float], *, higher_is_better: bool = True
+) -> str:
     """Return the runs, numbered, by how fast and how good each is; the faster, the further to the right.
 
     Args:
         points: the runs.
         metric: the name of the score.
         floats: the score of each float model, by name; each is a line.
+        higher_is_better: whether a better run is further up; if not, the picture says so.
 
     Returns:
         An ``<svg>`` element as wide as its container; it shows a sentence if there are no points.
@@ -82,7 +85,7 @@ def runs_svg(points: Sequence[RunPoint], metric: str, floats: Mapping[str, float
     for milliseconds in sorted({slowest, fastest}):
         inner.append(svg_text(x(milliseconds), _HEIGHT + 4, text.milliseconds(milliseconds), "qz-value", "middle"))
     names = [
-        svg_text(0, top + 13, metric, "qz-value"),
+        svg_text(0, top + 13, metric if higher_is_better else f"{metric} (lower is better)", "qz-value"),
         svg_text("55%", top + _HEIGHT + 30, "time of a batch: faster to the right", "qz-value", "middle"),
     ]
     frame = f'<svg x="0" y="{top + 10}" width="100%" height="{_HEIGHT}" overflow="visible">{"".join(inner)}</svg>'

@@ -31,8 +31,10 @@ def comparison_svg(comparison: Comparison) -> str:
         base = next((score.value for score in run.record.scores if score.which == "float"), None)
         if base is not None:
             floats[run.record.model.source] = base
-    metric = "score" if comparison.best is None or comparison.best.score is None else comparison.best.score.metric
-    return runs_svg(points, metric, floats)
+    best = None if comparison.best is None else comparison.best.score
+    if best is None:
+        return runs_svg(points, "score", floats)
+    return runs_svg(points, best.metric, floats, higher_is_better=best.higher_is_better)
 
 
 def _nearest(comparison: Comparison) -> str:
