@@ -60,7 +60,7 @@ def make_plan(proxy: Proxied, observation: Seen) -> Plan:
     digest = None
     if replays_batches(proxy.config) and observation.batches not in (0, observation.chosen_at):
         observation.forget_choices()
-        digest = _digest(proxy, observation, decided()) if kept is not None and get_world_size() == 1 else None
+        digest = _digest(proxy, observation, decided())
         if kept is not None and digest is not None and digest in kept.known.choices:
             observation.take_choices(kept.known.choices[digest])
         else:
@@ -70,19 +70,24 @@ def make_plan(proxy: Proxied, observation: Seen) -> Plan:
     if proxy.config.bias_correction:
         plan = corrected(proxy, plan, observation, error, settings.scale_dtype)
     if kept is not None and digest is not None:
-        kept.known.choices[digest] = replace(observation.copy(), kept=None)
+        known = kept.known.choices
+        for former in [key for key, seen in known.items() if seen.batches != observation.batches]:
+            del known[former]
+        known[digest] = replace(observation.copy(), kept=None)
     return plan
 
 
-def _digest(proxy: Proxied, observation: Seen, plan: Plan) -> str:
-    """Return the SHA-256 of all that choices by running batches depend on.
+def _digest(proxy: Proxied, observation: Seen, plan: Plan) -> str | None:
+    """Return the SHA-256 of all that choices by running batches depend on; None: they are of this quantizer alone.
 
     Args:
         proxy: the calibrated proxy.
         observation: the statistics, without any choice.
         plan: the plan for them.
     """
-    config, kept = proxy.config, observation.kept
+    config, kept, buffers = proxy.config, observation.kept, dict(proxy.module.named_buffers())
+    if kept is None or get_world_size() > 1 or not all(map(_has_plain_values, buffers.values())):
+        return None
     traits = {
         name: sorted(value) if isinstance(value, frozenset) else value
         for name, value in config.target.plan_traits.items()
@@ -91,11 +96,17 @@ def _digest(proxy: Proxied, observation: Seen, plan: Plan) -> str:
         config.model_dump_json(exclude={"backend", "candidates"}),
         repr(traits),
         plan_digest(plan),
-        "" if kept is None else kept.digest,
+        kept.digest,
         repr(Fingerprint.of(proxy.module).plain()),
         hashlib.sha256(snapshot(observation)).hexdigest(),
     ]
-    return tensors_digest(dict(proxy.module.named_buffers()), "\0".join(parts))
+    return tensors_digest(buffers, "\0".join(parts))
+
+
+def _has_plain_values(tensor: torch.Tensor) -> bool:
+    """Return whether all values of a tensor lie in memory as they are, none left out and none in codes."""
+    held = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    return held and not tensor.is_meta and not tensor.is_quantized
 
 
 def _choose(

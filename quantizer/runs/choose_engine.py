@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import takewhile
 from typing import TypeVar
 
 from quantizer.engines import Inspection
@@ -53,7 +55,7 @@ SLOW = 1.5
 """A candidate that takes so many times as long as another one of its kind is not timed at further shapes."""
 
 _TIE = 1.03
-"""Of engines in one format whose times differ by less, noise would choose: the first that was tried is taken."""
+"""Of engines in one format whose times differ by less, noise would choose: the first that was tried comes first."""
 
 _INT8_FLAGS = frozenset({"avx2", "amx_int8", "asimddp", "i8mm"})
 
@@ -81,9 +83,8 @@ def choose(candidates: Sequence[Candidate], shapes: Sequence[str], missing: Sequ
     if not ran:
         reasons = "; ".join(f"{one.name}: {one.verdict}" for one in failures)
         raise EngineError(f"no engine is right and runs here: {reasons}")
-    tied = [one for one in ran if one.format == ran[0].format and one.times_of(ran[0]) < _TIE]
-    best = min(tied, key=list(candidates).index)
-    ran.sort(key=lambda one: one is not best)
+    ran = _without_noise(ran, list(candidates).index)
+    best = ran[0]
     slower = [replace(one, verdict=f"{text.times(one.times_of(best))} the time") for one in ran[1:]]
     for one in sorted(slow, key=lambda one: one.times_of(best)):
         where = " and ".join(shapes[: len(one.milliseconds)])
@@ -95,6 +96,27 @@ def choose(candidates: Sequence[Candidate], shapes: Sequence[str], missing: Sequ
         candidates=(replace(best, verdict="chosen"), *slower, *failures),
         missing=tuple(missing),
     )
+
+
+def _without_noise(ran: list[Candidate], tried: Callable[[Candidate], int]) -> list[Candidate]:
+    """Return candidates, the fastest first; of the fastest of a kind that are tied, the first that was tried.
+
+    Args:
+        ran: the candidates by their time.
+        tried: the place of a candidate in the order in which they were tried.
+    """
+    order = list(ran)
+    for is_float in (True, False):
+        best = next((one for one in ran if one.is_float is is_float), None)
+        if best is not None:
+            start = order.index(best)
+            tied = takewhile(partial(_is_tied, best), order[start:])
+            order.insert(start, order.pop(order.index(min(tied, key=tried))))
+    return order
+
+
+def _is_tied(best: Candidate, other: Candidate) -> bool:
+    return other.format == best.format and other.times_of(best) < _TIE
 
 
 def slow_ones(candidates: Sequence[Candidate]) -> set[str]:
@@ -135,7 +157,7 @@ def timed(
 
 
 def quantized_of(choice: EngineChoice) -> list[Candidate]:
-    """Return the quantized candidates that ran, the fastest first.
+    """Return the quantized candidates that ran, in their order in the choice.
 
     Raises:
         EngineError: nothing quantized is right and runs here.

@@ -66,6 +66,7 @@ def test_it_is_the_plan_of_largest_values(settings: dict[str, Any]) -> None:
         ("torch", {}, ["openvino", "onnxruntime"], None),
         ("torch-avx2", {}, ["onnxruntime"], 1.2),
         ("torch", {"preset": "plain"}, [], None),
+        ("torch", {"preset": "plain", "bias_correction": True}, ["onnxruntime"], 1.2),
         ("onnxruntime", {"preset": "plain", "bias_correction": True}, [], 1.2),
         ("openvino", {}, ["onnxruntime"], 1.5),
         ("openvino-avx2", {}, ["onnxruntime-avx2"], 1.5),

@@ -61,6 +61,26 @@ def test_noise_does_not_choose(time: float, names: list[str], headline: str) -> 
     assert choice.candidates[1].verdict == ("0.98x the time" if time == 9.8 else "1.04x the time")
 
 
+@pytest.mark.parametrize(
+    ("times", "names"),
+    [
+        # By time; the first of each kind that are next to each other comes first.
+        ({"a float32": 10.2, "a int8": 10.1, "b float32": 10.0}, ["b float32", "a int8", "a float32"]),
+        ({"a int8": 10.0, "b int8": 9.8, "a float32": 9.9}, ["b int8", "a float32", "a int8"]),
+        (
+            {"a float32": 4.0, "b int8": 12.0, "c int8": 11.9, "a int8": 13.0},
+            ["a float32", "b int8", "c int8", "a int8"],
+        ),
+        ({"a float32": 4.1, "b float32": 4.0, "b int8": 5.0}, ["a float32", "b float32", "b int8"]),
+    ],
+    ids=str,
+)
+def test_only_engines_of_a_kind_are_tied(times: dict[str, float], names: list[str]) -> None:
+    tried = [_candidate(*name.split(), time) for name, time in times.items()]
+    choice = choose(tried, ["8 x 128"], ())
+    assert [one.name for one in choice.candidates] == names
+
+
 def test_another_format_is_another_choice() -> None:
     """An engine in float that is as fast as one in INT8 loses no accuracy."""
     tried = [_candidate("a", "int8", 10.0), _candidate("a", "float32", 9.9)]

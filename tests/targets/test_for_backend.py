@@ -301,10 +301,40 @@ def test_what_was_chosen_for_one_backend_is_not_chosen_again_for_one_with_equal_
     alone = Quantizer(backend="torch", **settings)
     alone.calibrate(model, data[:4], progress=False)
     assert_same_plan(decided, alone.plan)
-    # Neither has anything of the other that changes.
+    # Neither has anything of the other that changes, and what was chosen for less data is forgotten.
     other.calibrate(model, [10 * data[4]], resume=True, progress=False)
     assert plan_digest(other.plan) != before
+    kept = other._session.decisions.calibration.observation().kept
+    assert kept is not None
+    assert [seen.batches for seen in kept.known.choices.values()] == [5]
     assert plan_digest(q.plan) == before
+
+
+class _Held(nn.Module):
+    """A linear, with a buffer whose values cannot be told."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("held", buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("buffer", [torch.eye(4).to_sparse(), torch.empty(4, device="meta")], ids=["sparse", "meta"])
+def test_what_was_chosen_beside_a_buffer_that_cannot_be_compared_is_chosen_again(buffer: Tensor) -> None:
+    model, data = _Held(buffer).eval(), [torch.randn(8, 32) for _ in range(4)]
+    q = Quantizer(backend="onnxruntime")
+    q.calibrate(model, data, progress=False)
+    q.quantize(model)
+    ran: list[nn.Module] = []
+    with nn.modules.module.register_module_forward_pre_hook(lambda module, _: ran.append(module)):
+        other = q.for_backend("torch").plan
+    assert ran
+    alone = Quantizer(backend="torch")
+    alone.calibrate(model, data, progress=False)
+    assert_same_plan(other, alone.plan)
 
 
 @pytest.mark.parametrize(

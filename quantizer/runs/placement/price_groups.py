@@ -91,8 +91,8 @@ class Timing:
     ) -> dict[str, dict[str, float]]:
         """Return the time of each place in each engine, in microseconds, the lower of two measurements.
 
-        The engines take turns. What else runs on the machine makes layers slower, and seldom the same ones twice. Slow
-        engines are measured once.
+        The engines take turns. What else runs on the machine makes layers slower, and seldom the same ones twice. Where
+        the first measurement takes long, there is no second.
 
         Args:
             engines: the engines by name.

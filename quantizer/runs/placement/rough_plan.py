@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from quantizer.calibration.settings import keeps_batches
+from quantizer.calibration.settings import replays_batches
 from quantizer.config import QuantizerConfig
 from quantizer.engines import Engine
 from quantizer.engines import interleaved_latency
@@ -92,7 +93,8 @@ def least_ratio(config: QuantizerConfig, backend: str, planned: Collection[str])
         planned: the backends that have a good plan.
     """
     tried = profile(backend)
-    if not keeps_batches(config) or any(profile(name).plan_traits == tried.plan_traits for name in planned):
+    known = replays_batches(config) and any(profile(name).plan_traits == tried.plan_traits for name in planned)
+    if known or not keeps_batches(config):
         return None
     return HOPELESS if tried.site_kinds.isdisjoint({"matmul", "residual_add"}) else _FAR
 
