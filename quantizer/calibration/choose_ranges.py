@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -32,6 +31,7 @@ from quantizer.common.digest import tensors_digest
 from quantizer.common.distributed import get_world_size
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.numerics.qtype import qtype
+from quantizer.observe.replay_batches import Known
 from quantizer.observe.snapshot import snapshot
 from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import PlanSettings
@@ -51,8 +51,8 @@ def make_plan(proxy: Proxied, observation: Seen) -> Plan:
     codes as they came out. This runs the proxy, so pause its observation first. What was chosen for another backend
     whose plans are alike is taken over.
     """
-    kept, settings = observation.kept, plan_settings(proxy)
-    error = OutputError(proxy, None if kept is None else kept.known.errors)
+    known, settings = Known() if observation.kept is None else observation.kept.known, plan_settings(proxy)
+    error = OutputError(proxy, known.errors)
 
     def decided() -> Plan:
         return decide(proxy.module, list(proxy.sites), observation, proxy.excluded, settings)
@@ -60,20 +60,19 @@ def make_plan(proxy: Proxied, observation: Seen) -> Plan:
     digest = None
     if replays_batches(proxy.config) and observation.batches not in (0, observation.chosen_at):
         observation.forget_choices()
-        digest = _digest(proxy, observation, decided())
-        if kept is not None and digest is not None and digest in kept.known.choices:
-            observation.take_choices(kept.known.choices[digest])
+        plain = decided()
+        digest = _digest(proxy, observation, plain)
+        chosen = None if digest is None else known.choices.get(digest)
+        if chosen is None:
+            _choose(proxy, observation, error, plain, decided, settings)
         else:
-            _choose(proxy, observation, error, decided, settings)
+            observation.take_choices(chosen)
         observation.chosen_at, observation.rounding = observation.batches, None
     plan = decided()
     if proxy.config.bias_correction:
         plan = corrected(proxy, plan, observation, error, settings.scale_dtype)
-    if kept is not None and digest is not None:
-        known = kept.known.choices
-        for former in [key for key, seen in known.items() if seen.batches != observation.batches]:
-            del known[former]
-        known[digest] = replace(observation.copy(), kept=None)
+    if digest is not None and digest not in known.choices:
+        known.keep(digest, observation)
     return plan
 
 
@@ -110,9 +109,14 @@ def _has_plain_values(tensor: torch.Tensor) -> bool:
 
 
 def _choose(
-    proxy: Proxied, observation: Seen, error: OutputError, decided: Callable[[], Plan], settings: PlanSettings
+    proxy: Proxied,
+    observation: Seen,
+    error: OutputError,
+    plain: Plan,
+    decided: Callable[[], Plan],
+    settings: PlanSettings,
 ) -> None:
-    """Choose ranges, migrations of outliers and codes by running the kept batches."""
+    """Choose ranges, migrations of outliers and codes by running the kept batches; ``plain`` is the plan without."""
     config = proxy.config
     activations = config.activations
     with torch.no_grad():
@@ -123,13 +127,13 @@ def _choose(
             smoothing = Smoothing(
                 proxy,
                 observation,
-                decided(),
+                plain,
                 shares=[share for share in shares if share is not None],
                 make=partial(calibrator_of, config, histogram=False),
                 scale_dtype=settings.scale_dtype,
             )
         estimates = estimates_of(activations)
-        if not _has_static_range(decided()):
+        if not _has_static_range(plain):
             estimates = estimates[:1]
         if len(shares) > 1 or len(estimates) > 1:
             chooses = partial(

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
+from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING
 from typing import Any
@@ -71,6 +72,12 @@ class Known:
 
     errors: dict[tuple[str, Hashable, str], float] = field(default_factory=dict)
     choices: dict[str, Seen] = field(default_factory=dict)
+
+    def keep(self, digest: str, chosen: Seen) -> None:
+        """Keep choices, and forget those for other statistics than these: calibration has gone on since."""
+        for former in [key for key, seen in self.choices.items() if seen.batches != chosen.batches]:
+            del self.choices[former]
+        self.choices[digest] = replace(chosen.copy(), kept=None)
 
 
 class _Held(NamedTuple):
