@@ -21,8 +21,8 @@ from invariants import engine_follows_the_frozen_proxy
 from invariants import is_finite
 
 NIGHTLY = settings.default == settings.get_profile("nightly")
-MODELS = settings.get_profile("nightly").max_examples if NIGHTLY else 20
-ENGINES = MODELS // 10  # exporting and building take seconds
+MODELS = settings.get_profile("nightly").max_examples if NIGHTLY else 12
+ENGINES = MODELS // 6  # exporting and building take seconds
 QUICK = settings(
     max_examples=MODELS,
     deadline=None,

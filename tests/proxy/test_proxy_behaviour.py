@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from calibrated import make_calibrated
+from daily import some_daily
 from helpers import ConvNet
 from helpers import Mlp
 from helpers import Snapshot
@@ -347,10 +348,8 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 # Each compilation of a transformer takes seconds.
-SOME = [
-    *(pytest.param(name, "quantize", marks=pytest.mark.nightly if name == "llama" else []) for name in MODELS),
-    *((name, "proxy") for name in ("mlp", "conv", "bert")),
-]
+QUICK = [(name, made) for name in ("mlp", "conv") for made in ("quantize", "proxy")]
+SOME = some_daily([*QUICK, ("bert", "quantize"), ("bert", "proxy"), ("vit", "quantize"), ("llama", "quantize")], 5)
 
 
 @pytest.mark.usefixtures("_fresh_compiler")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from daily import some_daily
 from helpers import ConvNet
 from helpers import Mlp
 from helpers import Snapshot
@@ -440,7 +441,10 @@ for x, y in zip(kept["inputs"], kept["outputs"]):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*:torch.jit.TracerWarning")
-def test_trace_save_and_load_in_a_new_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "imports", some_daily(["import torch; import quantizer", "import quantizer.functional; import torch"], 1)
+)
+def test_trace_save_and_load_in_a_new_process(tmp_path: Path, imports: str) -> None:
     model = ConvNet().eval()
     inputs = [torch.randn(rows, 3, 16, 16) for rows in (2, 5)]
     _, frozen = _frozen(model, *inputs)
@@ -452,8 +456,7 @@ def test_trace_save_and_load_in_a_new_process(tmp_path: Path) -> None:
     loaded = torch.jit.load(tmp_path / "traced.pt")
     for x, y in zip(inputs, outputs, strict=True):
         assert torch.equal(loaded(x), y)
-    for imports in ("import torch; import quantizer", "import quantizer.functional; import torch"):
-        _run_in_a_new_process(_LOAD_TRACED.format(imports=imports), tmp_path)
+    _run_in_a_new_process(_LOAD_TRACED.format(imports=imports), tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")

@@ -127,6 +127,7 @@ def test_adapters_train_in_a_proxy(name: str) -> None:
     assert_same(gradients[1], gradients[0])
 
 
+@pytest.mark.nightly
 def test_a_frozen_model_with_adapters_compiles_whole() -> None:
     model, inputs = _adapted("bert"), batch("bert")
     frozen = _calibrated(model, inputs).quantize(model)

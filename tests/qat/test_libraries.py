@@ -65,6 +65,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], bound: f
     "DDP, `accelerate`, `torch.compile`, gradient checkpointing, autocast and LoRA adapters need nothing more."
 )
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.nightly
 def test_compiled() -> None:
     model = classifier(layers=1)
     proxy = calibrated(model).qat(model, scales="learned")

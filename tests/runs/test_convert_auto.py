@@ -16,7 +16,6 @@ for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onn
     pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,openvino,onnxruntime]")
 
 import onnx as onnx_library  # noqa: E402
-from daily import some_daily  # noqa: E402
 from onnx import numpy_helper  # noqa: E402
 from tiny_run import tiny_run  # noqa: E402
 
@@ -347,7 +346,8 @@ def test_what_went_back_for_one_is_quantized_for_the_next(
     assert back == {OPENVINO: None, ONNXRUNTIME: None}
 
 
-@pytest.mark.parametrize(("taken", "plans"), some_daily([(1.2, False), (1.19, True)], 1))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("taken", "plans"), [(1.2, False), (1.19, True)])
 def test_a_backend_that_is_far_slower_gets_no_plan(
     taken: float, plans: bool, convert: Callable[..., tuple[int, str]], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def _read(path: Path) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.nightly
 def test_engines_that_do_not_run_here_are_told_as_such(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part_maker, "runs_here", lambda _: False)
     words = ["--quantization", "--calibration", str(place / "texts.txt"), "--config", str(place / "plain.yaml")]

@@ -14,6 +14,7 @@ for _package in ("transformers", "sklearn", "onnx", "onnxscript", "openvino", "o
     pytest.importorskip(_package, reason="a run needs enginequant[hf,onnx,openvino,onnxruntime,report]")
 
 import onnx  # noqa: E402
+from daily import some_daily  # noqa: E402
 from tiny_run import tiny_run  # noqa: E402
 
 import quantizer.runs.measure as run_measure  # noqa: E402
@@ -239,7 +240,7 @@ def test_the_run_goes_on_with_the_ranges_that_won(at: Path, monkeypatch: pytest.
 
 
 @pytest.mark.promise("ONNX Runtime or torch gets no plan of its own where its engine takes 1.2 times as long")
-@pytest.mark.parametrize(("taken", "plans"), [(1.21, False), (1.19, True)])
+@pytest.mark.parametrize(("taken", "plans"), some_daily([(1.21, False), (1.19, True)], 1))
 def test_a_backend_that_is_far_slower_gets_no_plan(
     taken: float, plans: bool, at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,6 +264,7 @@ def test_a_backend_that_is_far_slower_gets_no_plan(
     assert (why in " ".join(capsys.readouterr().out.split())) is not plans
 
 
+@pytest.mark.nightly
 def test_a_rough_plan_that_fails_says_nothing(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {f"{OPENVINO} int8": 2.0, f"{ONNXRUNTIME} int8": 9.0, f"{ONNXRUNTIME} int8 dynamic": 1.0}
     _taking(times, monkeypatch)
