@@ -1,7 +1,7 @@
 """The models that are measured, each with rows to calibrate on, rows to score, and inputs to time.
 
-The first batch of calibration has the usual shape of the latency, 8 rows, and for texts the length of the latency: it
-is made of several texts behind one another. All tools see the same batches.
+The first batch of calibration has the usual shape of the latency, 8 rows (4 of Whisper's half minutes), and for texts
+the length of the latency: it is made of several texts behind one another. All tools see the same batches.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ def _dinov2(work: Path) -> Subject:
     if not (folder / "config.json").exists():
         checkpoints.animal_or_object(folder)
     model = load_model(str(folder), "image-classification")
-    task = build_task("image-classification", model, load_processor(str(folder), "image-classification"))
+    processor = load_processor(str(folder), "image-classification")
+    task = build_task("image-classification", model, processor, batch_size=_USUAL)
     training, evaluation = (
         list(load_rows("image-csv", path=str(task_data.animals_csv(work, part)))) for part in ("training", "evaluation")
     )

@@ -129,6 +129,8 @@ def _onnxruntime(subject: Subject, folder: Path) -> Made:
 
 
 def _openvino_float(subject: Subject, folder: Path, precision: str) -> Made:
+    if precision == "bf16" and "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        raise RuntimeError("this CPU computes nothing in bfloat16; OpenVINO takes float32 instead, without a word")
     path = _float_file(subject, folder)
     return Made(partial(_openvino, path, INFERENCE_PRECISION_HINT=precision), (path,))
 
