@@ -333,6 +333,7 @@ def test_a_search_on_a_model_meets_the_budget_and_changes_nothing_else() -> None
     assert len(found.pareto_front()) >= 2
 
 
+@pytest.mark.nightly
 def test_a_search_that_was_stopped_goes_on_where_it_stood(tmp_path: Path) -> None:
     model, data, quantizer, amp = _measured()
     whole = Metric(model, data)
