@@ -6,9 +6,8 @@ BIN := .venv/bin
 EXTRAS := hf,datasets,onnx,openvino,onnxruntime,report,notebook,test,lint,docs
 INSTALLED := .venv/.installed
 
-# The pip that comes with Python 3.11 finds versions in three times the time of a new one. It installs without bytecode,
-# which takes a minute; the first import of a module writes its own, unless the environment forbids it: then every
-# process would compile torch and transformers afresh.
+# pip installs without bytecode, which takes a minute; the first import of a module writes its own, unless the
+# environment forbids it: then every process would compile torch and transformers afresh.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test tasks zoo compat pictures gallery nightly structure goldens property torture torture-files torture-faults lint docs bench field gpu mutation clean
@@ -135,6 +134,8 @@ mutation: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[mutation]'
 	OMP_NUM_THREADS=1 $(BIN)/python mutation/run.py
 
+# The pip that comes with Python 3.11 finds versions in three times the time of a new one; a new one shows what a build
+# warns of, here of what any editable install does.
 $(INSTALLED): pyproject.toml constraints.txt requirements-no-deps.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt pip

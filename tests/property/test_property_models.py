@@ -22,7 +22,7 @@ from invariants import is_finite
 
 NIGHTLY = settings.default == settings.get_profile("nightly")
 MODELS = settings.get_profile("nightly").max_examples if NIGHTLY else 12
-ENGINES = MODELS // 6  # exporting and building take seconds
+ENGINES = max(2, MODELS // 10)  # exporting and building take seconds
 QUICK = settings(
     max_examples=MODELS,
     deadline=None,
