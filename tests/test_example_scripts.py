@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from example_runs import NEEDED
 from example_runs import printed as printed_by
+from example_runs import printed_here
 from example_runs import skip_without
 from tiny_run import tiny_run
 from tiny_run import write_rows
@@ -23,7 +24,7 @@ def test_bert_ptq_of_a_model_of_ones_own_shows_every_step_and_scores_in_pairs(tm
     BertForSequenceClassification(config).save_pretrained(tmp_path / "model")
     write_rows(tmp_path / "calibration.csv", 128, seed=1)
     words = [f"--{name}={tmp_path / name}.csv" for name in ("calibration", "evaluation")]
-    flips, decibels = _figures(printed_by("bert_ptq.py", "--fallback=1", f"--model={tmp_path / 'model'}", *words))
+    flips, decibels = _figures(printed_here("bert_ptq.py", "--fallback=1", f"--model={tmp_path / 'model'}", *words))
     assert flips["float"] == 0
     assert min(decibels.values()) > 5
 

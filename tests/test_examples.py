@@ -21,6 +21,7 @@ from gallery import NOTEBOOKS
 from gallery import executed
 from gallery import shown
 from helpers import BYTE_PRODUCTS_ARE_EXACT
+from notebook_here import executed_here
 
 _ENGINE = ("onnx", "onnxscript", "openvino")
 _PACKAGES = {
@@ -42,7 +43,7 @@ def _code_cells(notebook: Any) -> list[Any]:
 @cache
 def _executed(name: str) -> Any:
     skip_without(*_PACKAGES[name])
-    return shown(executed(EXAMPLES / f"{name}.ipynb"))
+    return shown(executed_here(EXAMPLES / f"{name}.ipynb"))
 
 
 def _output(notebook: Any, line: str, kind: str) -> str:
@@ -93,8 +94,19 @@ def test_a_notebook_is_stored_with_what_it_shows_and_nothing_of_its_machine(path
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_what_is_stored(path: Path) -> None:
-    stored, now = nbformat.read(path, as_version=4), _executed(path.stem)
-    assert [_kinds(cell) for cell in _code_cells(now)] == [_kinds(cell) for cell in _code_cells(stored)]
+    _shows_what_is_stored(_executed(path.stem), path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_in_a_kernel_of_its_own(path: Path) -> None:
+    skip_without(*_PACKAGES[path.stem])
+    _shows_what_is_stored(shown(executed(path)), path)
+
+
+def _shows_what_is_stored(notebook: Any, path: Path) -> None:
+    stored = nbformat.read(path, as_version=4)
+    assert [_kinds(cell) for cell in _code_cells(notebook)] == [_kinds(cell) for cell in _code_cells(stored)]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
