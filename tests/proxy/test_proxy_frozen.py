@@ -497,6 +497,8 @@ def test_compile_a_transformers_model() -> None:
         assert torch.equal(compiled(**inputs).last_hidden_state, frozen(**inputs).last_hidden_state)
 
 
+# Lowered ones are compiled by it in the daily tests.
+@pytest.mark.nightly
 def test_compile_with_the_default_backend() -> None:
     import shutil
 
