@@ -116,6 +116,7 @@ def test_an_import_ends_with_it(tmp_path: Path, module: str, package: str, found
 
 def test_a_model_and_a_task_of_transformers_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _installed(monkeypatch, {"transformers": "4.57.6"})
+    transformers_package.cache_clear()
     with pytest.raises(UnsupportedVersionError, match=r"transformers 4\.57\.6"):
         transformers_package()
     monkeypatch.delitem(sys.modules, "quantizer.qat.callback", raising=False)
@@ -152,3 +153,10 @@ def test_pages_and_metadata_say_the_same() -> None:
         text = (ROOT / page).read_text(encoding="utf-8")
         for name in ("torch", "transformers"):
             assert f"`{name}{ranges[name]}`" in text, f"{page} does not say {name}{ranges[name]}"
+
+
+def test_the_version_of_transformers_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers_package.cache_clear()
+    transformers_package()
+    _installed(monkeypatch, {"transformers": "4.57.6"})
+    assert transformers_package().__name__ == "transformers"

@@ -39,6 +39,7 @@ def test_a_seed_does_the_same_damage_again(damage: mutations.Mutation) -> None:
     assert len(set(first)) > 25
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
     done = _run(tmp_path, "--kind", "jsonl", "scores", "--cases", "40", "--seed", "7")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -98,6 +99,7 @@ print(state.done, state.refused)
 """
 
 
+@pytest.mark.nightly
 def test_what_it_is_for_is_found(tmp_path: Path) -> None:
     """A crash, a traceback, an endless read and other outputs, each with its seed and its files."""
     search = os.pathsep.join([str(TESTS.parent), str(TESTS)])
