@@ -141,10 +141,12 @@ def _choose(
             )
             chosen = chooses()
             # The small numbers of a softmax want ranges that clip what others need.
-            if activations.calibrator == "output" and leave_costly_attention(error, observation, decided):
+            by_output = activations.calibrator == "output"
+            if by_output and leave_costly_attention(error, observation, decided, searched=True):
                 chooses(start=chosen)
         elif smoothing is not None:
             smoothing.take(shares[0])
+            leave_costly_attention(error, observation, decided, searched=False)
         if activations.smooth is not None:
             equalize_where_better(
                 proxy,

@@ -17,13 +17,18 @@ from quantizer.reasons import ReasonCode
 __all__ = ["leave_costly_attention"]
 
 _GAIN_DB = 1.0
-"""The gain in the output's SQNR from which on attention stays in float.
+"""The gain in the output's SQNR from which on attention stays in float, after a search.
 
-docs/explain/calibration.md shows the measurement behind the figure.
+docs/explain/calibration.md shows the measurement behind both figures.
 """
 
+_GAIN_UNSEARCHED_DB = 6.0
+"""The same where nothing was searched: with ranges as they come, a smaller gain is often none on other rows."""
 
-def leave_costly_attention(error: OutputError, observation: Seen, decided: Callable[[], Plan]) -> bool:
+
+def leave_costly_attention(
+    error: OutputError, observation: Seen, decided: Callable[[], Plan], *, searched: bool
+) -> bool:
     """Set ``left`` of the products of all attentions if the output gains much where these are in float.
 
     Return whether they were set.
@@ -32,6 +37,7 @@ def leave_costly_attention(error: OutputError, observation: Seen, decided: Calla
         error: that of the calibrated proxy.
         observation: the statistics, with kept batches.
         decided: a function that returns the plan for the current records.
+        searched: whether the ranges were chosen by the output.
     """
     assert observation.kept is not None
     plan = decided()
@@ -50,7 +56,7 @@ def leave_costly_attention(error: OutputError, observation: Seen, decided: Calla
         observation.records[path].left = ReasonCode.COSTLY_ATTENTION.text(cost="?")
     left = error.of_all_ranks(decided(), few)
     cost = 10 * math.log10(rounded / left) if rounded and left else 0.0
+    is_costly = cost >= (_GAIN_DB if searched else _GAIN_UNSEARCHED_DB)
     for path in products:
-        reason = ReasonCode.COSTLY_ATTENTION.text(cost=f"{cost:.1f}")
-        observation.records[path].left = reason if cost >= _GAIN_DB else None
-    return cost >= _GAIN_DB
+        observation.records[path].left = ReasonCode.COSTLY_ATTENTION.text(cost=f"{cost:.1f}") if is_costly else None
+    return is_costly

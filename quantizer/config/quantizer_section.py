@@ -228,7 +228,8 @@ class QuantizerConfig(Section):
         default=DEFAULT,
         description="Values for the keys that are not set: 'balanced' chooses ranges and smoothing by the output of "
         "the model and corrects biases, 'accurate' rounds weights by gptq besides, 'fast' takes the largest values "
-        "after it has moved outliers into weights by a fixed share, 'plain' takes a percentile of each range.",
+        "after it has moved outliers into weights by a fixed share, and leaves attention in float where it costs much, "
+        "'plain' takes a percentile of each range.",
     )
     backend: Annotated[str, AfterValidator(_BACKENDS.check), _BACKENDS] = Field(
         default="tensorrt",

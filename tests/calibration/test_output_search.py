@@ -378,6 +378,17 @@ def test_attention_that_costs_most_stays_float(
     assert starts == ([None, chosen[0]] if left else [None])
 
 
+@pytest.mark.parametrize(("tokens", "left"), [(400, True), (100, False)], ids=["15 dB", "4 dB"])
+def test_without_a_search_attention_stays_float_where_it_costs_much(tokens: int, left: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(4, tokens, 32, generator=generator) for _ in range(8)]
+    q = calibrated(Attention(30.0).eval(), batches, backend="openvino", preset="fast")
+    products = [entry for entry in q.plan.values() if entry.kind == "matmul"]
+    assert [entry.quantized for entry in products] == [not left] * 2
+    costs = "rounding the products of attention costs the model's output "
+    assert [entry.reason.startswith(costs) for entry in products] == [left] * 2
+
+
 # -- zero points -------------------------------------------------------------------------------------------------------
 
 

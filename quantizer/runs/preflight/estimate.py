@@ -32,7 +32,7 @@ FORMS = 3
 """Forms of the model that are scored: float, quantized in PyTorch, and the engine."""
 _BACKWARD = 3
 """A step of training costs about three passes."""
-_AGAIN = {"plain": 0, "fast": 1, "balanced": 12, "accurate": 15}
+_AGAIN = {"plain": 0, "fast": 4, "balanced": 12, "accurate": 15}
 """How often calibration rows go through the model again when ranges and codes are chosen, as counted on a BERT."""
 _CHOSEN_ON = 128
 """At most so many of them."""
