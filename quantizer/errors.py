@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from itertools import takewhile
 from os.path import dirname
@@ -164,17 +166,24 @@ class UnsupportedVersionError(QuantizerError):
 
 
 def require_supported(package: str) -> None:
-    """Check the installed version of a package against what the metadata of this one asks for.
+    """Check the installed version of a package against what the metadata of this one asks for, once a process.
 
     A source tree that is not installed has no metadata, and then nothing is checked; neither is a missing package.
 
     Raises:
         UnsupportedVersionError: the version is not among those.
     """
-    try:
-        found, asked = metadata.version(package), metadata.requires(DISTRIBUTION) or []
-    except metadata.PackageNotFoundError:
-        return
+    with suppress(metadata.PackageNotFoundError):
+        _check_version(package)
+
+
+@cache
+def _check_version(package: str) -> None:
+    """Check a version; one that is refused, and a missing package, are looked up again: what raises is not kept.
+
+    It takes 1.5 ms, and a decoder asks at each token.
+    """
+    found, asked = metadata.version(package), metadata.requires(DISTRIBUTION) or []
     # Parsing takes a millisecond a line, and its import tens of them.
     lines = [line for line in asked if line.startswith(package)]
     from packaging.requirements import Requirement

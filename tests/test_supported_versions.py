@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from torch import nn
 
 from quantizer import Quantizer
+from quantizer import errors
 from quantizer.errors import DISTRIBUTION
 from quantizer.errors import UnsupportedVersionError
 from quantizer.errors import require_supported
@@ -34,6 +35,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], asked:
             raise metadata.PackageNotFoundError(name)
         return versions[name]
 
+    errors._check_version.cache_clear()
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(metadata, "requires", lambda name: {DISTRIBUTION: asked}[name])
 
@@ -82,6 +84,7 @@ def test_without_metadata_nothing_is_checked(monkeypatch: pytest.MonkeyPatch) ->
     def requires(name: str) -> list[str]:
         raise metadata.PackageNotFoundError(name)
 
+    errors._check_version.cache_clear()
     monkeypatch.setattr(metadata, "requires", requires)
     require_supported("torch")
 
@@ -116,7 +119,6 @@ def test_an_import_ends_with_it(tmp_path: Path, module: str, package: str, found
 
 def test_a_model_and_a_task_of_transformers_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _installed(monkeypatch, {"transformers": "4.57.6"})
-    transformers_package.cache_clear()
     with pytest.raises(UnsupportedVersionError, match=r"transformers 4\.57\.6"):
         transformers_package()
     monkeypatch.delitem(sys.modules, "quantizer.qat.callback", raising=False)
@@ -155,8 +157,24 @@ def test_pages_and_metadata_say_the_same() -> None:
             assert f"`{name}{ranges[name]}`" in text, f"{page} does not say {name}{ranges[name]}"
 
 
-def test_the_version_of_transformers_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    transformers_package.cache_clear()
-    transformers_package()
-    _installed(monkeypatch, {"transformers": "4.57.6"})
+def test_a_version_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _installed(monkeypatch, {"transformers": "5.24"})
+    require_supported("transformers")
+    monkeypatch.setattr(metadata, "version", lambda name: "4.57.6")
     assert transformers_package().__name__ == "transformers"
+
+
+def test_a_version_that_is_refused_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    _installed(monkeypatch, {"transformers": "4.57.6"})
+    with pytest.raises(UnsupportedVersionError, match=r"transformers 4\.57\.6"):
+        require_supported("transformers")
+    monkeypatch.setattr(metadata, "version", lambda name: "5.24")
+    require_supported("transformers")
+
+
+def test_a_package_that_is_installed_later_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    _installed(monkeypatch, {})
+    require_supported("transformers")
+    monkeypatch.setattr(metadata, "version", lambda name: "4.57.6")
+    with pytest.raises(UnsupportedVersionError, match=r"transformers 4\.57\.6"):
+        require_supported("transformers")

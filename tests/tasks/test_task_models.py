@@ -16,7 +16,6 @@ from quantizer.tasks import load_model
 from quantizer.tasks import load_tokenizer
 from quantizer.tasks import models
 from quantizer.tasks import resolve_source
-from quantizer.tasks.checkpoints.sources import transformers_package
 
 
 @pytest.fixture
@@ -157,7 +156,6 @@ def test_an_unknown_task_lists_the_known_ones():
 
 def test_without_transformers_the_extra_is_named(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    transformers_package.cache_clear()
     with pytest.raises(MissingDependencyError, match=r"pip install 'enginequant\[hf\]'"):
         models.load_tokenizer(str(saved / "encoder"))
 

@@ -9,7 +9,6 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -121,9 +120,8 @@ def explained(source: str, what: str) -> Iterator[None]:
         raise TaskError(f"cannot load the {what} of model source {source!r}: {advice} ({said})") from error
 
 
-@cache
 def transformers_package() -> Any:
-    """Return transformers, whose version is checked once: that takes 1.5 ms, and a decoder asks at each token.
+    """Return transformers.
 
     Raises:
         MissingDependencyError: it is not installed.
