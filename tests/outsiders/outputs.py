@@ -1,0 +1,86 @@
+"""What forwards return: dataclasses, named tuples, mappings, nested ones, outputs of transformers, several sizes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+from transformers.utils import ModelOutput
+
+from outsiders.case import Case
+
+
+@dataclass
+class Plain:
+    """A dataclass that torch knows nothing of."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+@dataclass
+class Registered:
+    """A dataclass that its author registered with torch, as torch asks."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+torch.export.register_dataclass(Registered, serialized_type_name="outsiders.Registered")
+
+
+@dataclass
+class Optional:
+    """A dataclass with a field that is empty and one that is no tensor."""
+
+    logits: Tensor
+    loss: Tensor | None = None
+    name: str = "classes"
+
+
+@dataclass
+class Output(ModelOutput):
+    """An output of transformers."""
+
+    logits: Tensor | None = None
+    hidden: Tensor | None = None
+
+
+Pair = namedtuple("Pair", ["logits", "hidden"])
+
+
+class _Returns(nn.Module):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.make = nn.Linear(32, 32), nn.Linear(32, 16), make
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = torch.relu(self.a(x))
+        return self.make(self.b(hidden), hidden)
+
+
+_RETURNED = {
+    "dataclass": Plain,
+    "registered_dataclass": Registered,
+    "dataclass_with_none": lambda logits, hidden: Optional(logits),
+    "model_output": Output,
+    "named_tuple": Pair,
+    "tuple": lambda logits, hidden: (logits, hidden),
+    "list": lambda logits, hidden: [logits, hidden],
+    "mapping": lambda logits, hidden: {"logits": logits, "hidden": hidden},
+    "ordered_mapping": lambda logits, hidden: OrderedDict(hidden=hidden, logits=logits),
+    "nested": lambda logits, hidden: {"heads": [logits, (hidden, hidden * 2)], "none": None},
+    "integers_too": lambda logits, hidden: (logits, logits.argmax(-1)),
+    "same_twice": lambda logits, hidden: (logits, logits),
+    "views": lambda logits, hidden: tuple(logits.unbind(-1))[:4],
+}
+
+CASES = {
+    name: Case(net=lambda make=make: _Returns(make), batch=lambda rows: torch.randn(rows, 7, 32))
+    for name, make in _RETURNED.items()
+}

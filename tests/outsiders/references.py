@@ -1,0 +1,136 @@
+"""Weights that a model reaches by other ways than an attribute of a module, and modules in unusual places."""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch import nn
+
+from outsiders.case import Case
+
+
+class _Holder:
+    """A plain object that holds a weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class _Referred(nn.Module):
+    """One linear in the usual way, and its weight once more by another way."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.l, self.out = way, nn.Linear(32, 32), nn.Linear(32, 16)
+        weight = self.l.weight
+        self.held = {
+            "list": [weight],
+            "tuple": (weight,),
+            "mapping": {"w": weight},
+            "namespace": types.SimpleNamespace(w=weight),
+            "partial": functools.partial(F.linear, weight=weight),
+            "partial_place": functools.partial(torch.matmul, other=weight),
+            "object": _Holder(weight),
+            "closure": lambda x: x @ weight,
+            "data": weight.data,
+            "detached": weight.detach(),
+            "bound": self.l.forward,
+        }[way]
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.held
+        if self.way in ("list", "tuple"):
+            y = x @ held[0]
+        elif self.way == "mapping":
+            y = F.linear(x, held["w"])
+        elif self.way == "namespace":
+            y = F.linear(x, held.w)
+        elif self.way in ("data", "detached"):
+            y = x @ held
+        else:
+            y = held(x)
+        return self.out(torch.relu(y))
+
+
+class _Tied(nn.Module):
+    """Input and output embeddings are one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.l, self.out = nn.Embedding(64, 32), nn.Linear(32, 32), nn.Linear(32, 64, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(torch.relu(self.l(self.table(ids))))
+
+
+class _InDict(nn.Module):
+    """Modules in a plain mapping beside the registered ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 16)})
+        self.by_name = dict(self.layers.items())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.by_name["b"](torch.relu(self.by_name["a"](x)))
+
+
+class _WeightNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x)))
+
+
+class _Scripted(nn.Module):
+    """A part that TorchScript compiled stays float; the rest is quantized."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 16)
+        self.sub = {
+            "script": lambda: torch.jit.script(nn.Sequential(nn.Linear(32, 32), nn.ReLU())),
+            "script_of_relu": lambda: torch.jit.script(nn.ReLU()),
+            "trace": lambda: torch.jit.trace(nn.Linear(32, 32), torch.randn(2, 32)),
+        }[way]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.sub(self.a(x)))
+
+
+def _vectors(rows: int) -> Tensor:
+    return torch.randn(rows, 7, 32)
+
+
+_WAYS = (
+    "list",
+    "tuple",
+    "mapping",
+    "namespace",
+    "partial",
+    "partial_place",
+    "object",
+    "closure",
+    "data",
+    "detached",
+    "bound",
+)
+
+CASES = {f"weight_by_{way}": Case(net=lambda way=way: _Referred(way), batch=_vectors, integer=0.3) for way in _WAYS} | {
+    "tied_table": Case(net=_Tied, batch=lambda rows: torch.randint(0, 64, (rows, 9))),
+    "plain_mapping_of_modules": Case(net=_InDict, batch=_vectors),
+    "weight_norm": Case(net=_WeightNorm, batch=_vectors),
+    "scripted_part": Case(net=lambda: _Scripted("script"), batch=_vectors, integer=0.5),
+    "scripted_relu": Case(net=lambda: _Scripted("script_of_relu"), batch=_vectors),
+    "traced_part": Case(net=lambda: _Scripted("trace"), batch=_vectors, integer=0.5),
+}

@@ -1,0 +1,105 @@
+"""Sizes that a model fixes or reads: the length of the batch, loops over samples, halves, graphs of nodes and edges."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from outsiders.case import Case
+
+
+class _Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.l, self.o = nn.Parameter(torch.randn(1, 1, 32)), nn.Linear(32, 32), nn.Linear(32, 16)
+
+
+class _Length(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(torch.relu(self.l(torch.cat([self.token.expand(len(x), -1, -1), x], 1)))[:, 0])
+
+
+class _Integer(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(torch.relu(self.l(x.reshape(int(x.shape[0]) * 5, 32)))).reshape(int(x.shape[0]), 5, 16)
+
+
+class _Samples(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.o(torch.relu(self.l(row))).mean(0) for row in x])
+
+
+class _Halves(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(torch.relu(self.l(x[: len(x) // 2]))) - self.o(x[len(x) // 2 :])
+
+
+class _Viewed(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(torch.relu(self.l(x.view(-1, 32)))).view(x.size(0), 5, 16)
+
+
+class _ViewedAsEight(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(torch.relu(self.l(x.view(8, 5, 32))))
+
+
+class _Graph(nn.Module):
+    """A graph network: nodes [53, 16] and edges [2, 231], neither with a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]]))))
+
+
+class _Bag(nn.Module):
+    """Sums of embeddings, which torch writes as a loop."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.bag, self.a, self.b = nn.EmbeddingBag(500, 32, mode=mode), nn.Linear(32, 32), nn.Linear(32, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(self.bag(ids))))
+
+
+class _Exit(_Base):
+    """A branch that depends on values: no file can hold it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.l(x))
+        if float(y.mean()) > 1e6:
+            return y[..., :16]
+        return self.o(y)
+
+
+def _tokens(rows: int) -> Tensor:
+    return torch.randn(rows, 5, 32)
+
+
+def _graph(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(53, 16), torch.randint(0, 53, (2, 231))
+
+
+_ONLY_EIGHT = (8,)
+"""The model fixes the batch, so the file has the batch of the user."""
+
+CASES = {
+    "length_of_batch": Case(net=_Length, batch=_tokens, rows=_ONLY_EIGHT),
+    "integer_of_shape": Case(net=_Integer, batch=_tokens, rows=_ONLY_EIGHT),
+    "loop_over_samples": Case(net=_Samples, batch=_tokens, rows=_ONLY_EIGHT),
+    "halves": Case(net=_Halves, batch=_tokens, rows=_ONLY_EIGHT),
+    "viewed": Case(net=_Viewed, batch=_tokens),
+    "viewed_as_eight": Case(net=_ViewedAsEight, batch=_tokens, rows=_ONLY_EIGHT),
+    "graph": Case(net=_Graph, batch=_graph, rows=(1,), example_rows=1),
+    "bag_sum": Case(net=lambda: _Bag("sum"), batch=lambda rows: torch.randint(0, 500, (rows, 5))),
+    "bag_mean": Case(net=lambda: _Bag("mean"), batch=lambda rows: torch.randint(0, 500, (rows, 5))),
+    "bag_max": Case(net=lambda: _Bag("max"), batch=lambda rows: torch.randint(0, 500, (rows, 5))),
+    "exit_by_value": Case(net=_Exit, batch=_tokens, error="depends on"),
+    "one_sample": Case(net=_Viewed, batch=_tokens, example_rows=1, batches=32),
+    "twelve_batches_of_three": Case(net=_Viewed, batch=_tokens, example_rows=3, batches=12),
+}

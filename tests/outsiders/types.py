@@ -1,0 +1,124 @@
+"""Forwards that compute in several types: casts around products, autocast, tensors made in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from outsiders.case import Case
+
+
+class _Linears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.w = nn.Parameter(torch.randn(32, 32) / 6)
+
+
+class _Cast(_Linears):
+    """A product between casts."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b((self.a(x).to(self.dtype) @ self.w.to(self.dtype)).to(x.dtype))
+
+
+class _Autocast(_Linears):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = torch.nn.functional.gelu(self.a(x)) @ self.w
+        return self.b(y.float())
+
+
+class _Made(_Linears):
+    """A tensor of float32 that the forward makes."""
+
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x)) + self.make(x))
+
+
+class _MaskMean(_Linears):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        weight = mask.float()[..., None]
+        return self.b((torch.relu(self.a(x)) * weight).sum(1) / weight.sum(1))
+
+
+class _OneHot(_Linears):
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x)) + torch.nn.functional.one_hot(kind, 32).float()[:, None])
+
+
+class _Half(nn.Module):
+    """A model whose parameters are of one type throughout."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class _MixedHalves(nn.Module):
+    """One part in bfloat16 between parts in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(32, 32), nn.Linear(32, 32).bfloat16(), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(torch.relu(self.a(x)).bfloat16()).float())
+
+
+class _NoGrad(_Linears):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x)))
+
+
+class _InferenceMode(_Linears):
+    @torch.inference_mode()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x)))
+
+
+def _vectors(rows: int) -> Tensor:
+    return torch.randn(rows, 7, 32)
+
+
+_MADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "arange": lambda x: torch.arange(x.shape[-1]).float() / 32,
+    "zeros": lambda x: torch.zeros(x.shape[0], 1, 32),
+    "linspace": lambda x: torch.linspace(0, 1, 32),
+    "eye": lambda x: torch.eye(32)[: x.shape[1]],
+    "mask": lambda x: (x > 0).float(),
+    "full": lambda x: torch.full((1, 1, 32), 0.5),
+}
+
+CASES = {
+    "cast_double": Case(net=lambda: _Cast(torch.float64), batch=_vectors, integer=0.6),
+    "cast_half": Case(net=lambda: _Cast(torch.float16), batch=_vectors, integer=0.6),
+    "cast_bfloat16": Case(net=lambda: _Cast(torch.bfloat16), batch=_vectors, integer=0.6),
+    "autocast": Case(net=_Autocast, batch=_vectors, integer=0.6),
+    "float16": Case(net=lambda: _Half(torch.float16), batch=lambda rows: torch.randn(rows, 32).half()),
+    "bfloat16": Case(net=lambda: _Half(torch.bfloat16), batch=lambda rows: torch.randn(rows, 32).bfloat16()),
+    "float64": Case(net=lambda: _Half(torch.float64), batch=lambda rows: torch.randn(rows, 32).double()),
+    "mixed_halves": Case(net=_MixedHalves, batch=_vectors, integer=0.6),
+    "mask_mean": Case(
+        net=_MaskMean,
+        batch=lambda rows: (torch.randn(rows, 6, 32), torch.arange(6) < 5 - torch.arange(rows)[:, None] % 3),
+    ),
+    "one_hot": Case(net=_OneHot, batch=lambda rows: (torch.randn(rows, 5, 32), torch.randint(0, 32, (rows,)))),
+    "no_grad": Case(net=_NoGrad, batch=_vectors),
+    "inference_mode": Case(net=_InferenceMode, batch=_vectors),
+} | {f"made_{name}": Case(net=lambda f=f: _Made(f), batch=_vectors) for name, f in _MADE.items()}
