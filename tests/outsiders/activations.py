@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 from torch import nn
 
 from outsiders.case import Case
+from outsiders.case import noise
 from outsiders.case import smooth
 
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -46,11 +46,11 @@ def _linears(act: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _picture(rows: int) -> Tensor:
-    return smooth(torch.randn(rows, 3, 32, 32))
+    return smooth(noise(rows, 3, 32, 32))
 
 
 def _vectors(rows: int) -> Tensor:
-    return torch.randn(rows, 7, 32)
+    return noise(rows, 7, 32)
 
 
 CASES = {

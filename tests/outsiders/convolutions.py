@@ -10,6 +10,7 @@ from torch import Tensor
 from torch import nn
 
 from outsiders.case import Case
+from outsiders.case import noise
 from outsiders.case import smooth
 
 _TRANSPOSED = {"onnxruntime": {"integer": 0.3}, "torch": {"integer": 0.3}}
@@ -146,15 +147,15 @@ def _chain(*layers: nn.Module) -> Callable[[], nn.Module]:
 
 
 def _picture(rows: int) -> Tensor:
-    return smooth(torch.randn(rows, 3, 32, 32))
+    return smooth(noise(rows, 3, 32, 32))
 
 
 def _signal(rows: int) -> Tensor:
-    return smooth(torch.randn(rows, 8, 64))
+    return smooth(noise(rows, 8, 64))
 
 
 def _volume(rows: int) -> Tensor:
-    return smooth(torch.randn(rows, 4, 6, 12, 12))
+    return smooth(noise(rows, 4, 6, 12, 12))
 
 
 CASES = {

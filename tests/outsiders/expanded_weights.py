@@ -9,6 +9,7 @@ from torch import Tensor
 from torch import nn
 
 from outsiders.case import Case
+from outsiders.case import noise
 
 
 class _Spread(nn.Module):
@@ -94,7 +95,7 @@ class _BatchedWeight(nn.Module):
 
 
 def _tokens(rows: int) -> Tensor:
-    return torch.randn(rows, 10, 32)
+    return noise(rows, 10, 32)
 
 
 _SCORES = {

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch import nn
 
 from outsiders.case import Case
+from outsiders.case import noise
 
 
 class _Convolutions(nn.Module):
@@ -82,7 +83,7 @@ def _wide_mlp() -> nn.Module:
 
 
 def _maps(rows: int) -> Tensor:
-    return torch.randn(rows, 16, 8, 8)
+    return noise(rows, 16, 8, 8)
 
 
 _JOINS = {"gated": _gated, "added": _added, "returned": _returned, "twice": _twice, "halved": _halved}
@@ -93,9 +94,9 @@ CASES = (
     | {
         "mean_of_rows": Case(net=lambda: _Means((2, 3)), batch=_maps),
         "volume_of_one_pixel": Case(
-            net=_Volume, batch=lambda rows: torch.randn(rows, 8, 32), by_backend={"torch": {"integer": 0.1}}
+            net=_Volume, batch=lambda rows: noise(rows, 8, 32), by_backend={"torch": {"integer": 0.1}}
         ),
-        "baddbmm_alpha": Case(net=_Added, batch=lambda rows: torch.randn(rows, 8, 32), integer=0.3),
-        "fused_mlp": Case(net=_wide_mlp, batch=lambda rows: torch.randn(rows, 256)),
+        "baddbmm_alpha": Case(net=_Added, batch=lambda rows: noise(rows, 8, 32), integer=0.3),
+        "fused_mlp": Case(net=_wide_mlp, batch=lambda rows: noise(rows, 256)),
     }
 )

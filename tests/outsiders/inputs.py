@@ -9,6 +9,7 @@ from torch import Tensor
 from torch import nn
 
 from outsiders.case import Case
+from outsiders.case import noise
 from outsiders.case import smooth
 
 
@@ -134,21 +135,19 @@ class _Complex(nn.Module):
 
 
 def _bytes(rows: int) -> Tensor:
-    return (
-        (smooth(torch.randn(rows, 3, 32, 32)).permute(0, 2, 3, 1) * 50 + 120).clamp(0, 255).to(torch.uint8).contiguous()
-    )
+    return (smooth(noise(rows, 3, 32, 32)).permute(0, 2, 3, 1) * 50 + 120).clamp(0, 255).to(torch.uint8).contiguous()
 
 
 def _light(rows: int) -> Tensor:
-    return (smooth(torch.randn(rows, 3, 32, 32)) * 50 + 120).clamp(0, 255)
+    return (smooth(noise(rows, 3, 32, 32)) * 50 + 120).clamp(0, 255)
 
 
 def _channels_last(rows: int) -> Tensor:
-    return smooth(torch.randn(rows, 3, 32, 32)).to(memory_format=torch.channels_last)
+    return smooth(noise(rows, 3, 32, 32)).to(memory_format=torch.channels_last)
 
 
 def _named(rows: int) -> Mapping[str, Tensor]:
-    return {"aux": torch.randn(rows, 16), "x": torch.randn(rows, 32)}
+    return {"aux": noise(rows, 16), "x": noise(rows, 32)}
 
 
 CASES = {
@@ -160,11 +159,11 @@ CASES = {
     "input_changed_through_view": Case(net=lambda: _Normalizes("view"), batch=_light),
     "input_clamped": Case(net=lambda: _Normalizes("clamp"), batch=_light),
     "memory_channels_last": Case(net=_body, batch=_channels_last),
-    "speech": Case(net=_Speech, batch=lambda rows: torch.randn(rows, 20, 16)),
+    "speech": Case(net=_Speech, batch=lambda rows: noise(rows, 20, 16)),
     "fields": Case(net=_Fields, batch=lambda rows: torch.randint(0, 500, (rows, 3, 5))),
     "named": Case(net=_Named, batch=_named),
-    "optional_left_out": Case(net=_Named, batch=lambda rows: torch.randn(rows, 32)),
-    "unused": Case(net=_Unused, batch=lambda rows: (torch.randn(rows, 32), torch.randn(rows, 4))),
+    "optional_left_out": Case(net=_Named, batch=lambda rows: noise(rows, 32)),
+    "unused": Case(net=_Unused, batch=lambda rows: (noise(rows, 32), noise(rows, 4))),
     "token_ids_int32": Case(net=_Tokens, batch=lambda rows: torch.randint(0, 200, (rows, 9), dtype=torch.int32)),
     "wide_spread": Case(net=_Complex, batch=lambda rows: torch.rand(rows, 32).mul(14).exp()),
 }

@@ -13,6 +13,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from outsiders.case import Case
+from outsiders.case import noise
 
 
 @dataclass
@@ -81,6 +82,6 @@ _RETURNED = {
 }
 
 CASES = {
-    name: Case(net=lambda make=make: _Returns(make), batch=lambda rows: torch.randn(rows, 7, 32))
+    name: Case(net=lambda make=make: _Returns(make), batch=lambda rows: noise(rows, 7, 32))
     for name, make in _RETURNED.items()
 }

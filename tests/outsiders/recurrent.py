@@ -7,6 +7,7 @@ from torch import Tensor
 from torch import nn
 
 from outsiders.case import Case
+from outsiders.case import noise
 
 
 class _Recurrent(nn.Module):
@@ -60,7 +61,7 @@ class _Outliers(nn.Module):
 
 
 def _vectors(rows: int) -> Tensor:
-    return torch.randn(rows, 7, 32)
+    return noise(rows, 7, 32)
 
 
 CASES = {
@@ -68,6 +69,6 @@ CASES = {
     "gru": Case(net=lambda: _Recurrent(nn.GRU), batch=_vectors, integer=0.3),
     "lstm_both_ways": Case(net=lambda: _Recurrent(nn.LSTM, bidirectional=True), batch=_vectors, integer=0.3),
     "state_in_buffer": Case(net=_State, batch=_vectors),
-    "filled_memory": Case(net=_Filled, batch=lambda rows: torch.randn(rows, 32)),
-    "outlier_channel": Case(net=_Outliers, batch=_vectors),
+    "filled_memory": Case(net=_Filled, batch=lambda rows: noise(rows, 32)),
+    "outlier_channel": Case(net=_Outliers, batch=_vectors, sqnr=26),
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch import nn
 
 from outsiders.case import Case
+from outsiders.case import noise
 
 
 class _Holder:
@@ -109,7 +110,7 @@ class _Scripted(nn.Module):
 
 
 def _vectors(rows: int) -> Tensor:
-    return torch.randn(rows, 7, 32)
+    return noise(rows, 7, 32)
 
 
 _WAYS = (

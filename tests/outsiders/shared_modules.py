@@ -7,6 +7,7 @@ from torch import Tensor
 from torch import nn
 
 from outsiders.case import Case
+from outsiders.case import noise
 from outsiders.case import smooth
 
 
@@ -96,15 +97,15 @@ class _Product(nn.Module):
 
 
 def _levels(rows: int) -> tuple[Tensor, ...]:
-    return tuple(smooth(torch.randn(rows, 3, size, size)) for size in (32, 16, 8))
+    return tuple(smooth(noise(rows, 3, size, size)) for size in (32, 16, 8))
 
 
 CASES = {
-    "levels_alike": Case(net=lambda: _Levels(1.0), batch=_levels, sqnr=36),
-    "levels_factor_5": Case(net=lambda: _Levels(5.0), batch=_levels, sqnr=36),
-    "levels_factor_20": Case(net=lambda: _Levels(20.0), batch=_levels, sqnr=36),
-    "heads": Case(net=_Heads, batch=lambda rows: smooth(torch.randn(rows, 16, 32, 32))),
-    "siamese": Case(net=_Siamese, batch=lambda rows: (torch.randn(rows, 32), 30 * torch.randn(rows, 32))),
-    "repeated": Case(net=_Repeated, batch=lambda rows: torch.randn(rows, 7, 32), sqnr=24),
-    "shared_matmul": Case(net=_SharedMatmul, batch=lambda rows: torch.randn(rows, 7, 32)),
+    "levels_alike": Case(net=lambda: _Levels(1.0), batch=_levels, sqnr=34),
+    "levels_factor_5": Case(net=lambda: _Levels(5.0), batch=_levels, sqnr=34),
+    "levels_factor_20": Case(net=lambda: _Levels(20.0), batch=_levels, sqnr=34),
+    "heads": Case(net=_Heads, batch=lambda rows: smooth(noise(rows, 16, 32, 32))),
+    "siamese": Case(net=_Siamese, batch=lambda rows: (noise(rows, 32), 30 * noise(rows, 32))),
+    "repeated": Case(net=_Repeated, batch=lambda rows: noise(rows, 7, 32), sqnr=24),
+    "shared_matmul": Case(net=_SharedMatmul, batch=lambda rows: noise(rows, 7, 32)),
 }

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch import nn
 
 from outsiders.case import Case
+from outsiders.case import noise
 
 
 class _Base(nn.Module):
@@ -78,11 +79,11 @@ class _Exit(_Base):
 
 
 def _tokens(rows: int) -> Tensor:
-    return torch.randn(rows, 5, 32)
+    return noise(rows, 5, 32)
 
 
 def _graph(rows: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(53, 16), torch.randint(0, 53, (2, 231))
+    return noise(53, 16), torch.randint(0, 53, (2, 231))
 
 
 _ONLY_EIGHT = (8,)

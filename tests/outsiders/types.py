@@ -9,6 +9,7 @@ from torch import Tensor
 from torch import nn
 
 from outsiders.case import Case
+from outsiders.case import noise
 
 
 class _Linears(nn.Module):
@@ -93,7 +94,7 @@ class _InferenceMode(_Linears):
 
 
 def _vectors(rows: int) -> Tensor:
-    return torch.randn(rows, 7, 32)
+    return noise(rows, 7, 32)
 
 
 _MADE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -110,15 +111,15 @@ CASES = {
     "cast_half": Case(net=lambda: _Cast(torch.float16), batch=_vectors, integer=0.6),
     "cast_bfloat16": Case(net=lambda: _Cast(torch.bfloat16), batch=_vectors, integer=0.6),
     "autocast": Case(net=_Autocast, batch=_vectors, integer=0.6),
-    "float16": Case(net=lambda: _Half(torch.float16), batch=lambda rows: torch.randn(rows, 32).half()),
-    "bfloat16": Case(net=lambda: _Half(torch.bfloat16), batch=lambda rows: torch.randn(rows, 32).bfloat16()),
-    "float64": Case(net=lambda: _Half(torch.float64), batch=lambda rows: torch.randn(rows, 32).double()),
+    "float16": Case(net=lambda: _Half(torch.float16), batch=lambda rows: noise(rows, 32).half()),
+    "bfloat16": Case(net=lambda: _Half(torch.bfloat16), batch=lambda rows: noise(rows, 32).bfloat16()),
+    "float64": Case(net=lambda: _Half(torch.float64), batch=lambda rows: noise(rows, 32).double()),
     "mixed_halves": Case(net=_MixedHalves, batch=_vectors, integer=0.6),
     "mask_mean": Case(
         net=_MaskMean,
-        batch=lambda rows: (torch.randn(rows, 6, 32), torch.arange(6) < 5 - torch.arange(rows)[:, None] % 3),
+        batch=lambda rows: (noise(rows, 6, 32), torch.arange(6) < 5 - torch.arange(rows)[:, None] % 3),
     ),
-    "one_hot": Case(net=_OneHot, batch=lambda rows: (torch.randn(rows, 5, 32), torch.randint(0, 32, (rows,)))),
+    "one_hot": Case(net=_OneHot, batch=lambda rows: (noise(rows, 5, 32), torch.randint(0, 32, (rows,)))),
     "no_grad": Case(net=_NoGrad, batch=_vectors),
     "inference_mode": Case(net=_InferenceMode, batch=_vectors),
 } | {f"made_{name}": Case(net=lambda f=f: _Made(f), batch=_vectors) for name, f in _MADE.items()}
