@@ -35,12 +35,21 @@ TYPES = {
 
 _UNARY = {
     "Abs": aten.abs.default,
+    "Acos": aten.acos.default,
+    "Acosh": aten.acosh.default,
+    "Asin": aten.asin.default,
+    "Asinh": aten.asinh.default,
+    "Atan": aten.atan.default,
+    "Atanh": aten.atanh.default,
+    "BitwiseNot": aten.bitwise_not.default,
     "Ceil": aten.ceil.default,
     "Cos": aten.cos.default,
+    "Cosh": aten.cosh.default,
     "Erf": aten.erf.default,
     "Exp": aten.exp.default,
     "Floor": aten.floor.default,
     "HardSwish": aten.hardswish.default,
+    "IsInf": aten.isinf.default,
     "IsNaN": aten.isnan.default,
     "Log": aten.log.default,
     "Mish": aten.mish.default,
@@ -49,16 +58,22 @@ _UNARY = {
     "Reciprocal": aten.reciprocal.default,
     "Relu": aten.relu.default,
     "Round": aten.round.default,
+    "Selu": aten.selu.default,
     "Sigmoid": aten.sigmoid.default,
     "Sign": aten.sign.default,
     "Sin": aten.sin.default,
+    "Sinh": aten.sinh.default,
     "Softplus": aten.softplus.default,
     "Sqrt": aten.sqrt.default,
+    "Tan": aten.tan.default,
     "Tanh": aten.tanh.default,
 }
 _BINARY = {
     "Add": aten.add.Tensor,
     "And": aten.logical_and.default,
+    "BitwiseAnd": aten.bitwise_and.Tensor,
+    "BitwiseOr": aten.bitwise_or.Tensor,
+    "BitwiseXor": aten.bitwise_xor.Tensor,
     "Equal": aten.eq.Tensor,
     "Greater": aten.gt.Tensor,
     "GreaterOrEqual": aten.ge.Tensor,
@@ -168,6 +183,30 @@ def _leaky_relu(build: GraphBuilder, node: OnnxNode) -> Value:
 @operators.add("Elu")
 def _elu(build: GraphBuilder, node: OnnxNode) -> Value:
     return build.call(aten.elu.default, build.tensor(node.inputs[0]), node.attributes.get("alpha", 1.0))
+
+
+@operators.add("Celu")
+def _celu(build: GraphBuilder, node: OnnxNode) -> Value:
+    return build.call(aten.celu.default, build.tensor(node.inputs[0]), node.attributes.get("alpha", 1.0))
+
+
+@operators.add("ThresholdedRelu")
+def _thresholded_relu(build: GraphBuilder, node: OnnxNode) -> Value:
+    return build.call(aten.threshold.default, build.tensor(node.inputs[0]), node.attributes.get("alpha", 1.0), 0.0)
+
+
+@operators.add("Softsign")
+def _softsign(build: GraphBuilder, node: OnnxNode) -> Value:
+    given = build.tensor(node.inputs[0])
+    size = build.call(aten.add.Scalar, build.call(aten.abs.default, given), 1.0)
+    return build.call(aten.div.Tensor, given, size)
+
+
+@operators.add("Swish")
+def _swish(build: GraphBuilder, node: OnnxNode) -> Value:
+    given = build.tensor(node.inputs[0])
+    gate = build.call(aten.sigmoid.default, build.call(aten.mul.Scalar, given, node.attributes.get("alpha", 1.0)))
+    return build.call(aten.mul.Tensor, given, gate)
 
 
 @operators.add("HardSigmoid")

@@ -51,12 +51,15 @@ def _gather_nd(build: GraphBuilder, node: OnnxNode) -> Value:
     if node.attributes.get("batch_dims", 0):
         raise node.fault("batch_dims other than 0 are not supported")
     data, indices, rank = build.tensor(node.inputs[0]), build.tensor(node.inputs[1]), node.ranks[0]
-    # The last axis of the indices is as long as the index of one element; nothing else tells its length.
+    return build.call(aten.index.Tensor, data, _picks(build, node, indices, rank))
+
+
+def _picks(build: GraphBuilder, node: OnnxNode, indices: Any, rank: int | None) -> list[Any]:
+    """Return the index of each axis that a table of indices picks from; its last axis holds the index of one element."""
     count = _last_size(node.inputs[1], rank)
     if count is None:
         raise node.fault("the length of its indices is not known; export the model again")
-    picks = [build.call(aten.select.int, indices, -1, place) for place in range(count)]
-    return build.call(aten.index.Tensor, data, picks)
+    return [build.call(aten.select.int, indices, -1, place) for place in range(count)]
 
 
 def _last_size(value: Value | None, rank: int | None) -> int | None:
@@ -66,7 +69,35 @@ def _last_size(value: Value | None, rank: int | None) -> int | None:
         # What the exporter writes: indices of one axis each, side by side.
         parts = value.args[0]
         return len(parts) if isinstance(parts, list | tuple) else None
+    if isinstance(value, torch.fx.Node) and value.target is aten.unsqueeze.default and value.args[1] == -1:
+        return 1  # what it writes for a slice that is assigned to: indices of the first axis
     return rank
+
+
+_REDUCTIONS = {"add": "sum", "mul": "prod", "min": "amin", "max": "amax"}
+"""What torch calls the reductions with which values are scattered."""
+
+
+@operators.add("ScatterND")
+def _scatter_nd(build: GraphBuilder, node: OnnxNode) -> Value:
+    reduction = node.attributes.get("reduction", "none")
+    if reduction not in ("none", "add"):
+        raise node.fault(f"a reduction by {reduction!r} is not supported; 'none' and 'add' are")
+    data, indices, updates = (build.tensor(value) for value in node.inputs[:3])
+    # Indices that are not sized for all axes of the data would be taken for a table of whole elements.
+    picks = _picks(build, node, indices, None)
+    return build.call(aten.index_put.default, data, picks, updates, reduction == "add")
+
+
+@operators.add("ScatterElements")
+def _scatter_elements(build: GraphBuilder, node: OnnxNode) -> Value:
+    data, indices, updates = (build.tensor(value) for value in node.inputs[:3])
+    axis, reduction = node.attributes.get("axis", 0), node.attributes.get("reduction", "none")
+    if reduction == "none":
+        return build.call(aten.scatter.src, data, axis, indices, updates)
+    if reduction not in _REDUCTIONS:
+        raise node.fault(f"a reduction by {reduction!r} is not supported; 'none', 'add', 'mul', 'min' and 'max' are")
+    return build.call(aten.scatter_reduce.two, data, axis, indices, updates, _REDUCTIONS[reduction])
 
 
 @operators.add("Slice")

@@ -46,10 +46,31 @@ for _name, _target in _REDUCTIONS.items():
     operators.add(_name)(_reduction(_target))
 
 
-@operators.add("ReduceL2")
-def _reduce_l2(build: GraphBuilder, node: OnnxNode) -> Value:
+def _norm(order: int) -> Callable[[GraphBuilder, OnnxNode], Value]:
+    def translate(build: GraphBuilder, node: OnnxNode) -> Value:
+        axes, kept = _axes(build, node), bool(node.attributes.get("keepdims", 1))
+        return build.call(aten.linalg_vector_norm.default, build.tensor(node.inputs[0]), order, axes, kept)
+
+    return translate
+
+
+operators.add("ReduceL1")(_norm(1))
+operators.add("ReduceL2")(_norm(2))
+
+
+@operators.add("ReduceSumSquare")
+def _reduce_sum_square(build: GraphBuilder, node: OnnxNode) -> Value:
+    squares = build.call(aten.square.default, build.tensor(node.inputs[0]))
     axes, kept = _axes(build, node), bool(node.attributes.get("keepdims", 1))
-    return build.call(aten.linalg_vector_norm.default, build.tensor(node.inputs[0]), 2, axes, kept)
+    return build.call(aten.sum.dim_IntList, squares, axes, kept)
+
+
+@operators.add("ReduceLogSumExp")
+def _reduce_log_sum_exp(build: GraphBuilder, node: OnnxNode) -> Value:
+    axes, kept = _axes(build, node), bool(node.attributes.get("keepdims", 1))
+    if axes is None:
+        raise node.fault("a reduction without axes is not supported; state its axes")
+    return build.call(aten.logsumexp.default, build.tensor(node.inputs[0]), axes, kept)
 
 
 @operators.add("ReduceProd")
@@ -72,10 +93,16 @@ def _product_of_sizes(build: GraphBuilder, given: Sizes, kept: bool) -> Sizes:
     return Sizes((product,), alone=not kept)
 
 
-@operators.add("ArgMax")
-def _argmax(build: GraphBuilder, node: OnnxNode) -> Value:
-    axis, kept = node.attributes.get("axis", 0), bool(node.attributes.get("keepdims", 1))
-    return build.call(aten.argmax.default, build.tensor(node.inputs[0]), axis, kept)
+def _place(target: Any) -> Callable[[GraphBuilder, OnnxNode], Value]:
+    def translate(build: GraphBuilder, node: OnnxNode) -> Value:
+        axis, kept = node.attributes.get("axis", 0), bool(node.attributes.get("keepdims", 1))
+        return build.call(target, build.tensor(node.inputs[0]), axis, kept)
+
+    return translate
+
+
+operators.add("ArgMax")(_place(aten.argmax.default))
+operators.add("ArgMin")(_place(aten.argmin.default))
 
 
 @operators.add("CumSum")

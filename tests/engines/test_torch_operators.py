@@ -1,0 +1,80 @@
+"""Single ONNX operators in torch's engine, against ONNX Runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto
+from onnx import helper
+from onnx import numpy_helper
+
+from quantizer.engines import BuildOptions
+from quantizer.engines import build_engine
+from quantizer.engines import load_engine
+
+_INDICES = {
+    "ScatterND": np.array([[2], [0]]),
+    "ScatterElements": np.array([[2, 0, 1, 2], [0, 2, 0, 1]]),  # no place twice, which has no order
+}
+
+_ALONE: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("Acos", "Asin", "Asinh", "Atan", "Atanh", "Cosh", "Sinh", "Tan", "Selu", "Softsign")},
+    "Acosh": {},
+    "Celu": {"alpha": 0.5},
+    "ThresholdedRelu": {"alpha": 0.2},
+    "ArgMax": {"axis": 1},
+    "ArgMin": {"axis": 1, "keepdims": 0},
+}
+
+
+def _files(folder: Path, node: onnx.NodeProto, constants: dict[str, np.ndarray[Any, Any]], kind: int) -> Path:
+    given = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 4])
+    made = helper.make_tensor_value_info("y", kind, None)
+    tensors = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    graph = helper.make_graph([node], "g", [given], [made], tensors)
+    file = folder / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), file)
+    build_engine("torch", file, folder / "m.engine", BuildOptions(compiled=False))
+    return file
+
+
+def _assert_like_onnx_runtime(folder: Path, file: Path, x: np.ndarray[Any, Any]) -> None:
+    (found,) = load_engine("torch", folder / "m.engine")(x).values()
+    (right,) = onnxruntime.InferenceSession(str(file)).run(None, {"x": x})
+    assert found.shape == right.shape
+    np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "attributes"), _ALONE.items())
+def test_operators_of_one_tensor(tmp_path: Path, name: str, attributes: dict[str, Any]) -> None:
+    node = helper.make_node(name, ["x"], ["y"], **attributes)
+    kind = TensorProto.INT64 if name.startswith("Arg") else TensorProto.FLOAT
+    x = np.random.default_rng(0).uniform(-0.9, 0.9, (3, 4)).astype(np.float32)
+    _assert_like_onnx_runtime(tmp_path, _files(tmp_path, node, {}, kind), x + 2 if name == "Acosh" else x)
+
+
+@pytest.mark.parametrize("name", ["ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSumExp"])
+def test_reductions(tmp_path: Path, name: str) -> None:
+    node = helper.make_node(name, ["x", "axes"], ["y"], keepdims=0)
+    x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    _assert_like_onnx_runtime(tmp_path, _files(tmp_path, node, {"axes": np.array([1])}, TensorProto.FLOAT), x)
+
+
+@pytest.mark.parametrize(
+    ("name", "reduction"),
+    [
+        *(("ScatterND", reduction) for reduction in ("none", "add")),
+        *(("ScatterElements", reduction) for reduction in ("none", "add", "mul", "min", "max")),
+    ],
+)
+def test_values_are_scattered(tmp_path: Path, name: str, reduction: str) -> None:
+    node = helper.make_node(name, ["x", "places", "new"], ["y"], reduction=reduction)
+    new = np.random.default_rng(1).standard_normal((2, 4)).astype(np.float32)
+    constants = {"places": _INDICES[name], "new": new}
+    x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    _assert_like_onnx_runtime(tmp_path, _files(tmp_path, node, constants, TensorProto.FLOAT), x)
