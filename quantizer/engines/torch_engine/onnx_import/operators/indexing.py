@@ -55,7 +55,7 @@ def _gather_nd(build: GraphBuilder, node: OnnxNode) -> Value:
 
 
 def _picks(build: GraphBuilder, node: OnnxNode, indices: Any, rank: int | None) -> list[Any]:
-    """Return the index of each axis that a table of indices picks from; its last axis holds the index of one element."""
+    """Return the index into each axis from a table of indices, whose last axis holds the index of one element."""
     count = _last_size(node.inputs[1], rank)
     if count is None:
         raise node.fault("the length of its indices is not known; export the model again")
