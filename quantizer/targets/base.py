@@ -133,6 +133,8 @@ class TargetProfile:
             other channels, see ``qdq/reductions.py``.
         unfused_products: whether its files pass a product of two axes, times factors of channels, through a Max before
             it is rounded, see ``qdq/flat_products.py``.
+        unshared_products: whether its files pass a quantized product that several nodes read through a Clip, see
+            ``qdq/shared_products.py``.
         row_codes: whether its files look up rows of a table in codes, and dequantize those; otherwise they dequantize a
             whole table, which some engines do at each run.
         zero_points: the kinds of site whose activations are UINT8 with a zero point of their own where INT8 is asked
@@ -172,6 +174,7 @@ class TargetProfile:
     unfused_reductions: frozenset[str] = frozenset()
     misread_reductions: frozenset[str] = frozenset()
     unfused_products: bool = False
+    unshared_products: bool = False
     row_codes: bool = False
     zero_points: frozenset[SiteKind] = frozenset()
     dynamic: DynamicRanges | None = None

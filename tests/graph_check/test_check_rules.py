@@ -78,6 +78,15 @@ def flat_products(apart: bool) -> Graph:
     return g
 
 
+def shared_product(apart: bool) -> Graph:
+    g = Graph("float32")
+    x = g.rounded(g.input("x", ["batch", 32, 4, 4]), zero=128, kind="uint8")
+    y = g.node("Conv", x, g.weight((32, 32, 1, 1), 0))
+    y = g.node("Clip", y, g.number(-1e30), g.number(1e30)) if apart else y
+    g.output(g.node("Mul", y, g.node("Sigmoid", y)))
+    return g
+
+
 def computed_scale(computed: bool) -> Graph:
     g = Graph()
     x = g.input("x", ["batch", 32])
@@ -672,6 +681,14 @@ CASES = [
         lambda: flat_products(True),
         "QuantizeLinear_7",
         "where sizes are fixed and small, openvino computes what it rounds wrongly",
+        OPENVINO,
+    ),
+    Case(
+        "shared-product",
+        lambda: shared_product(False),
+        lambda: shared_product(True),
+        "Conv_3",
+        "several nodes read it, and it has no bias: openvino can scale twice what they read",
         OPENVINO,
     ),
     Case("mask-range", lambda: half_mask(-65504), lambda: half_mask(-30000), "Mul_5", "the constant -65504"),

@@ -21,6 +21,7 @@ from quantizer.export.passes.per_target.rows_of_codes import RowsOfCodes
 from quantizer.export.passes.per_target.unfused_products import UnfusedProducts
 from quantizer.export.passes.per_target.unfused_reductions import FactorsBeforeReductions
 from quantizer.export.passes.per_target.unfused_reductions import UnfusedReductions
+from quantizer.export.passes.per_target.unshared_products import UnsharedProducts
 from quantizer.export.passes.per_target.unsigned_activations import UnsignedActivations
 from quantizer.export.passes.scale_before_quantize import ScaleBeforeQuantize
 from quantizer.export.passes.share_quantizers import ShareQuantizers
@@ -36,6 +37,7 @@ __all__ = [
     "FactorsBeforeReductions",
     "UnfusedProducts",
     "UnfusedReductions",
+    "UnsharedProducts",
     "UnsignedActivations",
     "graph_passes",
     "passes",
@@ -75,6 +77,8 @@ def passes(target: TargetProfile | None = None) -> tuple[GraphPass, ...]:
         asked.append(UnfusedReductions(target.unfused_reductions, target.misread_reductions))
     if target is not None and target.unfused_products:
         asked.append(UnfusedProducts())
+    if target is not None and target.unshared_products:
+        asked.append(UnsharedProducts())
     if target is not None and target.row_codes:
         asked.append(RowsOfCodes())
     return *PASSES, *asked, *(graph_passes[name] for name in graph_passes), NameNodes()

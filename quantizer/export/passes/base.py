@@ -24,6 +24,7 @@ __all__ = [
     "drop_unread",
     "insert_before",
     "insert_transpose",
+    "largest_number",
     "replace_node",
     "run_passes",
     "smallest_normal",
@@ -170,6 +171,13 @@ def replace_node(model: Any, node: Any, value: Any) -> None:
     value.name = node.outputs[0].name
     node.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
     model.graph.remove(node, safe=True)
+
+
+def largest_number(dtype: np.dtype[Any]) -> float:
+    """Return the largest finite number of a float type; numpy itself does not know bfloat16."""
+    import ml_dtypes
+
+    return float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
 
 
 def smallest_normal(dtype: np.dtype[Any]) -> float:

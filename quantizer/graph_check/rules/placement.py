@@ -24,6 +24,7 @@ from quantizer.qdq.operand import Operand
 from quantizer.qdq.reductions import BY_NUMBER
 from quantizer.qdq.reductions import misreads_channels
 from quantizer.qdq.reductions import misreads_channels_before
+from quantizer.qdq.shared_products import is_shared_product
 
 __all__ = [
     "fused_product",
@@ -32,6 +33,7 @@ __all__ = [
     "half_site",
     "quantized_bias",
     "quantized_mask",
+    "shared_product",
     "site_kind",
 ]
 
@@ -147,6 +149,16 @@ def fused_product(subject: Subject) -> Iterator[Fault]:
     for node in subject.nodes if subject.target.unfused_products else ():
         if scales_flat_product(node):
             problem = f"where sizes are fixed and small, {subject.target.name} computes what it rounds wrongly"
+            yield Fault(name_of(node), problem, advice)
+
+
+@rules.add("shared-product")
+def shared_product(subject: Subject) -> Iterator[Fault]:
+    """Keep the scales of a quantized product apart from its readers where the target would misplace them."""
+    advice = "pass its result through a Clip that changes no value and that the others read, or give it a bias"
+    for node in subject.nodes if subject.target.unshared_products else ():
+        if is_shared_product(node):
+            problem = f"several nodes read it, and it has no bias: {subject.target.name} can scale twice what they read"
             yield Fault(name_of(node), problem, advice)
 
 

@@ -1,0 +1,271 @@
+"""Quantized products whose result several nodes read: OpenVINO scales them twice, and our files keep them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.engines import BuildOptions
+from quantizer.engines import build_engine
+from quantizer.engines import load_engine
+from quantizer.export.passes import UnsharedProducts
+from quantizer.export.passes import run_passes
+from quantizer.qdq.shared_products import is_shared_product
+from quantizer.targets import profile
+
+onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")
+ort = pytest.importorskip("onnxruntime", reason="computing a file needs enginequant[onnxruntime]")
+
+C = 16
+ROWS = 3
+Values = dict[str, Any]
+
+
+class File:
+    """A product of ``x`` whose two operands are quantized, and what reads it."""
+
+    def __init__(self, product: str, bias: float | None = None, per_channel: bool = True) -> None:
+        self.nodes: list[Any] = []
+        self.held: Values = {}
+        random = np.random.default_rng(0)
+        self.shape = {"MatMul": (4, 8, 8), "Linear": (8, C), "Conv1d": (C, 9), "Conv3d": (C, 3, 4, 5)}.get(
+            product, (C, 6, 8)
+        )
+        left = self.rounded("x")
+        if product == "MatMul":
+            self.result = self.node("MatMul", left, self.rounded(self.node("Sin", "x"), 0.01))
+            return
+        kernel = (C,) if product == "Linear" else (C, *((3,) * (len(self.shape) - 1)))
+        codes = random.integers(-127, 128, (C, *kernel)).astype(np.int8)
+        scales = (random.random(C) * 0.001 + 0.001).astype(np.float32) if per_channel else np.float32(0.002)
+        axis = {"axis": int(product in ("Linear", "ConvTranspose"))} if per_channel else {}
+        weight = self.node("DequantizeLinear", self.constant(codes), self.constant(scales), **axis)
+        biases = [] if bias is None else [self.constant(np.full(C, bias, np.float32))]
+        operator = {"Linear": "MatMul", "ConvTranspose": "ConvTranspose"}.get(product, "Conv")
+        pads = {"pads": [1] * 2 * (len(self.shape) - 1)} if operator == "Conv" else {}
+        self.result = self.node(operator, left, weight, *biases, **pads)
+
+    def constant(self, array: Any) -> str:
+        name = f"c{len(self.held)}"
+        self.held[name] = np.asarray(array)
+        return name
+
+    def node(self, kind: str, *inputs: str, outputs: int = 1, **attributes: Any) -> str:
+        names = [f"v{len(self.nodes)}_{number}" for number in range(outputs)]
+        self.nodes.append(onnx.helper.make_node(kind, list(inputs), names, f"n{len(self.nodes)}", **attributes))
+        return names[0]
+
+    def rounded(self, value: str, scale: float = 0.05) -> str:
+        held = self.constant(np.float32(scale)), self.constant(np.int8(0))
+        return self.node("DequantizeLinear", self.node("QuantizeLinear", value, *held), *held)
+
+    def ir(self, outputs: list[str]) -> Any:
+        floats = onnx.TensorProto.FLOAT
+        graph = onnx.helper.make_graph(
+            self.nodes,
+            "g",
+            [onnx.helper.make_tensor_value_info("x", floats, ["batch", *self.shape])],
+            [onnx.helper.make_tensor_value_info(name, floats, None) for name in outputs],
+            [onnx.numpy_helper.from_array(value, name) for name, value in self.held.items()],
+        )
+        proto = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+        return ir.from_proto(onnx.shape_inference.infer_shapes(proto))
+
+
+Readers = Callable[[File, str], list[str]]
+
+
+def number(file: File, value: float) -> str:
+    return file.constant(np.float32(value))
+
+
+def by_itself(file: File, value: str) -> str:
+    """A quantized product of a value and its own transpose."""
+    axes = list(range(len(file.shape) + 1))
+    rounded = file.rounded(value)
+    return file.node("MatMul", rounded, file.node("Transpose", rounded, perm=[*axes[:-2], axes[-1], axes[-2]]))
+
+
+def next_product(file: File, value: str) -> list[str]:
+    return [by_itself(file, value), value]
+
+
+def concatenated(file: File, value: str) -> list[str]:
+    joined = file.node("Concat", value, file.node("Tanh", value), axis=1)
+    return [by_itself(file, joined), file.node("Sigmoid", value)]
+
+
+def largest(file: File, value: str) -> list[str]:
+    most = file.node("ReduceMax", value, file.constant(np.array([-1])), keepdims=1)
+    return [file.node("Sub", value, file.node("Max", most, most))]
+
+
+def mean(file: File, value: str) -> list[str]:
+    return [file.node("Sub", value, file.node("ReduceMean", value, file.constant(np.array([-1])), keepdims=1))]
+
+
+READERS: dict[str, Readers] = {
+    "a Q and the output": next_product,
+    "a Concat with a Q": concatenated,
+    "a maximum": largest,
+    "a mean": mean,
+    "ReLU and an add": lambda file, value: [file.node("Add", file.node("Relu", value), value)],
+    "a square": lambda file, value: [file.node("Mul", value, value)],
+    "two factors": lambda file, value: [file.node("Mul", value, number(file, one)) for one in (0.5, 2.0)],
+    "a factor, then two readers": lambda file, value: (
+        lambda scaled: [file.node("Relu", scaled), file.node("Sigmoid", scaled)]
+    )(file.node("Mul", value, number(file, 0.3))),
+    "a reshape": lambda file, value: [
+        file.node("Reshape", value, file.constant(np.array([0, -1]))),
+        file.node("Sigmoid", value),
+    ],
+    "two splits": lambda file, value: [file.node("Split", value, outputs=2, axis=1, num_outputs=2), value],
+}
+
+WRONG = [
+    ("Conv", None, "a Q and the output"),
+    ("Conv", 0.0, "a Concat with a Q"),
+    ("Conv1d", None, "ReLU and an add"),
+    ("Conv3d", None, "a mean"),
+    ("ConvTranspose", None, "a reshape"),
+    ("MatMul", None, "a maximum"),
+    ("MatMul", None, "a square"),
+    ("MatMul", None, "a factor, then two readers"),
+    ("Conv", None, "two factors"),
+    ("Conv", None, "two splits"),
+]
+
+
+def decibels(right: np.ndarray, found: np.ndarray) -> float:
+    error = float(np.square(right.astype(np.float64) - found).sum())
+    return float(10 * np.log10(np.square(right.astype(np.float64)).sum() / max(error, 1e-30)))
+
+
+def node_by_node(path: Path, x: np.ndarray) -> list[np.ndarray]:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return list(ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]).run(None, {"x": x}))
+
+
+def nearness(file: File, readers: Readers, folder: Path, *, apart: bool, rows: int = ROWS) -> float:
+    """How near OpenVINO's model for all sizes is to the file itself, which the pass leaves as it computes."""
+    pytest.importorskip("openvino", reason="needs enginequant[openvino]")
+    model = file.ir(readers(file, file.result))
+    path, x = folder / "file.onnx", np.random.default_rng(1).normal(size=(rows, *file.shape)).astype(np.float32)
+    ir.save(model, path)
+    right = node_by_node(path, x)
+    if apart:
+        run_passes(model, [UnsharedProducts()])
+        ir.save(model, path)
+        assert all(map(np.array_equal, node_by_node(path, x), right))
+    build_engine("openvino", path, folder / "file.engine", BuildOptions())
+    given = load_engine("openvino", folder / "file.engine")({"x": x})
+    return min(decibels(one, given[name]) for one, name in zip(right, given, strict=True))
+
+
+@pytest.mark.usefixtures("exact_byte_products")
+@pytest.mark.parametrize(("product", "bias", "readers"), WRONG)
+def test_openvino_misplaces_scales_that_the_pass_keeps_apart(
+    product: str, bias: float | None, readers: str, tmp_path: Path
+) -> None:
+    assert nearness(File(product, bias), READERS[readers], tmp_path, apart=True) > 40
+    # If a release of OpenVINO is right without the pass, neither the pass nor the rule is needed any more.
+    assert nearness(File(product, bias), READERS[readers], tmp_path, apart=False) < 20
+
+
+@pytest.mark.usefixtures("exact_byte_products")
+@pytest.mark.nightly
+@pytest.mark.parametrize("readers", READERS)
+@pytest.mark.parametrize("product", ["Conv", "Conv1d", "Conv3d", "ConvTranspose", "MatMul"])
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_readers_of_every_product_are_right_with_the_pass(
+    product: str, readers: str, per_channel: bool, tmp_path: Path
+) -> None:
+    assert nearness(File(product, None, per_channel), READERS[readers], tmp_path, apart=True) > 40
+
+
+@pytest.mark.parametrize(
+    ("product", "bias", "readers"),
+    [
+        ("Conv", 0.5, READERS["a square"]),
+        ("Linear", None, READERS["a square"]),
+        ("Conv", None, lambda file, value: [file.node("Relu", value)]),
+        ("Conv", None, lambda file, value: [value]),
+        ("Conv", None, lambda file, value: READERS["a square"](file, file.node("Relu", value))),
+        ("Conv", None, lambda file, value: READERS["a square"](file, file.node("Add", value, number(file, 1.0)))),
+    ],
+    ids=["a bias", "a linear layer", "one reader", "the output alone", "behind ReLU", "behind an add"],
+)
+def test_right_products_stay(product: str, bias: float | None, readers: Readers) -> None:
+    file = File(product, bias)
+    model = file.ir(readers(file, file.result))
+    assert not any(map(is_shared_product, model.graph))
+    assert UnsharedProducts().run(model) == 0
+
+
+def test_a_product_that_is_an_output_keeps_its_name(tmp_path: Path) -> None:
+    file = File("Conv")
+    model = file.ir(READERS["a Q and the output"](file, file.result))
+    names = [value.name for value in model.graph.outputs]
+    run_passes(model, [UnsharedProducts()])
+    assert [value.name for value in model.graph.outputs] == names
+    assert model.graph.outputs[1].producer().op_type == "Clip"
+    assert UnsharedProducts().run(model) == 0
+
+
+class Gated(nn.Module):
+    """Two convolutions, concatenated and convolved again, with one of them beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Conv2d(C, C, 3, padding=1, bias=False) for _ in range(2))
+        self.both = nn.Conv2d(2 * C, C, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = self.left(x)
+        return self.both(torch.cat([left, self.right(x)], 1)) * torch.sigmoid(left)
+
+
+class OneMore(nn.Module):
+    """Attention whose softmax has one added to the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).view(x.shape[0], x.shape[1], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        scores = query @ key.mT * 0.3
+        raised = torch.exp(scores - scores.amax(-1, keepdim=True))
+        return (raised / (1 + raised.sum(-1, keepdim=True)) @ value).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.usefixtures("exact_byte_products")
+@pytest.mark.parametrize(("made", "shape"), [(Gated, (C, 8, 8)), (OneMore, (8, 32))])
+def test_engines_are_right_at_all_sizes(made: type[nn.Module], shape: tuple[int, ...], tmp_path: Path) -> None:
+    pytest.importorskip("openvino", reason="needs enginequant[openvino]")
+    torch.manual_seed(0)
+    model = made().eval()
+    quantizer = Quantizer(backend="openvino", preset="plain")
+    quantizer.calibrate(model, [torch.randn(32, *shape)])
+    frozen = quantizer.quantize(model)
+    quantizer.export(frozen, tmp_path / "model.onnx", torch.randn(4, *shape))
+    quantizer.build(tmp_path / "model.onnx", tmp_path / "model.engine")
+    engine = load_engine("openvino", tmp_path / "model.engine")
+    for rows in (1, 2, 3, 5, 8):
+        x = torch.randn(rows, *shape)
+        right, (found,) = frozen(x).detach().numpy(), engine(x).values()
+        assert decibels(right, np.asarray(found)) > 40
+
+
+def test_the_target_asks_for_it() -> None:
+    assert [name for name in ("openvino", "onnxruntime", "tensorrt") if profile(name).unshared_products] == ["openvino"]
