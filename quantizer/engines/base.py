@@ -61,7 +61,7 @@ class TensorSpec:
 
 
 class Engine(Protocol):
-    """Model that is ready to run. Not for use from two threads at once."""
+    """Model that is ready to run, called from any number of threads at once."""
 
     @property
     def name(self) -> str:

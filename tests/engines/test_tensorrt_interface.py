@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from engines.interface import AHEAD
 from engines.interface import CALLED
 from engines.interface import TIMED
 from engines.interface import interface
+from threads import in_threads
 
 from quantizer.engines import BuildOptions
 from quantizer.engines import build_engine
@@ -149,6 +152,7 @@ class StandIn:
 
     def set_input_shape(self, name: str, shape: tuple[int, int]) -> bool:
         self.shape = shape
+        time.sleep(0)  # another thread may run here
         return 1 <= shape[0] <= 8
 
     def set_tensor_address(self, name: str, address: int) -> None:
@@ -211,12 +215,32 @@ def stand_in() -> Any:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
     stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    entered: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda number: nullcontext(entered.append(number)))
+    return entered
+
+
+@pytest.mark.parametrize("threads", [1, 2, 16, 200])
+def test_threads_take_turns_on_the_gpu_of_the_engine(threads: int, gpu: list[int], tmp_path: Path) -> None:
+    """A context holds shapes and addresses of one call, and each thread has a current GPU of its own."""
+    path = tmp_path / "model.engine"
+    path.write_bytes(b"whole")
+    engine = TensorRTEngine("tensorrt", stand_in(), path, *read_engine(path))
+
+    def work(number: int) -> None:
+        for call in range(5):
+            x = np.full((1 + (number + call) % 8, 4), number, np.float32)
+            np.testing.assert_array_equal(engine({"x": x})["y"], 2 * x)
+
+    in_threads(threads, work)
+    assert gpu == [1] * (5 * threads)
 
 
 @pytest.mark.usefixtures("gpu")

@@ -60,6 +60,7 @@ from quantizer.engines.openvino.shared_bytes import share_bytes
 from quantizer.engines.openvino.shared_bytes import write_ranges
 from quantizer.engines.openvino.signal_stack import kept_signal_stack
 from quantizer.engines.optional_import import import_library
+from quantizer.engines.pool import Pool
 from quantizer.errors import EngineError
 
 __all__ = ["OpenVINOBackend", "OpenVINOEngine"]
@@ -70,7 +71,7 @@ _NOTE = "inference_precision "
 
 
 class OpenVINOEngine:
-    """Compiled OpenVINO models, each with one inference request.
+    """Compiled OpenVINO models, each with a pool of inference requests: one request serves one call at a time.
 
     Args:
         models: what was compiled.
@@ -85,20 +86,23 @@ class OpenVINOEngine:
         self.inputs = tuple(_spec(port, models.dimensions) for port in compiled.inputs)
         self.input_names = tuple(spec.name for spec in self.inputs)
         self.output_names = tuple(port_name(port) for port in compiled.outputs)
-        self._request = compiled.create_infer_request()
-        self._fixed = {shapes: model.create_infer_request() for shapes, model in models.fixed.items()}
+        # Each pool starts with a request: a model that cannot run is told when it is loaded.
+        self._requests = _requests(compiled)
+        self._fixed = {shapes: _requests(model) for shapes, model in models.fixed.items()}
         self._held = models.held
 
     def __call__(self, inputs: Any) -> dict[str, Any]:
         """Run it once; what it returns belongs to the caller."""
         arrays = checked_inputs(self.name, self.inputs, inputs)
-        request = self._fixed.get(shapes_of(arrays.values()), self._request)
+        requests = self._fixed.get(tuple(array.shape for array in arrays.values()), self._requests)
         try:
+            request = requests.take()
             # By position: a port may carry other names beside its own.
             results = request.infer(dict(enumerate(arrays.values())), share_inputs=True)
         except RuntimeError as error:
             raise EngineError(f"OpenVINO could not run the engine: {reason(error)}") from error
-        outputs = [np.asarray(results[index]) for index in range(len(self.output_names))]
+        requests.give_back(request)
+        outputs = map(np.asarray, results.to_tuple())
         return in_kind(inputs, self.output_names, outputs)
 
 
@@ -260,6 +264,10 @@ def _capabilities(ov: Any) -> Sequence[str]:
     with kept_signal_stack():
         found: Sequence[str] = ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return found
+
+
+def _requests(model: Any) -> Pool[Any]:
+    return Pool(model.create_infer_request, model.create_infer_request())
 
 
 def _spec(port: Any, dimensions: Dimensions) -> TensorSpec:

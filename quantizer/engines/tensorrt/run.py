@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -70,6 +71,9 @@ def trt_profiler(trt: Any, times_ms: dict[str, list[float]]) -> Any:
 class TensorRTEngine:
     """Deserialized engine with one execution context on the current GPU. Untested without a GPU.
 
+    Calls from several threads take turns: a further context would need the memory of all activations again, and the GPU
+    runs one call after the other anyway.
+
     Args:
         name: the backend's name.
         trt: its module.
@@ -106,6 +110,9 @@ class TensorRTEngine:
         if note or self._engine.refittable:
             refit(trt, self._engine, self._logger, path, note)
         self._context = self._engine.create_execution_context()
+        self._turn = threading.Lock()
+        # Each thread has a current GPU of its own, which need not be the engine's.
+        self._gpu = torch.cuda.current_device()
         names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
         is_input = {tensor: self._engine.get_tensor_mode(tensor) == trt.TensorIOMode.INPUT for tensor in names}
         self._dtypes = {tensor: np.dtype(trt.nptype(self._engine.get_tensor_dtype(tensor))) for tensor in names}
@@ -122,6 +129,13 @@ class TensorRTEngine:
         import torch
 
         arrays = checked_inputs(self.name, self.inputs, inputs)
+        with self._turn, torch.cuda.device(self._gpu):
+            results = self._run(arrays)
+        return in_kind(inputs, self.output_names, results)
+
+    def _run(self, arrays: Mapping[str, Array]) -> list[Array]:
+        import torch
+
         # The dictionary keeps the tensors alive until the run is over: the context holds bare addresses.
         tensors = {name: torch.from_numpy(array).cuda() for name, array in arrays.items()}
         for name, tensor in tensors.items():
@@ -138,7 +152,7 @@ class TensorRTEngine:
         if not self._context.execute_async_v3(stream.cuda_stream):
             raise EngineError(f"{self.name} could not run the engine")
         stream.synchronize()
-        return in_kind(inputs, self.output_names, (tensors[name].cpu().numpy() for name in self.output_names))
+        return [tensors[name].cpu().numpy() for name in self.output_names]
 
     def observed_layers(self, inputs: Mapping[str, Array], runs: int = RUNS) -> list[Layer]:
         """Return the layers that the inspector reports at the shapes of ``inputs``, with the times of a profiler."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import statistics
+import threading
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -34,11 +33,13 @@ from quantizer.engines.torch_engine.inspect import inspect_graph
 from quantizer.engines.torch_engine.lowering.lower import lower
 from quantizer.engines.torch_engine.onnx_import.importer import Imported
 from quantizer.engines.torch_engine.onnx_import.importer import import_onnx
+from quantizer.engines.torch_engine.thread_count import computing_threads
 from quantizer.errors import EngineError
 
 __all__ = ["TorchEngine", "built_file", "checked_library", "inspected", "loaded", "read_file"]
 
 _ROUNDS = 7
+_PREPARING = threading.Lock()
 
 
 class TorchEngine:
@@ -76,7 +77,7 @@ class TorchEngine:
         arrays = checked_inputs(self.name, self.inputs, inputs)
         tensors = [torch.from_numpy(array if array.flags.writeable else array.copy()) for array in arrays.values()]
         try:
-            with torch.inference_mode(), _threads(self._threads):
+            with torch.inference_mode(), computing_threads(self._threads):
                 made = self._run(*tensors)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             raise EngineError(f"torch could not run the engine: {error}") from error
@@ -159,7 +160,7 @@ def inspected(name: str, path: Path, threads: int, batch: int, sequence: int, ru
     compiled = None if file.compiled is None else CompiledGraph(file.compiled)
     inputs = working_inputs(loaded(file, threads), batch, sequence)
     tensors = [torch.from_numpy(inputs[spec.name]) for spec in file.inputs]
-    with torch.inference_mode(), _threads(threads):
+    with torch.inference_mode(), computing_threads(threads):
         return inspect_graph(name, file, compiled, tensors, batch, sequence, threads, runs)
 
 
@@ -170,7 +171,9 @@ def loaded(file: GraphFile, threads: int) -> TorchEngine:
         EngineError: it was compiled by another release of torch, or cannot be loaded here.
     """
     if file.compiled is None:
-        module = prepare_eager(deepcopy(file.module))
+        # Preparing silences warnings, whose filters are those of the process: one thread at a time.
+        with _PREPARING:
+            module = prepare_eager(deepcopy(file.module))
         return TorchEngine(module, file.inputs, file.outputs, threads, list(module.buffers()))
     if file.torch_version != str(torch.__version__):
         raise EngineError(
@@ -201,17 +204,3 @@ def _faster(eager: GraphFile, sizes: tuple[int, int], wanted: bool | None) -> tu
     calls = {name: partial(engine, inputs) for name, engine in engines.items()}
     medians = {name: statistics.median(seconds) for name, seconds in interleaved_latency(calls, _ROUNDS).items()}
     return (compiled if medians["compiled"] < medians["eager"] else eager), ()
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Let torch compute on ``count`` threads inside the block."""
-    before = torch.get_num_threads()
-    if before == count:
-        yield
-        return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -10,10 +10,12 @@ config.json    names, types and shapes, labels, lengths, and how the engine was 
 from __future__ import annotations
 
 import json
+import threading
 import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,8 @@ class Converted:
     config: dict[str, Any]
     engine: Engine
     processor: Any
+    # A fast tokenizer keeps padding and truncation of a call as settings of its own, which others would change.
+    _tokenizing: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
         inputs, outputs = ", ".join(map(str, self.engine.inputs)), ", ".join(self.engine.output_names)
@@ -145,7 +149,8 @@ class Converted:
                 f"{self.config['name']} is for {self.config['task']}: convert it with --task {CACHED} to generate"
             )
         longest = self.config["dimensions"]["sequence"][-1]
-        ids = self.processor(text)["input_ids"]
+        with self._tokenizing:
+            ids = self.processor(text)["input_ids"]
         if len(ids) + tokens > longest:
             raise QuantizerError(
                 f"{len(ids)} tokens and {tokens} new ones are more than the {longest} that this engine was built for: "
@@ -156,9 +161,10 @@ class Converted:
     def _tokens(self, texts: Sequence[Sample]) -> Any:
         shortest, _, longest = self.config["dimensions"]["sequence"]
         options = {"truncation": True, "return_tensors": "np"}
-        encoded = self.processor(list(texts), padding="longest", max_length=longest, **options)
-        if encoded["input_ids"].shape[1] < shortest:
-            encoded = self.processor(list(texts), padding="max_length", max_length=shortest, **options)
+        with self._tokenizing:
+            encoded = self.processor(list(texts), padding="longest", max_length=longest, **options)
+            if encoded["input_ids"].shape[1] < shortest:
+                encoded = self.processor(list(texts), padding="max_length", max_length=shortest, **options)
         return encoded
 
     @property

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import weakref
-from functools import cached_property
 from functools import partial
 from pathlib import Path
 
 from torch import nn
 
+from quantizer.common.once_property import once_property
 from quantizer.engines import load_engine
 from quantizer.files import write_folder
 from quantizer.quantizer import Quantizer
@@ -56,7 +56,7 @@ class QuantizedModel:
         self._call = call
         weakref.finalize(self, shutil.rmtree, folder.parent, ignore_errors=True)
 
-    @cached_property
+    @once_property
     def engine(self) -> EngineModule:
         """The INT8 engine, called as the model is.
 
@@ -65,7 +65,7 @@ class QuantizedModel:
         """
         return self._engine(QUANTIZED_STEM)
 
-    @cached_property
+    @once_property
     def float_engine(self) -> EngineModule:
         """The engine of the float model, of the same backend, called as the model is.
 
@@ -74,7 +74,7 @@ class QuantizedModel:
         """
         return self._engine(FLOAT_STEM)
 
-    @cached_property
+    @once_property
     def quantizer(self) -> Quantizer:
         """The calibrated quantizer, with the ranking and the fallback of the run.
 

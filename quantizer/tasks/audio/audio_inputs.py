@@ -6,6 +6,7 @@ Shapes: B recordings in a batch, N samples of each, in time; R samples of a file
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
@@ -27,6 +28,8 @@ __all__ = ["AudioInputs", "Recordings", "read_recording", "require_extractor", "
 _SECONDS = 10.0
 """The length of recordings, in seconds, where neither the request nor the feature extractor says one."""
 _MASK = "attention_mask"
+# What a warning does is a setting of the process.
+_READING = threading.Lock()
 _EXTRACTORS = ("Wav2Vec2FeatureExtractor", "ASTFeatureExtractor", "WhisperFeatureExtractor")
 """Feature extractors whose lengths are in samples, or are their own."""
 
@@ -173,7 +176,7 @@ def read_recording(path: Path) -> tuple[int, npt.NDArray[np.float32]]:
     """
     wavfile = _scipy("scipy.io.wavfile")
     try:
-        with warnings.catch_warnings():
+        with _READING, warnings.catch_warnings():
             # A file that ends too early is a warning of SciPy only; chunks of other programs are none of an error.
             warnings.simplefilter("error", wavfile.WavFileWarning)
             warnings.filterwarnings("ignore", "Chunk .non-data. not understood", wavfile.WavFileWarning)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from collections.abc import Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +25,10 @@ from quantizer.tasks.seq2seq.parts import halves
 from quantizer.tasks.seq2seq.parts import keep
 
 __all__ = ["Steps", "Writer", "in_parts", "read_tokens", "written_tokens"]
+
+_LEVEL = threading.Lock()
+_generating = 0
+_level = 0
 
 
 class Writer(nn.Module):
@@ -176,14 +183,28 @@ def read_tokens(model: Any, batch: Batch, tokens: int, *, exactly: bool = False)
 
 def _generated(model: Any, batch: Batch, tokens: int, **options: int) -> Tensor:
     """Return what a model generates without sampling; hints of transformers on how it is called are for its callers."""
-    logging: Any = transformers_package().utils.logging
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
+    with _without_hints():
         made: Tensor = model.generate(**batch, max_new_tokens=tokens, do_sample=False, **options)
-    finally:
-        logging.set_verbosity(level)
     return made
+
+
+@contextmanager
+def _without_hints() -> Iterator[None]:
+    """Let transformers tell errors alone, as long as any thread is inside: the level is one of the process."""
+    global _generating, _level
+    logging: Any = transformers_package().utils.logging
+    with _LEVEL:
+        if not _generating:
+            _level = logging.get_verbosity()
+            logging.set_verbosity_error()
+        _generating += 1
+    try:
+        yield
+    finally:
+        with _LEVEL:
+            _generating -= 1
+            if not _generating:
+                logging.set_verbosity(_level)
 
 
 def written_tokens(sequences: Tensor, padding: int | None) -> list[Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizer.common.once_property import once_property
 from quantizer.engines import Array
 from quantizer.engines import Engine
 from quantizer.errors import QuantizerError
@@ -53,7 +53,7 @@ class ConvertedParts:
     inputs: Callable[[Sequence[Sample]], dict[str, Array]]
     folder: Path
 
-    @cached_property
+    @once_property
     def model(self) -> Any:
         """A model of transformers whose ``generate`` runs the engines: it takes all that this method does."""
         runs = {name: partial(engine_run, one) for name, one in self.engines.items()}
