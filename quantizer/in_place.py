@@ -12,6 +12,7 @@ from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.proxied import proxied
 from quantizer.calibration.session import merge_across_ranks
 from quantizer.calibration.settings import make_observation
+from quantizer.common.inference_mode import ordinary_tensors
 from quantizer.config import quantizer_config
 from quantizer.errors import CalibrationError
 from quantizer.errors import ConfigError
@@ -86,6 +87,7 @@ class QATCalibrate:
         self._open += 1
         return self
 
+    @ordinary_tensors()
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._patch.__exit__(kind, *rest)
         self._open -= 1
@@ -110,6 +112,7 @@ class QATCalibrate:
             switch_on(proxy.module, plan)
             self._plans.append((proxy, plan, products))
 
+    @ordinary_tensors()
     def setup_model_qat(self, model: nn.Module) -> None:
         """Start calibrating ``model``, in eval mode and with eager attention, until the block closes.
 

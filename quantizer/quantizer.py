@@ -19,6 +19,7 @@ from quantizer.common.data.exported_program import Model
 from quantizer.common.data.exported_program import module_of
 from quantizer.common.distributed import all_reduce_sum
 from quantizer.common.distributed import get_world_size
+from quantizer.common.inference_mode import ordinary_tensors
 from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
 from quantizer.config.feasibility import check_formats
@@ -63,10 +64,12 @@ class Quantizer(QuantizerViews):
         self.config = for_this_cpu(quantizer_config(source, **keywords))
         self._session = ModelSession(self.config)
 
+    @ordinary_tensors()
     def proxy(self, model: Model) -> nn.Module:
         """Return a proxy with every quantizer off: it equals the model bit for bit, and has its train or eval mode."""
         return build_proxy(module_of(model), eager_attention=False)
 
+    @ordinary_tensors()
     def calib(self, model: Model, *, resume: bool = False) -> nn.Module:
         """Return a proxy that returns the float outputs (with eager attention) and observes all batches.
 
@@ -82,6 +85,7 @@ class Quantizer(QuantizerViews):
         """
         return self._session.calibration_proxy(module_of(model), resume=resume)
 
+    @ordinary_tensors()
     def calibrate(
         self,
         model: Model,
@@ -117,6 +121,7 @@ class Quantizer(QuantizerViews):
             warn_user(doubts_of_calibration(module_of(model), int(seen)))
         return proxy
 
+    @ordinary_tensors()
     def amp(
         self,
         model: Model,
@@ -148,6 +153,7 @@ class Quantizer(QuantizerViews):
         self._session.amp = SensitivitySession(self._session.trained(model), plan, measure, granularity, loss, wrapped)
         return self._session.amp.proxy
 
+    @ordinary_tensors()
     def fallback(
         self,
         amp: nn.Module | None,
@@ -199,6 +205,7 @@ class Quantizer(QuantizerViews):
         """Undo ``fallback``, and what ``for_backend`` carried over: all groups of the plan are quantized again."""
         self._session.clear_fallback()
 
+    @ordinary_tensors()
     def qat(self, model: Model, *, scales: Scales = "fixed", copy: bool = False) -> nn.Module:
         """Return a proxy to train: it rounds as the engine will, and gradients pass through the rounding.
 
@@ -219,6 +226,7 @@ class Quantizer(QuantizerViews):
         """
         return self._session.train(module_of(model), scales, own=copy)
 
+    @ordinary_tensors()
     def quantize(self, model: Model) -> nn.Module:
         """Return the frozen proxy, in eval mode: fixed ranges, and the weights, trained or not, stored as integers.
 
@@ -227,6 +235,7 @@ class Quantizer(QuantizerViews):
         """
         return self._session.frozen(module_of(model))
 
+    @ordinary_tensors()
     def for_backend(self, name: str, *, ranges: str | None = None) -> Quantizer:
         """Return a quantizer for the backend ``name``, from this one's calibration: no data is needed again.
 
@@ -246,10 +255,12 @@ class Quantizer(QuantizerViews):
         other._session.inherit_from(self._session, self.config.backend)
         return other
 
+    @ordinary_tensors()
     def inherit(self, other: Quantizer) -> None:
         """Take the calibration of ``other``; of an equal configuration plan and ranking too: calibrate neither then."""
         self._session.inherit_from(other._session, other.config.backend, share=True)
 
+    @ordinary_tensors()
     def load_scales(self, scales: Mapping[str, Tensor]) -> None:
         """Replace the scales of calibration by other ones, until the next ``calib``.
 
@@ -264,6 +275,7 @@ class Quantizer(QuantizerViews):
         """
         self._session.replace(with_scales(self._session.decided(), scales, self.config.target.torch_dtype))
 
+    @ordinary_tensors()
     def export(
         self,
         quant_model: nn.Module,
@@ -330,6 +342,7 @@ class Quantizer(QuantizerViews):
         return save_state(folder, plan, decisions.products(), self._session.document(), decisions.seen())
 
     @classmethod
+    @ordinary_tensors()
     def load(cls, folder: str | os.PathLike[str]) -> Quantizer:
         """Return the quantizer that ``save`` wrote; its ``quantize()`` returns the same model, bit for bit.
 

@@ -11,6 +11,7 @@ from quantizer.calibration.session import CalibrationSession
 from quantizer.common.batches import run_batches
 from quantizer.common.distributed import get_world_size
 from quantizer.common.fingerprint import Fingerprint
+from quantizer.common.inference_mode import ordinary_tensors
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
 from quantizer.float16.float32_modules import Float32Modules
@@ -185,6 +186,7 @@ class PlanSource:
 
     # -- facts of a state -----------------------------------------------------------------------------------------
 
+    @ordinary_tensors()
     def plan(self) -> Plan:
         """Return the plan.
 

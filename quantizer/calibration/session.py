@@ -25,6 +25,7 @@ from quantizer.common.distributed import all_gather_bytes
 from quantizer.common.distributed import get_rank
 from quantizer.common.distributed import get_world_size
 from quantizer.common.fingerprint import Fingerprint
+from quantizer.common.fingerprint import changed_types
 from quantizer.common.fingerprint import warn_of_other_weights
 from quantizer.common.tensor_stamp import tensor_version
 from quantizer.config import QuantizerConfig
@@ -36,6 +37,7 @@ from quantizer.observe.replay_batches import Batch
 from quantizer.observe.replay_batches import DealtBatches
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.observe.replay_batches import copied
+from quantizer.observe.replay_batches import in_types
 from quantizer.observe.snapshot import restored
 from quantizer.observe.snapshot import snapshot
 from quantizer.observe.statistics import Seen
@@ -119,8 +121,8 @@ class CalibrationSession:
             self._choose_anew(kept)
         self._began_with = self._observation.seen.batches
         # The model may be trained between batches: the proxy copies its current buffers.
-        buffers = OwnBuffers(self.proxy, model)
-        self._observation.attach(self.proxy, self._proxied.sites, buffers.refresh)
+        self._buffers = OwnBuffers(self.proxy, model)
+        self._observation.attach(self.proxy, self._proxied.sites, self._buffers.refresh)
         self._gathered: tuple[int, Seen] | None = None
         self._decided: _Decided | None = None
         self._warned = False
@@ -259,12 +261,27 @@ class CalibrationSession:
         elif known is not None and same and known.is_of(whole):
             return dict(known.plan)
         self._decided = None
+        self._follow_types(whole)
         # This runs the proxy, which must not observe these passes.
         with self._observation.paused(self._proxied.sites):
             self._compare_attention()
             plan = make_plan(self._proxied, whole)
         self._decided = _Decided.of(whole, plan)
         return dict(plan)
+
+    def _follow_types(self, whole: Seen) -> None:
+        """Give the proxy its batches in the types that the model has now, which may have been cast since.
+
+        Raises:
+            CalibrationError: only parts of the model were cast, and plans depend on running batches.
+        """
+        if self.fingerprint is None or whole.kept is None:
+            return
+        types = changed_types(self.fingerprint, Fingerprint.of(self.proxy, self.fingerprint))
+        whole.kept.set_types(types)
+        if types:
+            self._buffers.refresh()
+            self._first = None if self._first is None else in_types(self._first, types)
 
     def extent(self) -> tuple[int, int, int]:
         """Return how many batches and rows this process has seen, and the number of sites."""

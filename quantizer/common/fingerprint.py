@@ -22,7 +22,7 @@ from quantizer.common.tensor_stamp import TensorStamp
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
 
-__all__ = ["Fingerprint", "changed_parameters", "refuse_other_shapes", "warn_of_other_weights"]
+__all__ = ["Fingerprint", "changed_parameters", "changed_types", "refuse_other_shapes", "warn_of_other_weights"]
 
 _SAMPLE = 1024
 """How many values of a parameter, about, give the mean magnitude that distinguishes a cast from other values."""
@@ -110,6 +110,29 @@ def changed_parameters(before: Fingerprint, now: Fingerprint) -> list[str]:
     """Return the paths of parameters with other values now; a cast to another float type is no change."""
     both = ((path, one, now.parameters.get(path)) for path, one in before.parameters.items())
     return [path for path, one, other in both if other is not None and not _alike(one, other)]
+
+
+def changed_types(before: Fingerprint, now: Fingerprint) -> dict[torch.dtype, torch.dtype]:
+    """Return the float types of the calibrated model whose parameters have another type now, each with that one.
+
+    Raises:
+        CalibrationError: some parameters of a type were cast, and others were not, so that the types of inputs are
+            unknown.
+    """
+    found: dict[str, str] = {}
+    first: dict[str, str] = {}
+    for path, one in before.parameters.items():
+        other = now.parameters.get(path)
+        if other is None:
+            continue
+        if found.setdefault(one.dtype, other.dtype) != other.dtype:
+            raise CalibrationError(
+                f"parts of the model were cast since the calibration: {first[one.dtype]} is {found[one.dtype]} and "
+                f"{path} is {other.dtype}, and both were {one.dtype}; calibrate it again as it is now"
+            )
+        first.setdefault(one.dtype, path)
+    kinds = ((getattr(torch, was), getattr(torch, now)) for was, now in found.items() if was != now)
+    return {was: now for was, now in kinds if was.is_floating_point and now.is_floating_point}
 
 
 def warn_of_other_weights(before: Fingerprint, now: Fingerprint, buffers: Sequence[str] = ()) -> None:

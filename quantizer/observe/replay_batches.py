@@ -34,7 +34,7 @@ from quantizer.errors import CalibrationError
 if TYPE_CHECKING:
     from quantizer.observe.statistics import Seen
 
-__all__ = ["FEW", "MANY", "Batch", "DealtBatches", "Enough", "Known", "ReplayBatches", "copied"]
+__all__ = ["FEW", "MANY", "Batch", "DealtBatches", "Enough", "Known", "ReplayBatches", "copied", "in_types"]
 
 
 class Enough(NamedTuple):
@@ -95,6 +95,7 @@ class ReplayBatches:
 
     Attributes:
         known: what is known of plans on these batches; copies share it, those of other backends too.
+        types: the float types in which the model is given now what it was given in another one, see ``set_types``.
     """
 
     def __init__(
@@ -108,6 +109,12 @@ class ReplayBatches:
         self._enough = enough
         self._everywhere = everywhere
         self.known = Known() if known is None else known
+        self.types: Mapping[torch.dtype, torch.dtype] = {}
+
+    def set_types(self, types: Mapping[torch.dtype, torch.dtype]) -> None:
+        """Give the model floats of other types from now on: its parameters were cast since the batches were kept."""
+        if types != self.types:
+            self.types, self.known = types, Known()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -122,17 +129,21 @@ class ReplayBatches:
         """Return the batches among ``keys`` that this rank runs."""
         held = self._all()
         dealt = {key: held[key].ranks[place % len(held[key].ranks)] for place, key in enumerate(sorted(keys))}
-        return {key: self._kept[key] for key, rank in dealt.items() if rank == get_rank()}
+        return {key: in_types(self._kept[key], self.types) for key, rank in dealt.items() if rank == get_rank()}
 
     def _only(self, keys: Collection[bytes]) -> ReplayBatches:
         """Return those among ``keys``."""
         kept = {key: batch for key, batch in self._kept.items() if key in keys}
         held = None if self._everywhere is None else {key: self._everywhere[key] for key in keys}
-        return ReplayBatches(kept, everywhere=held, known=self.known)
+        return self._with_types(ReplayBatches(kept, everywhere=held, known=self.known))
+
+    def _with_types(self, other: ReplayBatches) -> ReplayBatches:
+        other.types = self.types
+        return other
 
     def copy(self) -> ReplayBatches:
         """Return a copy that can keep other batches."""
-        return ReplayBatches(self._kept, self._enough, known=self.known)
+        return self._with_types(ReplayBatches(self._kept, self._enough, known=self.known))
 
     def few(self) -> ReplayBatches:
         """Return those that would have been kept if a few had been enough."""
@@ -166,7 +177,7 @@ class ReplayBatches:
             for key in _taken(rows, self._enough)
         }
         kept = {key: batch for key, batch in self._kept.items() if key in held}
-        return ReplayBatches(kept, self._enough, held, self.known)
+        return self._with_types(ReplayBatches(kept, self._enough, held, self.known))
 
     def halves(self) -> tuple[ReplayBatches, ReplayBatches]:
         """Return two parts without a common batch, to choose on and to check on; with one batch both are that one."""
@@ -270,6 +281,14 @@ def copied(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Batch:
     own = [leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves]
     batch: Batch = pytree.tree_unflatten(own, structure)
     return batch
+
+
+def in_types(batch: Batch, types: Mapping[torch.dtype, torch.dtype]) -> Batch:
+    """Return a batch with its tensors in other types, where ``types`` has one for theirs."""
+    if not types:
+        return batch
+    cast: Batch = pytree.tree_map_only(Tensor, lambda value: value.to(types.get(value.dtype, value.dtype)), batch)
+    return cast
 
 
 def _rows(batch: Batch) -> int:

@@ -56,6 +56,7 @@ __all__ = [
     "engine_inputs",
     "load_context",
     "predict",
+    "as_array",
     "as_predictor",
     "rows_of",
     "score_record",
@@ -80,7 +81,14 @@ def as_predictor(model: nn.Module | Engine) -> Callable[[dict[str, torch.Tensor]
 
 def engine_inputs(engine: Engine, batch: Batch) -> dict[str, Array]:
     """Return a batch as the arrays that an engine takes, in its types: images may be in half precision."""
-    return {spec.name: batch[spec.name].numpy().astype(spec.dtype, copy=False) for spec in engine.inputs}
+    return {spec.name: as_array(batch[spec.name], spec.dtype) for spec in engine.inputs}
+
+
+def as_array(value: torch.Tensor, dtype: Any) -> Array:
+    """Return a tensor as an array of a type; of those of torch, numpy lacks bfloat16."""
+    plain = value.float() if value.dtype == torch.bfloat16 else value
+    made: Array = plain.numpy().astype(dtype, copy=False)
+    return made
 
 
 def score_record(

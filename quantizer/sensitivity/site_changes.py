@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from quantizer.common.autocast import Autocast
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 from quantizer.sensitivity.groups import Group
@@ -109,13 +110,15 @@ def _pending(
     tensors = tuple(leaf.detach() for leaf in leaves if isinstance(leaf, Tensor))
     others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    # The backward pass computes the call outside of the model's own autocast blocks.
+    autocast = Autocast.now()
 
     def compute(*given: Tensor) -> Changes:
         filled = others.copy()
         for place, tensor in zip(places, given, strict=True):
             filled[place] = tensor
         args, keywords = pytree.tree_unflatten(filled, structure)
-        with torch.no_grad():
+        with torch.no_grad(), autocast.restored():
             output = function(*args, **keywords)
             rounded = {name: _rounded(site, members, function, args, keywords) for name, members in by_group.items()}
             return Changes(output, {name: value.sub_(output) for name, value in rounded.items()})

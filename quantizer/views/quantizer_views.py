@@ -15,6 +15,7 @@ from quantizer.calibration.settings import make_observation
 from quantizer.common.data.batches_of import batches_of
 from quantizer.common.data.exported_program import Model
 from quantizer.common.data.exported_program import module_of
+from quantizer.common.inference_mode import ordinary_tensors
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
 from quantizer.errors import SensitivityError
@@ -73,6 +74,7 @@ class QuantizerViews:
         """Return the changes of the model's source by the rewriting, as a unified diff."""
         return source_diff(module_of(model))
 
+    @ordinary_tensors()
     def lower(self, model: Model) -> nn.Module:
         """Return a model that computes with the integers of ``quantize(model)``, by kernels of torch, for inference.
 
@@ -107,6 +109,7 @@ class QuantizerViews:
         """
         return Kernels(kernels_of(lowered))
 
+    @ordinary_tensors()
     def simulate(self, model: Model) -> nn.Module:
         """Return the frozen proxy as the target runs it: its float part in half precision if the target's is.
 
@@ -119,6 +122,7 @@ class QuantizerViews:
             self._session.frozen(module_of(model)), self.config.target.torch_dtype, self._session.decisions.regions()
         )
 
+    @ordinary_tensors()
     def scales(self) -> dict[str, Tensor]:
         """Return the scale of every quantized operand, float32 [] or [C], by ``SITE.OPERAND``.
 
@@ -179,6 +183,7 @@ class QuantizerViews:
             where = "this quantizer was loaded, and its folder holds no ranking; report.json holds that of a run"
             raise SensitivityError(f"{error}; {where}") from error
 
+    @ordinary_tensors()
     def causes(self, model: Model, batches: Any, *, num: int = 3) -> Causes:
         """Return the groups that cost most, why, and the setting that mends each.
 

@@ -237,6 +237,19 @@ def test_the_scale_of_scores_stands_before_a_quantizer(nodes: str) -> None:
     np.testing.assert_allclose(run_attended(model), expected, rtol=1e-6)
 
 
+def test_a_factor_moves_on_through_the_product_that_made_the_operand() -> None:
+    # As in baddbmm(b, k, x @ k, alpha=c), where k has two readers, so that only the other product can take the factor.
+    nodes = QK + (
+        "e = MatMul (q, d) es = QuantizeLinear (e, s, z) f = DequantizeLinear (es, s) "
+        "p = MatMul (d, f) m = Mul (p, c) y = Relu (m)"
+    )
+    model = attended(nodes, "float[4,3] y")
+    expected = run_attended(model)
+    run_passes(model, [ScaleBeforeQuantize()])
+    assert operators(model)[0] == "Mul"
+    np.testing.assert_allclose(run_attended(model), expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("nodes", "outputs", "constants"),
     [

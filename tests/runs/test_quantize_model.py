@@ -172,6 +172,13 @@ def test_the_model_is_not_changed_and_its_mode_is_none_of_the_result() -> None:
     torch.testing.assert_close(result.float_engine(_images()[0]), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_model_and_data_in_bfloat16() -> None:
+    model, images = _net().bfloat16(), [batch.bfloat16() for batch in _images()]
+    found = quantizer.quantize_model(model, images, backend=ONNXRUNTIME, preset="plain")
+    right = model(images[0]).float()
+    assert (found.engine(images[0]) - right).norm() < 0.1 * right.norm()
+
+
 def test_a_batch_that_the_model_does_not_take() -> None:
     said = r"batch 0 \(.* \[8, 2, 12, 12\]\): Net.forward\(\) failed, with RuntimeError: Given groups=1"
     with pytest.raises(TaskError, match=said):

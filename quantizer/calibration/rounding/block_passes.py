@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import nn
 
 from quantizer.calibration.staged_passes import EndedCalls
 from quantizer.calibration.staged_passes import Reached
+from quantizer.common.autocast import Autocast
 from quantizer.observe.outputs import floats
 from quantizer.observe.outputs import is_no_mask
 from quantizer.observe.padding import output_without_padding
@@ -34,25 +36,32 @@ from quantizer.proxy.site import Site
 __all__ = ["BlockCall", "BlockPasses"]
 
 
+class _Given(NamedTuple):
+    """The (positional, keyword) arguments of a call, and the autocast state in which it was made."""
+
+    arguments: Batch
+    autocast: Autocast
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockCall:
     """One call of a block.
 
     Attributes:
-        arguments: its (positional, keyword) arguments with all that is before it rounded.
+        given: its arguments with all that is before it rounded.
         mask: the real tokens of the batch, [B, S]; None: all are real.
         expected: the floating tensors of its output without padding, all being float.
         power: the sum of their squares, which is not 0, without values that are masks.
     """
 
-    arguments: Batch
+    given: _Given
     mask: Tensor | None
     expected: list[Tensor]
     power: float
 
     def error(self, run: Callable[..., Any]) -> Tensor:
         """Return the error of the block's output |z - y|^2 / |y|^2; ``run`` computes the block."""
-        found = _outputs(run, self.arguments, self.mask)
+        found = _outputs(run, self.given, self.mask)
         squares = [
             (one - other)[is_no_mask(other)].float().square().sum()
             for one, other in zip(found, self.expected, strict=True)
@@ -104,23 +113,23 @@ class BlockPasses:
                 continue
             mask = padding_mask(batch[1], batch[0])
             with self._in_float():
-                full = self._arguments(batch, block, number, self._full[place])
-                expected = [_outputs(self.runs(block), arguments, mask) for arguments in full]
-            rounded = self._arguments(batch, block, number, self._rounded[place])
-            for arguments, tensors in zip(rounded, expected, strict=False) if len(rounded) == number else ():
+                full = self._given(batch, block, number, self._full[place])
+                expected = [_outputs(self.runs(block), given, mask) for given in full]
+            rounded = self._given(batch, block, number, self._rounded[place])
+            for given, tensors in zip(rounded, expected, strict=False) if len(rounded) == number else ():
                 power = sum(float(tensor[is_no_mask(tensor)].double().square().sum()) for tensor in tensors)
                 if power > 0:
-                    yield BlockCall(arguments=arguments, mask=mask, expected=tensors, power=power)
+                    yield BlockCall(given=given, mask=mask, expected=tensors, power=power)
 
-    def _arguments(self, batch: Batch, block: nn.Module, number: int, ended: EndedCalls) -> list[Batch]:
+    def _given(self, batch: Batch, block: nn.Module, number: int, ended: EndedCalls) -> list[_Given]:
         """Return the arguments of a block's calls, up to ``number`` of them."""
         if block is self._proxy:
-            return [copied(*batch)]
-        found: list[Batch] = []
+            return [_Given(copied(*batch), Autocast.now())]
+        found: list[_Given] = []
 
         def note(block: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
             ended.reached = True
-            found.append(copied(args, keywords))
+            found.append(_Given(copied(args, keywords), Autocast.now()))
             if len(found) == number:
                 raise Reached
 
@@ -145,9 +154,10 @@ class BlockPasses:
                 site.active = was
 
 
-def _outputs(run: Callable[..., Any], arguments: Batch, mask: Tensor | None) -> list[Tensor]:
-    args, keywords = copied(*arguments)
-    return [output_without_padding(tensor, mask) for tensor in floats(run(*args, **keywords))]
+def _outputs(run: Callable[..., Any], given: _Given, mask: Tensor | None) -> list[Tensor]:
+    args, keywords = copied(*given.arguments)
+    with given.autocast.restored():
+        return [output_without_padding(tensor, mask) for tensor in floats(run(*args, **keywords))]
 
 
 @contextmanager

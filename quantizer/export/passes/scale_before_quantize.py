@@ -45,6 +45,13 @@ class ScaleBeforeQuantize(MatchPass[_Moved]):
 
     left = "scores are still scaled behind their product"
 
+    def run(self, model: Any) -> int:
+        # The operand may come from a product itself: the factor then stands behind that one, and moves on.
+        changed = 0
+        while now := super().run(model):
+            changed += now
+        return changed
+
     def match(self, node: Any) -> _Moved | None:
         """Return what to move; None for a node that is no scale of a quantized product, or that must stay."""
         place = _product(node)

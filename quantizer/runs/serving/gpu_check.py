@@ -24,6 +24,7 @@ from quantizer.qdq.signature import Value
 from quantizer.runs.outputs.compare_outputs import Reference
 from quantizer.runs.outputs.compare_outputs import token_outputs
 from quantizer.runs.outputs.output_check import Tolerance
+from quantizer.runs.run_context import as_array
 from quantizer.runs.serving.model_config import CONFIG_NAME
 from quantizer.runs.serving.model_config import ServedEngine
 from quantizer.runs.serving.model_config import config_text
@@ -104,7 +105,7 @@ def _cases(place: Path, served: ServedEngine, expected: Expected) -> Iterator[tu
         folder.mkdir()
         files, shapes = [], []
         for index, value in enumerate(served.signature.inputs):
-            array = reference.inputs[value.name].numpy().astype(value.dtype, copy=False)
+            array = as_array(reference.inputs[value.name], value.dtype)
             file = folder / f"{_file_stem(index, value.name)}.bin"
             file.write_bytes(np.ascontiguousarray(array).tobytes())
             files.append(f"{_spelt(value.name)}:{file.relative_to(place.parent)}")

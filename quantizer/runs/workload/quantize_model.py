@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from quantizer.common.data.doubts import warn_user
+from quantizer.common.inference_mode import ordinary_tensors
 from quantizer.config import AmpConfig
 from quantizer.config import DataConfig
 from quantizer.config import DatasetConfig
@@ -52,6 +53,7 @@ SENSITIVITY_BATCHES = 2
 """Sensitivity is measured on so many batches unless somebody says otherwise."""
 
 
+@ordinary_tensors()
 def quantize_model(
     model: nn.Module | str | os.PathLike[str],
     data: Any,
