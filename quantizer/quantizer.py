@@ -119,6 +119,7 @@ class Quantizer(QuantizerViews):
         if split or get_world_size() == 1:
             (seen,) = all_reduce_sum([self._session.decisions.rows])
             warn_user(doubts_of_calibration(module_of(model), int(seen)))
+            self._session.decisions.warn_of_constants()
         return proxy
 
     @ordinary_tensors()

@@ -85,6 +85,7 @@ class ReasonCode(_Template):
 
     # One operand.
     NO_VALUE = "no value of it was seen"
+    ONLY_ZEROS = "all its values in calibration were 0, so that no range of it is known"
     WEIGHTS_ALONE = "weights alone are quantized here"
     UNREGISTERED = "the weight is a parameter that no module of the model has registered"
     OFFLOADED = "the weight is offloaded: it is loaded for each call, and the model holds none to store as integers"

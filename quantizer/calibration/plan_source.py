@@ -184,6 +184,11 @@ class PlanSource:
         if split:
             dealt.check()
 
+    def warn_of_constants(self) -> None:
+        """Warn of activations that had one value in all of the current calibration; of several ranks all must call."""
+        if self.calibration is not None:
+            self.calibration.warn_of_constants()
+
     # -- facts of a state -----------------------------------------------------------------------------------------
 
     @ordinary_tensors()

@@ -24,6 +24,7 @@ from quantizer.observe.replay_batches import Batch
 from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import CallOverride
 from quantizer.proxy.site import Site
+from quantizer.proxy.split_attention import observed_probabilities
 
 __all__ = ["SiteCall", "replay", "run_judged"]
 
@@ -54,6 +55,9 @@ class SiteCall:
         """Return the operand before rounding, without padding."""
         args, keywords, mask = self._all
         place = [entry.name for entry in self.site.operation.operands].index(name)
+        if self.site.operation.operands[place].index is None:
+            # Fused attention computes its probabilities itself; their last two axes are no tokens to leave out.
+            return observed_probabilities(args, keywords)
         value = self.site.argument(place, args, keywords)
         last = self.site.operation.name == "linear"
         return without_padding(value, mask, channels_last=last) if isinstance(value, Tensor) else value

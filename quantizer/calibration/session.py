@@ -21,6 +21,7 @@ from quantizer.calibration.settings import make_observation
 from quantizer.calibration.settings import needs_batches
 from quantizer.calibration.settings import replays_batches
 from quantizer.calibration.smoothquant import fit_migrations
+from quantizer.common.data.doubts import warn_user
 from quantizer.common.distributed import all_gather_bytes
 from quantizer.common.distributed import get_rank
 from quantizer.common.distributed import get_world_size
@@ -66,6 +67,10 @@ class _Decided:
 
     def is_of(self, seen: Seen) -> bool:
         return self.seen is seen and self.batches == seen.batches
+
+
+_SHOWN = 3
+"""So many operands a warning names."""
 
 
 class CalibrationSession:
@@ -126,6 +131,7 @@ class CalibrationSession:
         self._gathered: tuple[int, Seen] | None = None
         self._decided: _Decided | None = None
         self._warned = False
+        self._told_constants: set[str] = set()
 
     def _choose_anew(self, kept: ReplayBatches | None) -> None:
         seen, config = self._observation.seen, self._proxied.config
@@ -247,6 +253,7 @@ class CalibrationSession:
                 "real data: calibrate with real data",
                 stacklevel=3,
             )
+        self.warn_of_constants()
         needed = needs_batches(self._proxied.config) and whole.chosen_at != whole.batches
         if needed and get_world_size() == 1 and not whole.kept:
             raise CalibrationError(
@@ -283,6 +290,20 @@ class CalibrationSession:
             self._buffers.refresh()
             self._first = None if self._first is None else in_types(self._first, types)
 
+    def warn_of_constants(self) -> None:
+        """Warn of activations that had one value in all batches; of each once, and of none where all inputs are 0.
+
+        Of several ranks all must call it.
+        """
+        whole = self.observation()
+        if whole.only_zeros:
+            return
+        for value, names in sorted(whole.constant_operands().items()):
+            new = [name for name in names if name not in self._told_constants]
+            self._told_constants.update(new)
+            if new:
+                warn_user([_of_constants(value, new)])
+
     def extent(self) -> tuple[int, int, int]:
         """Return how many batches and rows this process has seen, and the number of sites."""
         seen = self._observation.seen
@@ -307,6 +328,20 @@ class CalibrationSession:
             whole = merge_across_ranks(self._proxied, self._observation)
             self._gathered = (batches, whole)
         return self._gathered[1]
+
+
+def _of_constants(value: float, names: list[str]) -> str:
+    """Return the warning of activations that were ``value`` throughout."""
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    if value == 0:
+        return (
+            f"all values of {shown} were 0 in calibration, so that no range is known and it stays in floating point; "
+            "calibrate with data that uses this part of the model"
+        )
+    return (
+        f"all values of {shown} were {value:g} in calibration, so that the range ends there; if the model sees other "
+        "values, calibrate with data that has them"
+    )
 
 
 def merge_across_ranks(proxy: Proxied, observation: Observation) -> Seen:

@@ -283,7 +283,7 @@ def _export(
         except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
             raise ExportError(
                 f"{type(model).__name__} cannot be exported: {_said(error)}; "
-                f"see the exception above for the exporter's own report{hint(error)}"
+                f"see the exception above for the exporter's own report{hint(error)}{_of_gradients(error)}"
             ) from error
 
 
@@ -311,6 +311,16 @@ def _with_containers(dynamic: Mapping[str, Any], values: Sequence[Any]) -> dict[
 
 def _is_batch(dimension: Any) -> bool:
     return bool(dimension.__name__ == "batch")
+
+
+def _of_gradients(error: BaseException) -> str:
+    """Return advice if the exporter met tensors that only exist while it traces, as those of gradients are."""
+    if "fake tensor in the exported program" not in _said(error):
+        return ""
+    return (
+        "; if the forward computes gradients (torch.autograd.grad), no exporter can write it: run what quantize(model) "
+        "gives"
+    )
 
 
 def _said(error: BaseException) -> str:

@@ -139,6 +139,11 @@ class OverflowTracker:
         """
         made = _floats((result,))
         if not made:
+            # A comparison, or a number for Python, depends on the values, too.
+            for value in _floats((*args, *keywords.values())):
+                seen = self._seen.get(id(value))
+                if seen is not None and seen.tensor() is value and seen.marked:
+                    self._travelled(seen, frames())
             return
         name, shows, writes = _facts(func)
         real = shows and isinstance(args[0], Tensor) and args[0].is_floating_point()
@@ -171,8 +176,8 @@ class OverflowTracker:
             if seen.marked:
                 self._travelled(seen, here)
         if new.marked:
+            # Recorded when something reads it: what nothing reads is in no file.
             new.frames = here
-            self._note(new.bound, new.mask, here[-1:])
         self._note(largest_inside(name, args, [seen.bound for seen in read], made), False, here[-1:])
 
     # -- bounds ----------------------------------------------------------------------------------------------------

@@ -102,6 +102,16 @@ class Seen:
         """Return the products that torch computed, each with its multiply-adds."""
         return tuple(replace(product, multiply_adds=number) for product, number in self.products.items())
 
+    def constant_operands(self) -> dict[float, list[str]]:
+        """Return the activations (``SITE.OPERAND``) of which all values so far were one number, by that number."""
+        found: dict[float, list[str]] = {}
+        for path, record in self.records.items():
+            for name, operand in record.operands.items():
+                calibrator = None if operand.group is None else operand.group.calibrator
+                if calibrator is not None and calibrator.count > 1 and calibrator.minimum == calibrator.maximum:
+                    found.setdefault(calibrator.minimum + 0.0, []).append(f"{path}.{name}")
+        return found
+
     def forget_choices(self) -> None:
         """Discard all that was chosen by running batches: ranges, migration of outliers, codes, shifts."""
         self.chosen_at = 0

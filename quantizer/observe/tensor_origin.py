@@ -66,6 +66,15 @@ _CHANNELWISE = frozenset(
 _NUMBERS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default})
 """Operations that give Python code a number of a tensor."""
 
+_UNWRITTEN = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
+        *("resize", "resize_", "resize_as", "resize_as_"),
+    )
+)
+"""Operations whose result is memory as other code left it, in full or at its end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -173,7 +182,7 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Only under inference_mode: elsewhere torch decomposes it before the mode sees it.
             with self:
                 return func._op_dk(COMPOSITE, *args, **kwargs)
-        result = func(*args, **kwargs)
+        result = _filled(func, args, kwargs)
         if _writes(func):
             for tensor in _tensors((*args[:1], kwargs.get("out"))):
                 if (memory := _memory(tensor)) is not None:
@@ -226,6 +235,27 @@ def _memory(value: Tensor) -> int | None:
         return None
     identity: int = value.untyped_storage()._cdata
     return identity
+
+
+def _filled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of an operation, with zeros where it leaves memory as it was.
+
+    Such memory holds what other code wrote there: values of no model, and other ones each time.
+    """
+    if not _leaves_memory(func):
+        return func(*args, **kwargs)
+    before = args[0].numel() if func._schema.is_mutable and args and isinstance(args[0], Tensor) else 0
+    result = func(*args, **kwargs)
+    if isinstance(result, Tensor) and _memory(result) is not None and not result.is_quantized:
+        rest = result if before == 0 else result.view(-1)[before:] if result.is_contiguous() else result[:0]
+        rest.zero_()
+    return result
+
+
+@cache
+def _leaves_memory(func: Any) -> bool:
+    """Return whether an operation gives memory that nobody has written."""
+    return func.name().partition(".")[0] in _UNWRITTEN
 
 
 @cache

@@ -56,8 +56,11 @@ class WatchedTensor:
         return self._tensor() is tensor and not self.changed()
 
     def is_of(self, module: nn.Module, name: str) -> bool:
-        """Return whether a module still has the tensor: a cast gives the module its own."""
-        return module._parameters.get(name) is self._tensor()
+        """Return whether a module still has the tensor or its memory: a cast gives the module its own."""
+        tensor, held = self._tensor(), module._parameters.get(name)
+        if tensor is held or tensor is None or held is None or tensor.layout is not torch.strided:
+            return held is tensor
+        return held.layout is torch.strided and held.untyped_storage()._cdata == tensor.untyped_storage()._cdata
 
     def _checked(self) -> int:
         # Not an operation of torch: a trace would record it, and a dispatch mode would count it.

@@ -193,6 +193,8 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
     calibrator, migration = group.calibrator, group.migration
     if calibrator.count == 0:
         return OperandPlan(name=name, role="activation", quantized=False, reason=ReasonCode.NO_VALUE.text())
+    if wanted.activations is not None and not wanted.dynamic and calibrator.minimum == calibrator.maximum == 0:
+        return OperandPlan(name=name, role="activation", quantized=False, reason=ReasonCode.ONLY_ZEROS.text())
     if wanted.activations is None or wanted.dynamic:
         return _without_scale(name, seen, group, wanted.activations, settings.profile)
     dtype = wanted.activations
@@ -227,6 +229,7 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
         minimum=calibrator.minimum,
         maximum=calibrator.maximum,
         sqnr_db=sqnr,
+        note=_one_value(calibrator),
         clipped=histogram.share_above(float(amax)) if histogram is not None else None,
         range_group=group.operands[0],
         estimate=group.chosen[1] if group.chosen is not None and not fixed else None,
@@ -234,6 +237,13 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
         smooth_axis=migration.axis if migration is not None else None,
         smoothing=migration.text if migration is not None else seen.left,
     )
+
+
+def _one_value(calibrator: Calibrator) -> str | None:
+    """Return the note on an activation whose range is that of one number; None if it had several."""
+    if calibrator.count < 2 or calibrator.minimum != calibrator.maximum:
+        return None
+    return f"all its values in calibration were {calibrator.minimum:g}"
 
 
 def _without_scale(

@@ -61,9 +61,11 @@ class Held:
         for holder, held in self._held:
             for name in _held_names(holder) - held.keys():
                 del holder[name]
-            holder.update(
-                {name: value.put_back() if isinstance(value, _Copy) else value for name, value in held.items()}
-            )
+            for name, value in held.items():
+                before = value.put_back() if isinstance(value, _Copy) else value
+                # Entry by entry, and only those that moved: the dictionaries of scripted modules take nothing else.
+                if name not in holder or holder[name] is not before:
+                    holder[name] = before
 
 
 @contextmanager

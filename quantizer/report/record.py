@@ -304,6 +304,8 @@ class RunRecord(Record):
     Kullback-Leibler divergence of logits, or the relative error of any other output. Null if nothing was measured."""
     causes: tuple[Cause, ...] = ()
     """The groups that cost most, the worst first, each with its cause and its cure; empty if the run has no ``amp``."""
+    causes_problem: str | None = None
+    """The error that ended the search for causes; null if it did not fail."""
     fallback: Fallback | None = None
     """The groups that fell back to float; null if none did."""
     training: TrainingRun | None = None

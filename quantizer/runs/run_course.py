@@ -59,9 +59,9 @@ from quantizer.runs.run_engines import RunEngines
 from quantizer.runs.run_engines import nearest_form
 from quantizer.runs.run_reports import write_reports
 from quantizer.runs.saved.kept_engines import KeptEngines
-from quantizer.runs.search import causes_of
 from quantizer.runs.search import measure_sensitivity
 from quantizer.runs.search import search_fallback
+from quantizer.runs.search import with_causes_of
 from quantizer.runs.task_metric import Metric
 from quantizer.runs.train import TrainingResult
 from quantizer.runs.train import train
@@ -178,7 +178,7 @@ class RunCourse:
         record = replace(record, outputs=outputs)
         # A sweep looks for them when the folder is in its place.
         if self.work.calibrations is None:
-            record = replace(record, causes=causes_of(self.context, self.config, quantizer, self.rows.calibration))
+            record = with_causes_of(record, self.context, self.config, quantizer, self.rows.calibration)
         record = replace(record, stages=tuple(self.context.timer.done))
         write_reports(record, self.config.report.formats, self.target)
         self.work.write_call(self.target)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.progress import counted
 from quantizer.config import RunConfig
 from quantizer.quantizer import Quantizer
-from quantizer.report.cause_record import Cause
+from quantizer.report import RunRecord
 from quantizer.report.search.search_records import fallback_reason
 from quantizer.report.tables import text
 from quantizer.runs.run_context import RunContext
@@ -28,7 +30,7 @@ from quantizer.tasks import Batch
 from quantizer.tasks import Row
 from quantizer.tasks import rows_at
 
-__all__ = ["CAUSES", "causes_of", "has_causes", "measure_sensitivity", "search_fallback"]
+__all__ = ["CAUSES", "has_causes", "measure_sensitivity", "search_fallback", "with_causes_of"]
 
 _BATCHES, _ROWS = 2, 8
 """On so many rows of so many batches causes are looked for, as each setting that is tried is calibrated on them."""
@@ -43,13 +45,23 @@ def has_causes(config: RunConfig) -> bool:
     return config.amp is not None and config.qat is None
 
 
-def causes_of(context: RunContext, config: RunConfig, quantizer: Quantizer, rows: Sequence[Row]) -> tuple[Cause, ...]:
-    """Return the groups that cost most with their cures; none unless sensitivity is asked for, or after training."""
+def with_causes_of(
+    record: RunRecord, context: RunContext, config: RunConfig, quantizer: Quantizer, rows: Sequence[Row]
+) -> RunRecord:
+    """Return a record with the groups that cost most and their cures, or with the reason why the search failed.
+
+    Nothing is looked for unless sensitivity is asked for, or after a training.
+    """
     if not has_causes(config) or not rows:
-        return ()
+        return record
     with context.timer(CAUSES):
-        batches = [_beginning(batch) for batch in context.feed.batches(rows)[:_BATCHES]]
-        return quantizer.causes(context.model, batches).rows
+        try:
+            batches = [_beginning(batch) for batch in context.feed.batches(rows)[:_BATCHES]]
+            return replace(record, causes=quantizer.causes(context.model, batches).rows)
+        except Exception as error:  # noqa: BLE001 - the result is complete without them: no diagnosis may cost it
+            problem = f"{type(error).__name__}: {error}"
+    warnings.warn(f"the search for causes failed; the result is complete without it: {problem}", stacklevel=2)
+    return replace(record, causes_problem=problem)
 
 
 def _beginning(batch: Batch) -> Batch:

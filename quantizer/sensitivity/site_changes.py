@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.common.autocast import Autocast
+from quantizer.observe.outputs import is_no_mask
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 from quantizer.sensitivity.groups import Group
@@ -77,7 +78,7 @@ def watched(groups: Iterable[Group], visit: Visitor, *, later: bool = False) -> 
         if not isinstance(result, Tensor):
             return result
         output = result.detach()
-        changes = (value - output for value in rounded)
+        changes = (_change(value, output) for value in rounded)
         return visit(site, result, Pending((output, *changes), partial(_as_changes, tuple(by_group))))
 
     try:
@@ -121,9 +122,17 @@ def _pending(
         with torch.no_grad(), autocast.restored():
             output = function(*args, **keywords)
             rounded = {name: _rounded(site, members, function, args, keywords) for name, members in by_group.items()}
-            return Changes(output, {name: value.sub_(output) for name, value in rounded.items()})
+            return Changes(output, {name: _change(value, output) for name, value in rounded.items()})
 
     return Pending(tensors, compute)
+
+
+def _change(rounded: Tensor, output: Tensor) -> Tensor:
+    """Return the change of a float output; a score that a mask hides, of -inf or next to it, does not change."""
+    change = rounded - output
+    seen = is_no_mask(output)
+    # A difference of two infinite scores is NaN.
+    return change if bool(seen.all()) else change.masked_fill_(~seen, 0.0)
 
 
 def _as_changes(names: tuple[str, ...], output: Tensor, *changes: Tensor) -> Changes:

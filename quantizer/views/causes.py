@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from quantizer.common.batches import call
 from quantizer.common.batches import run_batches
 from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
+from quantizer.errors import CalibrationWarning
 from quantizer.observe.replay_batches import Batch
 from quantizer.observe.replay_batches import copied
 from quantizer.plan.site_plan import Plan
@@ -189,8 +191,11 @@ class _Trial:
 
     def _try(self, setting: Mapping[str, Any]) -> tuple[Mapping[str, Any], Plan, float]:
         source = PlanSource(with_setting(self._config, setting))
-        run_batches(source.start(self._model), self._given, progress=False)
-        plan = source.plan()
+        with warnings.catch_warnings():
+            # A few batches leave doubts that all of them do not.
+            warnings.simplefilter("ignore", CalibrationWarning)
+            run_batches(source.start(self._model), self._given, progress=False)
+            plan = source.plan()
         return setting, plan, self.sqnr(plan)
 
     def _in_float(self, group: str) -> list[Cure]:

@@ -507,3 +507,39 @@ def test_on_a_gpu_eager_and_compiled() -> None:
     with torch.no_grad():
         assert sqnr_db(lowered(x.cuda()).cpu(), frozen(x)) > 40
         assert sqnr_db(torch.compile(lowered)(x.cuda()).cpu(), frozen(x)) > 40
+
+
+class Forces(nn.Module):
+    """A model of energies, whose forward computes the forces as their gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 16))
+
+    def forward(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            places = places.detach().requires_grad_(True)
+            energy = self.energy(places).sum() + places.square().sum()
+            return energy.detach(), -torch.autograd.grad(energy, places)[0]
+
+
+def test_a_gradient_of_a_lowered_model_is_an_error_and_not_a_wrong_one() -> None:
+    torch.manual_seed(0)
+    model, x = Forces().eval(), rows()
+    q = calibrated(model, x)
+    lowered = q.lower(model)
+    with pytest.raises(ProxyError, match=r"energy\.2\.forward\.linear_0: a gradient is asked of a lowered model"):
+        lowered(x)
+    expected = model(x)[1]
+    torch.testing.assert_close(q.quantize(model)(x)[1], expected, rtol=0.1, atol=0.05)
+
+
+def test_parameters_of_a_lowered_model_need_no_gradient() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 300), nn.ReLU(inplace=True), nn.Linear(300, 300), nn.Tanh())
+    model[0].weight.data.uniform_(0.5, 1.5)
+    q = calibrated(model)
+    lowered = q.lower(model)
+    # With gradients recorded, as nobody has said otherwise.
+    assert not lowered(rows()).requires_grad
+    assert all(parameter.requires_grad for parameter in model.parameters())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -119,3 +121,60 @@ def test_what_is_written_in_place_is_in_all_that_share_its_memory_and_in_nothing
     assert "of_view" in found
     assert "of_small" not in found
     assert "first" not in found
+
+
+def _junk() -> None:
+    kept = [torch.full((8, 64), 3e30) for _ in range(100)]
+    del kept
+
+
+MADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "empty": lambda x: torch.empty(x.shape),
+    "empty_like": torch.empty_like,
+    "empty_strided": lambda x: torch.empty_strided(x.shape, (1, len(x))),
+    "new_empty": lambda x: x.new_empty(x.shape),
+    "new_empty_strided": lambda x: x.new_empty_strided(x.shape, (x.shape[1], 1)),
+    "Tensor": lambda x: torch.Tensor(*x.shape),
+    "resize_": lambda x: x[:1].clone().resize_(*x.shape),
+    "resize_ of nothing": lambda x: torch.tensor([]).resize_(x.shape),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_memory_that_nobody_wrote_holds_no_values(name: str) -> None:
+    class Filled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            _junk()
+            made, hidden = MADE[name](x), torch.relu(self.first(x))
+            made[:, :32] = hidden[:, :32]
+            made.narrow(1, 32, 31).copy_(0.5 * hidden[:, 33:])
+            # The last channel is padding, which no one reads.
+            return self.last(made)[:, :63]
+
+    torch.manual_seed(0)
+    x = torch.randn(8, 64)
+    q = Quantizer(preset="plain", backend="tensorrt-rtx")
+    q.calibrate(Filled().eval(), [x] * 2, progress=False)
+    assert not q.coverage.regions.wide
+    (last,) = (o for o in q.plan["last.forward.linear_0"].operands if o.name == "input")
+    assert last.maximum is not None
+    assert last.maximum < 10
+
+
+def test_a_value_that_nothing_reads_is_no_value_of_the_model() -> None:
+    class Unread(nn.Module):
+        def __init__(self, read: bool) -> None:
+            super().__init__()
+            self.linear, self.read = nn.Linear(16, 16), read
+
+        def forward(self, x: Tensor) -> Tensor:
+            large = x * 1e30
+            # A comparison reads it, though it makes no floating-point value.
+            return self.linear(x) * (large > large.mean()) if self.read else self.linear(x)
+
+    assert wide(Unread(read=False), torch.randn(4, 16)) == set()
+    assert wide(Unread(read=True), torch.randn(4, 16)) == {""}

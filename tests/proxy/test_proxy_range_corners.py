@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer import Quantizer
+from quantizer.errors import CalibrationWarning
 from quantizer.errors import QuantizerError
 from quantizer.interop.toolkit_scales import read_toolkit_scales
 from quantizer.interop.tripy import tripy_scales
@@ -307,3 +309,47 @@ def test_a_bias_of_scores_is_no_residual() -> None:
     entry = quantizer.plan["forward.add_0"]
     assert not entry.quantized
     assert entry.reason == "an operand of the add comes from a product of two activations, as scores do"
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 32), nn.Linear(16, 32)
+
+    def forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(other)
+
+
+def at_once(q: Quantizer, model: nn.Module, batches: list[Any]) -> None:
+    q.calibrate(model, batches, progress=False)
+
+
+def in_a_loop(q: Quantizer, model: nn.Module, batches: list[Any]) -> None:
+    proxy = q.calib(model)
+    for batch in batches:
+        proxy(*batch)
+    assert q.plan
+
+
+@pytest.mark.parametrize("calibrate", [at_once, in_a_loop])
+@pytest.mark.parametrize("backend", ["openvino", "tensorrt", "torch"])
+def test_an_input_that_was_always_zero_has_no_range(backend: str, calibrate: Callable[..., None]) -> None:
+    torch.manual_seed(0)
+    model, batches = TwoInputs().eval(), [(torch.randn(32, 16), torch.zeros(32, 16)) for _ in range(2)]
+    q = Quantizer(preset="plain", backend=backend)
+    with pytest.warns(CalibrationWarning, match=r"all values of b\.forward\.linear_0\.input were 0"):
+        calibrate(q, model, batches)
+    assert "in calibration were 0" in " ".join(q.coverage.text().split())
+    assert q.plan["a.forward.linear_0"].quantized
+    assert not q.plan["b.forward.linear_0"].quantized
+    x = torch.randn(8, 16)
+    torch.testing.assert_close(q.quantize(model)(x, x)[1], model(x, x)[1])
+
+
+def test_an_input_of_one_value_is_warned_of() -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(32, 16), torch.ones(32, 16)) for _ in range(2)]
+    q = Quantizer(preset="plain", backend="openvino")
+    with pytest.warns(CalibrationWarning, match=r"all values of b\.forward\.linear_0\.input were 1 "):
+        q.calibrate(TwoInputs().eval(), batches, progress=False)
+    assert q.plan["b.forward.linear_0"].quantized

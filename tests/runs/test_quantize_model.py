@@ -101,6 +101,20 @@ def test_causes_are_looked_for_on_some_rows_of_large_batches(monkeypatch: pytest
     assert seen == [8, 8]
 
 
+def test_a_search_for_causes_that_fails_costs_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fails(*_: Any) -> Any:
+        raise AssertionError("no such <operand>")
+
+    monkeypatch.setattr(quantizer.Quantizer, "causes", fails)
+    with pytest.warns(UserWarning, match="the search for causes failed; .* AssertionError: no such <operand>"):
+        result = quantizer.quantize_model(_net(), _images(), backend=ONNXRUNTIME)
+    assert result.record.causes_problem == "AssertionError: no such <operand>"
+    assert "search for it failed: AssertionError: no such <operand>" in " ".join(result.summary().split())
+    assert "no such &lt;operand&gt;" in result.report(tmp_path / "r.html").read_text()
+    again = quantizer.load(result.save(tmp_path / "saved"))
+    torch.testing.assert_close(again(_images()[0]), result.engine(_images()[0]))
+
+
 def test_engines_figures_and_score(made: Any) -> None:
     record, image = made.record, _images()[0]
     with torch.no_grad():

@@ -310,12 +310,12 @@ def test_killed_while_causes_are_looked_for(
 ) -> None:
     monkeypatch.setattr("quantizer.runs.sweep.late_causes.verdict_of", lambda record: Verdict("look at this", ()))
     command = ["run", "tiny.yaml", "amp={}", PERCENTILES, "--output", "swept"]
-    look, made = late_causes.causes_of, one_run.carry_out
+    look, made = late_causes.with_causes_of, one_run.carry_out
 
     def killed(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(late_causes, "causes_of", killed)
+    monkeypatch.setattr(late_causes, "with_causes_of", killed)
     assert main(command) == 130
     assert "0 of 2 runs complete, 1 more but for the causes, in " in capsys.readouterr().err
     before = read_record(at / "swept" / FIRST / "report.json")
@@ -331,7 +331,7 @@ def test_killed_while_causes_are_looked_for(
         raise EngineError("no <such> batch")
 
     monkeypatch.setattr(one_run, "carry_out", counted)
-    monkeypatch.setattr(late_causes, "causes_of", fails)
+    monkeypatch.setattr(late_causes, "with_causes_of", fails)
     # What fails then is told beside the figures, and tried again.
     assert main([*command, "--jobs", "1"]) == 1
     assert f"{FIRST}: only its causes are left" in capsys.readouterr().out
@@ -339,7 +339,7 @@ def test_killed_while_causes_are_looked_for(
     with (at / "swept" / "comparison.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert all(row["error"] == "no <such> batch" and float(row["score"]) > 0 for row in rows)
-    monkeypatch.setattr(late_causes, "causes_of", look)
+    monkeypatch.setattr(late_causes, "with_causes_of", look)
     assert main(command) == 0
     assert carried == [SECOND]
     after = read_record(at / "swept" / FIRST / "report.json")

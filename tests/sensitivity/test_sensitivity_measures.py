@@ -539,3 +539,33 @@ def test_an_output_that_is_not_finite() -> None:
     amp = _quantizer(model, [x]).amp(model)
     with torch.no_grad(), pytest.raises(SensitivityError, match="is not finite: the output has NaN or inf"):
         amp(x * torch.inf)
+
+
+class Masked(nn.Module):
+    """torch's own attention with a mask of -inf, and with weights, as it is by default: ``baddbmm`` adds the mask."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.attend, self.kind = nn.MultiheadAttention(32, 4, batch_first=True), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        masks: dict[str, Any] = {
+            "bool": {"attn_mask": hidden},
+            "float": {"attn_mask": torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)},
+            "lowest": {"attn_mask": torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)},
+            "padding": {"key_padding_mask": (torch.arange(x.shape[1]) > 5).expand(len(x), -1)},
+        }
+        attended: Tensor = self.attend(x, x, x, **masks[self.kind])[0]
+        return attended
+
+
+@pytest.mark.parametrize("measure", ["gradient", "local", "output"])
+@pytest.mark.parametrize("kind", ["bool", "float", "lowest", "padding"])
+def test_scores_that_a_mask_hides_do_not_change(kind: str, measure: str) -> None:
+    torch.manual_seed(0)
+    model, x = Masked(kind).eval(), torch.randn(8, 8, 32)
+    q = make_calibrated(model, [x], backend="openvino")
+    q.amp(model, measure=measure)(x)
+    assert all(0 <= row.error < 1 for row in q.sensitivity)
+    assert any(row.error > 0 for row in q.sensitivity)

@@ -11,6 +11,7 @@ import yaml
 from calibrated import make_calibrated
 from torch import Tensor
 from torch import nn
+from torch.nn import functional
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
@@ -220,3 +221,27 @@ def test_a_ranking_of_other_weights_is_not_taken(ranked: list[int]) -> None:
     with pytest.warns(UserWarning, match="weights"):
         quantizer.causes(model, rows)
     assert ranked == [len(rows)]
+
+
+class _Attention(nn.Module):
+    """Fused attention, of which OpenVINO's plan has the probabilities, an operand that is no argument."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.own = nn.MultiheadAttention(32, 4, batch_first=True) if own else None
+        self.project = nn.Linear(32, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.own is not None:
+            attended: Tensor = self.own(x, x, x, need_weights=False)[0]
+            return attended
+        query, key, value = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.project(x).chunk(3, -1))
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["MultiheadAttention", "scaled_dot_product_attention"])
+def test_an_operand_that_fused_attention_computes_itself(own: bool) -> None:
+    torch.manual_seed(0)
+    model, rows = _Attention(own).eval(), [torch.randn(8, 8, 32) for _ in range(4)]
+    found = make_calibrated(model, rows, backend="openvino").causes(model, rows[:2], num=10)
+    assert any("scaled_dot_product_attention" in cause.group for cause in found)

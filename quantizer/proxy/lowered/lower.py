@@ -39,10 +39,25 @@ def lower(proxy: nn.Module, lowering: Lowering) -> nn.Module:
     """Let the sites of a frozen proxy compute with torch's kernels, in place; return it."""
     spend_deprecation_warning()
     vars(proxy)[_MARK] = True
+    _need_no_gradients(proxy)
     for site in sites_of(proxy):
         if site.active:
             LoweredSite.of(site, lowering)
     return proxy
+
+
+def _need_no_gradients(proxy: nn.Module) -> None:
+    """Let no parameter need a gradient: what does then is an input, or what the model differentiates itself.
+
+    The memory of a parameter may be that of the user's model, whose own need of gradients does not change.
+    """
+    fixed: dict[int, nn.Parameter] = {}
+    for module in proxy.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                if id(parameter) not in fixed:
+                    fixed[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+                module._parameters[name] = fixed[id(parameter)]
 
 
 def is_lowered(model: nn.Module) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch import nn
 
+from quantizer.errors import ProxyError
 from quantizer.proxy.lowered.calls import CALLS
 from quantizer.proxy.lowered.choose import FLOATS
 from quantizer.proxy.lowered.choose import Lowering
@@ -83,7 +84,9 @@ class LoweredSite(Site):
             if out is not None and x.numel():
                 result = self._computed(kernel, x, bias, window, out)
                 if result is not None:
-                    return result
+                    needed = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
+                    # Only made here, so that it is no view, which the model could not change in place.
+                    return _WithoutGradient.of(x, result, self.path) if needed else result
         return super().forward(*args, **keywords)
 
     def _type_of_result(self, x: Tensor) -> torch.dtype | None:
@@ -146,6 +149,28 @@ class LoweredSite(Site):
         """Return the state without the kernel, whose weight is in a layout that cannot be copied."""
         state = {**super().__getstate__(), "chosen": None, "_added": None}
         return {name: value for name, value in state.items() if name not in _CHOSEN}
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """The result of a kernel, which says on the way back that the kernel has no gradient."""
+
+    @classmethod
+    def of(cls, x: Tensor, result: Tensor, path: str) -> Tensor:
+        """Return the result of a site that computed it from x."""
+        made: Tensor = cls.apply(x, lambda: result, path)  # type: ignore[no-untyped-call]
+        return made
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, made: Callable[[], Tensor], path: str) -> Tensor:
+        ctx.path = path
+        return made()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise ProxyError(
+            f"{ctx.path}: a gradient is asked of a lowered model, whose integer kernels have none; use what "
+            "quantize(model) gives, which rounds alike and has gradients, or exclude the sites that it passes"
+        )
 
 
 _CHOSEN = ("_arguments", "_check", "_shift", "_looks_up", "_type")

@@ -45,7 +45,7 @@ from quantizer.report.record import Stage
 from quantizer.report.shown_setting import is_from_python
 from quantizer.report.shown_setting import shown_setting
 from quantizer.report.tables import text
-from quantizer.report.tables.cause_lines import cause_lines
+from quantizer.report.tables.cause_lines import lines_of_causes
 from quantizer.report.tables.choice_table import choice_table
 from quantizer.report.tables.choice_table import missing_lines
 from quantizer.report.tables.engine_table import engine_facts
@@ -164,12 +164,8 @@ def _header(record: RunRecord) -> dict[str, Any]:
         "put_back_setting": shown_setting("fallback: {names: [...]}", python=is_from_python(record)),
         "placement": [text.typeset(line) for line in placement_lines(record.placement)] if record.placement else [],
         "frontier": _safe(frontier_svg(record.placement) if record.placement else ""),
-        "causes": [text.typeset(line) for line in _cause_lines(record)],
+        "causes": [text.typeset(line) for line in lines_of_causes(record)],
     }
-
-
-def _cause_lines(record: RunRecord) -> list[str]:
-    return cause_lines(record.causes, record.placement, python=is_from_python(record))
 
 
 def _judgement(record: RunRecord) -> tuple[str, str, str]:

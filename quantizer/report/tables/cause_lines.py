@@ -7,10 +7,20 @@ from collections.abc import Sequence
 
 from quantizer.report.cause_record import Cause
 from quantizer.report.placement_record import Placement
+from quantizer.report.record import RunRecord
+from quantizer.report.shown_setting import is_from_python
 from quantizer.report.shown_setting import shown_setting
 from quantizer.report.tables import text
 
-__all__ = ["cause_lines"]
+__all__ = ["cause_lines", "lines_of_causes"]
+
+
+def lines_of_causes(record: RunRecord) -> list[str]:
+    """Return the lines on what costs most in a run, or on why this is not known."""
+    lines = cause_lines(record.causes, record.placement, python=is_from_python(record))
+    if record.causes_problem is not None:
+        lines.append(f"what costs most is not known, as the search for it failed: {record.causes_problem}")
+    return lines
 
 
 def cause_lines(causes: Sequence[Cause], placement: Placement | None = None, *, python: bool = False) -> list[str]:

@@ -19,7 +19,7 @@ from quantizer.report.ratios import reference_entry
 from quantizer.report.record import RunRecord
 from quantizer.report.shown_setting import is_from_python
 from quantizer.report.tables import text
-from quantizer.report.tables.cause_lines import cause_lines
+from quantizer.report.tables.cause_lines import lines_of_causes
 from quantizer.report.tables.choice_table import print_choice
 from quantizer.report.tables.engine_table import print_inspection
 from quantizer.report.tables.engine_table import shares_line
@@ -56,8 +56,7 @@ def print_record(record: RunRecord, folder: Path | str | None, console: Console)
         print_choice(record.choice, console)
     if record.placement is not None and (record.placement.back or record.placement.min_speedup is not None):
         print_lines(placement_lines(record.placement), console, first="")
-    causes = cause_lines(record.causes, record.placement, python=is_from_python(record))
-    print_lines(causes, console, first="", rest="   ")
+    print_lines(lines_of_causes(record), console, first="", rest="   ")
     console.print(_table(record))
     if noise := noise_sentence(record.latency):
         print_lines([noise], console, first="")

@@ -22,8 +22,8 @@ from quantizer.runs.run_context import resume_files
 from quantizer.runs.run_course import QUANTIZER
 from quantizer.runs.run_reports import write_reports
 from quantizer.runs.search import CAUSES
-from quantizer.runs.search import causes_of
 from quantizer.runs.search import has_causes
+from quantizer.runs.search import with_causes_of
 from quantizer.runs.sweep.shared_work import SharedWork
 
 __all__ = ["lacks_causes", "with_causes"]
@@ -31,7 +31,7 @@ __all__ = ["lacks_causes", "with_causes"]
 
 def lacks_causes(record: RunRecord, config: RunConfig) -> bool:
     """Return whether a run of a sweep still needs its causes: among many runs the usable ones need no cure."""
-    looked = any(stage.name == CAUSES for stage in record.stages)
+    looked = record.causes_problem is not None or any(stage.name == CAUSES for stage in record.stages)
     return not looked and has_causes(config) and verdict_of(record).level != USABLE
 
 
@@ -53,7 +53,7 @@ def with_causes(record: RunRecord, config: RunConfig, folder: Path, shared: Shar
         with nullcontext() if shared.has(config) else timer("load model and data"):
             work = shared.load(config, timer, kept, folder)
         quantizer = Quantizer.load(folder / QUANTIZER)
-        causes = causes_of(work.context, config, quantizer, work.rows.calibration)
-    record = replace(record, causes=causes, stages=(*record.stages, *timer.done))
+        record = with_causes_of(record, work.context, config, quantizer, work.rows.calibration)
+    record = replace(record, stages=(*record.stages, *timer.done))
     write_reports(record, config.report.formats, folder)
     return record
