@@ -15,6 +15,7 @@ from quantizer.calibration.plan_source import Held
 from quantizer.calibration.plan_source import PlanSource
 from quantizer.calibration.settings import tell_where_nothing_is_quantized
 from quantizer.calibration.settings import warn_of_float32
+from quantizer.common.data.sizes import DataSizes
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.fingerprint import changed_parameters
 from quantizer.common.fingerprint import refuse_other_shapes
@@ -276,7 +277,7 @@ class ModelSession:
         path: Path,
         example: Any,
         opset: int | None,
-        axes: Mapping[str, Mapping[int, str]] | None,
+        axes: Mapping[str, Mapping[int, str]] | DataSizes | None,
     ) -> Path:
         """Write a frozen proxy as ONNX for the target; see ``Quantizer.export``."""
         from quantizer.export import export_onnx

@@ -17,6 +17,7 @@ from quantizer.common.data.doubts import doubts_of_calibration
 from quantizer.common.data.doubts import warn_user
 from quantizer.common.data.exported_program import Model
 from quantizer.common.data.exported_program import module_of
+from quantizer.common.data.sizes import DataSizes
 from quantizer.common.distributed import all_reduce_sum
 from quantizer.common.distributed import get_world_size
 from quantizer.common.inference_mode import ordinary_tensors
@@ -284,7 +285,7 @@ class Quantizer(QuantizerViews):
         example: Any,
         *,
         opset: int | None = None,
-        dynamic_axes: Mapping[str, Mapping[int, str]] | None = None,
+        dynamic_axes: Mapping[str, Mapping[int, str]] | DataSizes | None = None,
     ) -> Path:
         """Write the frozen proxy as Q/DQ ONNX for ``config.backend``, or a float model to compare it with.
 

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from quantizer.common.registry import Registry
 from quantizer.engines.base import Backend
@@ -107,7 +109,14 @@ def _warn_of_another_cpu(path: Path) -> None:
 
 
 def inspect_engine(
-    name: str, path: str | Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = RUNS
+    name: str,
+    path: str | Path,
+    *,
+    threads: int = 1,
+    batch: int = 8,
+    sequence: int = 128,
+    sizes: Mapping[str, int] = MappingProxyType({}),
+    runs: int = RUNS,
 ) -> Inspection:
     """Report the precision of every layer, as the backend ``name`` itself states it.
 
@@ -117,6 +126,7 @@ def inspect_engine(
         threads: threads of the CPU.
         batch: size of the first dimension of an input, where it is dynamic.
         sequence: size of its other dynamic dimensions.
+        sizes: sizes of dynamic dimensions by name, where they are known; they come before the two.
         runs: how many runs the time of a layer is the median of.
 
     Raises:
@@ -126,4 +136,4 @@ def inspect_engine(
     for word, value in (("threads", threads), ("batch", batch), ("sequence", sequence), ("runs", runs)):
         if value < 1:
             raise EngineError(f"{word} is {value}, expected 1 or more")
-    return backend(name).inspect(Path(path), threads=threads, batch=batch, sequence=sequence, runs=runs)
+    return backend(name).inspect(Path(path), threads=threads, batch=batch, sequence=sequence, sizes=sizes, runs=runs)

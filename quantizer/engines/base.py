@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from typing import Protocol
 
@@ -213,7 +214,14 @@ class Backend(Protocol):
         """
 
     def inspect(
-        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = RUNS
+        self,
+        path: Path,
+        *,
+        threads: int = 1,
+        batch: int = 8,
+        sequence: int = 128,
+        sizes: Mapping[str, int] = MappingProxyType({}),
+        runs: int = RUNS,
     ) -> Inspection:
         """Run an engine file on made-up inputs and report the precision of its layers.
 
@@ -222,6 +230,7 @@ class Backend(Protocol):
             threads: threads of the CPU.
             batch: size of the first dimension of an input, where it is dynamic.
             sequence: size of its other dynamic dimensions.
+            sizes: sizes of dynamic dimensions by name, where they are known; they come before the two.
             runs: how many runs the time of a layer is the median of.
 
         Raises:

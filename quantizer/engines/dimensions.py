@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO
 from typing import TypeAlias
 
@@ -51,19 +52,27 @@ def input_dimensions(path: Path) -> dict[str, tuple[str, ...]]:
         return {_text(stream, _below(stream, [place], _NAME)): _axes(stream, place) for place in inputs}
 
 
-def dimension_sizes(shapes: Iterable[Sequence[str]], batch: int, sequence: int) -> dict[str, int]:
+def dimension_sizes(
+    shapes: Iterable[Sequence[str]], batch: int, sequence: int, known: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, int]:
     """Return a size for each name of a dimension, for made-up inputs.
 
     A name other than ``batch`` or ``sequence`` gets the batch's size if it is the first axis of every input that has
     it, else the sequence's: [b, s] gives b the batch's size and s the sequence's. With a cache, ``sequence`` tokens are
     one that is read and those before it, which are in the cache.
+
+    Args:
+        shapes: the names of the axes of each input.
+        batch: the batch's size.
+        sequence: the sequence's.
+        known: sizes that are known, by name; they come before the two.
     """
     sizes: dict[str, int] = {}
     for names in shapes:
         for axis, name in enumerate(names):
             if name and (axis > 0 or name not in sizes):
                 sizes[name] = sequence if axis > 0 else batch
-    sizes |= {"batch": batch, "sequence": sequence}
+    sizes |= {"batch": batch, "sequence": sequence, **known}
     return sizes | {PAST: sequence - 1, TOTAL: sequence, "sequence": 1} if PAST in sizes else sizes
 
 
@@ -82,14 +91,25 @@ def ranges_with_cache(ranges: Mapping[str, Sequence[int]], shapes: Iterable[Sequ
     return {**ranges, "sequence": (1, 1, most), PAST: (0, usual - 1, most - 1), TOTAL: (1, usual, most)}
 
 
-def shape_words(shapes: Iterable[Sequence[int | str | None]], batch: int, sequence: int) -> str:
+def shape_words(
+    shapes: Iterable[Sequence[int | str | None]],
+    batch: int,
+    sequence: int,
+    known: Mapping[str, int] = MappingProxyType({}),
+) -> str:
     """Return what inputs were made up with: ``8 x 128``, or ``batch 8`` where only the number of rows varies.
+
+    Where other dimensions vary, each is named: ``batch 8, x_axis2 160``.
 
     Args:
         shapes: the axes of each input: a size or an empty name where it is fixed, None or a name where it varies.
         batch: the rows.
         sequence: the size of other axes that vary, such as the tokens of a text.
+        known: sizes of dimensions by name.
     """
+    others = [f"{name} {size}" for name, size in known.items() if name != "batch"]
+    if any(name not in ("batch", "sequence") for name in known):
+        return ", ".join([f"batch {batch}", *others])
     varies = any(size is None or (isinstance(size, str) and size) for shape in shapes for size in shape[1:])
     return f"{batch} x {sequence}" if varies else f"batch {batch}"
 

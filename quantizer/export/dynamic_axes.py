@@ -9,19 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.common.decoder_cache import CACHE
-from quantizer.common.decoder_cache import PAST
-from quantizer.common.decoder_cache import TOTAL
+from quantizer.common.data.sizes import BATCH
+from quantizer.common.data.sizes import Axes
+from quantizer.common.data.sizes import DataSizes
 from quantizer.errors import ExportError
 
-__all__ = ["Axes", "asked_axes", "check_dynamic", "dynamic_shapes", "hint", "usual_axes"]
+__all__ = ["asked_axes", "check_dynamic", "dynamic_shapes", "hint", "usual_axes"]
 
 logger = logging.getLogger(__name__)
 
-Axes = Mapping[str, Mapping[int, str]]
-"""Input name to {axis: dimension name}."""
-
-_CACHE_AXIS = 2
 _SHORTEST = 2
 """The least sequence: what torch.export sees of an axis of length 1 holds for that length alone."""
 
@@ -29,46 +25,40 @@ _OTHERWISE = "dynamic_axes= says otherwise"
 _OF_SHAPES = ("ConstraintViolationError", "UserError")
 
 
-def usual_axes(inputs: Mapping[str, Any]) -> Axes:
-    """Return the dynamic axes by convention: axis 0 is ``batch``, axis 1 of integer inputs ``sequence``.
+def usual_axes(inputs: Mapping[str, Any], data: DataSizes | None = None) -> DataSizes:
+    """Return the open axes where the caller names none: those of the data, or by the example alone.
 
-    After a first input of floats an integer one that is as long is its mask, and has a fixed axis 1 as it has.
-
-    The batch is the length of the first input's axis 0. An axis 0 of another length is fixed, and so is every axis of
-    length 1, which may be there to be broadcast, except a batch of one row. An encoder and its decoder have separate
-    sequences: inputs of one length in the example share a dimension. Axis 2 of ``past_key_values...``, a decoder's
-    cache, is ``past_sequence``, and the length of that and of what is read is ``total_sequence``.
+    Args:
+        inputs: the example, by name.
+        data: the open axes of the data that the model is used on; None: they are not known.
     """
+    if data is not None and _fits(inputs, data.axes):
+        return data
+    sizes = DataSizes.of([inputs])
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.dim() > 0}
-    rows = {name: value.shape[0] for name, value in tensors.items()}
-    first = next(iter(tensors.values()), None)
-    batch = 1 if first is None else first.shape[0]
-    masked = first.shape[1:2] if first is not None and first.is_floating_point() else ()
-    lengths: dict[int, str] = {}
-    found: dict[str, dict[int, str]] = {}
-    cached = {name: value.shape[_CACHE_AXIS] for name, value in tensors.items() if name.startswith(CACHE)}
+    batch = next((value.shape[0] for value in tensors.values()), 1)
     for name, value in tensors.items():
-        found[name] = {0: "batch"} if rows[name] == batch else {}
-        if rows[name] not in (1, batch):
+        opened = sizes.axes.get(name, {})
+        if 0 not in opened and value.shape[0] not in (1, batch):
             logger.warning(
                 "export: axis 0 of %r is fixed at %d, as the batch of the example is %d; %s",
                 name,
-                rows[name],
+                value.shape[0],
                 batch,
                 _OTHERWISE,
             )
-        if name in cached:
-            found[name][_CACHE_AXIS] = PAST
-        if value.is_floating_point() or value.dim() == 1 or value.shape[1:2] == masked:
-            continue
-        if value.shape[1] < _SHORTEST:
-            logger.warning(
-                "export: axis 1 of %r is fixed at %d, as in the example; %s", name, value.shape[1], _OTHERWISE
-            )
-        else:
-            other = TOTAL if cached else f"{name}_sequence"
-            found[name][1] = lengths.setdefault(value.shape[1], other if lengths else "sequence")
-    return found
+        if value.dim() == 2 and not value.is_floating_point() and 1 not in opened and value.shape[1] == 1:
+            logger.warning("export: axis 1 of %r is fixed at 1, as in the example; %s", name, _OTHERWISE)
+    return sizes
+
+
+def _fits(inputs: Mapping[str, Any], axes: Axes) -> bool:
+    """Return whether an example has the open axes of the data, and one size in each dimension."""
+    shapes = {name: value.shape for name, value in inputs.items() if isinstance(value, Tensor) and value.dim() > 0}
+    if shapes.keys() != axes.keys() or any(len(shapes[name]) <= axis for name in axes for axis in axes[name]):
+        return False
+    sizes = {(dimension, shapes[name][axis]) for name in axes for axis, dimension in axes[name].items()}
+    return len(sizes) == len({dimension for dimension, _ in sizes})
 
 
 def asked_axes(axes: Axes, inputs: Mapping[str, Any]) -> Axes:
@@ -97,23 +87,31 @@ def asked_axes(axes: Axes, inputs: Mapping[str, Any]) -> Axes:
     return axes
 
 
-def dynamic_shapes(inputs: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
+def dynamic_shapes(inputs: Mapping[str, Any], sizes: DataSizes) -> dict[str, Any]:
     """Return the argument for ``torch.export``: one entry for each input."""
+    axes = sizes.axes
     dimensions: dict[str, Any] = {}
 
     def entry(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0:
             return None
         for axis, dimension in axes.get(name, {}).items():
-            least = min(value.shape[axis], _SHORTEST)
-            dimensions.setdefault(dimension, torch.export.Dim(dimension, min=1 if dimension == "batch" else least))
+            least = min(value.shape[axis], _SHORTEST, *sizes.seen.get(dimension, ()))
+            dimensions.setdefault(dimension, torch.export.Dim(dimension, min=1 if dimension == BATCH else least))
         return {axis: dimensions[dimension] for axis, dimension in axes.get(name, {}).items()}
 
     return {name: entry(name, value) for name, value in inputs.items()}
 
 
-def check_dynamic(model: Any, inputs: Mapping[str, Any], axes: Axes, *, asked: bool) -> None:
+def check_dynamic(model: Any, inputs: Mapping[str, Any], axes: Axes, *, asked: bool, log: bool = True) -> None:
     """Log the axes that are fixed in the graph all the same: torch fixes an axis if the model only works at one length.
+
+    Args:
+        model: the graph.
+        inputs: the example, by name.
+        axes: the axes that are to be open.
+        asked: whether the caller named them.
+        log: whether an axis that is fixed is logged; False: the caller looks at the file.
 
     Raises:
         ExportError: the caller ``asked`` for one of them.
@@ -127,7 +125,8 @@ def check_dynamic(model: Any, inputs: Mapping[str, Any], axes: Axes, *, asked: b
             what = f"axis {axis} of {name!r} can only be {shape[axis]} in this model"
             if asked:
                 raise ExportError(f"dynamic_axes: {what}, so it is not {dimension!r}; leave it out of dynamic_axes")
-            logger.warning("export: %s, so it is fixed in the file", what)
+            if log:
+                logger.warning("export: %s, so it is fixed in the file", what)
 
 
 def hint(error: BaseException) -> str:

@@ -19,11 +19,12 @@ from torch import nn
 from torch.utils import _pytree
 
 from quantizer.common.data.batches_of import beside
+from quantizer.common.data.sizes import Axes
+from quantizer.common.data.sizes import DataSizes
 from quantizer.common.interrupts import interrupts_end_the_block
 from quantizer.errors import ExportError
 from quantizer.errors import MissingDependencyError
 from quantizer.export.bring_to_cpu import bring_to_cpu
-from quantizer.export.dynamic_axes import Axes
 from quantizer.export.dynamic_axes import asked_axes
 from quantizer.export.dynamic_axes import check_dynamic
 from quantizer.export.dynamic_axes import dynamic_shapes
@@ -57,7 +58,7 @@ def export_onnx(
     opset: int,
     dtype: torch.dtype,
     regions: Float32Modules | None = None,
-    axes: Axes | None = None,
+    axes: Axes | DataSizes | None = None,
     target: TargetProfile | None = None,
 ) -> Path:
     """Write a frozen proxy (or a float model) as ONNX with dynamic axes.
@@ -69,7 +70,8 @@ def export_onnx(
         opset: at least 19 where scales are half.
         dtype: the float type of everything that is not quantized, scales included.
         regions: the modules that stay float32 where ``dtype`` is float16.
-        axes: input name to {axis: dimension name}; None: ``batch`` and ``sequence`` by convention, see ``usual_axes``.
+        axes: input name to {axis: dimension name}, all of which have to be open; or the sizes of the data, whose axes
+            are open unless the model fixes them; None: those of the example as data, see ``DataSizes.of``.
         target: what runs the file; None: nothing in it is for one target.
 
     Raises:
@@ -94,14 +96,15 @@ def export_onnx(
     _check_output_names(names, [*inspect.signature(exported.forward).parameters, *keywords])
     parameters = _name_inputs(exported, keywords)
     inputs = _named(exported, args, keywords)
-    wanted = usual_axes(inputs) if axes is None else asked_axes(axes, inputs)
-    dynamic = _renamed(dynamic_shapes(inputs, wanted), parameters)
+    asked = isinstance(axes, Mapping)
+    sizes = DataSizes(asked_axes(axes, inputs), {}) if isinstance(axes, Mapping) else usual_axes(inputs, axes)
+    dynamic = _renamed(dynamic_shapes(inputs, sizes), parameters)
     program = _export(exported, args, _renamed(keywords, parameters), opset, dynamic, names)
     ir_model = program.model
     of_parameter = {parameter: name for name, parameter in parameters.items()}
     for value in ir_model.graph.inputs:
         value.name = of_parameter.get(value.name, value.name)
-    check_dynamic(ir_model, inputs, wanted, asked=axes is not None)
+    check_dynamic(ir_model, inputs, sizes.axes, asked=asked, log=axes is None)
     if ir_model.opset_imports[""] != opset:
         raise ExportError(f"opset={opset}: the exporter cannot write it; expected 18 or later, such as 20")
     run_passes(ir_model, passes(target))

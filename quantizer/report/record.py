@@ -277,6 +277,8 @@ class RunRecord(Record):
     """The resolved configuration, every default filled in."""
     model: ModelInfo
     """The model that the run started from."""
+    fixed: tuple[str, ...] = ()
+    """Sizes of inputs that the model fixes and an engine has therefore alone, a sentence each; empty: none."""
     scores: tuple[Score, ...] = ()
     """Scores of float, proxy and engine or simulation; empty if nothing was evaluated."""
     outputs: tuple[OutputDistance, ...] = ()

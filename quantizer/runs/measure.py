@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+from quantizer.common.data.sizes import BATCH
+from quantizer.common.data.sizes import SEQUENCE
 from quantizer.config import RunConfig
 from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
@@ -32,6 +34,7 @@ __all__ = [
     "float_options",
     "measure_latency",
     "measure_memory",
+    "run_sizes",
     "with_deployed",
 ]
 
@@ -43,10 +46,29 @@ NOT_VERIFIED = "not verified: built ahead of time, and there is no GPU here"
 _LATENCY_ROUNDS, _LATENCY_SECONDS = 15, 30.0
 
 
-def build_options(config: RunConfig) -> BuildOptions:
-    """Return the options with which a run builds its engines."""
+def run_sizes(config: RunConfig, context: RunContext) -> dict[str, int]:
+    """Return the sizes at which engines are run and timed, by the name of their dimension; empty: of a task."""
+    sizes, report = context.feed.sizes, config.report
+    if sizes is None:
+        return {}
+    asked = {BATCH: report.latency_batch, SEQUENCE: report.latency_sequence}
+    return {name: asked.get(name, size) for name, size in sizes.usual.items()}
+
+
+def build_options(config: RunConfig, context: RunContext | None = None) -> BuildOptions:
+    """Return the options with which a run builds its engines.
+
+    Args:
+        config: the configuration, with the sizes of batch and sequence.
+        context: the data, with the sizes of other dimensions; None: it is not loaded yet.
+    """
+    sizes = None if context is None else context.feed.sizes
     return BuildOptions(
-        dynamic={"batch": config.export.dynamic.batch, "sequence": config.export.dynamic.sequence},
+        dynamic={
+            **({} if sizes is None else sizes.ranges),
+            BATCH: config.export.dynamic.batch,
+            SEQUENCE: config.export.dynamic.sequence,
+        },
         compute_capability=config.engine.compute_capability,
         inference_precision=config.engine.inference_precision,
         strip_weights=config.engine.strip_weights,
@@ -124,10 +146,11 @@ def with_deployed(choice: EngineChoice | None, latency: Latency | None, backend:
 def measure_memory(context: RunContext, config: RunConfig, built: Mapping[str, BuildResult]) -> tuple[MemoryEntry, ...]:
     """Return the peak memory of each engine beyond that of an empty process."""
     shape = {"batch": config.report.latency_batch, "sequence": config.report.latency_sequence}
+    sizes = run_sizes(config, context)
 
     def peak_mib(name: str) -> float:
         path, threads = built[name].path, config.engine.threads
-        peak = peak_memory_mib(path, config.quantizer.backend, threads=threads, **shape)
+        peak = peak_memory_mib(path, config.quantizer.backend, threads=threads, sizes=sizes, **shape)
         return peak.peak_mib - peak.baseline_mib
 
     def known_or_measured(name: str) -> float:

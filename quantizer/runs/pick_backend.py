@@ -41,6 +41,7 @@ from quantizer.runs.choose_engine import require_sites
 from quantizer.runs.choose_engine import timed
 from quantizer.runs.measure import FLOAT_STEM
 from quantizer.runs.measure import build_options
+from quantizer.runs.measure import run_sizes
 from quantizer.runs.outputs.compare_outputs import References
 from quantizer.runs.outputs.compare_outputs import check_engine
 from quantizer.runs.outputs.output_check import tolerance
@@ -161,7 +162,7 @@ def pick_backend(
         ran = [replace(one.candidate, milliseconds=(1000 * times[name],)) for name, one in tried.items()]
         choice = bound(
             choose([*ran, *out], [_shape(batch)], missing),
-            lambda candidate: _inspected(config, candidate, tried[candidate.name].built.path),
+            lambda candidate: _inspected(context, config, candidate, tried[candidate.name].built.path),
         )
         low, plain = _pair(choice, tried)
         used = maker.quantizers[low.variant.backend, low.variant.dynamic]
@@ -205,7 +206,7 @@ class _Maker:
         self._kept = kept
         self._frozen: dict[tuple[str, bool], nn.Module] = {}
         self._trials = RoughTrials(self._rough, [batch])
-        self._references = References([batch])
+        self._references = References([batch], apart=context.feed.rows_apart)
 
     def all(self, variants: Sequence[Variant]) -> tuple[dict[str, _Tried], list[Candidate]]:
         """Return the candidates that are right, by name, and the records of the others."""
@@ -256,9 +257,12 @@ class _Maker:
     def _built(self, variant: Variant, onnx: Path, path: Path) -> tuple[BuildResult, Engine]:
         config, name = self._config, variant.backend
         threads, report = config.engine.threads, config.report
-        options = replace(build_options(config), inference_precision=variant.precision, compiled=variant.compiled)
+        options = replace(
+            build_options(config, self._context), inference_precision=variant.precision, compiled=variant.compiled
+        )
         size = {"batch": report.latency_batch, "sequence": report.latency_sequence}
-        built = self._kept.build(name, onnx, path, options, threads=threads, **size)
+        sizes = run_sizes(config, self._context)
+        built = self._kept.build(name, onnx, path, options, threads=threads, sizes=sizes, **size)
         return built, load_engine(name, built.path, threads=threads)
 
     def _too_slow(self, variant: Variant, tried: Mapping[str, _Tried]) -> str | None:
@@ -275,7 +279,7 @@ class _Maker:
 
         context, name, opset = self._context, variant.backend, self._config.export.opset
         stem, example = self._folder / f"{name}-rough", context.feed.example()
-        return rough_engine(calibrated, name, context.model, example, stem, build, opset)
+        return rough_engine(calibrated, name, context.model, example, stem, build, opset, context.feed.sizes)
 
     def _exported(self, variant: Variant) -> tuple[nn.Module | None, Path]:
         """Return the frozen proxy, None for a variant in float, and its file; each is made once for all variants."""
@@ -295,7 +299,7 @@ class _Maker:
             if variant.dynamic:
                 require_sites(self.quantizers[key])
             proxy = self.quantizers[key].quantize(self._context.model)
-            self.quantizers[key].export(proxy, path, example, opset=opset)
+            self.quantizers[key].export(proxy, path, example, opset=opset, dynamic_axes=self._context.feed.sizes)
             self._frozen[key] = proxy
         return self._frozen[key], path
 
@@ -310,9 +314,10 @@ def _called(batch: Batch, engine: Engine) -> object:
     return engine(engine_inputs(engine, batch))
 
 
-def _inspected(config: RunConfig, candidate: Candidate, path: Path) -> Inspection:
-    batch, sequence = config.report.latency_batch, config.report.latency_sequence
-    return inspect_engine(candidate.backend, path, threads=config.engine.threads, batch=batch, sequence=sequence)
+def _inspected(context: RunContext, config: RunConfig, candidate: Candidate, path: Path) -> Inspection:
+    size = {"batch": config.report.latency_batch, "sequence": config.report.latency_sequence}
+    sizes = run_sizes(config, context)
+    return inspect_engine(candidate.backend, path, threads=config.engine.threads, sizes=sizes, **size)
 
 
 def _pair(choice: EngineChoice, tried: dict[str, _Tried]) -> tuple[_Tried, _Tried | None]:

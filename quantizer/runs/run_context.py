@@ -231,6 +231,7 @@ class RunContext:
         processor: its tokenizer or image processor; None: it has none.
         feed: makes batches from rows.
         floats: the engines of the model that other runs have built; None: there are no other runs.
+        exported: the ONNX file of the float model, by the version of its operators.
     """
 
     timer: StageTimer
@@ -239,6 +240,7 @@ class RunContext:
     processor: Any
     feed: Feed
     floats: FloatEngines | None = None
+    exported: dict[int, Path] = field(default_factory=dict)
 
     def info(self, source: str, task: str) -> ModelInfo:
         """Return the model in words: where it came from, its task, and the number of its parameters."""

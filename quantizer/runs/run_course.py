@@ -41,6 +41,7 @@ from quantizer.runs.measure import build_options
 from quantizer.runs.measure import engine_file
 from quantizer.runs.measure import measure_latency
 from quantizer.runs.measure import measure_memory
+from quantizer.runs.measure import run_sizes
 from quantizer.runs.measure import with_deployed
 from quantizer.runs.outputs.compare_outputs import output_distances
 from quantizer.runs.pick_backend import Picked
@@ -65,6 +66,7 @@ from quantizer.runs.search import with_causes_of
 from quantizer.runs.task_metric import Metric
 from quantizer.runs.train import TrainingResult
 from quantizer.runs.train import train
+from quantizer.runs.workload.open_axes import settle_axes
 from quantizer.runs.workload.workload import Load
 from quantizer.tasks import Batch
 from quantizer.views.histograms import noisiest
@@ -84,6 +86,7 @@ class RunCourse:
         target: the folder that is being filled.
         work: the model, the rows and the scores.
         budget: the budget of a search for fallback, checked on tuning rows that it does not see.
+        fixed: which sizes the model fixes, in sentences.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class RunCourse:
         self.target = target
         with timer("load model and data"):
             self.work = load(timer, kept, target)
+            self.fixed = settle_axes(self.work.context, config.export.opset, target)
         self.config = config = self.work.fit(config)
         settings = dump_yaml(config)
         (target / "config.yaml").write_text(settings, encoding="utf-8")
@@ -251,6 +255,8 @@ class RunCourse:
         forms = {}
         if settings is not None:
             forms["ptq"] = quantizer.quantize(self.model)
+            # Of the float model that training changes.
+            self.context.exported.clear()
             course = train(self.context, settings, quantizer, self.rows.training, self.metric)
         with self.context.timer("quantize"):
             forms["proxy" if course is None else "qat"] = quantizer.quantize(self.model)
@@ -263,7 +269,7 @@ class RunCourse:
             rows = feed.samples(self.rows.evaluation or self.rows.calibration)
             batch = feed.inputs.filled(rows, report.latency_batch, report.latency_sequence)
             try:
-                return output_distances(self.model, proxy, engine, batch)
+                return output_distances(self.model, proxy, engine, batch, apart=feed.rows_apart)
             except EngineError as error:
                 # What was measured until here is not thrown away for it; the verdict says that nothing was compared.
                 self.context.timer.say(f"warning: {error}")
@@ -283,6 +289,7 @@ class RunCourse:
                 threads=self.config.engine.threads,
                 batch=report.latency_batch,
                 sequence=report.latency_sequence,
+                sizes=run_sizes(self.config, self.context),
                 required=self.choice is None,
             )
 
@@ -301,6 +308,7 @@ class RunCourse:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             config=config.model_dump(mode="json"),
             model=self.work.info,
+            fixed=self.fixed,
             scores=scores,
             latency=latency,
             size=sizes_of(built),

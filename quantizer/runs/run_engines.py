@@ -21,9 +21,11 @@ from quantizer.runs.measure import FLOAT_STEM
 from quantizer.runs.measure import QUANTIZED_STEM
 from quantizer.runs.measure import build_options
 from quantizer.runs.measure import float_options
+from quantizer.runs.measure import run_sizes
 from quantizer.runs.placement.price_groups import EngineFiles
 from quantizer.runs.placement.price_groups import Timing
 from quantizer.runs.run_context import RunContext
+from quantizer.runs.workload.float_engines import copy_files
 
 __all__ = ["FLOAT_STEM", "QUANTIZED_STEM", "RunEngines", "export_float", "nearest_form"]
 
@@ -68,7 +70,8 @@ class RunEngines:
             batch=report.latency_batch,
             sequence=report.latency_sequence,
             threads=self._config.engine.threads,
-            options=repr(build_options(self._config)),
+            options=repr(build_options(self._config, self._context)),
+            sizes=run_sizes(self._config, self._context),
         )
 
     def files(self, stem: str) -> EngineFiles:
@@ -96,7 +99,9 @@ class RunEngines:
             if "float" in missing:
                 export_float(self._context, opset, missing["float"].onnx)
             if "engine" in missing:
-                quantizer.export(quantized, missing["engine"].onnx, example, opset=opset)
+                quantizer.export(
+                    quantized, missing["engine"].onnx, example, opset=opset, dynamic_axes=self._context.feed.sizes
+                )
         with timer("build the engines"):
             for name, files in missing.items():
                 self._loaded.pop(name, None)
@@ -114,7 +119,9 @@ class RunEngines:
 
     def build_file(self, onnx: Path, engine: Path) -> BuildResult:
         """Build an engine with the options of the run."""
-        return self._context.timer.build(self._config.quantizer.backend, onnx, engine, build_options(self._config))
+        return self._context.timer.build(
+            self._config.quantizer.backend, onnx, engine, build_options(self._config, self._context)
+        )
 
     def load(self) -> dict[str, Engine]:
         """Return the engines that were built; none if they need a GPU that is not here."""
@@ -146,9 +153,15 @@ def export_float(context: RunContext, opset: int, path: Path) -> None:
     floats = context.floats
     if floats is not None and floats.fetch_graph(_graph_options(opset), path):
         return
-    export_onnx(context.model, path, context.feed.example(), opset=opset, dtype=torch.float32)
+    if (made := context.exported.get(opset)) is not None and made.exists():
+        if made != path:
+            copy_files(made.parent, f"{made.name}*", path.parent)
+        return
+    feed = context.feed
+    export_onnx(context.model, path, feed.example(), opset=opset, dtype=torch.float32, axes=feed.sizes)
     if floats is not None:
         floats.keep_graph(_graph_options(opset), path)
+    context.exported[opset] = path
 
 
 def _graph_options(opset: int) -> str:

@@ -56,7 +56,9 @@ def with_causes_of(
         return record
     with context.timer(CAUSES):
         try:
-            batches = [_beginning(batch) for batch in context.feed.batches(rows)[:_BATCHES]]
+            batches = context.feed.batches(rows)[:_BATCHES]
+            if context.feed.rows_apart:
+                batches = [_beginning(batch) for batch in batches]
             return replace(record, causes=quantizer.causes(context.model, batches).rows)
         except Exception as error:  # noqa: BLE001 - the result is complete without them: no diagnosis may cost it
             problem = f"{type(error).__name__}: {error}"

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import torch
 
+from quantizer.common.data.sizes import DataSizes
 from quantizer.common.decoder_cache import CACHE
 from quantizer.errors import TaskError
 
@@ -109,6 +110,14 @@ class Feed(Protocol):
     @property
     def inputs(self) -> Inputs:
         """The batches of the model."""
+
+    @property
+    def sizes(self) -> DataSizes | None:
+        """The open axes of the inputs and their sizes in the data; None: those that the inputs of a task have."""
+
+    @property
+    def rows_apart(self) -> bool:
+        """True if the model computes each row of a batch for itself, so that a batch may be cut."""
 
     def samples(self, rows: Sequence[Any]) -> list[Any]:
         """Return the samples of rows."""

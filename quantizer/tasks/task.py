@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from quantizer.common.choices import TASKS
+from quantizer.common.data.sizes import DataSizes
 from quantizer.common.registry import Registry
 from quantizer.errors import MissingDependencyError
 from quantizer.errors import TaskError
@@ -279,6 +280,16 @@ class Task(ABC):
         """
         require_rows(predictions, rows)
         return predictions.decisions, self.targets(rows)
+
+    @property
+    def sizes(self) -> DataSizes | None:
+        """None: the open axes are those that the inputs of a task have."""
+        return None
+
+    @property
+    def rows_apart(self) -> bool:
+        """True: a model of a task computes each row of a batch for itself."""
+        return True
 
     @property
     def input_names(self) -> tuple[str, ...]:

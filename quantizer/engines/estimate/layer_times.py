@@ -7,7 +7,9 @@ A kernel takes as long as its products or its memory traffic, whichever is more 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from quantizer.engines.dimensions import input_dimensions
 from quantizer.engines.dimensions import shape_words
@@ -25,7 +27,9 @@ from quantizer.qdq.operand import PRODUCTS
 __all__ = ["estimated_inspection"]
 
 
-def estimated_inspection(path: Path, gpu: Gpu, *, batch: int = 8, sequence: int = 128) -> Inspection:
+def estimated_inspection(
+    path: Path, gpu: Gpu, *, batch: int = 8, sequence: int = 128, sizes: Mapping[str, int] = MappingProxyType({})
+) -> Inspection:
     """Return the layers of an ONNX file with estimated times.
 
     Floats count as 16-bit ones, whatever their type in the file.
@@ -35,14 +39,15 @@ def estimated_inspection(path: Path, gpu: Gpu, *, batch: int = 8, sequence: int 
         gpu: where the engine would run.
         batch: size of the first dimension of an input, where it is dynamic.
         sequence: size of its other dynamic dimensions.
+        sizes: sizes of dynamic dimensions by name, where they are known; they come before the two.
 
     Raises:
         EngineError: the file is missing, broken, or no ONNX file.
         MissingDependencyError: onnx is not installed.
     """
-    graph = SizedGraph(read_graph(path), {"batch": batch, "sequence": sequence})
+    graph = SizedGraph(read_graph(path), {"batch": batch, "sequence": sequence, **sizes})
     layers = [layer for kernel in kernels(graph) for layer in _layers(graph, kernel, gpu)]
-    shape = shape_words(input_dimensions(path).values(), batch, sequence)
+    shape = shape_words(input_dimensions(path).values(), batch, sequence, sizes)
     note = f"estimated for a {gpu.name} at {shape}; no engine ran"
     return inspection_from_layers("onnx", layers, verified=False, note=note)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from quantizer.engines.backends import backend
 from quantizer.engines.backends import inspect_engine
@@ -36,6 +38,7 @@ def observe_engine(
     threads: int = 1,
     batch: int = 8,
     sequence: int = 128,
+    sizes: Mapping[str, int] = MappingProxyType({}),
     required: bool = True,
 ) -> Inspection:
     """Inspect an engine that was just built, and raise if it lacks the precision that was asked for.
@@ -47,16 +50,17 @@ def observe_engine(
         threads: threads of the CPU.
         batch: size of the first dimension of an input, where it is dynamic.
         sequence: size of its other dynamic dimensions.
+        sizes: sizes of dynamic dimensions by name, where they are known; they come before the two.
         required: whether a lack is an error; False: the inspection tells it.
 
     Raises:
         EngineError: it cannot be run, or lacks the precision.
         MissingDependencyError: a library is not installed.
     """
-    asked = graph_inspection(onnx_path, _why(name), batch=batch, sequence=sequence)
+    asked = graph_inspection(onnx_path, _why(name), batch=batch, sequence=sequence, sizes=sizes)
     if not runs_here(name):
         return replace(asked, backend=name)
-    observed = inspect_engine(name, path, threads=threads, batch=batch, sequence=sequence)
+    observed = inspect_engine(name, path, threads=threads, batch=batch, sequence=sequence, sizes=sizes)
     if required:
         check_precision(observed, asked)
     return observed

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from quantizer.engines.dimensions import dimension_sizes
@@ -47,7 +48,9 @@ _PRECISIONS = {
 }
 
 
-def graph_inspection(path: Path, why: str, *, batch: int = 8, sequence: int = 128) -> Inspection:
+def graph_inspection(
+    path: Path, why: str, *, batch: int = 8, sequence: int = 128, sizes: Mapping[str, int] = MappingProxyType({})
+) -> Inspection:
     """Return the products of an ONNX file; one is in low precision if all its operands are dequantized.
 
     Args:
@@ -55,13 +58,14 @@ def graph_inspection(path: Path, why: str, *, batch: int = 8, sequence: int = 12
         why: why no engine was observed.
         batch: size of the first dimension of an input, where it is dynamic.
         sequence: size of its other dynamic dimensions.
+        sizes: sizes of dynamic dimensions by name, where they are known; they come before the two.
 
     Raises:
         EngineError: the file is missing, broken, or no ONNX file.
         MissingDependencyError: onnx is not installed.
     """
-    graph = SizedGraph(read_graph(path), {"batch": batch, "sequence": sequence})
-    shape = shape_words(input_dimensions(path).values(), batch, sequence)
+    graph = SizedGraph(read_graph(path), {"batch": batch, "sequence": sequence, **sizes})
+    shape = shape_words(input_dimensions(path).values(), batch, sequence, sizes)
     note = f"{why}; what follows is what the ONNX file asks for, at {shape}"
     return inspection_from_layers("onnx", list(graph.layers()), verified=False, note=note)
 
@@ -179,7 +183,8 @@ def _shaped(model: Any, sizes: Mapping[str, int]) -> Any:
     small.CopyFrom(_without_data(model))
     graph = small.graph
     shapes = [value.type.tensor_type.shape.dim for value in graph.input[: len(model.graph.input)]]
-    named = dimension_sizes([[axis.dim_param for axis in shape] for shape in shapes], **sizes)
+    names = [[axis.dim_param for axis in shape] for shape in shapes]
+    named = dimension_sizes(names, sizes["batch"], sizes["sequence"], sizes)
     for shape in shapes:
         for place, axis in enumerate(shape):
             if not axis.HasField("dim_value"):

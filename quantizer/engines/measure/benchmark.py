@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from quantizer.engines.measure.own_process import in_own_process
 from quantizer.errors import EngineError
@@ -80,7 +82,13 @@ class PeakMemory:
 
 
 def peak_memory_mib(
-    path: str | Path, backend: str, batch: int = 8, sequence: int = 128, threads: int = 1, timeout_s: float = 600.0
+    path: str | Path,
+    backend: str,
+    batch: int = 8,
+    sequence: int = 128,
+    threads: int = 1,
+    timeout_s: float = 600.0,
+    sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> PeakMemory:
     """Load an engine in a fresh process, run it a few times on made-up inputs, and return its peak resident memory.
 
@@ -91,11 +99,12 @@ def peak_memory_mib(
         sequence: size of its other dynamic dimensions.
         threads: threads of the CPU.
         timeout_s: seconds until the process is given up.
+        sizes: sizes of dynamic dimensions by name, where they are known; they come before the two.
 
     Raises:
         EngineError: unknown backend; the engine does not load or run there, or takes longer than ``timeout_s``.
     """
-    words = (path, batch, sequence, threads)
+    words = (path, batch, sequence, threads, json.dumps(dict(sizes)))
     doing = f"measuring the memory of {path}"
     return PeakMemory(
         **in_own_process("quantizer.engines.measure.memory", backend, words, doing=doing, timeout_s=timeout_s)

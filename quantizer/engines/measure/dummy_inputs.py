@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -15,7 +17,13 @@ from quantizer.errors import EngineError
 __all__ = ["made_up_inputs", "working_inputs"]
 
 
-def made_up_inputs(specs: Sequence[TensorSpec], batch: int, sequence: int, whole: int = 1) -> dict[str, Array]:
+def made_up_inputs(
+    specs: Sequence[TensorSpec],
+    batch: int,
+    sequence: int,
+    whole: int = 1,
+    sizes: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, Array]:
     """Return an array for each input: ones for integers (a valid token id and mask), small random numbers for floats.
 
     Shapes: [None, 384] gives [batch, 384], [None, None] gives [batch, sequence]; axes of one name get one size.
@@ -25,14 +33,15 @@ def made_up_inputs(specs: Sequence[TensorSpec], batch: int, sequence: int, whole
         batch: size of the first dimension, where it is dynamic.
         sequence: size of the other dynamic dimensions.
         whole: value of integer inputs.
+        sizes: sizes of dynamic dimensions by name, where they are known; they come before the two.
     """
     random = np.random.default_rng(0)
-    sizes = dimension_sizes([spec.dimensions for spec in specs], batch, sequence)
+    named = dimension_sizes([spec.dimensions for spec in specs], batch, sequence, sizes)
     arrays: dict[str, Array] = {}
     for spec in specs:
         names = spec.dimensions or ("",) * len(spec.shape)
         shape = [
-            size if size is not None else sizes.get(name, sequence if axis > 0 else batch)
+            size if size is not None else named.get(name, sequence if axis > 0 else batch)
             for axis, (size, name) in enumerate(zip(spec.shape, names, strict=True))
         ]
         values = random.standard_normal(shape) if spec.dtype.kind == "f" else np.full(shape, whole)
@@ -40,17 +49,19 @@ def made_up_inputs(specs: Sequence[TensorSpec], batch: int, sequence: int, whole
     return arrays
 
 
-def working_inputs(engine: Engine, batch: int, sequence: int) -> dict[str, Array]:
+def working_inputs(
+    engine: Engine, batch: int, sequence: int, sizes: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, Array]:
     """Return made-up inputs that the engine runs with: ones, or zeros if ones fail, as in a table of one row.
 
     Raises:
         EngineError: it runs with neither.
     """
-    inputs = made_up_inputs(engine.inputs, batch, sequence)
+    inputs = made_up_inputs(engine.inputs, batch, sequence, sizes=sizes)
     try:
         engine(inputs)
     except EngineError as error:
-        inputs = made_up_inputs(engine.inputs, batch, sequence, whole=0)
+        inputs = made_up_inputs(engine.inputs, batch, sequence, whole=0, sizes=sizes)
         try:
             engine(inputs)
         except EngineError:

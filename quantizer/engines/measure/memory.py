@@ -1,6 +1,6 @@
 """Peak memory of an engine, as JSON.
 
-``python -m quantizer.engines.measure.memory MODULE BACKEND PATH BATCH SEQUENCE THREADS`` is run by
+``python -m quantizer.engines.measure.memory MODULE BACKEND PATH BATCH SEQUENCE THREADS SIZES`` is run by
 ``peak_memory_mib`` in a process of its own: a peak never falls, so one process measures one engine.
 """
 
@@ -40,7 +40,7 @@ def peak_rss_mib() -> float:
 
 def main(arguments: Sequence[str]) -> int:
     """Print one line of JSON; return 1 after a message if the engine does not load or run."""
-    module, backend, path, batch, sequence, threads = arguments
+    module, backend, path, batch, sequence, threads, sizes = arguments
     try:
         # Importing the module of the backend's class registers a backend from outside the package.
         import_module(module)
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         baseline_mib = peak_rss_mib()
         # The memory for computing the checksum is not the engine's.
         engine = load_engine(backend, path, threads=int(threads), verify=False)
-        inputs = working_inputs(engine, int(batch), int(sequence))
+        inputs = working_inputs(engine, int(batch), int(sequence), json.loads(sizes))
         for _ in range(_RUNS):
             engine(inputs)
     except (QuantizerError, ImportError) as error:

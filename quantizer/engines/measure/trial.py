@@ -1,17 +1,19 @@
 """Build of an engine and its first run in a process of their own, where they may crash or hang.
 
-``python -m quantizer.engines.measure.trial MODULE BACKEND ONNX ENGINE THREADS BATCH SEQUENCE OPTIONS`` is run by
-``tried_build``; OPTIONS is a JSON object of ``BuildOptions``.
+``python -m quantizer.engines.measure.trial MODULE BACKEND ONNX ENGINE THREADS BATCH SEQUENCE OPTIONS SIZES`` is run
+by ``tried_build``; OPTIONS is a JSON object of ``BuildOptions``, SIZES one of sizes by the name of their dimension.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 
 from quantizer.engines.backends import build_engine
 from quantizer.engines.backends import load_engine
@@ -36,6 +38,7 @@ def tried_build(
     threads: int = 1,
     batch: int = 1,
     sequence: int = 16,
+    sizes: Mapping[str, int] = MappingProxyType({}),
     timeout_s: float | None = None,
 ) -> BuildResult:
     """Build an engine and run it once on made-up inputs, in a fresh process.
@@ -48,6 +51,7 @@ def tried_build(
         threads: threads of the CPU.
         batch: size of the first dimension of an input, where it is dynamic.
         sequence: size of its other dynamic dimensions.
+        sizes: sizes of dynamic dimensions by name, where they are known; they come before the two.
         timeout_s: seconds until it is given up; None: ``TIMEOUT_S``.
 
     Raises:
@@ -59,7 +63,7 @@ def tried_build(
         "compiled": options.compiled,
     }
     timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
-    words = (onnx, engine, threads, batch, sequence, json.dumps(told))
+    words = (onnx, engine, threads, batch, sequence, json.dumps(told), json.dumps(dict(sizes)))
     doing = f"building and running {engine.name} for {backend} in a process of its own"
     result = in_own_process("quantizer.engines.measure.trial", backend, words, doing=doing, timeout_s=timeout_s)
     return BuildResult(engine, result["size_bytes"], result["seconds"], tuple(result["warnings"]))
@@ -67,13 +71,13 @@ def tried_build(
 
 def main(arguments: Sequence[str]) -> int:
     """Print one line of JSON; return 1 after a message if the engine cannot be built or run."""
-    module, backend, onnx, engine, threads, batch, sequence, options = arguments
+    module, backend, onnx, engine, threads, batch, sequence, options, sizes = arguments
     try:
         # Importing the module of the backend's class registers a backend from outside the package.
         import_module(module)
         built = build_engine(backend, onnx, engine, BuildOptions(**json.loads(options)))
         loaded = load_engine(backend, engine, threads=int(threads), verify=False)
-        loaded(working_inputs(loaded, int(batch), int(sequence)))
+        loaded(working_inputs(loaded, int(batch), int(sequence), json.loads(sizes)))
     except (QuantizerError, ImportError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1

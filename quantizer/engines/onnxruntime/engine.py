@@ -12,9 +12,11 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -155,7 +157,14 @@ class ONNXRuntimeBackend:
         return ONNXRuntimeEngine(_session(ort, path, _settings(ort, threads)))
 
     def inspect(
-        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = RUNS
+        self,
+        path: Path,
+        *,
+        threads: int = 1,
+        batch: int = 8,
+        sequence: int = 128,
+        sizes: Mapping[str, int] = MappingProxyType({}),
+        runs: int = RUNS,
     ) -> Inspection:
         """Run an engine file or any other ONNX file under the profiler."""
         checked_onnx(path)
@@ -167,10 +176,10 @@ class ONNXRuntimeBackend:
         def prepared(session: Any) -> Callable[[], object]:
             engine = ONNXRuntimeEngine(session)
             shapes[:] = [spec.shape for spec in engine.inputs]
-            return partial(engine, working_inputs(engine, batch, sequence))
+            return partial(engine, working_inputs(engine, batch, sequence, sizes))
 
         layers = observed_layers(partial(_session, ort, path), _settings(ort, threads), prepared, runs)
-        note = run_note(shape_words(shapes, batch, sequence), threads, runs)
+        note = run_note(shape_words(shapes, batch, sequence, sizes), threads, runs)
         return inspection_from_layers(self.name, layers, verified=True, note=note)
 
     def _check_options(self, options: BuildOptions) -> None:

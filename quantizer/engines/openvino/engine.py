@@ -163,17 +163,24 @@ class OpenVINOBackend:
         return OpenVINOEngine(_loaded(path, threads, verify=verify))
 
     def inspect(
-        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = RUNS
+        self,
+        path: Path,
+        *,
+        threads: int = 1,
+        batch: int = 8,
+        sequence: int = 128,
+        sizes: Mapping[str, int] = MappingProxyType({}),
+        runs: int = RUNS,
     ) -> Inspection:
         """Run an engine file, or an ``.onnx`` file, with performance counters on."""
         models = _loaded(path, threads, {"PERF_COUNT": True})
         specs = OpenVINOEngine(models).inputs
-        inputs = made_up_inputs(specs, batch, sequence)
+        inputs = made_up_inputs(specs, batch, sequence, sizes=sizes)
         try:
             layers = observed_layers(models.of(list(inputs.values())), inputs, runs)
         except RuntimeError as error:
             raise EngineError(f"OpenVINO could not run {path} on made-up inputs: {reason(error)}") from error
-        note = run_note(shape_words([spec.shape for spec in specs], batch, sequence), threads, runs)
+        note = run_note(shape_words([spec.shape for spec in specs], batch, sequence, sizes), threads, runs)
         return inspection_from_layers(self.name, layers, verified=True, note=note)
 
     def _check_options(self, options: BuildOptions) -> None:

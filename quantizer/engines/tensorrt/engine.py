@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from quantizer.engines.backends import backends
@@ -133,7 +134,14 @@ class TensorRTBackend:
         return TensorRTEngine(self.name, self._import(), path, content, note)
 
     def inspect(
-        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = RUNS
+        self,
+        path: Path,
+        *,
+        threads: int = 1,
+        batch: int = 8,
+        sequence: int = 128,
+        sizes: Mapping[str, int] = MappingProxyType({}),
+        runs: int = RUNS,
     ) -> Inspection:
         """Run an engine on the GPU under a profiler and read its inspector.
 
@@ -141,8 +149,8 @@ class TensorRTBackend:
             EngineError: there is no NVIDIA GPU with a driver here, or the engine was built for another GPU or release.
         """
         engine = self.load(path, threads=threads)
-        layers = engine.observed_layers(made_up_inputs(engine.inputs, batch, sequence), runs)
-        note = run_note(shape_words([spec.shape for spec in engine.inputs], batch, sequence), threads, runs)
+        layers = engine.observed_layers(made_up_inputs(engine.inputs, batch, sequence, sizes=sizes), runs)
+        note = run_note(shape_words([spec.shape for spec in engine.inputs], batch, sequence, sizes), threads, runs)
         return inspection_from_layers(self.name, layers, verified=True, note=note)
 
     def _import(self) -> Any:

@@ -9,7 +9,9 @@ torch and the kind of processor that built it. Where both can be had they are ti
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -60,7 +62,8 @@ class TorchBackend:
         checked_onnx(onnx_path)
         checked_output(engine_path, onnx_path)
         report = options.progress or (lambda share, phase: None)
-        file, warnings = _engine_module().built_file(onnx_path, options.compiled, report)
+        usual = {name: sizes[1] for name, sizes in options.dynamic.items()}
+        file, warnings = _engine_module().built_file(onnx_path, options.compiled, report, usual)
         write_engine(engine_path, memoryview(file.packed()), cpu=cpu_instructions())
         report(1.0, "compile")
         return BuildResult(
@@ -83,10 +86,17 @@ class TorchBackend:
         return found
 
     def inspect(
-        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = RUNS
+        self,
+        path: Path,
+        *,
+        threads: int = 1,
+        batch: int = 8,
+        sequence: int = 128,
+        sizes: Mapping[str, int] = MappingProxyType({}),
+        runs: int = RUNS,
     ) -> Inspection:
         """Run an engine file, or an ``.onnx`` file: an eager one operator by operator, a compiled one as a whole."""
-        found: Inspection = _engine_module().inspected(self.name, path, threads, batch, sequence, runs)
+        found: Inspection = _engine_module().inspected(self.name, path, threads, batch, sequence, sizes, runs)
         return found
 
 

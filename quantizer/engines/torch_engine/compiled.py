@@ -11,8 +11,10 @@ import re
 import tempfile
 import warnings
 import zipfile
+from collections.abc import Mapping
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,7 +43,13 @@ def missing_compiler() -> str | None:
     return None
 
 
-def compile_graph(module: fx.GraphModule, specs: Sequence[TensorSpec], batch: int, sequence: int) -> bytes:
+def compile_graph(
+    module: fx.GraphModule,
+    specs: Sequence[TensorSpec],
+    batch: int,
+    sequence: int,
+    sizes: Mapping[str, int] = MappingProxyType({}),
+) -> bytes:
     """Return the package of a lowered graph: an archive with a shared library that holds the weights.
 
     Args:
@@ -49,13 +57,14 @@ def compile_graph(module: fx.GraphModule, specs: Sequence[TensorSpec], batch: in
         specs: its inputs; their dynamic axes stay dynamic.
         batch: size of the first dimension of an input, where it is dynamic, to compile with.
         sequence: size of its other dynamic dimensions.
+        sizes: sizes of dynamic dimensions by name, where they are known; they come before the two.
 
     Raises:
         EngineError: torch cannot export or compile it.
     """
     dynamic = torch.export.Dim.DYNAMIC
     axes = tuple({axis: dynamic for axis, size in enumerate(spec.shape) if size is None} for spec in specs)
-    arrays = made_up_inputs(specs, batch, sequence)
+    arrays = made_up_inputs(specs, batch, sequence, sizes=sizes)
     inputs = tuple(torch.from_numpy(arrays[spec.name]) for spec in specs)
     with (
         interrupts_end_the_block(),

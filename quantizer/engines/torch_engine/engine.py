@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 import threading
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from quantizer.engines.torch_engine.graph_file import GraphFile
 from quantizer.engines.torch_engine.graph_file import unpack
 from quantizer.engines.torch_engine.inspect import inspect_graph
 from quantizer.engines.torch_engine.lowering.lower import lower
+from quantizer.engines.torch_engine.lowering.node_shapes import RunnableSizes
 from quantizer.engines.torch_engine.onnx_import.importer import Imported
 from quantizer.engines.torch_engine.onnx_import.importer import import_onnx
 from quantizer.engines.torch_engine.thread_count import computing_threads
@@ -105,28 +108,31 @@ def checked_library(backend: str, compiled: bool | None) -> None:
         raise EngineError(f"compiled: {why}; install one, or leave it out for the eager road")
 
 
-def built_file(path: Path, compiled: bool | None, report: Progress) -> tuple[GraphFile, tuple[str, ...]]:
+def built_file(
+    path: Path, compiled: bool | None, report: Progress, usual: Mapping[str, int] = MappingProxyType({})
+) -> tuple[GraphFile, tuple[str, ...]]:
     """Return what an engine file of an ONNX file holds, and warnings.
 
     Args:
         path: the ONNX file.
         compiled: which road; None: the faster one.
         report: called with the progress.
+        usual: the usual sizes of dynamic dimensions, by name.
 
     Raises:
         EngineError: the file has what the engine lacks, or it cannot be compiled and ``compiled`` asks for it.
     """
     report(0.0, "lower")
     imported = import_onnx(path)
-    sizes = _lowered(imported, path)
+    sizes = _lowered(imported, path, usual)
     eager = GraphFile(imported.module, imported.inputs, imported.outputs, None, str(torch.__version__))
     report(0.2, "compile")
     return _faster(eager, sizes, compiled)
 
 
-def _lowered(imported: Imported, path: Path) -> tuple[int, int]:
+def _lowered(imported: Imported, path: Path, usual: Mapping[str, int] = MappingProxyType({})) -> RunnableSizes:
     try:
-        return lower(imported)
+        return lower(imported, usual)
     except EngineError as error:
         raise EngineError(f"the torch engine cannot take {path}: {error}") from error
 
@@ -150,7 +156,9 @@ def read_file(path: Path, *, verify: bool = True) -> GraphFile:
         ) from error
 
 
-def inspected(name: str, path: Path, threads: int, batch: int, sequence: int, runs: int) -> Inspection:
+def inspected(
+    name: str, path: Path, threads: int, batch: int, sequence: int, sizes: Mapping[str, int], runs: int
+) -> Inspection:
     """Run a file with made-up inputs and return its layers; arguments as those of ``Backend.inspect``.
 
     Raises:
@@ -158,10 +166,10 @@ def inspected(name: str, path: Path, threads: int, batch: int, sequence: int, ru
     """
     file = read_file(path)
     compiled = None if file.compiled is None else CompiledGraph(file.compiled)
-    inputs = working_inputs(loaded(file, threads), batch, sequence)
+    inputs = working_inputs(loaded(file, threads), batch, sequence, sizes)
     tensors = [torch.from_numpy(inputs[spec.name]) for spec in file.inputs]
     with torch.inference_mode(), computing_threads(threads):
-        return inspect_graph(name, file, compiled, tensors, batch, sequence, threads, runs)
+        return inspect_graph(name, file, compiled, tensors, batch, sequence, sizes, threads, runs)
 
 
 def loaded(file: GraphFile, threads: int) -> TorchEngine:
@@ -183,7 +191,7 @@ def loaded(file: GraphFile, threads: int) -> TorchEngine:
     return TorchEngine(CompiledGraph(file.compiled), file.inputs, file.outputs, threads)
 
 
-def _faster(eager: GraphFile, sizes: tuple[int, int], wanted: bool | None) -> tuple[GraphFile, tuple[str, ...]]:
+def _faster(eager: GraphFile, sizes: RunnableSizes, wanted: bool | None) -> tuple[GraphFile, tuple[str, ...]]:
     """Return the file of the road that is wanted, or of the faster one, and why there was no choice."""
     if wanted is False:
         return eager, ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
@@ -75,6 +76,7 @@ def inspect_graph(
     inputs: Sequence[torch.Tensor],
     batch: int,
     sequence: int,
+    sizes: Mapping[str, int],
     threads: int,
     runs: int,
 ) -> Inspection:
@@ -87,11 +89,12 @@ def inspect_graph(
         inputs: with which it runs.
         batch: size of the first dimension of the inputs, for the note.
         sequence: of the others.
+        sizes: those that are known by the name of their dimension.
         threads: for the note.
         runs: how many runs the time of a layer is the median of.
     """
-    values = node_values(file.module, file.inputs, batch, sequence)
-    shape = shape_words([spec.shape for spec in file.inputs], batch, sequence)
+    values = node_values(file.module, file.inputs, batch, sequence, sizes)
+    shape = shape_words([spec.shape for spec in file.inputs], batch, sequence, sizes)
     asked = [node for node in file.module.graph.nodes if is_call(node, *_INTEGER)]
     if compiled is None:
         layers = _layers(file.module, values, _times(file.module, inputs, runs))

@@ -86,6 +86,8 @@ def print_layers(folder: Path | str, console: Console) -> None:
 def _print_facts(record: RunRecord, console: Console) -> None:
     """Print, a line each, the verdict, the budget, and what the engine runs."""
     print_labelled("verdict", str(verdict_of(record)), console)
+    for sentence in record.fixed:
+        print_labelled("sizes", sentence, console)
     if record.fallback is not None and record.fallback.outcome is not None:
         print_labelled("budget", budget_line(record.fallback.outcome), console)
     if record.fallback is not None and record.fallback.groups:

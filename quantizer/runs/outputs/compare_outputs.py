@@ -71,27 +71,41 @@ class Reference:
 
     Attributes:
         inputs: the whole batch.
-        rows: the rows that were run: of a large batch only the first and the last ones.
+        rows: the rows that were run: of a large batch only the first and the last ones; None: the batch as a whole.
         outputs: the outputs of these rows, by name.
         noisy: the same with the noise of float sums, a few times; there are none if the model does not round.
     """
 
     inputs: Batch
-    rows: tuple[int, ...]
+    rows: tuple[int, ...] | None
     outputs: Outputs
     noisy: Callable[[], Sequence[Outputs]] = tuple
 
+    def of_rows(self, values: Any) -> Any:
+        """Return those rows of an output of the whole batch that were run."""
+        return values if self.rows is None else values[list(self.rows)]
 
-def reference_outputs(model: nn.Module, batches: Iterable[Batch], names: Sequence[str]) -> list[Reference]:
-    """Return a model's outputs for the first and the last rows of each batch; those in between are computed alike."""
+
+def reference_outputs(
+    model: nn.Module, batches: Iterable[Batch], names: Sequence[str], *, apart: bool = True
+) -> list[Reference]:
+    """Return a model's outputs for the first and the last rows of each batch; those in between are computed alike.
+
+    Args:
+        model: the model.
+        batches: the batches.
+        names: the names of the outputs.
+        apart: whether each row is computed for itself, so that some of them stand for all; if not, all are run.
+    """
     references = []
     for batch in batches:
         count = len(next(iter(batch.values())))
-        rows = tuple(sorted({*range(min(_EDGE_ROWS, count)), *range(max(0, count - _EDGE_ROWS), count)}))
+        ends = tuple(sorted({*range(min(_EDGE_ROWS, count)), *range(max(0, count - _EDGE_ROWS), count)}))
+        part = rows_at(batch, ends) if apart else batch
         with torch.no_grad():
-            result = model(**rows_at(batch, rows))
-        noisy = cache(partial(_noisy, model, rows_at(batch, rows), names))
-        references.append(Reference(batch, rows, _by_name(result, names), noisy))
+            result = model(**part)
+        noisy = cache(partial(_noisy, model, part, names))
+        references.append(Reference(batch, ends if apart else None, _by_name(result, names), noisy))
     return references
 
 
@@ -100,17 +114,19 @@ class References:
 
     Args:
         batches: the inputs.
+        apart: whether each row is computed for itself; see ``reference_outputs``.
     """
 
-    def __init__(self, batches: Sequence[Batch]) -> None:
+    def __init__(self, batches: Sequence[Batch], *, apart: bool = True) -> None:
         self._batches = batches
+        self._apart = apart
         self._found: dict[tuple[nn.Module, tuple[str, ...]], list[Reference]] = {}
 
     def of(self, model: nn.Module, names: Sequence[str]) -> list[Reference]:
         """Return the outputs of a model, named as those of its engines."""
         key = model, tuple(names)
         if key not in self._found:
-            self._found[key] = reference_outputs(model, self._batches, names)
+            self._found[key] = reference_outputs(model, self._batches, names, apart=self._apart)
         return self._found[key]
 
 
@@ -141,7 +157,7 @@ def check_engine(
     for reference, plain in zip(expected, of_float, strict=True):
         given = _by_name(as_predictor(engine)(reference.inputs), engine.output_names)
         for name in reference.outputs:
-            got = given[name][list(reference.rows)]
+            got = reference.of_rows(given[name])
             check = _compared(f"{engine.name} engine", name, got, reference, plain, name in of_tokens)
             if not bound.holds(check):
                 raise EngineError(
@@ -186,7 +202,7 @@ def _where(what: str, name: str, reference: Reference) -> str:
 
 
 def output_distances(
-    model: nn.Module, proxy: nn.Module, engine: Engine | None, batch: Batch
+    model: nn.Module, proxy: nn.Module, engine: Engine | None, batch: Batch, *, apart: bool = True
 ) -> tuple[OutputDistance, ...]:
     """Return how far each output of an engine, or of its proxy, is from that of the float model, however far.
 
@@ -195,16 +211,17 @@ def output_distances(
         proxy: the frozen proxy.
         engine: its engine; None: it does not run here.
         batch: what all run on.
+        apart: whether each row is computed for itself; see ``reference_outputs``.
 
     Raises:
         EngineError: an output holds NaN, or infinite values that the others lack.
     """
     names = _names_of(model, batch) if engine is None else engine.output_names
-    (expected,), (plain,) = (reference_outputs(one, [batch], names) for one in (proxy, model))
+    (expected,), (plain,) = (reference_outputs(one, [batch], names, apart=apart) for one in (proxy, model))
     given = expected.outputs
     if engine is not None:
         whole = _by_name(as_predictor(engine)(batch), names)
-        given = {name: whole[name][list(expected.rows)] for name in expected.outputs}
+        given = {name: expected.of_rows(whole[name]) for name in expected.outputs}
     of_tokens = token_outputs([expected])
     shown = [name for name in given if not is_cache(name)]
     checks = [_compared("the output", name, given[name], expected, plain, name in of_tokens) for name in shown]
@@ -237,7 +254,7 @@ def distances_of(checks: Sequence[OutputCheck], *, engine: bool) -> tuple[Output
 def _names_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
     """Return names for the outputs of a model without an engine: its own, or their places."""
     with torch.no_grad():
-        result = model(**rows_at(batch, (0,)))
+        result = model(**batch)
     if isinstance(result, Mapping):
         return tuple(str(name) for name, value in result.items() if isinstance(value, torch.Tensor))
     return tuple(f"output_{place}" for place in range(len(tree_leaves(result))))
@@ -295,7 +312,7 @@ def _read(values: Floats, reference: Reference, of_tokens: bool) -> Floats:
     """Return the vectors [N x D] of an output, without those of masked tokens."""
     mask = reference.inputs.get("attention_mask")
     if mask is not None and of_tokens:
-        kept = mask[list(reference.rows)].numpy().astype(bool)
+        kept = reference.of_rows(mask).numpy().astype(bool)
         return np.asarray(values[kept].reshape(int(kept.sum()), -1))
     return values.reshape(len(values), -1)
 

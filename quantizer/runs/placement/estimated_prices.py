@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -62,7 +64,15 @@ def estimated_prices(
 
 
 def prices_of_files(
-    plan: Plan, quantized: nn.Module, low: Path, plain: Path, *, capability: str, batch: int, sequence: int
+    plan: Plan,
+    quantized: nn.Module,
+    low: Path,
+    plain: Path,
+    *,
+    capability: str,
+    batch: int,
+    sequence: int,
+    sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> Prices:
     """Return the estimated prices of a plan whose files were exported.
 
@@ -74,6 +84,7 @@ def prices_of_files(
         capability: the compute capability of the GPU.
         batch: rows of the inputs.
         sequence: size of their other dynamic dimensions.
+        sizes: sizes of dimensions by name, where they are known; they come before the two.
 
     Raises:
         EngineError: there are no figures of such a GPU, or a file is broken.
@@ -81,17 +92,19 @@ def prices_of_files(
     gpu, hosts = gpu_of(capability), {site.path: site.host_path for site in sites_of(quantized)}
     times = [
         place_times(
-            estimated_inspection(path, gpu, batch=batch, sequence=sequence), set(hosts.values()), product_names(path)
+            estimated_inspection(path, gpu, batch=batch, sequence=sequence, sizes=sizes),
+            set(hosts.values()),
+            product_names(path),
         )
         for path in (low, plain)
     ]
+    shape = shape_words(input_dimensions(plain).values(), batch, sequence, sizes)
     prices = prices_from_places(
         plan,
         hosts,
         *times,
         low_us=sum(times[0].values()),
         float_us=sum(times[1].values()),
-        where=f"{capability} ({gpu.name}), {shape_words(input_dimensions(plain).values(), batch, sequence)}, floats in "
-        "16 bits",
+        where=f"{capability} ({gpu.name}), {shape}, floats in 16 bits",
     )
     return replace(prices, estimated=True, least_loss_us=math.inf)

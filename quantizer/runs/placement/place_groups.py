@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from quantizer.common.data.sizes import DataSizes
 from quantizer.quantizer import Quantizer
 from quantizer.report.tables.text import counted
 from quantizer.runs.placement.price_groups import EngineFiles
@@ -40,6 +41,7 @@ class GroupPlacer:
         build: builds an engine of the backend from an ONNX file.
         folder: where engines may lie while they are timed.
         opset: the ONNX opset; None: the target's.
+        axes: the open axes of the inputs; None: by the example.
         say: called with what was found, in words.
     """
 
@@ -50,6 +52,7 @@ class GroupPlacer:
     build: Callable[[Path, Path], Any]
     folder: Path
     opset: int | None = None
+    axes: DataSizes | None = None
     say: Callable[[str], None] = lambda words: None
 
     def prices(self, quantizer: Quantizer, quantized: nn.Module, low: EngineFiles, plain: EngineFiles) -> Prices | None:
@@ -88,7 +91,7 @@ class GroupPlacer:
             quantizer.fallback(None, prices=prices)
             try:
                 quantized = quantizer.quantize(self.model)
-                quantizer.export(quantized, placed.onnx, self.example, opset=self.opset)
+                quantizer.export(quantized, placed.onnx, self.example, opset=self.opset, dynamic_axes=self.axes)
             finally:
                 quantizer.clear_fallback()
             self.build(placed.onnx, placed.engine)

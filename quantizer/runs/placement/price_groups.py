@@ -10,6 +10,7 @@ from collections.abc import Collection
 from collections.abc import Mapping
 from dataclasses import asdict
 from dataclasses import dataclass
+from dataclasses import field
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,7 @@ class Timing:
         sequence: the tokens of the inputs.
         threads: the threads.
         options: the options of their build, in words.
+        sizes: sizes of dimensions by name, where they are known; they come before the two.
     """
 
     backend: str
@@ -76,11 +78,12 @@ class Timing:
     sequence: int
     threads: int
     options: str = ""
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def said(self, onnx: Path) -> str:
         """Return the conditions of engines that were built of such a file, in words."""
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
-        shape = shape_words(input_dimensions(onnx).values(), self.batch, self.sequence)
+        shape = shape_words(input_dimensions(onnx).values(), self.batch, self.sequence, self.sizes)
         return f"{self.backend}, {shape}, {threads}"
 
     def load(self, path: Path) -> Engine:
@@ -107,7 +110,7 @@ class Timing:
                 break
             for name, files in engines.items():
                 runs = max(_FEWEST_RUNS, min(_RUNS, int(1e6 * _RUNS_S / latencies[name])))
-                seen = inspect_engine(self.backend, files.engine, **size, runs=runs)
+                seen = inspect_engine(self.backend, files.engine, **size, sizes=self.sizes, runs=runs)
                 times = place_times(seen, places, product_names(files.onnx))
                 found[name] = {place: min(spent, found.get(name, times)[place]) for place, spent in times.items()}
         return found
@@ -116,7 +119,8 @@ class Timing:
         """Return the median latency of each engine in microseconds, all in turns, on made-up inputs."""
         engines = {name: self.load(path) for name, path in paths.items()}
         calls = {
-            name: partial(engine, working_inputs(engine, self.batch, self.sequence)) for name, engine in engines.items()
+            name: partial(engine, working_inputs(engine, self.batch, self.sequence, self.sizes))
+            for name, engine in engines.items()
         }
         taken = medians(interleaved_latency(calls, rounds=_ROUNDS, seconds=_SECONDS))
         return {name: 1e6 * seconds for name, seconds in taken.items()}

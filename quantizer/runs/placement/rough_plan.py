@@ -23,6 +23,7 @@ from torch import nn
 
 from quantizer.calibration.settings import keeps_batches
 from quantizer.calibration.settings import replays_batches
+from quantizer.common.data.sizes import DataSizes
 from quantizer.config import QuantizerConfig
 from quantizer.engines import Engine
 from quantizer.engines import interleaved_latency
@@ -125,6 +126,7 @@ def rough_engine(
     stem: Path,
     build: Callable[[Path, Path], Engine],
     opset: int | None = None,
+    axes: DataSizes | None = None,
 ) -> Engine:
     """Return the engine of a backend from a rough plan.
 
@@ -136,12 +138,13 @@ def rough_engine(
         stem: the path of its files, without a suffix.
         build: builds an engine, at the second path, from the ONNX file at the first one, and loads it.
         opset: that of the ONNX file.
+        axes: the open axes of the inputs; None: by the example.
 
     Raises:
         QuantizerError: it cannot be made.
     """
     rough, onnx = rough_quantizer(calibrated, backend), stem.with_name(f"{stem.name}.onnx")
-    rough.export(rough.quantize(model), onnx, example, opset=opset)
+    rough.export(rough.quantize(model), onnx, example, opset=opset, dynamic_axes=axes)
     return build(onnx, stem.with_name(f"{stem.name}.engine"))
 
 

@@ -74,6 +74,7 @@ class RunPlacement:
                 capability=least(build_options(self._config).capabilities or (DEFAULT,)),
                 batch=engines.timing.batch,
                 sequence=engines.timing.sequence,
+                sizes=engines.timing.sizes,
             )
         placer = GroupPlacer(
             model=self._context.model,
@@ -83,6 +84,7 @@ class RunPlacement:
             build=engines.build_file,
             folder=self._folder,
             opset=self._config.export.opset,
+            axes=self._context.feed.sizes,
             say=self._context.timer.tell,
         )
         with self._context.timer("time the groups"):

@@ -12,8 +12,10 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from quantizer.common.plain_values import json_values
@@ -44,18 +46,27 @@ class KeptEngines:
         self._keys: dict[Path, str] = {}
 
     def build(
-        self, backend: str, onnx: Path, engine: Path, options: BuildOptions, *, threads: int, batch: int, sequence: int
+        self,
+        backend: str,
+        onnx: Path,
+        engine: Path,
+        options: BuildOptions,
+        *,
+        threads: int,
+        batch: int,
+        sequence: int,
+        sizes: Mapping[str, int] = MappingProxyType({}),
     ) -> BuildResult:
         """Return an engine, copied from the kept one of an equal build if there is one; see ``tried_build``."""
         size = {"threads": threads, "batch": batch, "sequence": sequence}
         if self._folder is None:
-            return tried_build(backend, onnx, engine, options, **size)
-        key = self._keys[engine] = self._key(onnx, f"{backend} {options} {size}")
+            return tried_build(backend, onnx, engine, options, sizes=sizes, **size)
+        key = self._keys[engine] = self._key(onnx, f"{backend} {options} {size} {dict(sizes)}")
         told, kept = self._read(key), self._folder / f"{key}.engine"
         if told is not None and _sum(kept) == told.get("sha256"):
             shutil.copyfile(kept, engine)
             return BuildResult(engine, told["size_bytes"], told["seconds"], tuple(told["warnings"]))
-        built = tried_build(backend, onnx, engine, options, **size)
+        built = tried_build(backend, onnx, engine, options, sizes=sizes, **size)
         # Whatever keeps it from being kept, such as a full disk, does not keep the command from its end.
         with suppress(OSError):
             self._folder.mkdir(exist_ok=True)

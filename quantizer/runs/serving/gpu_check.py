@@ -133,6 +133,7 @@ def _output(
     folder: Path, index: int, value: Value, reference: Reference, plain: Reference, of_tokens: bool
 ) -> dict[str, Any]:
     """Write what is expected of one output, and return how to compare it."""
+    assert reference.rows is not None
     rows, mask = list(reference.rows), reference.inputs.get("attention_mask")
     kept = mask[rows].numpy().astype(bool) if mask is not None and of_tokens else None
     files = {}

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from quantizer.common.data.sizes import BATCH
+from quantizer.common.data.sizes import SEQUENCE
+from quantizer.common.data.sizes import DataSizes
 from quantizer.config import RunConfig
-from quantizer.tasks import Batch
-from quantizer.tasks import batch_shape
 
 __all__ = ["fitted"]
 
 _LARGEST_BATCH = 32
 
 
-def fitted(config: RunConfig, batches: Sequence[Batch]) -> RunConfig:
+def fitted(config: RunConfig, sizes: DataSizes) -> RunConfig:
     """Return a configuration with the sizes of dynamic axes and of the shape for latency that it does not set.
 
     Latency is measured at the shape of the first batch, or next to it where an axis that is set does not reach there.
     """
     dynamic, report = config.export.dynamic, config.report
-    sizes, lengths = zip(*(batch_shape(batch) for batch in batches), strict=True)
-    tokens = [length for length in lengths if length is not None] or [1]
-    told = {"batch": (sizes, report.latency_batch), "sequence": (tokens, report.latency_sequence)}
+    told = {BATCH: report.latency_batch, SEQUENCE: report.latency_sequence}
     axes, shape = {}, {}
-    for axis, (seen, latency) in told.items():
+    for axis, latency in told.items():
+        # A model without such an axis has its inputs at one size.
+        seen = sizes.seen.get(axis, (1,))
         key = f"latency_{axis}"
         asked = latency if key in report.model_fields_set else seen[0]
-        if axis in dynamic.model_fields_set:
+        if not sizes.is_open(axis):
+            axes[axis] = (seen[0], asked := seen[0], seen[0])
+        elif axis in dynamic.model_fields_set:
             axes[axis] = getattr(dynamic, axis)
-        elif axis == "batch":
+        elif axis == BATCH:
             axes[axis] = (1, asked, max(_LARGEST_BATCH, asked, *seen))
         else:
             axes[axis] = (min(asked, *seen), asked, max(asked, *seen))

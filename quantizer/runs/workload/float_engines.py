@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quantizer.engines import BuildResult
 
-__all__ = ["FloatEngines"]
+__all__ = ["FloatEngines", "copy_files"]
 
 
 class FloatEngines:
@@ -36,7 +36,7 @@ class FloatEngines:
         if options not in self._built:
             return None
         built, graph_options = self._built[options]
-        _copy(built.path.parent, f"{built.path.stem}.*", target)
+        copy_files(built.path.parent, f"{built.path.stem}.*", target)
         self.fetch_graph(graph_options, target / f"{built.path.stem}.onnx")
         return replace(built, path=target / built.path.name)
 
@@ -50,7 +50,7 @@ class FloatEngines:
         """
         own = self._folder / f"float-{len(self._built)}"
         own.mkdir()
-        _copy(built.path.parent, f"{built.path.stem}.*", own, leave=f"{built.path.stem}.onnx*")
+        copy_files(built.path.parent, f"{built.path.stem}.*", own, leave=f"{built.path.stem}.onnx*")
         self._built[options] = replace(built, path=own / built.path.name), graph_options
 
     def fetch_graph(self, options: str, target: Path) -> bool:
@@ -62,7 +62,7 @@ class FloatEngines:
         """
         if options not in self._exported:
             return False
-        _copy(self._exported[options], f"{target.name}*", target.parent)
+        copy_files(self._exported[options], f"{target.name}*", target.parent)
         return True
 
     def keep_graph(self, options: str, path: Path) -> None:
@@ -74,7 +74,7 @@ class FloatEngines:
         """
         own = self._folder / f"graph-{len(self._exported)}"
         own.mkdir()
-        _copy(path.parent, f"{path.name}*", own)
+        copy_files(path.parent, f"{path.name}*", own)
         self._exported[options] = own
 
     def measured(self, options: str, take: Callable[[], float]) -> float:
@@ -84,7 +84,7 @@ class FloatEngines:
         return self._measured[options]
 
 
-def _copy(folder: Path, names: str, target: Path, *, leave: str = "") -> None:
+def copy_files(folder: Path, names: str, target: Path, *, leave: str = "") -> None:
     """Copy the files of a folder whose names match: weights over 2 GB lie in a file beside the ONNX file."""
     for path in folder.glob(names):
         if not fnmatch(path.name, leave):

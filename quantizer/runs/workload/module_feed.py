@@ -15,11 +15,13 @@ import numpy as np
 from torch import Tensor
 from torch import nn
 
+from quantizer.common.data.sizes import BATCH
+from quantizer.common.data.sizes import SEQUENCE
+from quantizer.common.data.sizes import Axes
+from quantizer.common.data.sizes import DataSizes
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
 from quantizer.tasks import Batch
-from quantizer.tasks import rows_at
-from quantizer.tasks.inputs import EXAMPLE_ROWS
 
 __all__ = ["ModuleFeed", "by_name", "named_batches"]
 
@@ -101,16 +103,27 @@ class ModuleFeed:
 
     Args:
         batches: what ``named_batches`` returned.
+
+    Attributes:
+        in_data: the axes that would be open by the data, and the sizes in it.
+        sizes: the same without the axes that the model fixes.
+        rows_apart: whether the model computes each row of a batch for itself, so that a batch may be cut.
     """
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self._batches = list(batches)
         self.names = tuple(self._batches[0])
+        self.in_data = self.sizes = DataSizes.of(self._batches)
+        self.rows_apart = False
 
     @property
     def inputs(self) -> ModuleFeed:
         """The batches, which this object makes itself."""
         return self
+
+    def keep_open(self, axes: Axes) -> None:
+        """Let no other axes than these be open: the model fixes the others, at their size in the first batch."""
+        self.sizes = self.in_data.only(axes)
 
     # As the data of a run
 
@@ -123,7 +136,7 @@ class ModuleFeed:
         return list(rows[:limit])
 
     def random_batch(self, batch: int, sequence: int | None = None, seed: int = 0) -> Batch:
-        """Return a batch of so many rows, with the rows of the first one, again and again."""
+        """Return the first batch at this size, its entries again and again where it has fewer."""
         return self.filled(self._batches, batch, sequence)
 
     # As the inputs of a model
@@ -138,22 +151,17 @@ class ModuleFeed:
         return only
 
     def filled(self, samples: Sequence[Batch], rows: int, sequence: int | None) -> Batch:
-        """Return a batch of exactly ``rows`` rows, from those of the first sample, again and again."""
-        return _resized((samples or self._batches)[0], rows)
+        """Return the first sample at this size, as far as the axes are open; its entries come again and again."""
+        wanted = {BATCH: rows} if sequence is None else {BATCH: rows, SEQUENCE: sequence}
+        return self.sizes.resized((samples or self._batches)[0], wanted)
 
     def check(self, samples: Sequence[Batch]) -> None:
         """Do nothing: ``named_batches`` has checked them."""
 
     def random(self, rows: int, sequence: int | None, seed: int = 0) -> Batch:
-        """Return a batch of so many rows; see ``random_batch``."""
-        return self.random_batch(rows)
+        """Return a batch of this size; see ``random_batch``."""
+        return self.random_batch(rows, sequence)
 
     def example(self, samples: Sequence[Batch] = ()) -> Batch:
-        """Return a batch of two rows, for export."""
-        return _resized((samples or self._batches)[0], EXAMPLE_ROWS)
-
-
-def _resized(batch: Batch, rows: int) -> Batch:
-    """Return a batch with another number of rows, those of this one again and again."""
-    size = len(next(iter(batch.values())))
-    return rows_at(batch, [row % size for row in range(rows)])
+        """Return the first batch, for export: a model may fix what the example has."""
+        return dict((samples or self._batches)[0])

@@ -23,7 +23,6 @@ from quantizer.runs.workload.module_feed import ModuleFeed
 from quantizer.runs.workload.module_feed import named_batches
 from quantizer.runs.workload.workload import Workload
 from quantizer.tasks import Batch
-from quantizer.tasks import rows_at
 
 __all__ = ["module_batches", "module_workload", "output_of", "scored_workload"]
 
@@ -64,6 +63,8 @@ def module_workload(
 
 def scored_workload(context: RunContext, rows: RunRows, source: str, scorer: FunctionScorer) -> Workload:
     """Return the workload of a module whose context and rows are there."""
+    feed = context.feed
+    assert isinstance(feed, ModuleFeed)
     return Workload(
         context=context,
         rows=rows,
@@ -72,14 +73,14 @@ def scored_workload(context: RunContext, rows: RunRows, source: str, scorer: Fun
         # A function that is no score raises before the calibration.
         check=partial(scorer.take, {"float": context.model}),
         metric=lambda _: scorer.metric,
-        fit=lambda config: fitted(config, rows.calibration),
+        fit=lambda config: fitted(config, feed.sizes),
     )
 
 
 def output_of(model: nn.Module, batch: Batch) -> Any:
-    """Return what a model returns for one row, to know its kind."""
+    """Return what a model returns for a batch, to know its kind: a part of it might not run."""
     with torch.no_grad():
-        return model(**rows_at(batch, (0,)))
+        return model(**batch)
 
 
 def _without_label(batch: Any) -> Any:

@@ -15,6 +15,9 @@ from rich.console import Console
 from torch import nn
 
 from quantizer.common.data.doubts import warn_user
+from quantizer.common.data.sizes import BATCH
+from quantizer.common.data.sizes import SEQUENCE
+from quantizer.common.data.sizes import DataSizes
 from quantizer.common.inference_mode import ordinary_tensors
 from quantizer.config import AmpConfig
 from quantizer.config import DataConfig
@@ -45,7 +48,6 @@ from quantizer.runs.workload.quantized_model import QuantizedModel
 from quantizer.runs.workload.written_functions import called
 from quantizer.targets import AUTO
 from quantizer.tasks import Batch
-from quantizer.tasks import batch_shape
 
 __all__ = ["SENSITIVITY_BATCHES", "quantize_model"]
 
@@ -177,11 +179,11 @@ def _run_config(
     model: nn.Module, batches: list[Batch], asked: QuantizerConfig, threads: int, fallback: FallbackConfig | None
 ) -> RunConfig:
     """Return the configuration of a run whose model and rows are objects, with the shapes of the batches."""
-    sizes, lengths = zip(*(batch_shape(batch) for batch in batches), strict=True)
+    sizes = DataSizes.of(batches)
     # Neither is read from anywhere: they are what the record of the run says of them.
-    rows = DatasetConfig.model_construct(name=GIVEN_IN_PYTHON, rows=sum(sizes))
+    rows = DatasetConfig.model_construct(name=GIVEN_IN_PYTHON, rows=sum(sizes.seen[BATCH]))
     source = f"{type(model).__module__}:{type(model).__qualname__}"
-    longest = max(filter(None, lengths), default=1)
+    longest = max(sizes.seen.get(SEQUENCE, (1,)))
     config = RunConfig(
         model=ModelConfig.model_construct(source=source, task=MODULE),
         data=DataConfig.model_construct(calibration=rows, evaluation=rows),
@@ -194,6 +196,6 @@ def _run_config(
         # A run from a file takes its budget on rows of data.tuning; here the score has its own.
         "fallback": fallback,
         "model": config.model.model_copy(update={"max_length": longest}),
-        "data": config.data.model_copy(update={"batch_size": sizes[0]}),
+        "data": config.data.model_copy(update={"batch_size": sizes.usual[BATCH]}),
     }
-    return fitted(config.model_copy(update=said), batches)
+    return fitted(config.model_copy(update=said), sizes)

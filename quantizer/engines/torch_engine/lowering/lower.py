@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from quantizer.engines.torch_engine.lowering.matching import is_call
 from quantizer.engines.torch_engine.lowering.matching import new_constant
 from quantizer.engines.torch_engine.lowering.matching import replace
 from quantizer.engines.torch_engine.lowering.merge_linears import merge_linears
+from quantizer.engines.torch_engine.lowering.node_shapes import RunnableSizes
 from quantizer.engines.torch_engine.lowering.node_shapes import node_shapes
 from quantizer.engines.torch_engine.lowering.node_shapes import runnable_sizes
 from quantizer.engines.torch_engine.lowering.post_operations import fuse_activations
@@ -27,14 +30,14 @@ from quantizer.engines.torch_engine.onnx_import.importer import Imported
 __all__ = ["lower"]
 
 
-def lower(imported: Imported) -> tuple[int, int]:
-    """Lower a graph in place; return a batch and a sequence with which it runs.
+def lower(imported: Imported, usual: Mapping[str, int] = MappingProxyType({})) -> RunnableSizes:
+    """Lower a graph in place; return sizes with which it runs: the usual ones if they are known, by name.
 
     Raises:
         EngineError: it runs with no sizes.
     """
     module = imported.module
-    sizes = runnable_sizes(module, imported.inputs)
+    sizes = runnable_sizes(module, imported.inputs, usual)
     fuse_attention(module)
     lower_linears(module)
     lower_convolutions(module)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,37 +19,57 @@ from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION_PREPACK
 from quantizer.engines.torch_engine.lowering.matching import LINEAR_PREPACK
 from quantizer.errors import EngineError
 
-__all__ = ["node_shapes", "node_values", "prepacking_without_data", "runnable_sizes"]
+__all__ = ["RunnableSizes", "node_shapes", "node_values", "prepacking_without_data", "runnable_sizes"]
+
+RunnableSizes = tuple[int, int, Mapping[str, int]]
+"""The batch, the sequence, and sizes that are known by the name of their dimension."""
 
 _SIZES = ((8, 128), (8, 64), (4, 32), (2, 16), (2, 8), (2, 4), (2, 2))
 """Batch and sequence, the largest first: a table of positions may be shorter. None is 1, which would broadcast."""
 
 
-def runnable_sizes(module: fx.GraphModule, specs: Sequence[TensorSpec]) -> tuple[int, int]:
-    """Return a batch and a sequence with which the graph runs.
+def runnable_sizes(
+    module: fx.GraphModule, specs: Sequence[TensorSpec], usual: Mapping[str, int] = MappingProxyType({})
+) -> RunnableSizes:
+    """Return sizes with which the graph runs.
+
+    Args:
+        module: the graph.
+        specs: its inputs.
+        usual: sizes by name that are tried first; 2 in the place of 1, which would broadcast.
 
     Raises:
         EngineError: it runs with none of those that were tried; the message is that of the last.
     """
-    for batch, sequence in _SIZES:
+    known: Mapping[str, int] = {name: max(size, 2) for name, size in usual.items()}
+    named = [(*_SIZES[0], known)] if usual else []
+    for batch, sequence, sizes in (*named, *((*pair, {}) for pair in _SIZES)):
         try:
-            node_shapes(module, specs, batch, sequence)
+            node_shapes(module, specs, batch, sequence, sizes)
         except EngineError as error:
             refused = error
         else:
-            return batch, sequence
+            return batch, sequence, sizes
     raise refused
 
 
 def node_shapes(
-    module: fx.GraphModule, specs: Sequence[TensorSpec], batch: int, sequence: int
+    module: fx.GraphModule,
+    specs: Sequence[TensorSpec],
+    batch: int,
+    sequence: int,
+    sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[fx.Node, tuple[int, ...]]:
     """Return the shape of every tensor; arguments and errors as ``node_values``."""
-    return {node: tuple(held.shape) for node, held in node_values(module, specs, batch, sequence).items()}
+    return {node: tuple(held.shape) for node, held in node_values(module, specs, batch, sequence, sizes).items()}
 
 
 def node_values(
-    module: fx.GraphModule, specs: Sequence[TensorSpec], batch: int, sequence: int
+    module: fx.GraphModule,
+    specs: Sequence[TensorSpec],
+    batch: int,
+    sequence: int,
+    sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[fx.Node, torch.Tensor]:
     """Return for each node that makes a tensor one of its shape and type, without data.
 
@@ -56,11 +78,12 @@ def node_values(
         specs: its inputs.
         batch: size of the first dimension of an input, where it is dynamic.
         sequence: size of its other dynamic dimensions.
+        sizes: sizes of dynamic dimensions by name, where they are known; they come before the two.
 
     Raises:
         EngineError: the operators do not fit together with these sizes.
     """
-    arrays = made_up_inputs(specs, batch, sequence)
+    arrays = made_up_inputs(specs, batch, sequence, sizes=sizes)
     with FakeTensorMode(), prepacking_without_data():
         inputs = [torch.empty(arrays[spec.name].shape, dtype=_dtype(arrays[spec.name])) for spec in specs]
         recorder = _Recorder(module)
