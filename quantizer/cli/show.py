@@ -47,6 +47,9 @@ printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
             "--layers", action="store_true", help="of a run: its engine's precisions and slowest layers"
         )
         parser.add_argument("--threads", metavar="N", type=int, default=1, help="threads of the CPU (default: 1)")
+        parser.add_argument(
+            "--trust", action="store_true", help="run the native code of a compiled torch engine: you know who built it"
+        )
 
     def __call__(self, args: Namespace, console: Console) -> int:
         path: Path = args.path
@@ -55,7 +58,8 @@ printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
             from quantizer.engines import inspect_file
             from quantizer.report.tables.engine_table import print_inspection
 
-            found = inspect_file(path, args.backend, threads=args.threads, batch=args.batch, sequence=args.sequence)
+            sizes = {"threads": args.threads, "batch": args.batch, "sequence": args.sequence}
+            found = inspect_file(path, args.backend, **sizes, trust=args.trust)
             print_inspection(found, console)
             return 0
         if not is_file(path / "report.json"):

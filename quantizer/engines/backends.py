@@ -57,7 +57,7 @@ def build_engine(
     return backend(name).build(Path(onnx_path), Path(engine_path), options or BuildOptions())
 
 
-def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool = True) -> Engine:
+def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> Engine:
     """Load an engine file of the backend ``name``; engines on a CPU also take an ``.onnx`` file.
 
     Where an engine was built on a CPU with instructions that this one lacks, a warning says so.
@@ -68,15 +68,17 @@ def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool =
         threads: threads of the CPU.
         verify: compare the file with the checksum in it, which reads it once more: without, a damaged engine may load,
             and give other outputs.
+        trust: load a compiled torch engine, which is native code, also where this process has not built it.
 
     Raises:
-        EngineError: unknown backend, or a file that is missing, damaged, not of this backend, or cannot be run here.
+        EngineError: unknown backend; a file that is missing, damaged, not of this backend, or cannot be run here; or
+            native code that is not trusted.
         MissingDependencyError: the backend's library is not installed.
     """
     if threads < 1:
         raise EngineError(f"threads is {threads}, expected 1 or more")
     try:
-        loaded = backend(name).load(Path(path), threads=threads, verify=verify)
+        loaded = backend(name).load(Path(path), threads=threads, verify=verify, trust=trust)
     except EngineError as error:
         other = _other_backend(name, Path(path))
         if other is None:
@@ -117,6 +119,7 @@ def inspect_engine(
     sequence: int = 128,
     sizes: Mapping[str, int] = MappingProxyType({}),
     runs: int = RUNS,
+    trust: bool = False,
 ) -> Inspection:
     """Report the precision of every layer, as the backend ``name`` itself states it.
 
@@ -128,12 +131,16 @@ def inspect_engine(
         sequence: size of its other dynamic dimensions.
         sizes: sizes of dynamic dimensions by name, where they are known; they come before the two.
         runs: how many runs the time of a layer is the median of.
+        trust: as in ``load_engine``.
 
     Raises:
-        EngineError: unknown backend, or a file that is missing, not of this backend, or cannot be run here.
+        EngineError: unknown backend; a file that is missing, not of this backend, or cannot be run here; or native code
+            that is not trusted.
         MissingDependencyError: the backend's library is not installed.
     """
     for word, value in (("threads", threads), ("batch", batch), ("sequence", sequence), ("runs", runs)):
         if value < 1:
             raise EngineError(f"{word} is {value}, expected 1 or more")
-    return backend(name).inspect(Path(path), threads=threads, batch=batch, sequence=sequence, sizes=sizes, runs=runs)
+    return backend(name).inspect(
+        Path(path), threads=threads, batch=batch, sequence=sequence, sizes=sizes, runs=runs, trust=trust
+    )

@@ -200,16 +200,17 @@ class Backend(Protocol):
             MissingDependencyError: the library is not installed.
         """
 
-    def load(self, path: Path, *, threads: int = 1, verify: bool = True) -> Engine:
+    def load(self, path: Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> Engine:
         """Load an engine file, to run on ``threads`` threads of the CPU.
 
         Args:
             path: the file.
             threads: of the CPU.
             verify: compare the file with its checksum.
+            trust: run native code in the file that this process has not built; see ``trust.py``.
 
         Raises:
-            EngineError: the file is missing, damaged or cannot be run here.
+            EngineError: the file is missing, damaged or cannot be run here, or holds native code that is not trusted.
             MissingDependencyError: the library is not installed.
         """
 
@@ -222,6 +223,7 @@ class Backend(Protocol):
         sequence: int = 128,
         sizes: Mapping[str, int] = MappingProxyType({}),
         runs: int = RUNS,
+        trust: bool = False,
     ) -> Inspection:
         """Run an engine file on made-up inputs and report the precision of its layers.
 
@@ -232,9 +234,10 @@ class Backend(Protocol):
             sequence: size of its other dynamic dimensions.
             sizes: sizes of dynamic dimensions by name, where they are known; they come before the two.
             runs: how many runs the time of a layer is the median of.
+            trust: as in ``load``.
 
         Raises:
-            EngineError: the file is missing or cannot be run here.
+            EngineError: the file is missing or cannot be run here, or holds native code that is not trusted.
             MissingDependencyError: the library is not installed.
         """
 

@@ -14,13 +14,11 @@ from quantizer.engines import build_engine
 from quantizer.engines import detect_backend
 from quantizer.engines import inspect_engine
 from quantizer.engines import load_engine
-from quantizer.engines import peak_memory_mib
 from quantizer.engines.cpu import cpu_instructions
 from quantizer.engines.engine_file import built_on
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.engine_file import read_engine
 from quantizer.engines.engine_file import write_engine
-from quantizer.engines.measure import benchmark
 from quantizer.errors import EngineError
 
 backends_file = importlib.import_module("quantizer.engines.backends")
@@ -122,30 +120,6 @@ def test_a_file_from_before_there_were_checksums_is_read(tmp_path: Path) -> None
     path = tmp_path / "model.engine"
     path.write_bytes(b"what a library built\nquantizer: inference_precision float32\n")
     assert read_engine(path) == (b"what a library built", "inference_precision float32")
-
-
-def test_modules_of_the_current_folder_are_not_imported(
-    qdq: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process that measures memory starts where the user stands, and what lies there is none of its libraries."""
-    pytest.importorskip("onnxruntime")
-    for name in ("onnxruntime", "numpy", "quantizer"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('this ran')\n")
-    monkeypatch.chdir(tmp_path)
-    assert peak_memory_mib(qdq.path, "onnxruntime", batch=2, sequence=4).peak_mib > 0
-
-
-def test_every_process_of_ours_is_started_with_safe_paths() -> None:
-    package = Path(benchmark.__file__).parents[2]
-    starts = [
-        (file, line)
-        for file in package.rglob("*.py")
-        for line in file.read_text(encoding="utf-8").replace("\n", " ").split("sys.executable")[1:]
-        if line.lstrip(" ,").startswith(('"', "#"))
-    ]
-    assert len(starts) == 2
-    for file, line in starts:
-        assert '"-P"' in line[:120], f"{file} starts Python without -P: it would import from the current folder"
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
+from quantizer.engines import trust
 from quantizer.runs.saved import kept_engines
 from quantizer.runs.saved.kept_engines import KeptEngines
 from quantizer.runs.saved.kept_engines import remove_engines
@@ -47,6 +50,22 @@ def test_an_equal_build_is_found_again(tmp_path: Path, built: list[str]) -> None
     _build(tmp_path, "other weights")
     assert built == ["first", "other options", "other weights"]
     assert (tmp_path / "other weights").read_bytes() == b"engine of two"
+
+
+def test_native_code_of_an_earlier_process_is_built_again(
+    tmp_path: Path, built: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever could write into the folder could have put it there."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("compiled.pt2", b"a library")
+    (tmp_path / "a.onnx").write_bytes(packed.getvalue())
+    monkeypatch.setattr(trust, "_BUILT", set())
+    _build(tmp_path, "first")
+    _build(tmp_path, "again")
+    trust.note_built(b"a library")
+    _build(tmp_path, "built here")
+    assert built == ["first", "again"]
 
 
 @pytest.mark.parametrize("ending", ["engine", "json"])

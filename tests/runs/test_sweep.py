@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ for _package in ("transformers", "sklearn", "onnx", "onnxscript", "onnxruntime",
     pytest.importorskip(_package, reason="a sweep needs enginequant[hf,onnx,onnxruntime,report]")
 
 import transformers  # noqa: E402
-from outside import fork_server  # noqa: E402
+from pydantic import BaseModel  # noqa: E402
 from tiny_run import tiny_run  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
@@ -37,17 +38,19 @@ from quantizer.errors import EngineError  # noqa: E402
 from quantizer.report import read_record  # noqa: E402
 from quantizer.report.verdict import Verdict  # noqa: E402
 from quantizer.runs.sweep import launchers  # noqa: E402
-from quantizer.runs.sweep import processes  # noqa: E402
 from quantizer.runs.sweep.one_run import Outcome  # noqa: E402
 from quantizer.runs.sweep.pace import Pace  # noqa: E402
 from quantizer.runs.sweep.pace import time_left  # noqa: E402
 from quantizer.runs.sweep.ready import ready_to_sweep  # noqa: E402
 from quantizer.runs.sweep.shared_work import shared_work  # noqa: E402
+from quantizer.runs.sweep.worker import config_of  # noqa: E402
+from quantizer.runs.sweep.worker import plain_config  # noqa: E402
 from quantizer.runs.workload.float_engines import FloatEngines  # noqa: E402
 from quantizer.tasks.embedding_classification import EmbeddingClassification  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 PERCENTILES = "quantizer.activations.percentile=99.9,60"
 FIRST, SECOND = "percentile=99.9", "percentile=60"
 
@@ -215,13 +218,22 @@ def test_thousands_of_runs(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert not (at / "runs").exists()
 
 
-@pytest.mark.parametrize("start", ["forkserver", pytest.param("spawn", marks=pytest.mark.nightly)])
-def test_in_several_processes(
-    start: str, at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if start == "forkserver":
-        # Processes that need not import torch, which is half of this test.
-        monkeypatch.setattr(processes, "multiprocessing", SimpleNamespace(get_context=lambda _: fork_server()))
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_a_process_gets_the_same_configuration(file: Path) -> None:
+    """With the same fields set: what a file leaves open is chosen by the run."""
+
+    def compare(one: Any, other: Any) -> None:
+        assert one == other
+        if isinstance(one, BaseModel):
+            assert one.model_fields_set == other.model_fields_set
+            for name in type(one).model_fields:
+                compare(getattr(one, name), getattr(other, name))
+
+    config = load_run(file)
+    compare(config, config_of(json.loads(json.dumps(plain_config(config)))))
+
+
+def test_in_several_processes(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = "quantizer.exclude.names=[classifier],[nothing.like.it]"
     assert main(["run", "tiny.yaml", values, "--output", "swept", "--jobs", "2"]) == 1
     said = capsys.readouterr().out

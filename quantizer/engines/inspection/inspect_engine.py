@@ -67,7 +67,13 @@ def observe_engine(
 
 
 def inspect_file(
-    path: Path, name: str | None = None, *, threads: int = 1, batch: int = 8, sequence: int = 128
+    path: Path,
+    name: str | None = None,
+    *,
+    threads: int = 1,
+    batch: int = 8,
+    sequence: int = 128,
+    trust: bool = False,
 ) -> Inspection:
     """Inspect an engine or ONNX file of any backend.
 
@@ -77,16 +83,18 @@ def inspect_file(
         threads: threads of the CPU.
         batch: size of the first dimension of an input, where it is dynamic.
         sequence: size of its other dynamic dimensions.
+        trust: run native code in the file that this process has not built.
 
     Raises:
-        EngineError: the file is missing, damaged, or of another backend; or it cannot be inspected here.
+        EngineError: the file is missing, damaged, or of another backend; it cannot be inspected here; or it holds
+            native code that is not trusted.
         MissingDependencyError: a library is not installed.
     """
     name = name or detect_backend(path)
     if name is None:
         return graph_inspection(path, "an ONNX file is no engine", batch=batch, sequence=sequence)
     if runs_here(name):
-        return inspect_engine(name, path, threads=threads, batch=batch, sequence=sequence)
+        return inspect_engine(name, path, threads=threads, batch=batch, sequence=sequence, trust=trust)
     source = path.with_suffix(".onnx")
     if not source.is_file():
         return Inspection(backend=name, verified=False, note=f"{_why(name)}; nor is there {source} to read")

@@ -18,6 +18,7 @@ from pathlib import Path
 from quantizer.engines.backends import load_engine
 from quantizer.engines.measure.benchmark import PeakMemory
 from quantizer.engines.measure.dummy_inputs import working_inputs
+from quantizer.engines.measure.own_process import read_built
 from quantizer.engines.optional_import import import_library
 from quantizer.errors import QuantizerError
 from quantizer.targets import profile
@@ -61,4 +62,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    read_built()
     sys.exit(main(sys.argv[1:]))

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from quantizer.common.child_process import child_environment
+from quantizer.common.child_process import python_command
 from quantizer.engines.backends import backend as registered
+from quantizer.engines.trust import built_here
+from quantizer.engines.trust import note_digests
 from quantizer.errors import EngineError
 
-__all__ = ["in_own_process"]
+__all__ = ["in_own_process", "read_built"]
+
+
+def read_built() -> None:
+    """Take over, in the process that was started, what the other one has built."""
+    note_digests(json.load(sys.stdin))
 
 
 def in_own_process(module: str, backend: str, words: Sequence[object], *, doing: str, timeout_s: float) -> Any:
     """Run a module with arguments, and return the JSON of the last line that it prints.
+
+    The module reads from its stdin which native code this process has built (``read_built``).
 
     Args:
         module: the module; its first two arguments are the module that registers the backend, and the backend's name.
@@ -30,18 +39,7 @@ def in_own_process(module: str, backend: str, words: Sequence[object], *, doing:
     Raises:
         EngineError: unknown backend; the process failed, crashed, or took longer than ``timeout_s``.
     """
-    command = [
-        sys.executable,
-        # Without it, modules of the current folder would shadow installed ones.
-        "-P",
-        "-m",
-        module,
-        type(registered(backend)).__module__,
-        backend,
-        *map(str, words),
-    ]
-    root = str(Path(__file__).resolve().parents[3])
-    search = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    command = python_command(module, type(registered(backend)).__module__, backend, *words)
     try:
         done = subprocess.run(
             command,
@@ -49,8 +47,8 @@ def in_own_process(module: str, backend: str, words: Sequence[object], *, doing:
             text=True,
             timeout=timeout_s,
             check=False,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": search},
+            input=json.dumps(built_here()),
+            env=child_environment(),
         )
     except subprocess.TimeoutExpired as error:
         raise EngineError(f"{doing} took more than {timeout_s:g} s") from error

@@ -21,6 +21,9 @@ from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.measure.dummy_inputs import working_inputs
 from quantizer.engines.measure.own_process import in_own_process
+from quantizer.engines.measure.own_process import read_built
+from quantizer.engines.trust import built_here
+from quantizer.engines.trust import note_digests
 from quantizer.errors import QuantizerError
 
 __all__ = ["TIMEOUT_S", "main", "tried_build"]
@@ -66,6 +69,7 @@ def tried_build(
     words = (onnx, engine, threads, batch, sequence, json.dumps(told), json.dumps(dict(sizes)))
     doing = f"building and running {engine.name} for {backend} in a process of its own"
     result = in_own_process("quantizer.engines.measure.trial", backend, words, doing=doing, timeout_s=timeout_s)
+    note_digests(result["native"])
     return BuildResult(engine, result["size_bytes"], result["seconds"], tuple(result["warnings"]))
 
 
@@ -81,9 +85,10 @@ def main(arguments: Sequence[str]) -> int:
     except (QuantizerError, ImportError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1
-    print(json.dumps({**asdict(built), "path": str(built.path)}))
+    print(json.dumps({**asdict(built), "path": str(built.path), "native": built_here()}))
     return 0
 
 
 if __name__ == "__main__":
+    read_built()
     sys.exit(main(sys.argv[1:]))

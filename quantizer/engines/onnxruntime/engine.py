@@ -148,7 +148,7 @@ class ONNXRuntimeBackend:
             saturation_warnings(self.name, onnx_path),
         )
 
-    def load(self, path: Path, *, threads: int = 1, verify: bool = True) -> ONNXRuntimeEngine:
+    def load(self, path: Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> ONNXRuntimeEngine:
         """Load an engine file or any other ONNX file; ``verify`` compares it with its checksum, if it has one."""
         checked_onnx(path)
         if verify:
@@ -165,6 +165,7 @@ class ONNXRuntimeBackend:
         sequence: int = 128,
         sizes: Mapping[str, int] = MappingProxyType({}),
         runs: int = RUNS,
+        trust: bool = False,
     ) -> Inspection:
         """Run an engine file or any other ONNX file under the profiler."""
         checked_onnx(path)

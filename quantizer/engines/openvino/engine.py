@@ -152,7 +152,7 @@ class OpenVINOBackend:
             ),
         )
 
-    def load(self, path: Path, *, threads: int = 1, verify: bool = True) -> OpenVINOEngine:
+    def load(self, path: Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> OpenVINOEngine:
         """Load an engine file in its own inference precision, or compile an ``.onnx`` file for float32.
 
         Args:
@@ -171,6 +171,7 @@ class OpenVINOBackend:
         sequence: int = 128,
         sizes: Mapping[str, int] = MappingProxyType({}),
         runs: int = RUNS,
+        trust: bool = False,
     ) -> Inspection:
         """Run an engine file, or an ``.onnx`` file, with performance counters on."""
         models = _loaded(path, threads, {"PERF_COUNT": True})

@@ -123,7 +123,7 @@ class TensorRTBackend:
             engine_path, engine_path.stat().st_size, time.perf_counter() - started, tuple(dict.fromkeys(log.warnings))
         )
 
-    def load(self, path: Path, *, threads: int = 1, verify: bool = True) -> TensorRTEngine:
+    def load(self, path: Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> TensorRTEngine:
         """Load an engine onto the GPU; ``threads`` is ignored, ``verify`` compares the file's checksum.
 
         Raises:
@@ -142,6 +142,7 @@ class TensorRTBackend:
         sequence: int = 128,
         sizes: Mapping[str, int] = MappingProxyType({}),
         runs: int = RUNS,
+        trust: bool = False,
     ) -> Inspection:
         """Run an engine on the GPU under a profiler and read its inspector.
 

@@ -73,16 +73,17 @@ class TorchBackend:
             (*warnings, *saturation_warnings(self.name, onnx_path)),
         )
 
-    def load(self, path: Path, *, threads: int = 1, verify: bool = True) -> TorchEngine:
+    def load(self, path: Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> TorchEngine:
         """Load an engine file, or lower an ``.onnx`` file for the eager road.
 
         Args:
             path: a file that ``build`` wrote, or one whose name ends in ``.onnx``.
             threads: threads of the CPU to run on.
             verify: compare an engine file with the checksum in it.
+            trust: load a compiled engine, which is native code, also where this process has not built it.
         """
         module = _engine_module()
-        found: TorchEngine = module.loaded(module.read_file(path, verify=verify), threads)
+        found: TorchEngine = module.loaded(module.read_file(path, verify=verify, trust=trust), threads)
         return found
 
     def inspect(
@@ -94,9 +95,12 @@ class TorchBackend:
         sequence: int = 128,
         sizes: Mapping[str, int] = MappingProxyType({}),
         runs: int = RUNS,
+        trust: bool = False,
     ) -> Inspection:
         """Run an engine file, or an ``.onnx`` file: an eager one operator by operator, a compiled one as a whole."""
-        found: Inspection = _engine_module().inspected(self.name, path, threads, batch, sequence, sizes, runs)
+        found: Inspection = _engine_module().inspected(
+            self.name, path, threads, batch, sequence, sizes, runs, trust=trust
+        )
         return found
 
 

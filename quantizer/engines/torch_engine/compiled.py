@@ -6,11 +6,15 @@ and the kernels' own layout of the weights becomes part of the library that it b
 
 from __future__ import annotations
 
+import atexit
+import hashlib
 import io
 import re
 import tempfile
+import threading
 import warnings
 import zipfile
+from collections import OrderedDict
 from collections.abc import Mapping
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +27,22 @@ from torch import fx
 from quantizer.common.interrupts import interrupts_end_the_block
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.measure.dummy_inputs import made_up_inputs
+from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.torch_engine.lowering.node_shapes import prepacking_without_data
+from quantizer.engines.trust import note_built
 from quantizer.errors import EngineError
 
-__all__ = ["CompiledGraph", "compile_graph", "missing_compiler"]
+__all__ = ["CompiledGraph", "compile_graph", "kernel_calls", "missing_compiler"]
 
 _SETTINGS = {"freezing": True, "cpp.dynamic_threads": True}
+
+_MOST_LOADED = 8
+_LOADED: OrderedDict[bytes, Any] = OrderedDict()
+_LOADING = threading.Lock()
+"""Packages that were loaded last, by their SHA-256. The C library never unmaps one, so each is loaded once."""
+
+# Each has a folder of its own until it goes.
+atexit.register(_LOADED.clear)
 
 
 def missing_compiler() -> str | None:
@@ -44,7 +58,7 @@ def missing_compiler() -> str | None:
 
 
 def compile_graph(
-    module: fx.GraphModule,
+    module: LoweredGraph,
     specs: Sequence[TensorSpec],
     batch: int,
     sequence: int,
@@ -77,13 +91,16 @@ def compile_graph(
         try:
             # Inductor warns of its own deprecated calls.
             warnings.simplefilter("ignore")
-            program = torch.export.export(module, inputs, dynamic_shapes=axes)
+            # Its names are those of the import, which an ONNX file does not choose.
+            program = torch.export.export(fx.GraphModule(module, module.graph), inputs, dynamic_shapes=axes)
             torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=_SETTINGS)
         except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
             # What the compiler stumbles over comes as any of these.
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise EngineError(f"Inductor could not compile the graph: {lines[0]}") from error
-        return path.read_bytes()
+        package = path.read_bytes()
+    note_built(package)
+    return package
 
 
 class CompiledGraph:
@@ -97,24 +114,33 @@ class CompiledGraph:
     """
 
     def __init__(self, package: bytes) -> None:
-        self._package = package
-        with tempfile.TemporaryDirectory(prefix="quantizer-") as folder:
-            path = Path(folder) / "compiled.pt2"
-            path.write_bytes(package)
-            try:
-                # torch's own loading function unpickles what it finds beside the library; the runner does not.
-                self._runner = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
-            except RuntimeError as error:
-                first = str(error).partition("\n")[0]
-                raise EngineError(f"torch {torch.__version__} cannot load the compiled graph: {first}") from error
+        digest = hashlib.sha256(package).digest()
+        with _LOADING:
+            self._runner = _LOADED.pop(digest, None) or _loaded(package)
+            _LOADED[digest] = self._runner
+            while len(_LOADED) > _MOST_LOADED:
+                _LOADED.popitem(last=False)
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
         """Run it once."""
         return self._runner.run(list(inputs))
 
-    def calls(self, *names: str) -> int:
-        """Return how often the library's source, which the package holds, calls kernels of oneDNN of these names."""
-        with zipfile.ZipFile(io.BytesIO(self._package)) as archive:
-            sources = [archive.read(name).decode() for name in archive.namelist() if name.endswith(".wrapper.cpp")]
-        pattern = rf"\baoti_torch_cpu__(?:{'|'.join(names)})(?:_binary)?(?:_tensor)?\("
-        return sum(len(re.findall(pattern, source)) for source in sources)
+
+def _loaded(package: bytes) -> Any:
+    with tempfile.TemporaryDirectory(prefix="quantizer-") as folder:
+        path = Path(folder) / "compiled.pt2"
+        path.write_bytes(package)
+        try:
+            # torch's own loading function unpickles what it finds beside the library; the runner does not.
+            return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+        except RuntimeError as error:
+            first = str(error).partition("\n")[0]
+            raise EngineError(f"torch {torch.__version__} cannot load the compiled graph: {first}") from error
+
+
+def kernel_calls(package: bytes, *names: str) -> int:
+    """Return how often the library's source, which a package holds, calls kernels of oneDNN of these names."""
+    with zipfile.ZipFile(io.BytesIO(package)) as archive:
+        sources = [archive.read(name).decode() for name in archive.namelist() if name.endswith(".wrapper.cpp")]
+    pattern = rf"\baoti_torch_cpu__(?:{'|'.join(names)})(?:_binary)?(?:_tensor)?\("
+    return sum(len(re.findall(pattern, source)) for source in sources)

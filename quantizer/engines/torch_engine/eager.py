@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION_PREPACK
 from quantizer.engines.torch_engine.lowering.matching import LINEAR
 from quantizer.engines.torch_engine.lowering.matching import LINEAR_PREPACK
@@ -21,7 +22,7 @@ from quantizer.numerics.byte_codes import spend_deprecation_warning
 __all__ = ["prepare_eager"]
 
 
-def prepare_eager(module: fx.GraphModule) -> fx.GraphModule:
+def prepare_eager(module: LoweredGraph) -> LoweredGraph:
     """Prepare a lowered graph, in place, to run operator by operator; return it."""
     spend_deprecation_warning()
     for node in list(module.graph.nodes):
@@ -35,11 +36,10 @@ def prepare_eager(module: fx.GraphModule) -> fx.GraphModule:
     read = {node.target for node in module.graph.nodes if node.op == "get_attr"}
     for name in [name for name, _ in module.named_buffers() if name not in read]:
         delattr(module, name)
-    module.recompile()
     return module
 
 
-def _prepack(module: fx.GraphModule, node: fx.Node) -> None:
+def _prepack(module: LoweredGraph, node: fx.Node) -> None:
     values = [module.get_buffer(str(value.target)) if isinstance(value, fx.Node) else value for value in node.args]
     kernel: Any = node.target
     name = f"{node.name}_held"

@@ -32,17 +32,21 @@ from quantizer.engines.torch_engine.eager import prepare_eager
 from quantizer.engines.torch_engine.graph_file import GraphFile
 from quantizer.engines.torch_engine.graph_file import unpack
 from quantizer.engines.torch_engine.inspect import inspect_graph
+from quantizer.engines.torch_engine.lowered_graph import program
 from quantizer.engines.torch_engine.lowering.lower import lower
 from quantizer.engines.torch_engine.lowering.node_shapes import RunnableSizes
 from quantizer.engines.torch_engine.onnx_import.importer import Imported
 from quantizer.engines.torch_engine.onnx_import.importer import import_onnx
 from quantizer.engines.torch_engine.thread_count import computing_threads
+from quantizer.engines.trust import check_trust
 from quantizer.errors import EngineError
 
 __all__ = ["TorchEngine", "built_file", "checked_library", "inspected", "loaded", "read_file"]
 
 _ROUNDS = 7
 _PREPARING = threading.Lock()
+_REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What torch raises for operators and arguments that do not fit together."""
 
 
 class TorchEngine:
@@ -82,8 +86,10 @@ class TorchEngine:
         try:
             with torch.inference_mode(), computing_threads(self._threads):
                 made = self._run(*tensors)
-        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        except _REFUSALS as error:
             raise EngineError(f"torch could not run the engine: {error}") from error
+        if len(made) != len(self.output_names) or not all(isinstance(tensor, torch.Tensor) for tensor in made):
+            raise EngineError(f"the engine did not make {len(self.output_names)} tensors: build it again")
         taken = self._constants | {tensor.untyped_storage().data_ptr() for tensor in tensors}
         results = []
         for tensor in made:
@@ -137,11 +143,16 @@ def _lowered(imported: Imported, path: Path, usual: Mapping[str, int] = MappingP
         raise EngineError(f"the torch engine cannot take {path}: {error}") from error
 
 
-def read_file(path: Path, *, verify: bool = True) -> GraphFile:
+def read_file(path: Path, *, verify: bool = True, trust: bool = False) -> GraphFile:
     """Return the graph of an engine file, or of an ``.onnx`` file, lowered.
 
+    Args:
+        path: the file.
+        verify: compare an engine file with the checksum in it.
+        trust: accept native code that this process has not built.
+
     Raises:
-        EngineError: the file is missing, damaged or of something else.
+        EngineError: the file is missing, damaged or of something else, or holds native code that is not trusted.
     """
     if path.suffix.lower() == ".onnx":
         imported = import_onnx(path)
@@ -149,22 +160,25 @@ def read_file(path: Path, *, verify: bool = True) -> GraphFile:
         return GraphFile(imported.module, imported.inputs, imported.outputs, None, str(torch.__version__))
     content, _ = read_engine(checked_engine(path), verify=verify)
     try:
-        return unpack(content)
+        file = unpack(content)
     except EngineError as error:
         raise EngineError(
             f"{path} is not an engine of backend torch, or is damaged: {error}; build it again"
         ) from error
+    if file.compiled is not None:
+        check_trust(path, file.compiled, trust=trust)
+    return file
 
 
 def inspected(
-    name: str, path: Path, threads: int, batch: int, sequence: int, sizes: Mapping[str, int], runs: int
+    name: str, path: Path, threads: int, batch: int, sequence: int, sizes: Mapping[str, int], runs: int, *, trust: bool
 ) -> Inspection:
     """Run a file with made-up inputs and return its layers; arguments as those of ``Backend.inspect``.
 
     Raises:
         EngineError: as ``read_file``, or it does not run.
     """
-    file = read_file(path)
+    file = read_file(path, trust=trust)
     compiled = None if file.compiled is None else CompiledGraph(file.compiled)
     inputs = working_inputs(loaded(file, threads), batch, sequence, sizes)
     tensors = [torch.from_numpy(inputs[spec.name]) for spec in file.inputs]
@@ -179,10 +193,13 @@ def loaded(file: GraphFile, threads: int) -> TorchEngine:
         EngineError: it was compiled by another release of torch, or cannot be loaded here.
     """
     if file.compiled is None:
-        # Preparing silences warnings, whose filters are those of the process: one thread at a time.
-        with _PREPARING:
-            module = prepare_eager(deepcopy(file.module))
-        return TorchEngine(module, file.inputs, file.outputs, threads, list(module.buffers()))
+        try:
+            # Preparing silences warnings, whose filters are those of the process: one thread at a time.
+            with _PREPARING:
+                module = prepare_eager(deepcopy(file.module))
+        except _REFUSALS as error:
+            raise EngineError(f"torch cannot prepare the engine: {_first_line(error)}; build it again") from error
+        return TorchEngine(program(module), file.inputs, file.outputs, threads, list(module.buffers()))
     if file.torch_version != str(torch.__version__):
         raise EngineError(
             f"the engine was compiled by torch {file.torch_version}, and this is torch {torch.__version__}: "
@@ -212,3 +229,7 @@ def _faster(eager: GraphFile, sizes: RunnableSizes, wanted: bool | None) -> tupl
     calls = {name: partial(engine, inputs) for name, engine in engines.items()}
     medians = {name: statistics.median(seconds) for name, seconds in interleaved_latency(calls, _ROUNDS).items()}
     return (compiled if medians["compiled"] < medians["eager"] else eager), ()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -2,39 +2,58 @@
 
     engine.json          inputs, outputs, nodes; type and shape of every constant
     weights.safetensors  the constants, for the eager road
-    compiled.pt2         what Inductor compiled, in place of the constants
+    compiled.pt2         what Inductor compiled, in place of the constants: native code (``compiled.py``)
 
 The archive is not compressed: codes and floats of a model gain little, and reading would take longer.
+
+A file may be damaged or malicious. Operators, types and keywords are looked up in lists of ours, every other name is
+replaced by one of ours, and no source code is made of any of it (``lowered_graph.py``).
 """
 
 from __future__ import annotations
 
 import io
 import json
-import operator
 import zipfile
 from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from typing import Literal
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import fx
 
+from quantizer.common.plain_values import decoded
+from quantizer.common.plain_values import json_values
 from quantizer.engines.base import TensorSpec
+from quantizer.engines.torch_engine.allowed_operators import allowed_operator
+from quantizer.engines.torch_engine.allowed_operators import operator_name
+from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
+from quantizer.engines.trust import COMPILED
 from quantizer.errors import EngineError
 
 __all__ = ["GraphFile", "unpack"]
 
 DESCRIPTION = "engine.json"
-_WEIGHTS, _COMPILED = "weights.safetensors", "compiled.pt2"
+WEIGHTS = "weights.safetensors"
 _FORMAT = 1
-_NAMESPACES = ("aten", "onednn", "quantized_decomposed")
-_REFUSED = ("aten.from_file.default",)
-"""Operators that reach beyond the tensors they are given."""
-_PLAIN = {name: getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv")}
+_TYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "bool"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+    )
+}
+_INPUT_TYPES = frozenset(_TYPES) - {"bfloat16"}
+_DEEPEST = 3
+"""Lists in lists among the arguments; no operator takes more."""
+_REFUSED_ARGUMENTS = ("Device", "Layout", "Generator", "Storage", "Stream", "MemoryFormat")
+"""Types of arguments that an engine never gives to an operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +68,50 @@ class GraphFile:
         torch_version: of the torch that wrote the file.
     """
 
-    module: fx.GraphModule
+    module: LoweredGraph
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[str, ...]
     compiled: bytes | None
     torch_version: str
 
     def packed(self) -> bytes:
-        """Return the archive."""
-        return _pack(self)
+        """Return the archive.
+
+        Raises:
+            EngineError: the graph has what a file cannot hold.
+        """
+        try:
+            return _pack(self)
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"the graph cannot be written to an engine file: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+    dimensions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    op: Literal["placeholder", "get_attr", "call_function", "output"]
+    name: str
+    target: str
+    args: list[Any]
+    kwargs: Mapping[str, Any]
+    onnx: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    format: int
+    torch: str
+    inputs: tuple[_Input, ...]
+    outputs: tuple[str, ...]
+    constants: Mapping[str, tuple[str, tuple[int, ...]]]
+    nodes: tuple[_Node, ...]
 
 
 def _pack(file: GraphFile) -> bytes:
@@ -77,9 +131,9 @@ def _pack(file: GraphFile) -> bytes:
     with zipfile.ZipFile(stream, "w") as archive:
         archive.writestr(DESCRIPTION, json.dumps(description))
         if file.compiled is None:
-            archive.writestr(_WEIGHTS, save_tensors(constants))
+            archive.writestr(WEIGHTS, save_tensors(constants))
         else:
-            archive.writestr(_COMPILED, file.compiled)
+            archive.writestr(COMPILED, file.compiled)
     return stream.getvalue()
 
 
@@ -90,53 +144,63 @@ def unpack(content: bytes) -> GraphFile:
         EngineError: the content is none of it, or of another release; the message says what is wrong.
     """
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            names = archive.namelist()
-            description = json.loads(archive.read(DESCRIPTION))
-            if description["format"] != _FORMAT:
-                raise EngineError(f"it has the format {description['format']}, and this release reads {_FORMAT}")
-            compiled = archive.read(_COMPILED) if _COMPILED in names else None
-            constants = (
-                {name: _empty(*held) for name, held in description["constants"].items()}
-                if compiled is not None
-                else load_tensors(archive.read(_WEIGHTS))
-            )
-        inputs = tuple(
-            TensorSpec(spec["name"], np.dtype(spec["dtype"]), tuple(spec["shape"]), tuple(spec["dimensions"]))
-            for spec in description["inputs"]
-        )
-        module = _read_graph(description["nodes"], constants)
-        return GraphFile(module, inputs, tuple(description["outputs"]), compiled, str(description["torch"]))
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, zipfile.BadZipFile) as error:
+        parts = _parts(content)
+        plain = json_values(parts[DESCRIPTION])
+        if isinstance(plain, dict) and plain.get("format") != _FORMAT:
+            raise EngineError(f"it has the format {plain.get('format')!r}, and this release reads {_FORMAT}")
+        told: _Description = decoded(_Description, plain, "engine")
+        compiled = parts.get(COMPILED)
+        if compiled is None:
+            constants: Mapping[str, torch.Tensor] = load_tensors(parts[WEIGHTS])
+        else:
+            constants = {name: _empty(*held) for name, held in told.constants.items()}
+        inputs = tuple(_spec(given, f"engine.inputs[{place}]") for place, given in enumerate(told.inputs))
+        for what, names in (("inputs", [spec.name for spec in inputs]), ("outputs", told.outputs)):
+            if len(set(names)) != len(names):
+                raise ValueError(f"engine.{what}: two have one name")
+        module = _read_graph(told, constants)
+        return GraphFile(module, inputs, told.outputs, compiled, told.torch)
+    except (LookupError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
         raise EngineError(f"it does not hold a graph of this package ({type(error).__name__}: {error})") from error
+
+
+def _parts(content: bytes) -> dict[str, bytes]:
+    """Return the files of the archive.
+
+    Raises:
+        ValueError: it is no archive, or is damaged; or a file in it is compressed, and could grow without end.
+    """
+    known = {DESCRIPTION, WEIGHTS, COMPILED}
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            entries = [entry for entry in archive.infolist() if entry.filename in known]
+            if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries):
+                raise ValueError("a file in the archive is compressed or encrypted")
+            parts = {entry.filename: archive.read(entry) for entry in entries}
+    except (zipfile.BadZipFile, LookupError, NotImplementedError, OSError, OverflowError, EOFError) as error:
+        raise ValueError(f"the archive is damaged: {error}") from error
+    if DESCRIPTION not in parts or not (WEIGHTS in parts or COMPILED in parts):
+        raise ValueError(f"the archive lacks {DESCRIPTION}, or both {WEIGHTS} and {COMPILED}")
+    return parts
+
+
+def _spec(given: _Input, place: str) -> TensorSpec:
+    if given.dtype not in _INPUT_TYPES:
+        raise ValueError(f"{place}.dtype: expected a type of numbers, got {given.dtype[:100]!r}")
+    if any(size is not None and size < 0 for size in given.shape) or len(given.dimensions) not in (0, len(given.shape)):
+        raise ValueError(f"{place}: expected sizes of 0 or more, and a name for each or for none")
+    return TensorSpec(given.name, np.dtype(given.dtype), given.shape, given.dimensions)
 
 
 def _written(node: fx.Node) -> dict[str, Any]:
     return {
         "op": node.op,
         "name": node.name,
-        "target": _target_name(node.target) if node.op == "call_function" else str(node.target),
+        "target": operator_name(node.target) if node.op == "call_function" else str(node.target),
         "args": _encoded(node.args),
-        "kwargs": _encoded(dict(node.kwargs)),
+        "kwargs": {"items": {key: _encoded(item) for key, item in node.kwargs.items()}},
         "onnx": node.meta.get("onnx", ""),
     }
-
-
-def _target_name(target: Any) -> str:
-    return str(target) if isinstance(target, torch._ops.OpOverload) else f"operator.{target.__name__}"
-
-
-def _target(name: str) -> Any:
-    space, _, rest = name.partition(".")
-    if space == "operator" and rest in _PLAIN:
-        return _PLAIN[rest]
-    if space not in _NAMESPACES or name in _REFUSED or rest.count(".") != 1:
-        raise ValueError(f"operator {name!r} is not one of those that the engine has")
-    packet, _, overload = rest.partition(".")
-    found = getattr(getattr(getattr(torch.ops, space), packet), overload)
-    if not isinstance(found, torch._ops.OpOverload):
-        raise ValueError(f"{name!r} is no operator")
-    return found
 
 
 def _encoded(value: Any) -> Any:
@@ -146,41 +210,109 @@ def _encoded(value: Any) -> Any:
         return {"dtype": _type_name(value)}
     if isinstance(value, list | tuple):
         return [_encoded(item) for item in value]
-    if isinstance(value, dict):
-        return {"items": {key: _encoded(item) for key, item in value.items()}}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"a {type(value).__name__} cannot be written to an engine file")
 
 
-def _decoded(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
+def _decoded(value: Any, nodes: Mapping[str, fx.Node], depth: int = 0) -> Any:
     if isinstance(value, list):
-        return [_decoded(item, nodes) for item in value]
+        if depth > _DEEPEST:
+            raise ValueError(f"an argument has lists more than {_DEEPEST} deep")
+        return [_decoded(item, nodes, depth + 1) for item in value]
     if not isinstance(value, dict):
-        return value
-    if "node" in value:
-        return nodes[value["node"]]
-    if "dtype" in value:
-        return _type(value["dtype"])
-    return {key: _decoded(item, nodes) for key, item in value["items"].items()}
+        return decoded(bool | int | float | str | None, value, "argument")
+    match value:
+        case {"node": str(name), **rest} if not rest:
+            return nodes[name]
+        case {"dtype": str(name), **rest} if not rest:
+            return _type(name)
+    raise ValueError("an argument is neither a number, a text, a type, a node nor a list of these")
 
 
-def _read_graph(written: list[dict[str, Any]], constants: Mapping[str, torch.Tensor]) -> fx.GraphModule:
-    root, graph = torch.nn.Module(), fx.Graph()
+def _read_graph(told: _Description, constants: Mapping[str, torch.Tensor]) -> LoweredGraph:
+    """Return the graph with names of ours.
+
+    Raises:
+        LookupError, TypeError, ValueError: it is damaged; the message says where.
+    """
+    graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
-    for name, tensor in constants.items():
-        root.register_buffer(name, tensor)
-    for entry in written:
-        args, kwargs = _decoded(entry["args"], nodes), _decoded(entry["kwargs"], nodes)
-        called = entry["op"] == "call_function"
-        if entry["op"] not in ("placeholder", "get_attr", "call_function", "output"):
-            raise ValueError(f"a node of kind {entry['op']!r} is not one of those that the engine has")
-        target = _target(entry["target"]) if called else entry["target"]
-        node = graph.create_node(entry["op"], target, tuple(args), kwargs, entry["name"])
-        node.meta["onnx"] = entry["onnx"]
-        nodes[entry["name"]] = node
+    buffers = {name: f"c{place}" for place, name in enumerate(constants)}
+    inputs = 0
+    for place, entry in enumerate(told.nodes):
+        where = f"engine.nodes[{place}]"
+        if entry.name in nodes or (entry.op == "output") != (place == len(told.nodes) - 1):
+            raise ValueError(f"{where}: expected names that differ, and one output, at the end")
+        args = [_decoded(value, nodes) for value in entry.args]
+        kwargs = _keywords(entry.kwargs, nodes, where)
+        if entry.op == "call_function":
+            target = allowed_operator(entry.target)
+            _check_call(target, args, kwargs, where)
+            node = graph.call_function(target, tuple(args), kwargs)
+        elif entry.op == "placeholder":
+            if inputs != place:
+                raise ValueError(f"{where}: expected the inputs before all other nodes")
+            node, inputs = graph.placeholder(f"input_{inputs}"), inputs + 1
+        elif entry.op == "get_attr":
+            node = graph.get_attr(buffers[entry.target])
+        else:
+            node = graph.output(_outputs(args, told, where))
+        node.meta["onnx"] = entry.onnx
+        nodes[entry.name] = node
+    if not told.nodes or inputs != len(told.inputs):
+        raise ValueError(f"engine.nodes: expected {len(told.inputs)} inputs, got {inputs}")
     graph.lint()
-    return fx.GraphModule(root, graph)
+    return LoweredGraph(graph, {buffers[name]: tensor for name, tensor in constants.items()})
+
+
+def _keywords(held: Mapping[str, Any], nodes: Mapping[str, fx.Node], where: str) -> dict[str, Any]:
+    items = held.get("items")
+    if set(held) != {"items"} or not isinstance(items, dict):
+        raise ValueError(f"{where}.kwargs: expected an object with the field items")
+    return {name: _decoded(value, nodes) for name, value in items.items()}
+
+
+def _outputs(args: Sequence[Any], told: _Description, where: str) -> tuple[fx.Node, ...]:
+    made = args[0] if len(args) == 1 else None
+    if (
+        not isinstance(made, list)
+        or len(made) != len(told.outputs)
+        or not all(isinstance(one, fx.Node) for one in made)
+    ):
+        raise ValueError(f"{where}.args: expected a list of {len(told.outputs)} nodes")
+    return tuple(made)
+
+
+def _check_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+    """Raise for arguments that an operator lacks, for text where it takes none, and for devices and the like.
+
+    Raises:
+        ValueError: as said.
+    """
+    if not isinstance(target, torch._ops.OpOverload):
+        nodes = sum(isinstance(value, fx.Node) for value in args)
+        if len(args) != 2 or kwargs or not nodes or not all(isinstance(value, fx.Node | int) for value in args):
+            raise ValueError(f"{where}.args: expected two nodes, or a node and a whole number")
+        return
+    arguments = target._schema.arguments
+    named = {argument.name: argument for argument in arguments}
+    if len(args) > len(arguments) or not set(kwargs) <= set(named):
+        raise ValueError(f"{where}: it has arguments that {target} lacks")
+    missing = [one.name for one in arguments[len(args) :] if not one.has_default_value() and one.name not in kwargs]
+    if missing:
+        raise ValueError(f"{where}: {target} needs {', '.join(missing)}")
+    given = [*zip(arguments, args, strict=False), *((named[name], value) for name, value in kwargs.items())]
+    for argument, value in given:
+        kind = str(argument.real_type)
+        if _holds_text(value) and "str" not in kind:
+            raise ValueError(f"{where}: the argument {argument.name} of {target} takes no text")
+        if value is not None and any(word in kind for word in _REFUSED_ARGUMENTS):
+            raise ValueError(f"{where}: an engine gives no {argument.name} to {target}")
+
+
+def _holds_text(value: Any) -> bool:
+    return any(map(_holds_text, value)) if isinstance(value, list) else isinstance(value, str)
 
 
 def _type_name(dtype: torch.dtype) -> str:
@@ -188,11 +320,10 @@ def _type_name(dtype: torch.dtype) -> str:
 
 
 def _type(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no type of a tensor")
-    return found
+    if name not in _TYPES:
+        raise ValueError(f"{name[:100]!r} is no type of a tensor that the engine has")
+    return _TYPES[name]
 
 
-def _empty(dtype: str, shape: list[int]) -> torch.Tensor:
-    return torch.empty(shape, dtype=_type(dtype), device="meta")
+def _empty(dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=_type(dtype), device="meta")

@@ -23,8 +23,10 @@ from quantizer.engines.inspection.multiply_adds import attention_work
 from quantizer.engines.inspection.multiply_adds import convolution_work
 from quantizer.engines.inspection.multiply_adds import matmul_work
 from quantizer.engines.torch_engine.compiled import CompiledGraph
+from quantizer.engines.torch_engine.compiled import kernel_calls
 from quantizer.engines.torch_engine.eager import prepare_eager
 from quantizer.engines.torch_engine.graph_file import GraphFile
+from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION
 from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION_PREPACK
 from quantizer.engines.torch_engine.lowering.matching import LINEAR
@@ -100,7 +102,8 @@ def inspect_graph(
         layers = _layers(file.module, values, _times(file.module, inputs, runs))
         return inspection_from_layers(name, layers, verified=True, note=run_note(shape, threads, runs))
     compiled(*inputs)
-    called = compiled.calls("qlinear_pointwise", "qconv_pointwise", "qconv2d_pointwise")
+    assert file.compiled is not None
+    called = kernel_calls(file.compiled, "qlinear_pointwise", "qconv_pointwise", "qconv2d_pointwise")
     note = (
         f"compiled, and run at {shape}: its library calls {called} of {len(asked)} integer kernels; what "
         "lies between them is fused into kernels of its own, so that no layer has a time"
@@ -108,7 +111,7 @@ def inspect_graph(
     return inspection_from_layers(name, _layers(file.module, values, {}), verified=called == len(asked), note=note)
 
 
-def _layers(module: fx.GraphModule, values: dict[fx.Node, torch.Tensor], times: dict[str, float]) -> list[Layer]:
+def _layers(module: LoweredGraph, values: dict[fx.Node, torch.Tensor], times: dict[str, float]) -> list[Layer]:
     nodes = [node for node in module.graph.nodes if _is_layer(node, values)]
     names = _names(nodes)
     return [
@@ -181,7 +184,7 @@ class _Timer(fx.Interpreter):
         seconds: of every run, by the node's name.
     """
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: LoweredGraph) -> None:
         super().__init__(module)
         self.seconds: dict[str, list[float]] = {}
 
@@ -192,7 +195,7 @@ class _Timer(fx.Interpreter):
         return made
 
 
-def _times(module: fx.GraphModule, inputs: Sequence[torch.Tensor], runs: int) -> dict[str, float]:
+def _times(module: LoweredGraph, inputs: Sequence[torch.Tensor], runs: int) -> dict[str, float]:
     """Return the median time of each node in microseconds."""
     timer = _Timer(prepare_eager(deepcopy(module)))
     for _ in range(WARMUP + runs):

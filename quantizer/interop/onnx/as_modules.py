@@ -14,6 +14,7 @@ from torch import Tensor
 from torch import fx
 from torch import nn
 
+from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.interop.onnx.graph_module import identifier
 from quantizer.interop.onnx.operations import Add
 from quantizer.interop.onnx.operations import MatMul
@@ -38,7 +39,7 @@ class ModuleGraph:
         paths: the path of the module that an ONNX node became, by the node's name.
     """
 
-    def __init__(self, old: fx.GraphModule, names: tuple[str, ...]) -> None:
+    def __init__(self, old: LoweredGraph, names: tuple[str, ...]) -> None:
         """
         Args:
             old: the graph of aten operators.
@@ -106,7 +107,7 @@ class ModuleGraph:
         return self._new[node]
 
 
-def with_modules(old: fx.GraphModule, names: tuple[str, ...]) -> ModuleGraph:
+def with_modules(old: LoweredGraph, names: tuple[str, ...]) -> ModuleGraph:
     """Return a graph that computes what ``old`` does, with modules for its products and normalizations.
 
     Args:

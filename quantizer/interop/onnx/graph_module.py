@@ -20,7 +20,7 @@ from torch import nn
 
 __all__ = ["OnnxModule", "identifier", "module_of"]
 
-_NO_LETTERS = re.compile(r"\W+")
+_NO_LETTERS = re.compile(r"\W+", re.ASCII)
 
 
 class OnnxModule(nn.Module):

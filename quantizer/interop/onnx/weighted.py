@@ -13,6 +13,7 @@ from torch import Tensor
 from torch import fx
 from torch import nn
 
+from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.interop.onnx.operations import Lstm
 
 __all__ = ["Made", "Weights", "weighted_module"]
@@ -52,7 +53,7 @@ class Weights:
         owner: the graph, with its constants as buffers.
     """
 
-    def __init__(self, owner: fx.GraphModule) -> None:
+    def __init__(self, owner: LoweredGraph) -> None:
         self._owner = owner
         self._parameters: dict[tuple[str, bool], nn.Parameter] = {}
 

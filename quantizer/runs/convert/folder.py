@@ -172,13 +172,16 @@ class Converted:
         return tasks[self.config["task"]].reads
 
 
-def load_converted(folder: str | Path, *, threads: int = 1, verify: bool = True) -> Converted | ConvertedParts:
+def load_converted(
+    folder: str | Path, *, threads: int = 1, verify: bool = True, trust: bool = False
+) -> Converted | ConvertedParts:
     """Return the engine that ``quantizer convert`` wrote for one backend, or those of a model in parts, ready to run.
 
     Args:
         folder: the folder ``OUT/BACKEND``, or that of ``quantizer run`` for a model in parts.
         threads: the number of CPU threads, for an engine that runs on the CPU.
         verify: whether to compare the engine's file with the checksum in it.
+        trust: whether to load a compiled torch engine, which is native code, that this process has not built.
 
     Raises:
         QuantizerError: the folder was not written by ``quantizer convert``, or is incomplete or damaged.
@@ -214,7 +217,7 @@ def load_converted(folder: str | Path, *, threads: int = 1, verify: bool = True)
     processor = load_processor(str(path / processor_folder(task)), task)
     # One warning is enough.
     load = backend(config["backend"]).load if other else partial(load_engine, config["backend"])
-    load = partial(load, threads=threads, verify=verify)
+    load = partial(load, threads=threads, verify=verify, trust=trust)
     if not tasks[task].in_parts:
         return Converted(config, load(path / ENGINE), processor)
     engines = {name: load(path / f"{name}.engine") for name in PARTS}

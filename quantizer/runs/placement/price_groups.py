@@ -102,7 +102,6 @@ class Timing:
             places: the places.
             latencies: what each engine takes as a whole, in microseconds.
         """
-        size = {"threads": self.threads, "batch": self.batch, "sequence": self.sequence}
         found: dict[str, dict[str, float]] = {}
         begin = time.perf_counter()
         for number in range(_MEASUREMENTS):
@@ -110,7 +109,15 @@ class Timing:
                 break
             for name, files in engines.items():
                 runs = max(_FEWEST_RUNS, min(_RUNS, int(1e6 * _RUNS_S / latencies[name])))
-                seen = inspect_engine(self.backend, files.engine, **size, sizes=self.sizes, runs=runs)
+                seen = inspect_engine(
+                    self.backend,
+                    files.engine,
+                    threads=self.threads,
+                    batch=self.batch,
+                    sequence=self.sequence,
+                    sizes=self.sizes,
+                    runs=runs,
+                )
                 times = place_times(seen, places, product_names(files.onnx))
                 found[name] = {place: min(spent, found.get(name, times)[place]) for place, spent in times.items()}
         return found

@@ -97,7 +97,7 @@ def _start(size: int) -> None:
     except (ValueError, RuntimeError) as error:
         raise QuantizerError(
             f"WORLD_SIZE says that this is one of {size} processes, which do not find each other ({error}): start them "
-            "with  torchrun --nproc-per-node 2 -m quantizer run CONFIG  or unset WORLD_SIZE for one process"
+            "with  torchrun --nproc-per-node 2 --no-python quantizer run CONFIG  or unset WORLD_SIZE for one process"
         ) from error
 
 

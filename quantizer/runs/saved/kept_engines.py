@@ -23,6 +23,7 @@ from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
 from quantizer.engines.cpu import cpu_flags
 from quantizer.engines.measure.trial import tried_build
+from quantizer.engines.trust import is_untrusted
 from quantizer.errors import QuantizerError
 from quantizer.report import collect_versions
 
@@ -63,7 +64,8 @@ class KeptEngines:
             return tried_build(backend, onnx, engine, options, sizes=sizes, **size)
         key = self._keys[engine] = self._key(onnx, f"{backend} {options} {size} {dict(sizes)}")
         told, kept = self._read(key), self._folder / f"{key}.engine"
-        if told is not None and _sum(kept) == told.get("sha256"):
+        # Native code that an earlier process left is built again rather than trusted.
+        if told is not None and _sum(kept) == told.get("sha256") and not is_untrusted(kept):
             shutil.copyfile(kept, engine)
             return BuildResult(engine, told["size_bytes"], told["seconds"], tuple(told["warnings"]))
         built = tried_build(backend, onnx, engine, options, sizes=sizes, **size)

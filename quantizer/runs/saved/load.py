@@ -21,7 +21,12 @@ __all__ = ["load"]
 
 
 def load(
-    folder: str | os.PathLike[str], *, float_engine: bool = False, threads: int | None = None, verify: bool = True
+    folder: str | os.PathLike[str],
+    *,
+    float_engine: bool = False,
+    threads: int | None = None,
+    verify: bool = True,
+    trust: bool = False,
 ) -> EngineModule:
     """Return the engine that ``QuantizedModel.save`` or ``quantizer run`` wrote, called as the model is.
 
@@ -34,10 +39,11 @@ def load(
         float_engine: load the engine of the float model instead of the quantized one.
         threads: the threads of an engine on a CPU; None: as many as it was measured with.
         verify: compare the engine's file with the checksum in it.
+        trust: load a compiled torch engine, which is native code, also where this process has not built it.
 
     Raises:
         QuantizerError: the folder is not that of a run, is of a model in several parts, or is damaged.
-        EngineError: the engine does not load on this machine.
+        EngineError: the engine does not load on this machine, or holds native code that is not trusted.
         MissingDependencyError: the library of its backend is not installed.
     """
     path = Path(folder)
@@ -49,7 +55,7 @@ def load(
             f"quantizer.runs.convert.load_converted({json.dumps(str(path))}).generate([...])"
         )
     file = path / f"{FLOAT_STEM if float_engine else QUANTIZED_STEM}.engine"
-    engine = load_engine(backend, file, threads=measured if threads is None else threads, verify=verify)
+    engine = load_engine(backend, file, threads=measured if threads is None else threads, verify=verify, trust=trust)
     call = CallForm.read(path) or CallForm.by_names(path.absolute().name, engine.input_names, engine.output_names)
     return EngineModule(engine, call)
 

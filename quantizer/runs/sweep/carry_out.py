@@ -24,13 +24,13 @@ from quantizer.runs.placement.speed_goal import missed_speed
 from quantizer.runs.preflight.faults import require_package
 from quantizer.runs.sweep.launchers import in_jobs
 from quantizer.runs.sweep.launchers import require_launcher
+from quantizer.runs.sweep.logged_runs import LOGS
 from quantizer.runs.sweep.one_run import Outcome
 from quantizer.runs.sweep.one_run import carry_out_one
 from quantizer.runs.sweep.one_run import is_done
 from quantizer.runs.sweep.one_run import lacks_only_causes
 from quantizer.runs.sweep.pace import Pace
 from quantizer.runs.sweep.pace import time_left
-from quantizer.runs.sweep.processes import LOGS
 from quantizer.runs.sweep.processes import in_processes
 from quantizer.runs.sweep.ready import ready_to_sweep
 from quantizer.runs.sweep.shared_work import needs

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from quantizer.common.child_process import safe_children
 from quantizer.config.sweep import SweepRun
 from quantizer.errors import MissingDependencyError
+from quantizer.runs.sweep.logged_runs import LOGS
+from quantizer.runs.sweep.logged_runs import logged_runs
 from quantizer.runs.sweep.one_run import Outcome
 from quantizer.runs.sweep.one_run import is_done
-from quantizer.runs.sweep.processes import LOGS
-from quantizer.runs.sweep.processes import logged_runs
 from quantizer.runs.sweep.processes import parts_of
 
 __all__ = ["in_jobs", "outcomes_of", "require_launcher"]
@@ -55,8 +56,10 @@ def in_jobs(
     given = {}
     outcomes: list[Outcome] = []
     try:
-        for part in parts:
-            given[executor.submit(_work, part, folder, force, threads)] = part
+        # Its jobs are started by "python -m", and inherit the environment, on a cluster too.
+        with safe_children():
+            for part in parts:
+                given[executor.submit(_work, part, folder, force, threads)] = part
         for job in submitit.helpers.as_completed(list(given)):
             for outcome in outcomes_of(job, given[job], folder):
                 outcomes.append(outcome)

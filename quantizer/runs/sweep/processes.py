@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import os
 import queue
-import signal
+import subprocess
 import threading
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
-from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
 
-from rich.console import Console
-
+from quantizer.common.child_process import child_environment
+from quantizer.common.child_process import python_command
 from quantizer.config.sweep import SweepRun
 from quantizer.runs.sweep.one_run import Outcome
-from quantizer.runs.sweep.one_run import carry_out_one
-from quantizer.runs.sweep.shared_work import shared_work
+from quantizer.runs.sweep.worker import plain_config
 
-__all__ = ["LOGS", "in_processes", "logged_runs", "parts_of"]
-
-LOGS = "logs"
-"""The folder with what the processes print, a file for each run."""
+__all__ = ["in_processes", "parts_of"]
 
 
 def in_processes(
@@ -57,14 +51,6 @@ def parts_of(runs: Sequence[SweepRun], jobs: int) -> list[Sequence[SweepRun]]:
     return [runs[low:high] for low, high in pairwise(bounds)]
 
 
-def logged_runs(runs: Sequence[SweepRun], folder: Path, force: bool) -> Iterator[Outcome]:
-    """Carry out runs one after the other in this process, and yield what became of each; all it prints is logged."""
-    with shared_work(folder) as shared:
-        for run in runs:
-            with (folder / LOGS / f"{run.name}.log").open("w", encoding="utf-8") as log:
-                yield carry_out_one(run, folder, force, shared, Console(file=log, width=120))
-
-
 class _Worker(threading.Thread):
     """A process for some of the runs, and the thread that waits for it."""
 
@@ -73,10 +59,11 @@ class _Worker(threading.Thread):
     ) -> None:
         super().__init__(daemon=True)
         self._runs = list(runs)
-        self._given = (folder, force, jobs)
+        threads = max(1, (os.cpu_count() or 1) // jobs)
+        self._given = {"folder": str(folder), "force": force, "threads": threads}
         self._done = done
         self._stopped = False
-        self._process: multiprocessing.process.BaseProcess | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
         """Start a process, and another one for the rest if it ends before its time."""
@@ -89,55 +76,40 @@ class _Worker(threading.Thread):
 
     def _carry_out(self) -> None:
         while self._runs and not self._stopped:
-            spawning = multiprocessing.get_context("spawn")
-            mine, its = spawning.Pipe(duplex=False)
-            self._process = spawning.Process(target=_work, args=(self._runs, *self._given, its))
-            self._process.start()
-            its.close()
-            self._wait(mine)
+            self._process = subprocess.Popen(
+                python_command("quantizer.runs.sweep.worker"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=child_environment(),
+            )
+            with self._process as process:
+                self._wait(process)
 
-    def _wait(self, mine: Connection) -> None:
-        assert self._process is not None
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        # A process that ends at once closes the pipe; its exit code says more.
+        with suppress(BrokenPipeError), process.stdin as its:
+            runs = [(run.name, plain_config(run.config)) for run in self._runs]
+            its.write(json.dumps({"runs": runs, **self._given}).encode())
         while self._runs:
-            try:
-                outcome: Outcome = mine.recv()
-            except EOFError:
-                self._process.join()
+            line = process.stdout.readline()
+            if line.endswith(b"\n"):
+                outcome = Outcome(**json.loads(line))
+            else:
+                code = process.wait()
                 if self._stopped:
                     return
-                code = self._process.exitcode
                 outcome = Outcome(self._runs[0].name, f"its process ended with exit code {code}, see its log")
                 self._runs.pop(0)
                 self._done.put(outcome)
                 return
             self._runs.pop(0)
             self._done.put(outcome)
-        self._process.join()
 
     def stop(self) -> None:
         """End the process, which removes what it has not completed."""
         self._stopped = True
-        if self._process is not None and self._process.is_alive():
+        if self._process is not None and self._process.poll() is None:
             self._process.terminate()
-            self._process.join()
-
-
-def _work(runs: Sequence[SweepRun], folder: Path, force: bool, jobs: int, out: Connection) -> None:
-    """Carry out runs, in a process of its own."""
-    import torch
-
-    signal.signal(signal.SIGTERM, _end)
-    # Ctrl-C reaches all processes of a terminal; the one that started this one ends it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
-    try:
-        for outcome in logged_runs(runs, folder, force):
-            out.send(outcome)
-    except KeyboardInterrupt:
-        # The process that started this one says so.
-        return
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt
+            self._process.wait()

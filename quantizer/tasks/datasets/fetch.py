@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+from quantizer.common.child_process import child_environment
+from quantizer.common.child_process import python_command
 from quantizer.errors import TaskError
 from quantizer.files import temporary_beside
 
@@ -72,11 +73,12 @@ def fetch_sdist(requirement: str, archive: str, sha256: str, folder: Path) -> Pa
 
 def _pip_download(requirement: str, archive: str, folder: Path, scratch: Path) -> None:
     name = requirement.partition("==")[0]
-    # Without -P, a pip.py in the current folder would run instead of pip.
-    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
-    command += ["--no-deps", "--no-binary", name, "--dest", str(scratch), requirement]
+    words = ("--quiet", "--no-input", "--disable-pip-version-check", "--no-deps", "--no-binary", name)
+    command = python_command("pip", "download", *words, "--dest", scratch, requirement)
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False)
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False, env=child_environment()
+        )
     except subprocess.TimeoutExpired as error:
         raise TaskError(
             f"pip did not fetch {requirement} within {PIP_TIMEOUT_S} s: {_by_hand(requirement, folder)}"

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.torch_engine.lowering.matching import aten
 from quantizer.engines.torch_engine.lowering.matching import dequantize
 from quantizer.engines.torch_engine.lowering.matching import is_call
@@ -24,7 +25,7 @@ _SWAPPED = [[0, 1, 3, 2], [0, 2, 3, 1]]
 """Orders of axes that make k^T [batch, heads, d, L]: of k, and of what k is made of."""
 
 
-def fuse_attention(module: fx.GraphModule) -> int:
+def fuse_attention(module: LoweredGraph) -> int:
     """Fuse every attention of the graph; return how many there were."""
     found = 0
     for node in list(module.graph.nodes):
@@ -34,7 +35,7 @@ def fuse_attention(module: fx.GraphModule) -> int:
     return found
 
 
-def _fuse(module: fx.GraphModule, product: fx.Node, softmax: fx.Node) -> bool:
+def _fuse(module: LoweredGraph, product: fx.Node, softmax: fx.Node) -> bool:
     if softmax.args[1] not in (-1, 3) or is_call(product.args[1], dequantize):
         return False
     scores, mask = softmax.args[0], None
@@ -59,11 +60,11 @@ def _fuse(module: fx.GraphModule, product: fx.Node, softmax: fx.Node) -> bool:
     return True
 
 
-def _is_scores(module: fx.GraphModule, value: Any) -> bool:
+def _is_scores(module: LoweredGraph, value: Any) -> bool:
     return _scores(module, value) is not None
 
 
-def _scores(module: fx.GraphModule, value: Any) -> tuple[Any, Any, float] | None:
+def _scores(module: LoweredGraph, value: Any) -> tuple[Any, Any, float] | None:
     """Return q, k^T and the scale of attention scores; None for anything else."""
     scale = 1.0
     if is_call(value, aten.mul.Tensor, aten.div.Tensor) and only_reader(value) is not None:
@@ -80,7 +81,7 @@ def _scores(module: fx.GraphModule, value: Any) -> tuple[Any, Any, float] | None
     return query, keys, scale
 
 
-def _untransposed(module: fx.GraphModule, keys: Any) -> fx.Node | None:
+def _untransposed(module: LoweredGraph, keys: Any) -> fx.Node | None:
     """Return k [batch, heads, L, d] where k^T is a permutation of what is known; None otherwise."""
     if not is_call(keys, aten.permute.default) or keys.args[1] not in _SWAPPED:
         return None

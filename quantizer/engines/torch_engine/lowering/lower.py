@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.torch_engine.lowering.fuse_attention import fuse_attention
 from quantizer.engines.torch_engine.lowering.matching import constant
 from quantizer.engines.torch_engine.lowering.matching import dequantize
@@ -48,11 +49,10 @@ def lower(imported: Imported, usual: Mapping[str, int] = MappingProxyType({})) -
     fuse_quantizers(module)
     module.graph.eliminate_dead_code()
     _drop_unread_constants(module)
-    module.recompile()
     return sizes
 
 
-def _unpack_constants(module: fx.GraphModule) -> None:
+def _unpack_constants(module: LoweredGraph) -> None:
     """Replace dequantized constants that no integer kernel reads, such as tables of embeddings, by floats."""
     module.graph.eliminate_dead_code()
     for node in list(module.graph.nodes):
@@ -66,7 +66,7 @@ def _unpack_constants(module: fx.GraphModule) -> None:
             replace(node, made)
 
 
-def _drop_unread_constants(module: fx.GraphModule) -> None:
+def _drop_unread_constants(module: LoweredGraph) -> None:
     read = {node.target for node in module.graph.nodes if node.op == "get_attr"}
     for name in [name for name, _ in module.named_buffers() if name not in read]:
         delattr(module, name)

@@ -9,6 +9,8 @@ import torch
 import torch.ao.quantization.fx._decomposed as _decomposed  # registers the operators
 from torch import fx
 
+from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
+
 del _decomposed
 
 __all__ = [
@@ -55,7 +57,7 @@ def only_reader(node: fx.Node) -> fx.Node | None:
     return readers[0]
 
 
-def constant(module: fx.GraphModule, value: Any) -> torch.Tensor | None:
+def constant(module: LoweredGraph, value: Any) -> torch.Tensor | None:
     """Return the tensor of a constant; None for anything that is computed."""
     if not isinstance(value, fx.Node) or value.op != "get_attr":
         return None
@@ -63,7 +65,7 @@ def constant(module: fx.GraphModule, value: Any) -> torch.Tensor | None:
     return found
 
 
-def number(module: fx.GraphModule, value: Any) -> float | None:
+def number(module: LoweredGraph, value: Any) -> float | None:
     """Return the number of a constant of one element, or of a plain number; None for anything else."""
     if isinstance(value, int | float):
         return float(value)
@@ -71,7 +73,7 @@ def number(module: fx.GraphModule, value: Any) -> float | None:
     return float(held) if held is not None and held.numel() == 1 else None
 
 
-def new_constant(module: fx.GraphModule, name: str, tensor: torch.Tensor) -> fx.Node:
+def new_constant(module: LoweredGraph, name: str, tensor: torch.Tensor) -> fx.Node:
     """Add a constant at the insertion point and return the node that reads it; one that is held already is shared."""
     known = {id(held): plain for plain, held in module.named_buffers()}
     plain = known.get(id(tensor), f"c{len(known)}_{name}")
@@ -80,7 +82,7 @@ def new_constant(module: fx.GraphModule, name: str, tensor: torch.Tensor) -> fx.
 
 
 def quantized_weight(
-    module: fx.GraphModule, value: Any, axis: int, rank: int
+    module: LoweredGraph, value: Any, axis: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return INT8 codes of ``rank`` axes and one scale for each index along ``axis``; None for anything else.
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 import torch
 from torch import fx
 
+from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.torch_engine.lowering.matching import LINEAR
 from quantizer.engines.torch_engine.lowering.matching import LINEAR_PREPACK
 from quantizer.engines.torch_engine.lowering.matching import aten
@@ -22,7 +23,7 @@ from quantizer.engines.torch_engine.lowering.matching import new_constant
 __all__ = ["merge_linears"]
 
 
-def merge_linears(module: fx.GraphModule) -> int:
+def merge_linears(module: LoweredGraph) -> int:
     """Merge the linears that read the same codes and write floats with nothing fused; return how many were merged."""
     groups: dict[tuple[object, ...], list[fx.Node]] = defaultdict(list)
     for node in module.graph.nodes:
@@ -31,7 +32,7 @@ def merge_linears(module: fx.GraphModule) -> int:
     return sum(_merge(module, members) for members in groups.values() if len(members) > 1)
 
 
-def _merge(module: fx.GraphModule, members: list[fx.Node]) -> int:
+def _merge(module: LoweredGraph, members: list[fx.Node]) -> int:
     first = members[0]
     parts = [_constants(module, node) for node in members]
     weights, scales, biases = zip(*parts, strict=True)
@@ -64,7 +65,7 @@ def _merge(module: fx.GraphModule, members: list[fx.Node]) -> int:
     return len(members)
 
 
-def _constants(module: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _constants(module: LoweredGraph, node: fx.Node) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     packed = node.args[3]
     assert isinstance(packed, fx.Node)
     weight, scale = constant(module, packed.args[0]), constant(module, node.args[4])

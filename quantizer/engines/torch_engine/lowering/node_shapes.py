@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.measure.dummy_inputs import made_up_inputs
+from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION_PREPACK
 from quantizer.engines.torch_engine.lowering.matching import LINEAR_PREPACK
 from quantizer.errors import EngineError
@@ -29,7 +30,7 @@ _SIZES = ((8, 128), (8, 64), (4, 32), (2, 16), (2, 8), (2, 4), (2, 2))
 
 
 def runnable_sizes(
-    module: fx.GraphModule, specs: Sequence[TensorSpec], usual: Mapping[str, int] = MappingProxyType({})
+    module: LoweredGraph, specs: Sequence[TensorSpec], usual: Mapping[str, int] = MappingProxyType({})
 ) -> RunnableSizes:
     """Return sizes with which the graph runs.
 
@@ -54,7 +55,7 @@ def runnable_sizes(
 
 
 def node_shapes(
-    module: fx.GraphModule,
+    module: LoweredGraph,
     specs: Sequence[TensorSpec],
     batch: int,
     sequence: int,
@@ -65,7 +66,7 @@ def node_shapes(
 
 
 def node_values(
-    module: fx.GraphModule,
+    module: LoweredGraph,
     specs: Sequence[TensorSpec],
     batch: int,
     sequence: int,
@@ -107,7 +108,7 @@ class _Recorder(fx.Interpreter):
         values: by the node that has made them.
     """
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: LoweredGraph) -> None:
         super().__init__(module)
         self.values: dict[fx.Node, torch.Tensor] = {}
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION
 from quantizer.engines.torch_engine.lowering.matching import LINEAR
 from quantizer.engines.torch_engine.lowering.matching import LINEAR_ADD
@@ -37,7 +38,7 @@ class _Activation:
     algorithm: str = ""
 
 
-def fuse_activations(module: fx.GraphModule) -> int:
+def fuse_activations(module: LoweredGraph) -> int:
     """Fuse the activation that alone reads an integer product; return how many were."""
     found = 0
     for node in list(module.graph.nodes):
@@ -71,7 +72,7 @@ def _activation(node: fx.Node, reader: fx.Node) -> _Activation | None:
     return _Activation("hardswish") if is_call(reader, aten.hardswish.default) else None
 
 
-def fuse_residual_adds(module: fx.GraphModule, shapes: Mapping[fx.Node, tuple[int, ...]]) -> int:
+def fuse_residual_adds(module: LoweredGraph, shapes: Mapping[fx.Node, tuple[int, ...]]) -> int:
     """Fuse the add of floats that alone reads a linear; return how many were.
 
     Args:
@@ -95,7 +96,7 @@ def fuse_residual_adds(module: fx.GraphModule, shapes: Mapping[fx.Node, tuple[in
     return found
 
 
-def fuse_quantizers(module: fx.GraphModule) -> int:
+def fuse_quantizers(module: LoweredGraph) -> int:
     """Let an integer product write the codes that its only reader would make of its floats; return how many do."""
     found = 0
     for node in list(module.graph.nodes):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION
 from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION_PREPACK
 from quantizer.engines.torch_engine.lowering.matching import aten
@@ -24,7 +25,7 @@ from quantizer.engines.torch_engine.lowering.matching import replace
 __all__ = ["lower_convolutions"]
 
 
-def lower_convolutions(module: fx.GraphModule) -> int:
+def lower_convolutions(module: LoweredGraph) -> int:
     """Replace every convolution with two dequantized operands; return how many there were."""
     found = 0
     for node in list(module.graph.nodes):
@@ -37,7 +38,7 @@ def lower_convolutions(module: fx.GraphModule) -> int:
     return found
 
 
-def _lower(module: fx.GraphModule, node: fx.Node, codes: torch.Tensor, scales: torch.Tensor) -> None:
+def _lower(module: LoweredGraph, node: fx.Node, codes: torch.Tensor, scales: torch.Tensor) -> None:
     activation, bias = node.args[0], constant(module, node.args[2])
     assert isinstance(activation, fx.Node)
     source, scale, zero = activation.args[:3]

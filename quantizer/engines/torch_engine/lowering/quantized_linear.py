@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.torch_engine.lowering.matching import LINEAR
 from quantizer.engines.torch_engine.lowering.matching import LINEAR_PREPACK
 from quantizer.engines.torch_engine.lowering.matching import aten
@@ -29,7 +30,7 @@ from quantizer.engines.torch_engine.lowering.matching import replace
 __all__ = ["lower_linears"]
 
 
-def lower_linears(module: fx.GraphModule) -> int:
+def lower_linears(module: LoweredGraph) -> int:
     """Replace every linear with two dequantized operands; return how many there were."""
     found = 0
     for node in list(module.graph.nodes):
@@ -41,7 +42,7 @@ def lower_linears(module: fx.GraphModule) -> int:
     return found
 
 
-def _lower(module: fx.GraphModule, product: fx.Node, codes: torch.Tensor, scales: torch.Tensor) -> None:
+def _lower(module: LoweredGraph, product: fx.Node, codes: torch.Tensor, scales: torch.Tensor) -> None:
     reader, bias = only_reader(product), None
     last = product
     if is_call(reader, aten.add.Tensor):

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.torch_engine.onnx_import.graph_builder import Constant
 from quantizer.engines.torch_engine.onnx_import.graph_builder import GraphBuilder
 from quantizer.engines.torch_engine.onnx_import.graph_builder import OnnxNode
@@ -29,7 +30,7 @@ def folded(node: OnnxNode) -> tuple[Value, ...] | None:
     outputs = made if isinstance(made, tuple) else (made,)
     build.graph.output(tuple(value for value in outputs if isinstance(value, fx.Node)))
     with torch.no_grad():
-        computed = iter(fx.Interpreter(fx.GraphModule(build.root, build.graph)).run())
+        computed = iter(fx.Interpreter(LoweredGraph(build.graph, build.constants)).run())
     return tuple(
         Constant(name, next(computed).numpy()) if isinstance(value, fx.Node) else value
         for name, value in zip(node.outputs, outputs, strict=False)

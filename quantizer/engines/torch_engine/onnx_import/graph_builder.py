@@ -3,7 +3,7 @@
 A value of the ONNX graph is one of three things here:
 
 - a node of the new graph, which makes a tensor;
-- a ``Constant``: an array of the file, which becomes a buffer of the module where a node reads it as a tensor;
+- a ``Constant``: an array of the file, which becomes a constant of the graph where a node reads it as a tensor;
 - ``Sizes``: whole numbers in a list or alone, each a number or a node that makes one. ONNX computes shapes with
   tensors; in torch they are numbers, so that dynamic axes stay symbolic where the graph is compiled.
 """
@@ -29,7 +29,7 @@ from quantizer.errors import EngineError
 __all__ = ["Constant", "GraphBuilder", "OnnxNode", "Sizes", "Value", "as_tensor", "operators"]
 
 _MOST_SIZES = 64
-_NO_LETTERS = re.compile(r"\W+")
+_NO_LETTERS = re.compile(r"\W+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +94,12 @@ class GraphBuilder:
 
     Attributes:
         graph: the nodes.
-        root: the module that holds the constants as buffers.
+        constants: the tensors that ``get_attr`` nodes read, by name.
         origin: the ONNX node that is being imported; its name is kept in the ``meta`` of every new node.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
-    root: torch.nn.Module = field(default_factory=torch.nn.Module)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
     origin: str = ""
     _buffers: dict[str, fx.Node] = field(default_factory=dict)
 
@@ -126,8 +126,8 @@ class GraphBuilder:
 
     def buffer(self, name: str, tensor: torch.Tensor) -> fx.Node:
         """Add a constant and return the node that reads it."""
-        plain = f"c{len(list(self.root.buffers()))}_{_NO_LETTERS.sub('_', name)}"
-        self.root.register_buffer(plain, tensor)
+        plain = f"c{len(self.constants)}_{_NO_LETTERS.sub('_', name)}"
+        self.constants[plain] = tensor
         node = self.graph.get_attr(plain)
         node.meta["onnx"] = name
         return node

@@ -1,4 +1,4 @@
-"""An ONNX file as a ``torch.fx.GraphModule`` that computes the same, Q/DQ pairs included."""
+"""An ONNX file as a graph of torch's operators that computes the same, Q/DQ pairs included."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
 
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.inspection.onnx_graph import read_graph
 from quantizer.engines.optional_import import import_library
+from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.torch_engine.onnx_import import operators as _operators
 from quantizer.engines.torch_engine.onnx_import.constants import as_constant
 from quantizer.engines.torch_engine.onnx_import.constants import folded
@@ -42,7 +42,7 @@ class Imported:
         outputs: their names, in the order of the file.
     """
 
-    module: fx.GraphModule
+    module: LoweredGraph
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[str, ...]
 
@@ -119,8 +119,7 @@ class _Reader:
             self.add(node)
         build.graph.output(tuple(build.tensor(self.values[made.name]) for made in graph.output))
         build.graph.eliminate_dead_code()
-        module = fx.GraphModule(build.root, build.graph)
-        module.delete_all_unused_submodules()
+        module = LoweredGraph(build.graph, build.constants)
         return Imported(module, specs, tuple(made.name for made in graph.output))
 
     def array(self, held: Any) -> np.ndarray[Any, Any]:

@@ -1,0 +1,45 @@
+"""Python processes that this one starts: none of them imports modules of the current folder.
+
+``python -m`` and ``python -c``, and with it ``multiprocessing``, look for every module in the current folder first. A
+file named ``socket.py`` or ``torch.py`` there would be executed. Whoever starts a process uses this module.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["child_environment", "python_command", "safe_children"]
+
+
+def python_command(module: str, *words: object) -> list[str]:
+    """Return the command that runs a module in a fresh Python process; start it with ``child_environment()``."""
+    return [sys.executable, "-P", "-m", module, *map(str, words)]
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment of such a process, in which it finds this package; its own children are as safe."""
+    root = str(Path(__file__).resolve().parents[2])
+    # An empty entry would be the current folder.
+    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *entries]), "PYTHONSAFEPATH": "1"}
+
+
+@contextmanager
+def safe_children() -> Iterator[None]:
+    """Let processes that a library starts inside the block be as safe: they inherit the environment."""
+    names = ("PYTHONPATH", "PYTHONSAFEPATH")
+    before = {name: os.environ.get(name) for name in names}
+    safe = child_environment()
+    os.environ.update({name: safe[name] for name in names})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,67 @@
+"""Native code in engine files: this process loads what it has built itself, and anything else only when told to.
+
+Most engine files are data for a library. A compiled torch engine holds a shared library, whose code runs with the
+rights of the process as soon as it is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from quantizer.errors import EngineError
+
+__all__ = ["COMPILED", "built_here", "check_trust", "is_untrusted", "note_built", "note_digests"]
+
+COMPILED = "compiled.pt2"
+"""The file with native code in the archive of a compiled torch engine."""
+
+_BUILT: set[str] = set()
+
+
+def note_built(code: bytes) -> None:
+    """Remember native code that this process has built."""
+    _BUILT.add(hashlib.sha256(code).hexdigest())
+
+
+def built_here() -> list[str]:
+    """Return the SHA-256 of all native code that this process, or a process that it started, has built."""
+    return sorted(_BUILT)
+
+
+def note_digests(digests: Iterable[str]) -> None:
+    """Remember what ``built_here`` returned in a process that this one started, or that started this one."""
+    _BUILT.update(digests)
+
+
+def is_untrusted(path: Path) -> bool:
+    """Return whether an engine file holds native code that this process has not built."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            code = archive.read(COMPILED) if COMPILED in archive.namelist() else None
+    except (zipfile.BadZipFile, OSError):
+        # Another kind of engine.
+        return False
+    return code is not None and hashlib.sha256(code).hexdigest() not in _BUILT
+
+
+def check_trust(path: Path, code: bytes, *, trust: bool) -> None:
+    """Raise for native code that is not trusted and that this process has not built.
+
+    Args:
+        path: the engine file, for the message.
+        code: the native code in it.
+        trust: whether the caller trusts whoever built it.
+
+    Raises:
+        EngineError: as said.
+    """
+    if trust or hashlib.sha256(code).hexdigest() in _BUILT:
+        return
+    raise EngineError(
+        f"{path} holds compiled native code, which this process did not build. Loading it runs that code with your "
+        "rights: pass trust=True (--trust on the command line) if you trust whoever built it, or build the engine "
+        "again from its ONNX file"
+    )
