@@ -315,9 +315,14 @@ def _called(batch: Batch, engine: Engine) -> object:
 
 
 def _inspected(context: RunContext, config: RunConfig, candidate: Candidate, path: Path) -> Inspection:
-    size = {"batch": config.report.latency_batch, "sequence": config.report.latency_sequence}
-    sizes = run_sizes(config, context)
-    return inspect_engine(candidate.backend, path, threads=config.engine.threads, sizes=sizes, **size)
+    return inspect_engine(
+        candidate.backend,
+        path,
+        threads=config.engine.threads,
+        batch=config.report.latency_batch,
+        sequence=config.report.latency_sequence,
+        sizes=run_sizes(config, context),
+    )
 
 
 def _pair(choice: EngineChoice, tried: dict[str, _Tried]) -> tuple[_Tried, _Tried | None]:
