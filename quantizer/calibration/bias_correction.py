@@ -36,11 +36,11 @@ from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.replay import run_judged
 from quantizer.common.distributed import all_gather_bytes
 from quantizer.common.distributed import get_world_size
+from quantizer.common.own_inputs import copied
 from quantizer.observe.padding import padding_mask
 from quantizer.observe.padding import without_padding
 from quantizer.observe.replay_batches import Batch
 from quantizer.observe.replay_batches import ReplayBatches
-from quantizer.observe.replay_batches import copied
 from quantizer.observe.statistics import BiasShifts
 from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import Plan

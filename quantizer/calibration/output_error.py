@@ -16,13 +16,13 @@ from torch import nn
 from quantizer.calibration.proxied import Proxied
 from quantizer.common.digest import tensors_digest
 from quantizer.common.distributed import exact_sums
+from quantizer.common.own_inputs import copied
 from quantizer.observe.outputs import flat_output
 from quantizer.observe.outputs import floats
 from quantizer.observe.outputs import is_no_mask
 from quantizer.observe.padding import padding_mask
 from quantizer.observe.replay_batches import Batch
 from quantizer.observe.replay_batches import ReplayBatches
-from quantizer.observe.replay_batches import copied
 from quantizer.plan.apply import apply_plan
 from quantizer.plan.apply import switch_on
 from quantizer.plan.site_plan import Plan

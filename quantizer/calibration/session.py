@@ -28,6 +28,7 @@ from quantizer.common.distributed import get_world_size
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.fingerprint import changed_types
 from quantizer.common.fingerprint import warn_of_other_weights
+from quantizer.common.own_inputs import copied
 from quantizer.common.tensor_stamp import tensor_version
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
@@ -37,7 +38,6 @@ from quantizer.observe.observation import Observation
 from quantizer.observe.replay_batches import Batch
 from quantizer.observe.replay_batches import DealtBatches
 from quantizer.observe.replay_batches import ReplayBatches
-from quantizer.observe.replay_batches import copied
 from quantizer.observe.replay_batches import in_types
 from quantizer.observe.snapshot import restored
 from quantizer.observe.snapshot import snapshot

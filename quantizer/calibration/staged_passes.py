@@ -17,9 +17,9 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.calibration.replay import run_judged
+from quantizer.common.own_inputs import copied
 from quantizer.observe.padding import padding_mask
 from quantizer.observe.replay_batches import Batch
-from quantizer.observe.replay_batches import copied
 from quantizer.proxy.recorded_calls import RecordedCall
 from quantizer.proxy.recorded_calls import RecordedCalls
 from quantizer.proxy.site import Site

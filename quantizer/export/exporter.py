@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from quantizer.common.data.batches_of import beside
 from quantizer.common.data.sizes import Axes
 from quantizer.common.data.sizes import DataSizes
 from quantizer.common.interrupts import interrupts_end_the_block
+from quantizer.common.structure import fields_of
+from quantizer.common.structure import leaves
 from quantizer.errors import ExportError
 from quantizer.errors import MissingDependencyError
 from quantizer.export.bring_to_cpu import bring_to_cpu
@@ -89,7 +92,10 @@ def export_onnx(
     # A copy is converted and put in eval mode: in place, the caller's model would change.
     regions = regions or Float32Modules()
     exported = convert_floats(_copied(model, dtype, regions).eval(), dtype, regions)
-    names = _output_names(model, beside(model, example))
+    output = _output_of(model, beside(model, example))
+    names = _output_names(output)
+    if not _is_known_to_torch(output):
+        _return_tensors(exported)
     bring_to_cpu(exported)
     args, keywords = _split(beside(exported, example), regions.io_dtype(dtype))
     _name_positional(exported, args)
@@ -244,17 +250,52 @@ def _named(model: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any])
     return {**dict(zip(names, args, strict=False)), **keywords}
 
 
-def _output_names(model: nn.Module, example: Any) -> list[str] | None:
-    """Return the keys of the model's output if it is a mapping of tensors; None leaves the naming to the exporter."""
+def _output_of(model: nn.Module, example: Any) -> Any:
+    """Return what the model returns for the example.
+
+    Raises:
+        ExportError: the example does not run through the model.
+    """
     args, keywords = _split(example, _dtype_of(model))
     try:
         with torch.no_grad():
-            output = model(*args, **keywords)
+            return model(*args, **keywords)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise ExportError(f"the example does not run through {type(model).__name__}.forward: {error}") from error
-    if not (isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values())):
+
+
+def _output_names(output: Any) -> list[str] | None:
+    """Return the names of the tensors in a mapping or a dataclass; None leaves the naming to the exporter.
+
+    The other parts of a dataclass may be None or plain values, which no graph returns.
+    """
+    fields = fields_of(output)
+    if fields is None:
         return None
-    return [str(key) for key in output]
+    names = [name for name, value in fields.items() if isinstance(value, Tensor)]
+    others = [value for name, value in fields.items() if name not in names]
+    # The exporter would count the plain values of a mapping as outputs.
+    if (others and isinstance(output, Mapping)) or any(isinstance(leaf, Tensor) for leaf in leaves(others)):
+        return None
+    return names
+
+
+def _is_known_to_torch(output: Any) -> bool:
+    """Return whether the exporter takes an output as it is, and not only the tensors that are in it."""
+    return (isinstance(output, Mapping) or fields_of(output) is None) and len(_pytree.tree_leaves(output)) == len(
+        leaves(output)
+    )
+
+
+def _return_tensors(model: nn.Module) -> None:
+    """Let a model return the tensors of its output alone, as a tuple: the exporter knows no class of the user's."""
+    forward = model.forward
+
+    @wraps(forward)
+    def tensors_of(*args: Any, **inputs: Any) -> Any:
+        return tuple(leaf for leaf in leaves(forward(*args, **inputs)) if isinstance(leaf, Tensor))
+
+    vars(model)["forward"] = tensors_of
 
 
 def _export(

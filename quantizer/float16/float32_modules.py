@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import nn
-from torch.utils import _pytree
 
 from quantizer.common.plain_values import decoded
+from quantizer.common.structure import leaves
+from quantizer.common.structure import mapped
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.numerics.float16 import FLOAT16_MASK
@@ -218,4 +219,4 @@ def _at_border(dtype: torch.dtype, masked: bool, value: Any) -> Any:
 
     if isinstance(value, Tensor):
         return cast(value)
-    return _pytree.tree_map(cast, value) if any(map(foreign, _pytree.tree_leaves(value))) else value
+    return mapped(cast, value) if any(map(foreign, leaves(value))) else value

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import nn
-from torch.utils import _pytree
 
 from quantizer.calibrators.histogram import in_memory_order
+from quantizer.common.structure import leaves
 from quantizer.common.tensor_stamp import tensor_version
 from quantizer.float16.bounds import MASKS
 from quantizer.float16.bounds import beyond
@@ -118,7 +118,7 @@ class OverflowTracker:
 
     def returned(self, result: Any) -> None:
         """Record that the model returned ``result``: its tensors left all modules."""
-        for value in _floats(_pytree.tree_leaves(result)):
+        for value in _floats(leaves(result)):
             seen = self._of(value)
             if seen.marked:
                 self._travelled(seen, ())

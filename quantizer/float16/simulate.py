@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quantizer.common.structure import mapped
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.float16.float32_modules import convert_floats
 from quantizer.float16.mask_taint import MaskTaint
@@ -65,12 +66,12 @@ class _Pass:
     def begin(self, proxy: nn.Module, args: Any, keywords: Any) -> Any:
         self.modes.append(_Target(self._dtype))
         self.modes[-1].__enter__()  # type: ignore[no-untyped-call]
-        return _pytree.tree_map(lambda value: _cast(value, self._taken), (args, keywords))
+        return mapped(lambda value: _cast(value, self._taken), (args, keywords))
 
     def end(self, proxy: nn.Module, args: Any, result: Any) -> Any:
         # Registered with always_call: this also runs after an exception in the pass.
         self.modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        return _pytree.tree_map(lambda value: _cast(value, torch.float32), result)
+        return mapped(lambda value: _cast(value, torch.float32), result)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

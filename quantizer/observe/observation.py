@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import nn
-from torch.utils import _pytree
 
 from quantizer.calibrators import Calibrator
 from quantizer.common.data.batches_of import row_count
+from quantizer.common.structure import leaves
 from quantizer.errors import CalibrationError
 from quantizer.observe.all_experts import show_all_experts
 from quantizer.observe.batch_pass import Pass
@@ -230,7 +230,7 @@ class Observation:
 
 def _only_zeros(inputs: Any) -> bool:
     """Return whether there are values in the inputs, and all of them are zeros."""
-    tensors = [leaf for leaf in _pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves(inputs) if isinstance(leaf, Tensor)]
     if any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors):
         return False
     filled = [tensor for tensor in tensors if tensor.numel()]

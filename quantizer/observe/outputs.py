@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from quantizer.common.structure import leaves
 from quantizer.errors import SensitivityError
 from quantizer.observe.padding import output_without_padding
 
@@ -20,7 +20,7 @@ in float32."""
 
 def floats(output: Any) -> list[Tensor]:
     """Return the floating-point tensors of an output, in the order of its structure."""
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def is_no_mask(values: Tensor) -> Tensor:

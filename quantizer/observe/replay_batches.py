@@ -6,7 +6,6 @@ many as have enough rows together, within bounds.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable
 from collections.abc import Collection
@@ -23,18 +22,20 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from quantizer.common.distributed import all_gather_bytes
 from quantizer.common.distributed import get_rank
 from quantizer.common.distributed import get_world_size
 from quantizer.common.distributed import is_mine
+from quantizer.common.own_inputs import copied
+from quantizer.common.structure import leaves
+from quantizer.common.structure import mapped
 from quantizer.errors import CalibrationError
 
 if TYPE_CHECKING:
     from quantizer.observe.statistics import Seen
 
-__all__ = ["FEW", "MANY", "Batch", "DealtBatches", "Enough", "Known", "ReplayBatches", "copied", "in_types"]
+__all__ = ["FEW", "MANY", "Batch", "DealtBatches", "Enough", "Known", "ReplayBatches", "in_types"]
 
 
 class Enough(NamedTuple):
@@ -235,7 +236,7 @@ class DealtBatches:
         if get_world_size() == 1:
             return True
         args, keywords = _arguments(batch)
-        for leaf in pytree.tree_leaves((args, keywords)):
+        for leaf in leaves((args, keywords)):
             if not isinstance(leaf, (Tensor, *_PLAIN)):
                 raise CalibrationError(
                     f"batch {self._count} holds a {type(leaf).__name__}, by which ranks cannot tell whether they were "
@@ -275,24 +276,20 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
 
 
-def copied(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Batch:
-    """Return a copy of the inputs: a loader may reuse the tensors, and a model may write into them."""
-    leaves, structure = pytree.tree_flatten((args, dict(keywords)))
-    own = [leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves]
-    batch: Batch = pytree.tree_unflatten(own, structure)
-    return batch
-
-
 def in_types(batch: Batch, types: Mapping[torch.dtype, torch.dtype]) -> Batch:
     """Return a batch with its tensors in other types, where ``types`` has one for theirs."""
     if not types:
         return batch
-    cast: Batch = pytree.tree_map_only(Tensor, lambda value: value.to(types.get(value.dtype, value.dtype)), batch)
-    return cast
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(types.get(leaf.dtype, leaf.dtype)) if isinstance(leaf, Tensor) else leaf
+
+    in_others: Batch = mapped(cast, batch)
+    return in_others
 
 
 def _rows(batch: Batch) -> int:
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     return len(tensors[0]) if tensors else 1
 
 
@@ -322,7 +319,7 @@ def _gathered(kept: Mapping[bytes, Batch]) -> list[dict[bytes, int]]:
 
 def _hash(batch: Any) -> bytes:
     digest = hashlib.blake2b(digest_size=_DIGEST)
-    for leaf in pytree.tree_leaves(batch):
+    for leaf in leaves(batch):
         if isinstance(leaf, Tensor):
             digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
             digest.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

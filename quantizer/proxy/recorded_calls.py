@@ -18,8 +18,8 @@ from typing import Self
 
 from torch import Tensor
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from quantizer.common.structure import leaves
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 
@@ -134,13 +134,14 @@ class RecordedCalls(ABC):
 
 def _plain(tree: Any) -> bool:
     """Return whether a tree holds only plain values and tensors; torch counts no changes of inference tensors."""
-    leaves = pytree.tree_leaves(tree)
-    return all(isinstance(leaf, _PLAIN) and not (isinstance(leaf, Tensor) and leaf.is_inference()) for leaf in leaves)
+    return all(
+        isinstance(leaf, _PLAIN) and not (isinstance(leaf, Tensor) and leaf.is_inference()) for leaf in leaves(tree)
+    )
 
 
 def _versions(tree: Any) -> list[int]:
     """Return how often each tensor was changed in place."""
-    return [leaf._version for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    return [leaf._version for leaf in leaves(tree) if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
 
 def _state(module: nn.Module) -> list[Any]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch import nn
 
+from quantizer.common.structure import leaves
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.observe.padding import output_without_padding
@@ -144,15 +145,15 @@ def _heads(output: Any) -> dict[str, Tensor]:
     if not isinstance(output, Mapping) and isinstance(getattr(output, "logits", None), Tensor):
         return {"logits": output.logits}
     if isinstance(output, Mapping):
-        leaves = [
+        found = [
             (f"{name}.{index}" if index else name, leaf)
             for name, x in output.items()
             if not name.endswith(_ON_THE_WAY)
-            for index, leaf in enumerate(torch.utils._pytree.tree_leaves(x))
+            for index, leaf in enumerate(leaves(x))
         ]
     else:
-        leaves = [(str(index), leaf) for index, leaf in enumerate(torch.utils._pytree.tree_leaves(output))]
-    return {name: leaf for name, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+        found = [(str(index), leaf) for index, leaf in enumerate(leaves(output))]
+    return {name: leaf for name, leaf in found if isinstance(leaf, Tensor) and leaf.is_floating_point()}
 
 
 def _entry(output: Any, name: str) -> Any:

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from quantizer.common.distributed import all_gather_bytes
 from quantizer.common.distributed import all_reduce_sum
 from quantizer.common.distributed import get_world_size
+from quantizer.common.own_inputs import copied
 from quantizer.common.progress import counted
+from quantizer.common.structure import mapped
 from quantizer.errors import SensitivityError
-from quantizer.observe.replay_batches import copied
 from quantizer.proxy.eager_attention import as_recorded
 from quantizer.proxy.generated_classes import called_through
 from quantizer.proxy.local_hook import LocalHook
@@ -196,7 +196,7 @@ class Measurement:
         # Tensors that are made in the user's inference mode have no gradients. Some layers compute otherwise when
         # gradients are recorded: all passes here do as the pass of the result did, whatever the measure records.
         with as_recorded(proxy, torch.is_grad_enabled()), torch.inference_mode(False):
-            args, keywords = pytree.tree_map(_ordinary, (args, keywords))
+            args, keywords = mapped(_ordinary, (args, keywords))
             if _has_hooks_of_others(proxy):
                 # Passes of a measure run no hooks, so the float output to compare with must come from such a pass.
                 with unmoved(proxy), torch.no_grad():

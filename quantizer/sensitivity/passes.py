@@ -13,12 +13,12 @@ from typing import Self
 import torch
 from torch import Tensor
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from quantizer.observe.replay_batches import copied
+from quantizer.common.own_inputs import copied
+from quantizer.common.structure import leaves
 
 __all__ = ["RepeatedCalls", "overwritten", "pass_of"]
 
@@ -75,18 +75,18 @@ class RepeatedCalls:
         return ended
 
     def _call(self, forward: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        if not all(isinstance(value, _PLAIN) for value in pytree.tree_leaves((args, keywords))):
+        if not all(isinstance(value, _PLAIN) for value in leaves((args, keywords))):
             return forward(*args, **keywords)
         first: list[Any] = []
 
         def run(*args: Any, **keywords: Any) -> Any:
             self._repeating = bool(first)
             result = forward(*args, **keywords)
-            leaves = [value.detach() if isinstance(value, Tensor) else value for value in pytree.tree_leaves(result)]
+            found = [value.detach() if isinstance(value, Tensor) else value for value in leaves(result)]
             if first:
-                self.held = self.held and all(map(_same, first, leaves)) and len(first) == len(leaves)
+                self.held = self.held and all(map(_same, first, found)) and len(first) == len(found)
                 self._repeating = False
-            first[:] = leaves
+            first[:] = found
             return result
 
         # Otherwise a repeated call would end before its result is there.

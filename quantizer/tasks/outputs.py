@@ -18,6 +18,7 @@ from safetensors.torch import save
 from quantizer.common.distributed import all_gather_bytes
 from quantizer.common.distributed import get_world_size
 from quantizer.common.distributed import is_mine
+from quantizer.common.structure import fields_of
 from quantizer.errors import TaskError
 
 __all__ = ["dealt", "first_output", "of_all_ranks", "stacked"]
@@ -38,8 +39,9 @@ def first_output(result: object, name: str, place: int = 0) -> torch.Tensor:
         TaskError: there is no tensor or array to take.
     """
     value: object = result
-    if isinstance(result, Mapping):
-        value = result[name] if name in result else next(islice(result.values(), place, None), None)
+    fields = fields_of(result)
+    if fields is not None:
+        value = fields[name] if name in fields else next(islice(fields.values(), place, None), None)
     elif isinstance(result, (tuple, list)):
         value = result[place] if place < len(result) else None
     if isinstance(value, torch.Tensor):

@@ -21,11 +21,11 @@ from quantizer.calibration.replay import SiteCall
 from quantizer.calibration.replay import replay
 from quantizer.common.batches import call
 from quantizer.common.batches import run_batches
+from quantizer.common.own_inputs import copied
 from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
 from quantizer.errors import CalibrationWarning
 from quantizer.observe.replay_batches import Batch
-from quantizer.observe.replay_batches import copied
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import with_fallback
 from quantizer.report.cause_record import Cause

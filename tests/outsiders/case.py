@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from quantizer import Quantizer
+from quantizer.common.structure import leaves
 from quantizer.engines import BuildOptions
 from quantizer.engines import build_engine
 from quantizer.engines import load_engine
@@ -162,7 +163,7 @@ def _floats(output: Any) -> list[Tensor]:
     """Return the floating-point tensors of an output, those of a dataclass too."""
     if hasattr(output, "__dataclass_fields__") and not isinstance(output, Mapping):
         output = {name: getattr(output, name) for name in output.__dataclass_fields__}
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def sqnr(right: Any, found: Any) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections import UserDict
 from collections import namedtuple
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,6 +54,22 @@ class Output(ModelOutput):
     hidden: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A dataclass that cannot be changed and has no dictionary."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+@dataclass
+class Outer:
+    """A dataclass of others."""
+
+    heads: dict[str, Plain]
+    last: list[Fixed]
+
+
 Pair = namedtuple("Pair", ["logits", "hidden"])
 
 
@@ -69,6 +87,11 @@ _RETURNED = {
     "dataclass": Plain,
     "registered_dataclass": Registered,
     "dataclass_with_none": lambda logits, hidden: Optional(logits),
+    "fixed_dataclass": Fixed,
+    "nested_dataclass": lambda logits, hidden: Outer({"head": Plain(logits, hidden)}, [Fixed(hidden, logits * 2)]),
+    "dataclass_in_a_tuple": lambda logits, hidden: (logits, Plain(logits * 2, hidden)),
+    "namespace": lambda logits, hidden: SimpleNamespace(logits=logits, hidden=hidden),
+    "mapping_of_a_library": lambda logits, hidden: UserDict(logits=logits, hidden=hidden),
     "model_output": Output,
     "named_tuple": Pair,
     "tuple": lambda logits, hidden: (logits, hidden),

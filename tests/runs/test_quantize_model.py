@@ -6,6 +6,7 @@ import gc
 import tempfile
 from collections.abc import Callable
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +114,39 @@ def test_a_search_for_causes_that_fails_costs_no_result(monkeypatch: pytest.Monk
     assert "no such &lt;operand&gt;" in result.report(tmp_path / "r.html").read_text()
     again = quantizer.load(result.save(tmp_path / "saved"))
     torch.testing.assert_close(again(_images()[0]), result.engine(_images()[0]))
+
+
+@dataclass
+class Scores:
+    """A dataclass of which torch knows nothing, with a part that is no tensor."""
+
+    logits: Tensor
+    mean: Tensor
+    labels: tuple[str, ...] = ("a", "b")
+
+
+class ReturnsDataclass(Net):
+    def forward(self, image: Tensor) -> Any:
+        made = super().forward(image)
+        return Scores(made, made.mean(-1))
+
+
+def test_a_model_that_returns_a_dataclass(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    result = quantizer.quantize_model(ReturnsDataclass().eval(), _images(), backend=ONNXRUNTIME, preset="fast")
+    image = _images()[0]
+    given, right = result.engine(image), result.model(image)
+    assert isinstance(given, Scores)
+    assert given.labels == ("a", "b")
+    torch.testing.assert_close(given.logits, right.logits, rtol=0.1, atol=0.1)
+    assert [output.output for output in result.record.outputs] == ["logits", "mean"]
+    # A folder holds no class of the user's.
+    loaded = quantizer.load(result.save(tmp_path / "saved"))(image)
+    assert {name: list(value) if name == "labels" else value.shape for name, value in loaded.items()} == {
+        "logits": right.logits.shape,
+        "mean": right.mean.shape,
+        "labels": ["a", "b"],
+    }
 
 
 def test_engines_figures_and_score(made: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -569,3 +570,51 @@ def test_scores_that_a_mask_hides_do_not_change(kind: str, measure: str) -> None
     q.amp(model, measure=measure)(x)
     assert all(0 <= row.error < 1 for row in q.sensitivity)
     assert any(row.error > 0 for row in q.sensitivity)
+
+
+@dataclass
+class Returned:
+    logits: Tensor
+    states: list[Tensor]
+
+
+class ReturnsDataclass(nn.Module):
+    """A model, and blocks in it, that return a dataclass of which torch knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(2)])
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Returned:
+        states = [x]
+        for layer in self.layers:
+            states.append(layer(states[-1]).logits)
+        return Returned(self.head(states[-1]), states[1:])
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Returned:
+        made = torch.relu(self.linear(x))
+        return Returned(made + x, [made])
+
+
+@pytest.mark.parametrize("measure", ["gradient", "local", "output"])
+def test_a_dataclass_is_measured_as_a_mapping_is(measure: str) -> None:
+    class ReturnsMapping(ReturnsDataclass):
+        def forward(self, x: Tensor) -> Any:
+            return vars(super().forward(x))
+
+    errors = []
+    for kind in (ReturnsDataclass, ReturnsMapping):
+        torch.manual_seed(0)
+        model, data = kind().eval(), [torch.randn(8, 16) for _ in range(2)]
+        q = Quantizer(preset="fast", backend="openvino")
+        q.calibrate(model, data, progress=False)
+        errors.append(_errors(q, model, data, measure=measure))
+        assert q.causes(model, data)
+    assert errors[0] == errors[1]

@@ -24,12 +24,12 @@ from torch import nn
 from quantizer.calibration.staged_passes import EndedCalls
 from quantizer.calibration.staged_passes import Reached
 from quantizer.common.autocast import Autocast
+from quantizer.common.own_inputs import copied
 from quantizer.observe.outputs import floats
 from quantizer.observe.outputs import is_no_mask
 from quantizer.observe.padding import output_without_padding
 from quantizer.observe.padding import padding_mask
 from quantizer.observe.replay_batches import Batch
-from quantizer.observe.replay_batches import copied
 from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import Site
 

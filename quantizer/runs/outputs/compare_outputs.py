@@ -24,9 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from quantizer.common.decoder_cache import PRESENT
+from quantizer.common.structure import fields_of
+from quantizer.common.structure import leaves
 from quantizer.engines import Engine
 from quantizer.errors import EngineError
 from quantizer.report.output_record import ALIKE_DB
@@ -255,9 +256,10 @@ def _names_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
     """Return names for the outputs of a model without an engine: its own, or their places."""
     with torch.no_grad():
         result = model(**batch)
-    if isinstance(result, Mapping):
-        return tuple(str(name) for name, value in result.items() if isinstance(value, torch.Tensor))
-    return tuple(f"output_{place}" for place in range(len(tree_leaves(result))))
+    fields = fields_of(result)
+    if fields is not None:
+        return tuple(name for name, value in fields.items() if isinstance(value, torch.Tensor))
+    return tuple(f"output_{place}" for place in range(len(leaves(result))))
 
 
 def _to_float(check: OutputCheck, bound: Tolerance) -> str:
@@ -321,12 +323,13 @@ def _by_name(result: Any, names: Sequence[str]) -> Outputs:
     """Return the outputs as float32 arrays; outputs without names get those of the graph, in its order."""
     if isinstance(result, torch.Tensor):
         result = (result,)
-    if isinstance(result, Mapping) and any(name in result for name in names):
-        values: Mapping[str, Any] = result
+    fields = fields_of(result)
+    if fields is not None and any(name in fields for name in names):
+        values: Mapping[str, Any] = fields
     else:
         # The exporter names the tensors of what lies in each other in this order.
-        leaves = tree_leaves(list(result.values() if isinstance(result, Mapping) else result))
-        values = dict(zip(names, [leaf for leaf in leaves if hasattr(leaf, "shape")], strict=False))
+        found = leaves(result if fields is None else list(fields.values()))
+        values = dict(zip(names, [leaf for leaf in found if hasattr(leaf, "shape")], strict=False))
     return {name: _array(values[name]) for name in names if name in values}
 
 

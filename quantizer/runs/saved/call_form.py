@@ -1,13 +1,13 @@
 """``CallForm``: the arguments and the output of a model, so that an engine is called as the model is, also when loaded.
 
-The file holds names and plain values alone. An output of transformers becomes a mapping, a named tuple a tuple.
+The file holds names and plain values alone. An output of transformers, a dataclass or a class of
+attrs becomes a mapping, a named tuple a tuple.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.common.plain_values import json_values
+from quantizer.common.structure import fields_of
 from quantizer.errors import QuantizerError
 from quantizer.report.json_file import write_text_atomic
 
@@ -114,8 +115,9 @@ def _described(value: Any) -> Any:
         return "tensor"
     if isinstance(value, tuple | list):
         return {"tuple" if isinstance(value, tuple) else "list": [_described(part) for part in value]}
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {"mapping": {key: _described(part) for key, part in value.items()}}
+    fields = fields_of(value)
+    if fields is not None:
+        return {"mapping": {key: _described(part) for key, part in fields.items()}}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
     raise TypeError(f"a {type(value).__name__} is no plain value")

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import nn
-from torch.utils._pytree import tree_flatten
-from torch.utils._pytree import tree_unflatten
 
+from quantizer.common.structure import flattened
 from quantizer.engines import Engine
 from quantizer.errors import EngineError
 from quantizer.runs.run_context import engine_inputs
@@ -26,7 +25,8 @@ class EngineModule(nn.Module):
 
     Args:
         engine: the engine.
-        call: how the float model is called, and what it returns: tensors in tuples, lists, mappings or model outputs.
+        call: how the float model is called, and what it returns: tensors in tuples, lists, mappings, dataclasses or
+            model outputs.
 
     Raises:
         EngineError: the engine has not as many outputs as the model returns tensors.
@@ -37,14 +37,14 @@ class EngineModule(nn.Module):
         self.engine = engine
         self._call_form = call
         # The exporter writes the tensors of an output in this order.
-        self._leaves, self._tree = tree_flatten(call.output)
-        tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        found, self._rebuilt = flattened(call.output)
+        tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
         if len(tensors) != len(engine.output_names):
             raise EngineError(
                 f"{call.model} returns a {type(call.output).__name__} with {len(tensors)} tensors, and the engine has "
-                f"{len(engine.output_names)} outputs; expected tensors, alone or in tuples, lists or mappings"
+                f"{len(engine.output_names)} outputs; expected tensors, alone or in tuples, lists, mappings, dataclasses"
             )
-        self._leaves = [None if isinstance(leaf, Tensor) else _Kept(leaf) for leaf in self._leaves]
+        self._leaves = [None if isinstance(leaf, Tensor) else _Kept(leaf) for leaf in found]
         self.eval()
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
@@ -56,7 +56,7 @@ class EngineModule(nn.Module):
         batch = by_name("the input", self._call_form.model, self._call_form.signature, args, keywords, EngineError)
         given = self.engine(engine_inputs(self.engine, batch))
         values = iter([torch.as_tensor(given[name]) for name in self.engine.output_names])
-        return tree_unflatten([next(values) if leaf is None else leaf.value for leaf in self._leaves], self._tree)
+        return self._rebuilt([next(values) if leaf is None else leaf.value for leaf in self._leaves])
 
     def extra_repr(self) -> str:
         """Return what the engine is."""
