@@ -42,7 +42,7 @@ class EngineModule(nn.Module):
         if len(tensors) != len(engine.output_names):
             raise EngineError(
                 f"{call.model} returns a {type(call.output).__name__} with {len(tensors)} tensors, and the engine has "
-                f"{len(engine.output_names)} outputs; expected tensors, alone or in tuples, lists, mappings, dataclasses"
+                f"{len(engine.output_names)} outputs; expected tensors, alone or in a structure"
             )
         self._leaves = [None if isinstance(leaf, Tensor) else _Kept(leaf) for leaf in found]
         self.eval()

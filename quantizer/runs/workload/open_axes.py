@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from quantizer.common.data.doubts import warn_user
 from quantizer.common.data.sizes import BATCH
 from quantizer.common.data.sizes import DataSizes
+from quantizer.common.structure import leaves
 from quantizer.engines.dimensions import input_dimensions
 from quantizer.runs.ranks.first_rank import from_first_rank
 from quantizer.runs.run_context import RunContext
@@ -74,9 +74,9 @@ def rows_are_apart(model: nn.Module, batch: Batch, sizes: DataSizes) -> bool:
     part = sizes.resized(batch, {BATCH: rows // 2})
     with torch.no_grad():
         # A forward may write into its inputs.
-        whole = tree_leaves(model(**{name: value.clone() for name, value in batch.items()}))
+        whole = leaves(model(**{name: value.clone() for name, value in batch.items()}))
         try:
-            some = tree_leaves(model(**{name: value.clone() for name, value in part.items()}))
+            some = leaves(model(**{name: value.clone() for name, value in part.items()}))
         except (IndexError, RuntimeError, ValueError, TypeError, AssertionError):
             return False
     pairs = [(one, other) for one, other in zip(whole, some, strict=False) if isinstance(one, Tensor)]
