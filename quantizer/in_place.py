@@ -21,6 +21,7 @@ from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.observation import Observation
 from quantizer.plan.apply import apply_plan
 from quantizer.plan.apply import switch_on
+from quantizer.plan.apply import with_passes
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import instrument
 from quantizer.proxy.build import is_proxy
@@ -107,6 +108,7 @@ class QATCalibrate:
         # All plans are made before any model changes: if one fails, no model rounds.
         decided = [_decided(*entry) for entry in calibrating]
         for proxy, plan, _ in decided:
+            with_passes(proxy.module, plan)
             apply_plan(proxy.module, plan)
         for proxy, plan, products in decided:
             switch_on(proxy.module, plan)

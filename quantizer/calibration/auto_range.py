@@ -23,6 +23,7 @@ from quantizer.calibrators import estimates
 from quantizer.common.distributed import all_reduce_sum
 from quantizer.common.distributed import exact_sums
 from quantizer.numerics.qtype import QType
+from quantizer.observe.range_group import OperandRecord
 from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.replay_batches import Batch
 from quantizer.plan.apply import apply_factor
@@ -42,6 +43,7 @@ class Trial:
     Attributes:
         site: the site of the operand.
         operand: the operand's name.
+        seen: the record of the operand.
         group: the operands that share its range.
         dtype: the format in which candidates are tried.
         scale: a function that gives the scale of an amax in the target's float type.
@@ -50,10 +52,15 @@ class Trial:
 
     site: Site
     operand: str
+    seen: OperandRecord
     group: RangeGroup
     dtype: QType
     scale: Callable[[Tensor], Tensor]
     planned: tuple[OperandPlan, ...]
+
+    def of_call(self, number: int | None) -> RangeGroup:
+        """Return the range of a call by its number in the pass."""
+        return self.group.of_tensor(self.seen.tensor_of(number))
 
 
 def choose_ranges(proxy: nn.Module, trials: Iterable[Trial], batches: Iterable[Batch]) -> None:
@@ -70,8 +77,9 @@ def choose_ranges(proxy: nn.Module, trials: Iterable[Trial], batches: Iterable[B
     errors: dict[RangeGroup, dict[tuple[float, str], list[float]]] = {}
     for trial in trials:
         by_site[trial.site.path].append(trial)
-        if trial.group not in errors:
-            errors[trial.group] = {candidate: [] for candidate in _candidates(trial)}
+        for group in trial.group.ranges:
+            if group not in errors:
+                errors[group] = {candidate: [] for candidate in _candidates(group, trial.dtype)}
 
     def visit(call: SiteCall) -> None:
         if call.expected is None:
@@ -79,9 +87,12 @@ def choose_ranges(proxy: nn.Module, trials: Iterable[Trial], batches: Iterable[B
         for trial in by_site[call.site.path]:
             with _migrated(trial):
                 quantizer = trial.site.quantizer_of(trial.operand)
-                for amax, name in errors[trial.group]:
-                    quantizer.set_scale(trial.scale(torch.tensor(amax, dtype=torch.float32)), trial.dtype.name, None)
-                    errors[trial.group][amax, name].append(call.error())
+                # Any other call has the range of all of them.
+                for group in {trial.group, trial.of_call(call.number)}:
+                    for amax, name in errors[group]:
+                        scale = trial.scale(torch.tensor(amax, dtype=torch.float32))
+                        quantizer.set_scale(scale, trial.dtype.name, None)
+                        errors[group][amax, name].append(call.error())
 
     replay(proxy, [trials[0].site for trials in by_site.values()], batches, visit, "choosing ranges")
     totals = iter(exact_sums([calls for of_group in errors.values() for calls in of_group.values()]))
@@ -107,10 +118,10 @@ def _migrated(trial: Trial) -> Iterator[None]:
             quantizer.reset()
 
 
-def _candidates(trial: Trial) -> list[tuple[float, str]]:
+def _candidates(group: RangeGroup, dtype: QType) -> list[tuple[float, str]]:
     found: dict[float, str] = {}
-    for name, amax in estimates(trial.group.calibrator, trial.dtype):
+    for name, amax in estimates(group.calibrator, dtype):
         found.setdefault(amax, name)
     for share in _SHARES:
-        found.setdefault(trial.group.calibrator.largest * share, f"{share:.2f} of max")
+        found.setdefault(group.calibrator.largest * share, f"{share:.2f} of max")
     return list(found.items())

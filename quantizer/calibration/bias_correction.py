@@ -11,6 +11,8 @@ huge values, such as the first tokens of a transformer, have errors as huge, and
 The sites are corrected in the order in which the model calls them: each call is compared with the same call of a float
 pass, and its result goes on corrected. Corrected all at once, from the errors of one quantized pass, a site would take
 away again what the correction of the sites before it already took away.
+
+Calls with ranges of their own have a shift each, as their errors are as different as their ranges.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import SitePlan
 from quantizer.plan.site_plan import summary
+from quantizer.proxy.call_numbers import current_call
 from quantizer.proxy.site import Site
 
 __all__ = ["corrected"]
@@ -153,7 +156,7 @@ def _weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
 
 
 _Errors = Mapping[str, _Sum | None]
-"""The sums by site; None: a call has no bias and cannot be given one."""
+"""The sums by site, and call where calls are told apart, see ``_key``; None: it has no bias and cannot be given one."""
 
 
 def _measured(proxy: Proxied, plan: Plan, kept: ReplayBatches, dtype: torch.dtype) -> BiasShifts:
@@ -169,16 +172,28 @@ def _measured(proxy: Proxied, plan: Plan, kept: ReplayBatches, dtype: torch.dtyp
     errors: _Errors = {}
     for turn in kept.in_turns():
         if ready is None and (batch := next(mine, None)) is not None:
-            ready = _Comparison(proxy, sites, batch, dtype)
+            ready = _Comparison(proxy, sites, batch, dtype, {site: plan[site.path].calls_apart for site in sites})
         if turn is None:
             errors = _told(None)
         else:
             assert ready is not None
             errors, ready = _told(ready.run(plan, errors)), None
     notes = {path: _NO_BIAS for path, entry in plan.items() if entry.quantized and entry.kind != "embedding"}
-    notes |= {site.path: _UNREACHED for site in sites if site.path not in errors}
-    shifts = {path: error.mean(dtype) for path, error in errors.items() if error is not None}
+    shifts: dict[str, Tensor] = {}
+    for site in sites:
+        calls = plan[site.path].calls_apart
+        sums = [errors.get(_key(site.path, call, calls)) for call in range(max(calls, 1))]
+        means = [error.mean(dtype) for error in sums if error is not None]
+        if len(means) == len(sums):
+            shifts[site.path] = torch.stack(means) if calls else means[0]
+        elif _key(site.path, 0, calls) not in errors:
+            notes[site.path] = _UNREACHED
     return BiasShifts(shifts=shifts, notes=notes | dict.fromkeys(shifts, _DONE))
+
+
+def _key(path: str, call: int | None, calls: int) -> str:
+    """Return the key of a call's errors; ``calls`` is the number of those that are told apart, 0 for none."""
+    return path if not calls else f"{path} call {call if call is not None and call < calls else 'beyond'}"
 
 
 def _may_hold_a_shift(site: Site, entry: SitePlan) -> bool:
@@ -196,10 +211,13 @@ class _Comparison:
         sites: the sites that may hold a shift.
         batch: its inputs.
         dtype: the float type of biases on the target.
+        calls: how many calls of each site are told apart.
     """
 
-    def __init__(self, proxy: Proxied, sites: Sequence[Site], batch: Batch, dtype: torch.dtype) -> None:
-        self._proxy, self._sites, self._batch, self._dtype = proxy, sites, batch, dtype
+    def __init__(
+        self, proxy: Proxied, sites: Sequence[Site], batch: Batch, dtype: torch.dtype, calls: Mapping[Site, int]
+    ) -> None:
+        self._proxy, self._sites, self._batch, self._dtype, self._calls = proxy, sites, batch, dtype, calls
         self._mask = padding_mask(batch[1], batch[0])
         self._expected: dict[str, deque[_Expected]] = defaultdict(deque)
         self._unfit: dict[str, _Sum | None] = {}
@@ -217,15 +235,16 @@ class _Comparison:
         result = function(*args, **keywords)
         bias = site.bias_of(args, keywords)
         channels = (result.shape[site.operation.channels],)
+        key = self._key(site)
         fits = site.holds_shift if bias is None else isinstance(bias, Tensor) and bias.shape == channels
         if fits and keywords.get("beta", 1) == 1:
-            self._expected[site.path].append(_Expected.of(self._rows(site, result)))
+            self._expected[key].append(_Expected.of(self._rows(site, result)))
         else:
-            self._unfit[site.path] = None
+            self._unfit[key] = None
         return result
 
     def _corrected(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
-        result, path = site.rounded(function, args, keywords), site.path
+        result, path = site.rounded(function, args, keywords), self._key(site)
         if path in self._errors and self._errors[path] is None:
             return result
         # With other values a model may call a site less or more often, or with other rows: those calls tell nothing.
@@ -241,6 +260,9 @@ class _Comparison:
             return result
         shift = known.mean(self._dtype).to(result)
         return result + shift.reshape([-1] + [1] * (-1 - site.operation.channels))
+
+    def _key(self, site: Site) -> str:
+        return _key(site.path, current_call(site.path), self._calls[site])
 
     def _rows(self, site: Site, result: Tensor) -> Tensor:
         """Return a result as rows [R, C] without padding."""

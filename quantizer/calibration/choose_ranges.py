@@ -193,6 +193,7 @@ def _trials(proxy: Proxied, plan: Plan, observation: Seen, settings: PlanSetting
                 yield Trial(
                     site=site,
                     operand=operand.name,
+                    seen=seen,
                     group=group,
                     dtype=dtype,
                     scale=partial(scale_of, dtype=dtype, scale_dtype=settings.scale_dtype),

@@ -27,6 +27,7 @@ from quantizer.plan.apply import apply_plan
 from quantizer.plan.apply import switch_on
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import plan_digest
+from quantizer.proxy.call_numbers import numbered
 from quantizer.proxy.eager_attention import attention_of
 from quantizer.proxy.restored_state import unmoved
 
@@ -133,7 +134,7 @@ def _output(proxy: nn.Module, batch: Batch) -> Tensor:
 def _raw_output(proxy: nn.Module, batch: Batch) -> Any:
     args, keywords = copied(*batch)
     # forward() instead of a call: the hooks of the proxy are for calibration.
-    with unmoved(proxy):
+    with unmoved(proxy), numbered(proxy):
         return proxy.forward(*args, **keywords)
 
 

@@ -180,7 +180,8 @@ def _formats(plan: Plan, observation: Seen) -> dict[RangeGroup, str]:
         for operand in entry.operands:
             group = observation.records[path].operands[operand.name].range
             if group is not None and operand.scale is not None:
-                found.setdefault(group, judged_as(qtype(operand.dtype)).name)
+                for each in group.ranges:
+                    found.setdefault(each, judged_as(qtype(operand.dtype)).name)
     return found
 
 

@@ -21,6 +21,8 @@ from quantizer.common.progress import counted
 from quantizer.observe.padding import padding_mask
 from quantizer.observe.padding import without_padding
 from quantizer.observe.replay_batches import Batch
+from quantizer.proxy.call_numbers import current_call
+from quantizer.proxy.call_numbers import numbered
 from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import CallOverride
 from quantizer.proxy.site import Site
@@ -42,6 +44,7 @@ class SiteCall:
 
     Attributes:
         site: the site that is called.
+        number: which of the site's calls in its pass this is, from 0.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class SiteCall:
         self.site = site
         self._function = function
         self._all = (args, keywords, mask)
+        self.number = current_call(site.path)
 
     def operand(self, name: str) -> Any:
         """Return the operand before rounding, without padding."""
@@ -124,7 +128,7 @@ def run_judged(proxy: nn.Module, sites: Collection[Site], batch: Batch, judge: C
             # An active site asks no judge.
             site.active, site.judge = False, judge
         # forward() instead of a call: the hooks of the proxy are for calibration.
-        with unmoved(proxy):
+        with unmoved(proxy), numbered(proxy):
             proxy.forward(*batch[0], **batch[1])
     finally:
         for site, was in active.items():

@@ -32,7 +32,6 @@ from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.replay import SiteCall
 from quantizer.calibration.replay import replay
 from quantizer.calibrators import Calibrator
-from quantizer.observe.range_group import ChannelRange
 from quantizer.observe.range_group import Migration
 from quantizer.observe.range_group import OperandRecord
 from quantizer.observe.range_group import RangeGroup
@@ -99,7 +98,7 @@ class _Readers:
         sites: the names of the linears.
         operands: the name of the activation in each, ``SITE.OPERAND``.
         records: the record of the activation in each.
-        channels: the range of each channel of the activation.
+        group: the range of the activation, with that of each channel.
         weight: max|W_j| over all their weights, [K].
         ranges: the range of x / s by alpha.
     """
@@ -107,7 +106,7 @@ class _Readers:
     sites: list[str]
     operands: list[str]
     records: list[OperandRecord]
-    channels: ChannelRange
+    group: RangeGroup
     weight: Tensor
     ranges: dict[float, RangeGroup] = field(default_factory=dict)
 
@@ -153,9 +152,10 @@ class Smoothing:
         found = list(_readers(plan, observation))
         for readers in found:
             for alpha in shares:
-                factors = migration_factors(readers.channels.magnitude, readers.weight, alpha, scale_dtype)
+                assert readers.group.channels is not None
+                factors = migration_factors(readers.group.channels.magnitude, readers.weight, alpha, scale_dtype)
                 migration = Migration(alpha=alpha, factors=factors)
-                readers.ranges[alpha] = RangeGroup(calibrator=make(), operands=readers.operands, migration=migration)
+                readers.ranges[alpha] = readers.group.migrated(migration, readers.operands, make)
         _estimate(proxy, found, observation)
         self._readers = []
         for readers in found:
@@ -206,7 +206,7 @@ def _readers(plan: Plan, observation: Seen) -> Iterator[_Readers]:
             sites=[path for path, _, _ in linears],
             operands=[f"{path}.{name}" for path, name, _ in linears],
             records=[record for _, _, record in linears],
-            channels=group.channels,
+            group=group,
             weight=torch.stack([_magnitude(weight) for weight in weights]).amax(0),
         )
 
@@ -235,18 +235,21 @@ def _estimate(proxy: Proxied, found: Sequence[_Readers], observation: Seen) -> N
 
     def visit(call: SiteCall) -> None:
         readers = by_site[call.site.path]
-        x = call.operand(readers.operands[readers.sites.index(call.site.path)].rpartition(".")[2])
+        place = readers.sites.index(call.site.path)
+        x = call.operand(readers.operands[place].rpartition(".")[2])
         if isinstance(x, Tensor):
             for group in readers.ranges.values():
-                group.calibrator.observe(x / _factors(group).to(x.device))
+                group.observe(x / _factors(group).to(x.device), readers.records[place].tensor_of(call.number))
 
     assert observation.kept is not None
     sites = [site for site in proxy.sites if site.path in by_site]
     replay(proxy.module, sites, observation.kept.few(), visit, "smoothing")
-    add_over_ranks([group.calibrator for readers in found for group in readers.ranges.values()])
-    for readers in found:
-        for group in readers.ranges.values():
-            low, high = readers.channels.low / _factors(group), readers.channels.high / _factors(group)
+    every = [(readers.group, group) for readers in found for group in readers.ranges.values()]
+    pairs = [pair for seen, group in every for pair in zip((seen, *seen.parts), (group, *group.parts), strict=True)]
+    add_over_ranks([group.calibrator for _, group in pairs])
+    for seen, group in pairs:
+        if seen.channels is not None and group.calibrator.count:
+            low, high = seen.channels.low / _factors(group), seen.channels.high / _factors(group)
             group.calibrator.widen(float(low.min()), float(high.max()))
 
 

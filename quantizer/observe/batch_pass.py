@@ -68,6 +68,7 @@ class Watched:
         refused: sites (and operands) that rules exclude, with the rule; they are counted, not observed.
         off: kinds of site that are counted, not observed; the kind of a site depends on its operands.
         channels: kinds of site for whose inputs the range of each channel is kept.
+        together: sites whose calls share one range, however their ranges differ.
         explanations: the reasons why products are outside of sites.
         measured: the magnitudes of parameters.
         finite: checks that parameters are finite.
@@ -77,6 +78,7 @@ class Watched:
     refused: Mapping[str, str]
     off: Collection[str]
     channels: Collection[str]
+    together: Collection[str]
     explanations: Explanations
     measured: ParameterMagnitudes = field(default_factory=ParameterMagnitudes)
     finite: FiniteParameters = field(default_factory=FiniteParameters)
@@ -108,6 +110,7 @@ class Pass:
         self._mask: Tensor | None = None
         # A model may run parts of itself in its own threads.
         self._lock = threading.RLock()
+        self._ident = threading.get_ident()
 
     def begin(self, proxy: nn.Module, inputs: Sequence[Any], mask: Tensor | None) -> None:
         """Start to track the model's operations; ``mask`` [B, S] is True for real tokens (None: all are real).
@@ -202,13 +205,13 @@ class Pass:
             if weight is not None:
                 seen.weight = weight
             elif f"{site.path}.{operand.name}" not in self._watched.refused:
-                self._observe(site, operand.name, value, seen)
+                tensor = self._observe(site, operand.name, value, seen, record.calls - 1)
                 if record.kind in self._watched.channels:
                     assert seen.group is not None
                     if record.kind == "conv":
                         seen.add_layer_before(origin.name if origin is not None and origin.channelwise else "")
                     axis = -1 if record.kind == "linear" else 1 - max(tensor.dim() for tensor in values)
-                    seen.group.add_channels(ChannelRange.of(self._real(site, value), axis))
+                    seen.group.add_channels(ChannelRange.of(self._real(site, value), axis), tensor)
         if record.kind == "residual_add":
             origins = [self._provenance.origin(value) for value in values]
             direct = [origin is not None and origin.direct for origin in origins]
@@ -259,26 +262,53 @@ class Pass:
             if seen.weight is not None:
                 seen.axis, seen.inner = size.axis, size.inner
 
-    def _observe(self, site: Site, operand: str, value: Tensor, record: OperandRecord) -> None:
+    def _observe(self, site: Site, operand: str, value: Tensor, record: OperandRecord, call: int) -> int:
+        """Observe an operand in a call, by its number in the pass; return the number of the tensor in its group."""
         name = f"{site.path}.{operand}"
         version = self._provenance.version(value)
         known = self._groups.get(value)
         residual = site.operation.kind == "residual_add"
         if known is not None and known[0] == version:
-            self._join(record, known[1], name)
+            group: RangeGroup = known[1]
+            tensor: int = known[2]
+            self._join(record, group, name)
+            self._keep_together(site, group)
+            self._note(record, group, call, tensor)
             if residual:
-                known[1].calibrator.start_histogram(self._real(site, value))
-            return
-        if record.group is None:
-            record.group = RangeGroup(calibrator=self._watched.make(residual), operands=[name])
+                for each in (group, *group.parts[tensor : tensor + 1]):
+                    each.calibrator.start_histogram(self._real(site, value))
+            return tensor
+        histogram = residual if record.group is None else record.group.calibrator.histogram is not None
+        calibrator = self._watched.make(histogram)
+        tensor = 0
         try:
             real = self._real(site, value)
-            record.group.calibrator.observe(real)
+            calibrator.observe(real)
+            if record.group is None:
+                record.group = RangeGroup(calibrator=calibrator, operands=[name])
+            else:
+                tensor = record.group.add_tensor(calibrator)
+            self._keep_together(site, record.group)
             if real is value:
                 self._magnitudes.at_most(value, record.group.calibrator.largest)
         except CalibrationError as error:
             raise CalibrationError(f"batch {self.number} of the calibration data: {name}: {error}") from error
-        self._groups[value] = (version, record.group)
+        self._note(record, record.group, call, tensor)
+        self._groups[value] = (version, record.group, tensor)
+        return tensor
+
+    @staticmethod
+    def _note(record: OperandRecord, group: RangeGroup, call: int, tensor: int) -> None:
+        # A loop may have many calls, whose tensors need not be known if they share a range.
+        if group.together is None:
+            record.read(call, tensor)
+
+    def _keep_together(self, site: Site, group: RangeGroup) -> None:
+        """Keep the calls of a site together that later passes cannot tell apart."""
+        if site.path in self._watched.together:
+            group.keep_together("")
+        if threading.get_ident() != self._ident:
+            group.keep_together("a thread that the model starts makes some")
 
     def _real(self, site: Site, value: Tensor) -> Tensor:
         """Return the operand without padding."""
@@ -286,11 +316,11 @@ class Pass:
 
     def _join(self, record: OperandRecord, group: RangeGroup, name: str) -> None:
         former = record.group
-        self.seen.join(record, group, name)
+        moved = self.seen.join(record, group, name)
         if former is not None and former is not group:
-            for tensor, (version, owner) in list(self._groups.items()):
+            for tensor, (version, owner, number) in list(self._groups.items()):
                 if owner is former:
-                    self._groups[tensor] = (version, group)
+                    self._groups[tensor] = (version, group, number + moved)
 
     def _record(self, site: Site) -> SiteStatistics:
         return self.seen.records.setdefault(site.path, SiteStatistics())

@@ -32,6 +32,7 @@ from quantizer.observe.padding import read_mask
 from quantizer.observe.replay_batches import Enough
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.observe.statistics import Seen
+from quantizer.operations.gemm_shape import recurrent
 from quantizer.proxy.build import UnrewrittenSource
 from quantizer.proxy.generated_classes import called_through
 from quantizer.proxy.local_hook import LocalHook
@@ -74,10 +75,16 @@ class Observation:
             all_experts: run each mixture with all of its experts, and not only with those that its router chose.
         """
         self._all_experts = all_experts
+        sites = list(sites)
         self.seen = Seen.of_sites((site.path for site in sites), None if keep is None else ReplayBatches(enough=keep))
         self.make = make
         self._watched = Watched(
-            make=make, refused=refused, off=off, channels=channels, explanations=Explanations(skipped)
+            make=make,
+            refused=refused,
+            off=off,
+            channels=channels,
+            together=_together(sites, all_experts),
+            explanations=Explanations(skipped),
         )
         self._thread = threading.local()
         self._running: list[Pass] = []
@@ -226,6 +233,17 @@ class Observation:
                 "batch it is part cannot be told; calibrate from one thread"
             ) from None
         return only
+
+
+def _together(sites: Iterable[Site], all_experts: bool) -> set[str]:
+    """Return the sites whose calls share one range: the steps of a recurrent layer, and mixtures that run again."""
+    mixtures = {site.host_path for site in sites if all_experts and site.operation.grouped is not None}
+    return {
+        site.path
+        for site in sites
+        if site.operation.geometry is recurrent
+        or any(site.path == path or site.path.startswith(f"{path}.") for path in mixtures)
+    }
 
 
 def _only_zeros(inputs: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import replace
@@ -12,7 +13,16 @@ from torch import Tensor
 from quantizer.calibrators import Calibrator
 from quantizer.proxy.weight import Weight
 
-__all__ = ["ChannelRange", "Migration", "OperandRecord", "RangeGroup", "RoundedWeight"]
+__all__ = ["MOST_CALLS", "ChannelRange", "Migration", "OperandRecord", "RangeGroup", "RoundedWeight"]
+
+MOST_CALLS = 32
+"""The most tensors of a pass whose ranges are kept apart, so that a long loop takes bounded memory."""
+
+_APART = 2.0
+"""How many times as large as the smallest range of a call the largest is where calls are told apart: with the range of
+all of them, the call with the smallest loses one bit (6 dB). Below that they share one range, and a file one scale."""
+
+_NUMBER_VARIES = "their number differs between batches"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +86,20 @@ class Migration:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RangeGroup:
-    """Operands that read the same tensor, and share one calibrator.
+    """Operands that read the same tensors, and share one calibrator.
+
+    A site that a pass calls several times reads a tensor in each call. Tensor n of a pass is the n-th that the group
+    observes in it, whichever operand reads it first.
 
     Attributes:
-        calibrator: of the tensor, divided by the factors of ``migration``.
+        calibrator: of all tensors, divided by the factors of ``migration``.
         operands: their names, as ``SITE.OPERAND``.
         chosen: an amax that replaces the calibrator's own, and the name of its estimate (None: the calibrator's own).
         channels: the ranges of channels, for a migration (None: not kept, or ``channels_vary``).
         channels_vary: whether the number of channels differs between calls.
         migration: the migration of outliers that divides the tensor (None: there is none).
+        parts: the range of each tensor of a pass by itself (empty: there is one, or ``together``).
+        together: why the tensors of a pass cannot be told apart; empty if that needs no words (None: they can).
     """
 
     calibrator: Calibrator
@@ -93,15 +108,86 @@ class RangeGroup:
     channels: ChannelRange | None = None
     channels_vary: bool = False
     migration: Migration | None = None
+    parts: list[RangeGroup] = field(default_factory=list)
+    together: str | None = None
 
-    def add_channels(self, seen: ChannelRange) -> None:
-        """Add the channel ranges of more values."""
+    @property
+    def told_apart(self) -> bool:
+        """True if the tensors of a pass have ranges of their own, as these differ; tensors of zeros do not count."""
+        largest = [part.calibrator.largest for part in self.parts if part.calibrator.largest > 0]
+        return bool(largest) and max(largest) >= _APART * min(largest)
+
+    @property
+    def ranges(self) -> list[RangeGroup]:
+        """The ranges that are used: that of all tensors, and those of single ones where they are told apart."""
+        return [self, *self.parts] if self.told_apart else [self]
+
+    def of_tensor(self, number: int) -> RangeGroup:
+        """Return the range of a tensor by its number in the pass, if the tensors are told apart; else that of all."""
+        return self.parts[number] if self.told_apart and 0 <= number < len(self.parts) else self
+
+    def migrated(self, migration: Migration, operands: list[str], make: Callable[[], Calibrator]) -> RangeGroup:
+        """Return a range without values for the tensors divided by factors, of those of ``operands`` that read them."""
+        parts = [RangeGroup(calibrator=make(), migration=migration) for _ in self.parts]
+        return RangeGroup(calibrator=make(), operands=operands, migration=migration, parts=parts)
+
+    def observe(self, x: Tensor, tensor: int) -> None:
+        """Add the values of a tensor of the pass, divided by the factors already."""
+        for each in (self, *(self.parts[tensor : tensor + 1] if tensor >= 0 else ())):
+            each.calibrator.observe(x)
+
+    def keep_together(self, why: str) -> None:
+        """Give up to tell the tensors of a pass apart."""
+        self.together, self.parts = self.together or why, []
+
+    def add_tensor(self, calibrator: Calibrator) -> int:
+        """Add one more tensor of the pass, of which ``calibrator`` is; return its number."""
+        if self.together is None:
+            self.parts = [*self._single(), RangeGroup(calibrator=calibrator)]
+            self._bound()
+        self.calibrator.merge(calibrator)
+        return max(len(self.parts) - 1, 0)
+
+    def append(self, other: RangeGroup) -> int:
+        """Add the tensors of another group after those of this one; return the number of the first of them."""
+        first = max(len(self.parts), 1)
+        together = self.together if self.together is not None else other.together
+        if together is None:
+            self.parts = [*self._single(), *other._single()]
+            self._bound()
+        else:
+            self.keep_together(together)
+        self._add_values(other)
+        return first
+
+    def _single(self) -> list[RangeGroup]:
+        """Return the range of each tensor by itself."""
+        alone = replace(self, calibrator=self.calibrator.copy(), operands=[], parts=[])
+        return self.parts or [alone]
+
+    def _bound(self) -> None:
+        if len(self.parts) > MOST_CALLS:
+            self.keep_together(f"there are more than {MOST_CALLS} in a pass")
+
+    def add_channels(self, seen: ChannelRange, tensor: int | None = None) -> None:
+        """Add the channel ranges of more values, which are those of a tensor of the pass (None: of any)."""
+        if tensor is not None and tensor < len(self.parts):
+            self.parts[tensor].add_channels(seen)
         if not self.channels_vary:
             self.channels = seen if self.channels is None else self.channels.joined(seen)
             self.channels_vary = self.channels is None
 
     def add(self, other: RangeGroup) -> None:
-        """Add the values of another group, but not its operands."""
+        """Add the values of the same tensors of another pass, but not the operands of the other group."""
+        if self.together is not None or other.together is not None:
+            self.keep_together(other.together or self.together or "")
+        elif len(self.parts) != len(other.parts):
+            self.keep_together(_NUMBER_VARIES)
+        for mine, theirs in zip(self.parts, other.parts, strict=False):
+            mine.add(theirs)
+        self._add_values(other)
+
+    def _add_values(self, other: RangeGroup) -> None:
         self.calibrator.merge(other.calibrator)
         if other.channels is not None:
             self.add_channels(other.channels)
@@ -111,7 +197,8 @@ class RangeGroup:
 
     def copy(self) -> RangeGroup:
         """Return a copy; adding to it does not change the original."""
-        return replace(self, calibrator=self.calibrator.copy(), operands=list(self.operands))
+        parts = [part.copy() for part in self.parts]
+        return replace(self, calibrator=self.calibrator.copy(), operands=list(self.operands), parts=parts)
 
     def amax(self, dtype: str) -> float:
         """Return the magnitude that maps to the largest code of a format."""
@@ -150,6 +237,8 @@ class OperandRecord:
         layer_before: the convolution that made the operand, only operations on single channels in between (empty: none
             did, or not in every call; None: no call yet).
         spread: float32 [C], the factors of a weight's output channels that share one scale (None: they are 1).
+        tensors: the tensor of its group that each call of a pass reads, -1 for a call that was not observed (None: no
+            call yet; empty: not the same in all passes).
     """
 
     weight: Weight | None = None
@@ -163,6 +252,12 @@ class OperandRecord:
     rounded: RoundedWeight | None = None
     layer_before: str | None = None
     spread: Tensor | None = None
+    tensors: tuple[int, ...] | None = None
+
+    def read(self, call: int, tensor: int) -> None:
+        """Add which tensor of its group a call reads."""
+        before = self.tensors or ()
+        self.tensors = (*before, *(-1 for _ in range(call - len(before))), tensor)
 
     def add(self, other: OperandRecord) -> None:
         """Add the record of other calls, except for weight and group."""
@@ -174,6 +269,8 @@ class OperandRecord:
             self.add_layer_before(other.layer_before)
         self.smoothed, self.left = self.smoothed or other.smoothed, self.left or other.left
         self.spread = other.spread if self.spread is None else self.spread
+        if other.tensors is not None:
+            self.tensors = other.tensors if self.tensors in (None, other.tensors) else ()
 
     def add_layer_before(self, name: str) -> None:
         """Add which convolution made the operand in one more call; empty: none did."""
@@ -183,6 +280,11 @@ class OperandRecord:
         """Add whether the operand was the output of a softmax in more calls (None: there were none)."""
         if softmax is not None:
             self.softmax = softmax and self.softmax is not False
+
+    def tensor_of(self, call: int | None) -> int:
+        """Return the tensor of its group that a call reads, by the number of the call in its pass; -1: not known."""
+        tensors = self.tensors or ()
+        return tensors[call] if call is not None and call < len(tensors) else -1
 
     @property
     def range(self) -> RangeGroup | None:

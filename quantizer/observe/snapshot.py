@@ -191,6 +191,8 @@ def _plain_site(record: SiteStatistics, places: Mapping[RangeGroup, int]) -> dic
             "left": seen.left,
             "group": None if seen.group is None else places[seen.group],
             **_plain_equalized(seen),
+            # Without calls to tell apart files are as those of earlier versions.
+            **({"tensors": seen.tensors} if _tells_apart(seen) else {}),
         }
         for name, seen in record.operands.items()
     }
@@ -200,6 +202,10 @@ def _plain_site(record: SiteStatistics, places: Mapping[RangeGroup, int]) -> dic
         "operands": operands,
         **({"experts": record.experts} if record.experts else {}),
     }
+
+
+def _tells_apart(seen: OperandRecord) -> bool:
+    return seen.tensors not in (None, (0,)) and seen.group is not None and seen.group.together is None
 
 
 def _plain_equalized(seen: OperandRecord) -> dict[str, Any]:
@@ -225,7 +231,18 @@ def _plain_group(group: RangeGroup, rows: list[Tensor]) -> dict[str, Any]:
         "channels": group.channels and [group.channels.low.tolist(), group.channels.high.tolist()],
         "migration": group.migration and [group.migration.alpha, group.migration.factors.tolist()],
         **({} if group.migration is None else {"migration_axes": list(group.migration.axes)}),
+        **({} if not group.parts else {"parts": [_plain_part(part, rows) for part in group.parts]}),
+        **({"together": group.together} if group.together else {}),
         **_plain_calibrator(group.calibrator, rows),
+    }
+
+
+def _plain_part(part: RangeGroup, rows: list[Tensor]) -> dict[str, Any]:
+    return {
+        "chosen": part.chosen,
+        "channels_vary": part.channels_vary,
+        "channels": part.channels and [part.channels.low.tolist(), part.channels.high.tolist()],
+        **_plain_calibrator(part.calibrator, rows),
     }
 
 
@@ -252,6 +269,7 @@ def _site(site: SeenSite, parameters: Mapping[str, Tensor]) -> SiteStatistics:
             ends_branch=operand.ends_branch,
             left=operand.left,
             layer_before=operand.layer_before,
+            tensors=operand.tensors if operand.tensors is not None or operand.group is None else (0,),
             spread=None if operand.spread is None else torch.tensor(operand.spread, dtype=torch.float32),
         )
         for name, operand in site.operands.items()
@@ -272,13 +290,23 @@ def _weight(seen: SeenWeight, parameters: Mapping[str, Tensor]) -> Weight:
 
 
 def _add_group(seen: Seen, saved: SeenGroup, counts: Tensor, make: Callable[[bool], Calibrator]) -> None:
-    channels, migration = saved.channels, saved.migration
+    migration = saved.migration
     group = RangeGroup(
         calibrator=_filled(make(saved.histogram is not None), saved, counts),
         operands=list(saved.operands),
         chosen=saved.chosen,
-        channels=channels and ChannelRange(*(torch.tensor(bound, dtype=torch.float32) for bound in channels)),
+        channels=_channels(saved.channels),
         channels_vary=saved.channels_vary,
+        together=saved.together,
+        parts=[
+            RangeGroup(
+                calibrator=_filled(make(part.histogram is not None), part, counts),
+                chosen=part.chosen,
+                channels=_channels(part.channels),
+                channels_vary=part.channels_vary,
+            )
+            for part in saved.parts
+        ],
         migration=migration
         and Migration(
             alpha=migration[0],
@@ -294,6 +322,10 @@ def _add_group(seen: Seen, saved: SeenGroup, counts: Tensor, make: Callable[[boo
             record.group = group
         else:
             record.smoothed = group
+
+
+def _channels(saved: tuple[tuple[float, ...], tuple[float, ...]] | None) -> ChannelRange | None:
+    return saved and ChannelRange(*(torch.tensor(bound, dtype=torch.float32) for bound in saved))
 
 
 def _filled(calibrator: Calibrator, saved: SeenCalibrator, counts: Tensor) -> Calibrator:

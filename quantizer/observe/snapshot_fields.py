@@ -43,7 +43,10 @@ class SeenWeight:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenOperand:
-    """An operand of a site; ``group`` is the index of its group. Older files have no ``ends_branch`` and ``left``."""
+    """An operand of a site, see ``OperandRecord``; ``group`` is the index of its group.
+
+    Older files have no ``ends_branch``, ``left`` and ``tensors``.
+    """
 
     weight: SeenWeight | None
     axis: int | None
@@ -54,6 +57,7 @@ class SeenOperand:
     left: str | None = None
     layer_before: str | None = None
     spread: tuple[float, ...] | None = None
+    tensors: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +100,19 @@ class SeenCalibrator:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeenGroup(SeenCalibrator):
-    """Operands with one range, see ``RangeGroup``. Older files have no ``migration``: alpha, and the factors.
+class SeenPart(SeenCalibrator):
+    """A tensor of a pass by itself, see ``RangeGroup.parts``."""
 
+    chosen: tuple[float, str] | None
+    channels_vary: bool
+    channels: tuple[tuple[float, ...], tuple[float, ...]] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenGroup(SeenCalibrator):
+    """Operands with one range, see ``RangeGroup``. Older files have no ``parts``.
+
+    ``migration``, which older files lack too, is alpha and the factors.
     ``migration_axes`` are those of x and W, of the factors that make the weights of two convolutions alike.
     """
 
@@ -108,6 +122,8 @@ class SeenGroup(SeenCalibrator):
     channels: tuple[tuple[float, ...], tuple[float, ...]] | None
     migration: tuple[float | None, tuple[float, ...]] | None = None
     migration_axes: tuple[int, int | None] = (-1, None)
+    parts: tuple[SeenPart, ...] = ()
+    together: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +172,8 @@ def _faults(document: SeenDocument, rows: int) -> Iterator[str]:
         for operand, seen in site.operands.items():
             if seen.group is not None and not 0 <= seen.group < len(document.groups):
                 yield f"{place}.operands.{operand}.group: got {seen.group}, and there are {len(document.groups)} groups"
+            if min(seen.tensors or (0,)) < -1:
+                yield f"{place}.operands.{operand}.tensors: expected numbers from -1, got {list(seen.tensors or ())}"
             view = None if seen.weight is None else seen.weight.view
             if view is not None and (sorted(view[1]) != list(range(len(view[0]))) or min((*view[0], view[2])) < 0):
                 yield f"{place}.operands.{operand}.weight.view: {view} is no view of a parameter"
@@ -167,11 +185,17 @@ def _faults(document: SeenDocument, rows: int) -> Iterator[str]:
 
 
 def _group_faults(place: str, group: SeenGroup, document: SeenDocument, rows: int) -> Iterator[str]:
-    yield from _negative(place, {"count": group.count})
+    yield from _range_faults(place, group, rows)
+    for number, part in enumerate(group.parts):
+        yield from _range_faults(f"{place}.parts[{number}]", part, rows)
     for name in group.operands:
         path, _, operand = name.rpartition(".")
         if path not in document.sites or operand not in document.sites[path].operands:
             yield f"{place}.operands: {name!r} is no operand of a site"
+
+
+def _range_faults(place: str, group: SeenGroup | SeenPart, rows: int) -> Iterator[str]:
+    yield from _negative(place, {"count": group.count})
     if group.count and not group.minimum <= group.maximum:
         yield f"{place}.minimum: got {group.minimum}, with a maximum of {group.maximum}"
     if group.channels is not None and len(group.channels[0]) != len(group.channels[1]):

@@ -122,7 +122,8 @@ class Seen:
                 record.smoothed = record.left = record.rounded = record.spread = None
         # Those of groups that had a migration too: without it they are in use again.
         for group in self.groups:
-            group.chosen = None
+            for each in (group, *group.parts):
+                each.chosen = None
 
     def take_choices(self, other: Seen) -> None:
         """Take all that was chosen by running batches from equal statistics, and share nothing that changes."""
@@ -135,6 +136,8 @@ class Seen:
                 mine.left, mine.rounded, mine.spread = record.left, record.rounded, record.spread
                 if mine.group is not None and record.group is not None:
                     mine.group.chosen = record.group.chosen
+                    for own, theirs in zip(mine.group.parts, record.group.parts, strict=True):
+                        own.chosen = theirs.chosen
                 if record.smoothed is not None:
                     mine.smoothed = migrated.setdefault(record.smoothed, record.smoothed.copy())
 
@@ -187,21 +190,23 @@ class Seen:
         for group in dict.fromkeys(group for group in every if group is not None):
             self._add_group(group)
 
-    def join(self, record: OperandRecord, group: RangeGroup, name: str) -> None:
-        """Add an operand to a group, together with the operand's former group."""
+    def join(self, record: OperandRecord, group: RangeGroup, name: str) -> int:
+        """Add an operand to a group, together with the operand's former group; return how far its tensors move up."""
         if record.group is group:
-            return
+            return 0
         if record.group is None:
             group.operands.append(name)
             record.group = group
-            return
+            return 0
         former = record.group
-        group.add(former)
+        moved = group.append(former)
         group.operands += former.operands
         for other in self.records.values():
             for seen in other.operands.values():
                 if seen.group is former:
                     seen.group = group
+                    seen.tensors = seen.tensors and tuple(-1 if n < 0 else n + moved for n in seen.tensors)
+        return moved
 
     def _add_group(self, added: RangeGroup) -> None:
         named = [(name, self._operand(name)) for name in added.operands]
@@ -213,6 +218,10 @@ class Seen:
         else:
             group.add(added)
         for name, record in members:
+            if record.group not in (None, group):
+                group.keep_together("they read the same tensors in some batches alone")
+            if record.tensors == ():
+                group.keep_together("their number differs between batches")
             self.join(record, group, name)
 
     def _operand(self, name: str) -> OperandRecord:

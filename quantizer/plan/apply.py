@@ -18,10 +18,12 @@ from quantizer.plan.changed_tensors import watch
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import SitePlan
 from quantizer.proxy.build import build_proxy
+from quantizer.proxy.build import quantizers_of
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.eager_attention import use_python_paths
 from quantizer.proxy.frozen_operand import ComputedOperand
 from quantizer.proxy.frozen_operand import FrozenOperand
+from quantizer.proxy.generated_classes import number_calls
 from quantizer.proxy.generated_classes import with_listed_weights
 from quantizer.proxy.generated_classes import with_stored_weight
 from quantizer.proxy.lowered.stored_weight import LazyWeight
@@ -45,11 +47,14 @@ __all__ = [
     "require_scales_of",
     "store_weights",
     "switch_on",
+    "with_passes",
 ]
 
 
 def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     """Set the scale of every operand that the plan quantizes; sites stay inactive.
+
+    Where calls have ranges of their own, passes must number them, see ``with_passes``.
 
     Raises:
         ProxyError: the proxy has other sites than the plan, so it was made from another model.
@@ -66,8 +71,15 @@ def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
         move_beside_parameters(sites[path], proxy)
 
 
+def with_passes(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> nn.Module:
+    """Return the proxy, whose passes number the calls of its sites if the plan tells calls apart."""
+    if any(operand.several_ranges for entry in plan.values() for operand in entry.operands):
+        number_calls(proxy)
+    return proxy
+
+
 def _apply_site_plan(site: Site, entry: SitePlan) -> None:
-    """Set the shift of one site's bias, and scale and factor of each operand that the plan quantizes.
+    """Set the shift of one site's bias, and scales and factor of each operand that the plan quantizes.
 
     The site is not switched on.
     """
@@ -80,6 +92,10 @@ def _apply_site_plan(site: Site, entry: SitePlan) -> None:
             else:
                 assert planned.scale is not None
                 quantizer.set_scale(planned.scale, planned.dtype, planned.axis, planned.block_size, planned.zero_point)
+                if planned.several_ranges:
+                    held = [(torch.tensor(call.scale, dtype=torch.float32), call.zero_point) for call in planned.calls]
+                    quantizer.set_calls(site.path, held)
+                    site.counts_calls = True
             quantizer.is_weight, quantizer.contiguous = planned.role == "weight", planned.as_computed
             quantizer.set_codes(planned.codes)
         if planned.factor is not None and (planned.quantized or entry.quantized):
@@ -152,7 +168,7 @@ def frozen_new(proxy: nn.Module, model: nn.Module, plan: Mapping[str, SitePlan])
     OwnBuffers(proxy, model)
     apply_plan(proxy, plan)
     freeze(proxy, plan)
-    return proxy
+    return with_passes(proxy, plan)
 
 
 def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Collection[str]) -> None:
@@ -176,6 +192,7 @@ def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Col
         if planned.computation is None and planned.parameter in dropped:
             _hand_over(*_owner(proxy, planned), site, quantizer, planned)
     _list_weights(proxy, {})
+    with_passes(proxy, plan)
 
 
 def dropped_parameters(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> list[str]:
@@ -210,8 +227,8 @@ def require_scales_of(proxy: nn.Module, scale_dtype: torch.dtype, backend: str) 
         ProxyError: the proxy was quantized for another backend.
     """
     for site in sites_of(proxy):
-        for position in range(len(site.quantizers)):
-            scale = site.quantizer(position).scale
+        for quantizer in quantizers_of(site):
+            scale = quantizer.scale
             if not site.active or scale is None:
                 continue
             scale = scale.float()
@@ -241,10 +258,18 @@ def _holds(quantizer: OperandQuantizer, planned: OperandPlan) -> bool:
     scale = quantizer.scale
     if scale is None or planned.scale is None or quantizer.dtype != planned.dtype:
         return False
+    ranges = [_range_of(quantizer.of_call(number)) for number in range(len(quantizer.calls))]
+    if ranges != ([(call.scale, call.zero_point) for call in planned.calls] if planned.several_ranges else []):
+        return False
     stored = quantizer.stored
     if planned.codes is not None and (stored is None or not torch.equal(stored, planned.codes.to(stored.device))):
         return False
     return torch.equal(scale, planned.scale.to(scale))
+
+
+def _range_of(quantizer: OperandQuantizer) -> tuple[float, int | None]:
+    assert quantizer.scale is not None
+    return float(quantizer.scale), None if quantizer.zero_point is None else int(quantizer.zero_point)
 
 
 def _seal(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:

@@ -20,6 +20,7 @@ from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.site_statistics import SiteStatistics
 from quantizer.operations.catalogue import Operand
 from quantizer.plan.operand_formats import Formats
+from quantizer.plan.site_plan import CallRange
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.weight_scales import ONE_SCALE
 from quantizer.plan.weight_scales import ScaledWeights
@@ -190,27 +191,22 @@ def _multiplies_last_axis(seen: OperandRecord) -> bool:
 def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettings, wanted: Format) -> OperandPlan:
     group = seen.range
     assert group is not None
-    calibrator, migration = group.calibrator, group.migration
-    if calibrator.count == 0:
+    migration = group.migration
+    if group.calibrator.count == 0:
         return OperandPlan(name=name, role="activation", quantized=False, reason=ReasonCode.NO_VALUE.text())
-    if wanted.activations is not None and not wanted.dynamic and calibrator.minimum == calibrator.maximum == 0:
+    if wanted.activations is not None and not wanted.dynamic and group.calibrator.largest == 0:
         return OperandPlan(name=name, role="activation", quantized=False, reason=ReasonCode.ONLY_ZEROS.text())
     if wanted.activations is None or wanted.dynamic:
         return _without_scale(name, seen, group, wanted.activations, settings.profile)
     dtype = wanted.activations
     # The output of a softmax is at most 1, and attention in FP8 uses exactly that range.
     fixed = dtype.is_float and seen.softmax
-    amax = torch.tensor(1.0 if fixed else group.amax(judged_as(dtype).name), dtype=torch.float32)
-    if dtype.has_zero_point:
-        scale, zero_point = _asymmetric(calibrator, float(amax), dtype, settings.scale_dtype)
-    else:
-        scale, zero_point = scale_of(amax, dtype, settings.scale_dtype), None
-    if dtype.is_float:
-        # The steps of FP8 are relative to the value: too large a range costs only the smallest values.
-        scale = scale.clamp(min=torch.finfo(settings.scale_dtype).smallest_normal)
-    histogram = calibrator.histogram
-    judged = judged_as(dtype)
-    sqnr = histogram.sqnr_db(float(amax) / judged.qmax, judged.name) if histogram is not None else None
+    ranges = _ranges_of_calls(group, seen, dtype)
+    # A site that a pass calls once has the range of that call, whatever its neighbours in the group read.
+    used = ranges[0] if len(ranges) == 1 else group
+    amax, scale, zero_point = _range(used, dtype, settings, 1.0 if fixed else None)
+    calls = _calls(seen.tensors or (), ranges, group, dtype, settings) if ranges else ()
+    sqnr, clipped = _fit(ranges or [used], [call.amax for call in calls] or [float(amax)], judged_as(dtype))
     reason = None
     if site.operation.kind == "residual_add" and settings.switches["residual_add"] == "auto":
         assert sqnr is not None
@@ -226,13 +222,14 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
         scale=scale,
         dtype=dtype.name,
         zero_point=zero_point,
-        minimum=calibrator.minimum,
-        maximum=calibrator.maximum,
+        minimum=used.calibrator.minimum,
+        maximum=used.calibrator.maximum,
         sqnr_db=sqnr,
-        note=_one_value(calibrator),
-        clipped=histogram.share_above(float(amax)) if histogram is not None else None,
+        clipped=clipped,
         range_group=group.operands[0],
-        estimate=group.chosen[1] if group.chosen is not None and not fixed else None,
+        calls=calls,
+        note="; ".join(filter(None, (_one_value(used.calibrator), _together(group)))) or None,
+        estimate=used.chosen[1] if used.chosen is not None and not fixed else None,
         smooth=migration.factors if migration is not None else None,
         smooth_axis=migration.axis if migration is not None else None,
         smoothing=migration.text if migration is not None else seen.left,
@@ -244,6 +241,65 @@ def _one_value(calibrator: Calibrator) -> str | None:
     if calibrator.count < 2 or calibrator.minimum != calibrator.maximum:
         return None
     return f"all its values in calibration were {calibrator.minimum:g}"
+
+
+def _together(group: RangeGroup) -> str | None:
+    return f"one range for all calls: {group.together}" if group.together else None
+
+
+def _range(
+    used: RangeGroup, dtype: QType, settings: PlanSettings, fixed: float | None = None
+) -> tuple[Tensor, Tensor, int | None]:
+    """Return amax, scale and zero point of a range in a format; ``fixed`` replaces the amax."""
+    amax = torch.tensor(used.amax(judged_as(dtype).name) if fixed is None else fixed, dtype=torch.float32)
+    if dtype.has_zero_point:
+        return amax, *_asymmetric(used.calibrator, float(amax), dtype, settings.scale_dtype)
+    scale = scale_of(amax, dtype, settings.scale_dtype)
+    if dtype.is_float:
+        # The steps of FP8 are relative to the value: too large a range costs only the smallest values.
+        scale = scale.clamp(min=torch.finfo(settings.scale_dtype).smallest_normal)
+    return amax, scale, None
+
+
+def _ranges_of_calls(group: RangeGroup, seen: OperandRecord, dtype: QType) -> list[RangeGroup]:
+    """Return the range of each call of a pass; empty if all calls have one.
+
+    Calls with zeros alone have that of all calls. So have all calls in FP8, whose steps are relative to the value.
+    """
+    if dtype.is_float or not group.told_apart:
+        return []
+    ranges = (group.of_tensor(tensor) for tensor in seen.tensors or ())
+    return [each if each.calibrator.largest > 0 else group for each in ranges]
+
+
+def _calls(
+    tensors: tuple[int, ...], ranges: list[RangeGroup], group: RangeGroup, dtype: QType, settings: PlanSettings
+) -> tuple[CallRange, ...]:
+    found = []
+    for tensor, each in zip(tensors, ranges, strict=True):
+        amax, scale, zero_point = _range(each, dtype, settings)
+        if _unheld(float(amax), scale, dtype, settings.scale_dtype) is not None:
+            amax, scale, zero_point = _range(group, dtype, settings)
+        own = tensor if each is not group else -1
+        found.append(CallRange(tensor=own, amax=float(amax), scale=float(scale), zero_point=zero_point))
+    return tuple(found)
+
+
+def _fit(ranges: list[RangeGroup], amax: list[float], judged: QType) -> tuple[float | None, float | None]:
+    """Return the SQNR of the call that has the lowest, in dB, and the share of values beyond; None without histogram.
+
+    Args:
+        ranges: the values of each call.
+        amax: the end of the range of each call.
+        judged: the format of the estimate.
+    """
+    held = [(each.calibrator.histogram, end) for each, end in zip(ranges, amax, strict=True)]
+    pairs = [(histogram, end) for histogram, end in held if histogram is not None]
+    if len(pairs) < len(held):
+        return None, None
+    sqnr = min(histogram.sqnr_db(end / judged.qmax, judged.name) for histogram, end in pairs)
+    values = max(sum(histogram.total for histogram, _ in pairs), 1)
+    return sqnr, sum(histogram.share_above(end) * (histogram.total / values) for histogram, end in pairs)
 
 
 def _without_scale(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Hashable
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from quantizer.errors import CalibrationError
 from quantizer.numerics.held_scale import held_scale
 from quantizer.numerics.held_scale import is_normal
 from quantizer.numerics.qtype import qtype
+from quantizer.plan.site_plan import CallRange
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
 
@@ -21,9 +23,12 @@ __all__ = ["scale_group", "scales_of", "with_given_weights", "with_scales"]
 
 
 def scales_of(plan: Plan) -> dict[str, Tensor]:
-    """Return the scale of every operand that the plan quantizes, float32 [] or [C], by ``SITE.OPERAND``."""
+    """Return the scale of every operand that the plan quantizes, float32 [] or [C], by ``SITE.OPERAND``.
+
+    Where calls have ranges of their own it is [N], one scale for each call of a pass.
+    """
     return {
-        f"{path}.{operand.name}": operand.scale.clone()
+        f"{path}.{operand.name}": operand.scale.clone() if operand.call_scales is None else operand.call_scales
         for path, entry in plan.items()
         for operand in entry.operands
         if operand.quantized and operand.scale is not None
@@ -40,7 +45,8 @@ def with_scales(
 
     Args:
         plan: the plan of a calibration.
-        scales: by ``SITE.OPERAND``, each [], or [C] with one entry for each output channel of a weight.
+        scales: by ``SITE.OPERAND``, each [], or [C] with one entry for each output channel of a weight, or [N] with one
+            for each call of a pass where the plan tells calls apart; [] is then the scale of all calls.
         scale_dtype: the float type of scales on the target.
         keep_zero_points: keep those of asymmetric formats, as in training; else compute them from the minimum.
 
@@ -51,7 +57,7 @@ def with_scales(
     problems = []
     given: dict[str, Tensor] = {}
     # The scale given for a range group, and the operand that it was given for.
-    shared: dict[tuple[str, str, bool], tuple[str, Tensor]] = {}
+    shared: dict[Hashable, tuple[str, Tensor]] = {}
     for name, scale in scales.items():
         problem = _problem(name, scale, plan, scale_dtype)
         if problem is not None:
@@ -62,9 +68,11 @@ def with_scales(
         if group is None:
             continue
         first, other = shared.setdefault(group, (name, scale))
-        if not torch.equal(held_scale(scale, scale_dtype), held_scale(other, scale_dtype)):
+        if scale.shape != other.shape or not torch.equal(
+            held_scale(scale, scale_dtype), held_scale(other, scale_dtype)
+        ):
             problems.append(
-                f"{name}: {float(scale):.6g}, but {first} has {float(other):.6g}: they read one tensor and share one "
+                f"{name}: {_text(scale)}, but {first} has {_text(other)}: they read one tensor and share one "
                 "range; give both the same scale, or one of them alone"
             )
     if problems:
@@ -103,11 +111,19 @@ def with_given_weights(plan: Plan, model: nn.Module) -> Plan:
     }
 
 
-def scale_group(operand: OperandPlan) -> tuple[str, str, bool] | None:
-    """Return the key of operands that share a scale: their range group, format, and whether outliers are migrated."""
+def scale_group(operand: OperandPlan) -> Hashable:
+    """Return the key of operands that share a scale, or those of their calls; None: it shares none.
+
+    They have the range group, the format, the tensors that calls read, and a migration of outliers in common.
+    """
     if operand.range_group is None:
         return None
-    return operand.range_group, operand.dtype, operand.smooth is not None
+    tensors = tuple(call.tensor for call in operand.calls)
+    return operand.range_group, operand.dtype, operand.smooth is not None, tensors
+
+
+def _text(scale: Tensor) -> str:
+    return ", ".join(f"{float(each):.6g}" for each in scale.flatten())
 
 
 def _problem(name: str, scale: object, plan: Plan, scale_dtype: torch.dtype) -> str | None:
@@ -131,8 +147,11 @@ def _problem(name: str, scale: object, plan: Plan, scale_dtype: torch.dtype) -> 
     shapes: list[tuple[int, ...]] = [()]
     if operand.axis is not None:
         shapes.append(tuple(operand.scale.shape))
+    if operand.several_ranges:
+        shapes.append((len(operand.calls),))
     if tuple(scale.shape) not in shapes:
-        expected = f"[] or {list(shapes[1])} (its channels, axis {operand.axis})" if operand.axis is not None else "[]"
+        what = "its calls" if operand.axis is None else f"its channels, axis {operand.axis}"
+        expected = "[]" if len(shapes) == 1 else f"[] or {list(shapes[1])} ({what})"
         return f"{name}: shape {list(scale.shape)}, expected {expected}"
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         worst = scale[~(torch.isfinite(scale) & (scale > 0))].flatten()[0]
@@ -146,6 +165,10 @@ def _problem(name: str, scale: object, plan: Plan, scale_dtype: torch.dtype) -> 
 
 
 def _scaled(operand: OperandPlan, scale: Tensor, scale_dtype: torch.dtype, keep_zero_points: bool) -> OperandPlan:
+    if operand.several_ranges and scale.dim():
+        # Any other call has the widest of them.
+        wide = _scaled(replace(operand, calls=()), scale.max(), scale_dtype, keep_zero_points)
+        return replace(wide, calls=_of_calls(operand, scale, scale_dtype, keep_zero_points))
     held = held_scale(scale, scale_dtype)
     zero_point = operand.zero_point
     if zero_point is not None and not keep_zero_points:
@@ -160,6 +183,7 @@ def _scaled(operand: OperandPlan, scale: Tensor, scale_dtype: torch.dtype, keep_
         axis=operand.axis if scale.dim() else None,
         block_size=operand.block_size if scale.dim() else None,
         zero_point=zero_point,
+        calls=(),
         # Codes belong to the scale that they were chosen for.
         codes=None,
         rounding=None,
@@ -168,3 +192,17 @@ def _scaled(operand: OperandPlan, scale: Tensor, scale_dtype: torch.dtype, keep_
         clipped=None,
         estimate=None,
     )
+
+
+def _of_calls(
+    operand: OperandPlan, scales: Tensor, scale_dtype: torch.dtype, keep_zero_points: bool
+) -> tuple[CallRange, ...]:
+    """Return the ranges of calls with other scales [N]; zero points stay, or move with the scale."""
+    found = []
+    for call, scale in zip(operand.calls, scales, strict=True):
+        held, zero_point = float(held_scale(scale, scale_dtype)), call.zero_point
+        if zero_point is not None and not keep_zero_points:
+            zero_point = min(round(zero_point * call.scale / held), int(qtype(operand.dtype).qmax))
+        amax = float((scale.double() * qtype(operand.dtype).qmax).float())
+        found.append(replace(call, amax=amax, scale=held, zero_point=zero_point))
+    return tuple(found)

@@ -19,6 +19,7 @@ import json
 import os
 from collections.abc import Iterable
 from collections.abc import Mapping
+from dataclasses import asdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -307,6 +308,10 @@ def _fields(operand: OperandPlan, long_groups: dict[str, int]) -> dict[str, Any]
         del fields["computation"]
     else:
         fields["computation"] = operand.computation.plain()
+    if operand.calls:
+        fields["calls"] = [asdict(call) for call in operand.calls]
+    else:
+        del fields["calls"]
     if operand.view is not None:
         fields["view"] = {
             "shape": list(operand.view.shape),

@@ -65,8 +65,9 @@ def _of_site(site: SitePlan) -> Iterator[str]:
         return
     if not site.quantized:
         yield "bias_shift: there is one, and the site is float"
-    elif shift.dtype != torch.float32 or shift.dim() != 1:
-        yield f"bias_shift: expected a tensor of float32 [C], got {shift.dtype} {list(shift.shape)}"
+    elif shift.dtype != torch.float32 or shift.dim() != 1 + (site.calls_apart > 0):
+        expected = f"[{site.calls_apart}, C]" if site.calls_apart else "[C]"
+        yield f"bias_shift: expected a tensor of float32 {expected}, got {shift.dtype} {list(shift.shape)}"
     elif not bool(torch.isfinite(shift).all()):
         yield "bias_shift: expected finite numbers"
 
@@ -79,6 +80,7 @@ def _of_operand(operand: OperandPlan) -> Iterator[str]:
         return
     yield from _of_tensors(operand)
     yield from _of_view(operand)
+    yield from _of_calls(operand)
     if operand.block_size is not None and operand.block_size < 1:
         yield f"block_size: expected 1 or more, got {operand.block_size}"
     kind = QTYPES[operand.dtype]
@@ -118,6 +120,18 @@ def _of_tensors(operand: OperandPlan) -> Iterator[str]:
     expected = (0,) if operand.axis is None else (1,) if operand.block_size is None else (2, 3)
     if scale.dim() not in expected or (operand.axis is None and operand.block_size is not None):
         yield f"axis: is {operand.axis} with block_size {operand.block_size}, and its scales are {list(scale.shape)}"
+
+
+def _of_calls(operand: OperandPlan) -> Iterator[str]:
+    if operand.calls and (operand.role == "weight" or operand.scale is None or operand.axis is not None):
+        yield "calls: expected them for an activation with one scale"
+    kind = QTYPES[operand.dtype]
+    for number, call in enumerate(operand.calls):
+        if not (math.isfinite(call.scale) and call.scale > 0 and math.isfinite(call.amax) and call.amax >= 0):
+            yield f"calls[{number}]: expected a scale above 0 and an amax from 0, got {call.scale} and {call.amax}"
+        point = call.zero_point
+        if (point is None) != (operand.zero_point is None) or not kind.qmin <= (point or 0) <= kind.qmax:
+            yield f"calls[{number}].zero_point: expected one such as that of all calls, got {point}"
 
 
 def _of_view(operand: OperandPlan) -> Iterator[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from dataclasses import fields
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from quantizer.common.digest import tensors_digest
@@ -22,6 +23,7 @@ from quantizer.reasons import ReasonCode
 from quantizer.reasons import RuleKind
 
 __all__ = [
+    "CallRange",
     "OperandPlan",
     "Plan",
     "SitePlan",
@@ -34,6 +36,20 @@ _REMARKS = {"reason", "rule", "note", "bias_note", "smoothing", "rounding", "est
 """Fields that say why."""
 _OF_THE_MODEL = {"file", "line", "group", "range_group", "view", "computation"}
 """Fields that are the same in all plans of a model, or name places."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallRange:
+    """The range of an activation in one call of a pass; the fields are those of ``OperandPlan``, as numbers.
+
+    ``tensor`` is the number of the tensor, of those that the range group reads in a pass: operands that read the same
+    have the same range. -1: the range is that of all calls.
+    """
+
+    tensor: int
+    amax: float
+    scale: float
+    zero_point: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -67,6 +83,8 @@ class OperandPlan:
         rounding: a text on the choice of codes (None: it was not asked for).
         given: whether the scale was loaded or trained, and so is not computed from the weight.
         read_outside: where code outside of the site reads the weight as floats (None: nowhere in calibration).
+        calls: the ranges of calls 0, 1, .. of a pass, where they differ; others have that of ``scale``, which is wide
+            enough for all (empty: all calls have one range).
         note: other remarks for the reader of the coverage.
     """
 
@@ -99,6 +117,7 @@ class OperandPlan:
     rounding: str | None = None
     given: bool = False
     read_outside: str | None = None
+    calls: tuple[CallRange, ...] = ()
     note: str | None = None
 
     @property
@@ -116,7 +135,26 @@ class OperandPlan:
         """The notes for the reader of the coverage."""
         outside = f"read as floats outside of its site too, {self.read_outside}" if self.read_outside else None
         made = None if self.computation is None else f"computed from {', '.join(self.computation.inputs)}"
-        return [text for text in (self.rounding, self.note, outside, made) if text is not None]
+        return [text for text in (self.rounding, self._calls_note, self.note, outside, made) if text is not None]
+
+    @property
+    def _calls_note(self) -> str | None:
+        """The note on ranges of single calls; None if all calls have one range."""
+        if not self.several_ranges:
+            return None
+        amax = [call.amax for call in self.calls]
+        return f"each of its {len(amax)} calls has a range of its own, amax {min(amax):.3g} to {max(amax):.3g}"
+
+    @property
+    def several_ranges(self) -> bool:
+        """True if calls have ranges of their own, so that they must be counted."""
+        return len(self.calls) > 1
+
+    @property
+    def call_scales(self) -> Tensor | None:
+        """The scale of each call, float32 [N]; None if all calls have one."""
+        scales = [call.scale for call in self.calls]
+        return torch.tensor(scales, dtype=torch.float32) if self.several_ranges else None
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -133,6 +171,8 @@ class OperandPlan:
     @property
     def scales(self) -> int:
         """The number of its scales; 1 without a range."""
+        if self.several_ranges:
+            return len(self.calls)
         return 1 if self.amax is None else self.amax.numel()
 
     @property
@@ -150,7 +190,8 @@ class SitePlan:
             quantized site) or ``fallback``; None: the statistics of the operands decided, as ``reason`` says.
         reads: the paths of the parameters among its operands, quantized or not.
         beyond_half: the largest magnitude in its module if that is beyond float16 (None: it is not).
-        bias_shift: float32 [C], added to the bias against the mean error of the output (None: nothing is).
+        bias_shift: float32 [C], added to the bias against the mean error of the output, or [N, C] with one for each of
+            the calls that have ranges of their own (None: nothing is).
         bias_note: a text on ``bias_shift``, or on why there is none (None: it was not asked for).
     """
 
@@ -169,6 +210,11 @@ class SitePlan:
     bias_shift: Tensor | None = None
     bias_note: str | None = None
     operands: tuple[OperandPlan, ...] = ()
+
+    @property
+    def calls_apart(self) -> int:
+        """The number of the calls of a pass that have ranges of their own; 0: all calls have one."""
+        return max((len(operand.calls) for operand in self.operands if operand.several_ranges), default=0)
 
 
 Plan = dict[str, SitePlan]

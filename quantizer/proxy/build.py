@@ -177,7 +177,7 @@ def sites_of(proxy: nn.Module) -> Iterator[Site]:
 
 
 def quantizers_of(proxy: nn.Module) -> list[OperandQuantizer]:
-    """Return the quantizers of all operands of a proxy, in the order of its modules."""
+    """Return the quantizers of all operands of a proxy, those of single calls too, in the order of its modules."""
     return [module for module in proxy.modules() if isinstance(module, OperandQuantizer)]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch import nn
 
+from quantizer.proxy.call_numbers import with_numbered_calls
 from quantizer.proxy.class_rewriter import ClassRewriter
 from quantizer.proxy.containers import container_views
 from quantizer.proxy.model_sharing import end_sharing
@@ -29,6 +30,7 @@ __all__ = [
     "called_through",
     "kept_methods",
     "leads_to_forward",
+    "number_calls",
     "original_class",
     "reachable_in",
     "rebind_kept",
@@ -246,12 +248,24 @@ def _with_stored(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
     yield from module._parameters.items()
 
 
+def number_calls(proxy: nn.Module) -> None:
+    """Let each pass of a proxy number the calls of its sites, see ``call_numbers.py``."""
+    cls = type(proxy)
+    if getattr(cls, "_quantizer_numbers", False):
+        return
+    if cls not in _NUMBERED:
+        reachable: frozenset[str] = getattr(cls, "_quantizer_reachable", frozenset())
+        _NUMBERED[cls] = _generated((cls,), {**_naming(original_class(proxy), reachable), **with_numbered_calls(cls)})
+    proxy.__class__ = _NUMBERED[cls]
+
+
 def restore(
     original: type[nn.Module],
     reachable: frozenset[str],
     stored: tuple[tuple[str, str, str], ...],
     is_sharer: bool,
     lists: bool = False,
+    numbers: bool = False,
 ) -> nn.Module:
     """Return an empty instance of the class that a pickled or copied proxy module had."""
     cls = with_forward(REWRITER.rewrite(original, reachable).cls, reachable)
@@ -262,12 +276,15 @@ def restore(
     module = cls.__new__(cls)
     if is_sharer:
         as_sharer(module)
+    if numbers:
+        number_calls(module)
     return module
 
 
 _WITH_FORWARD: dict[tuple[type[nn.Module], frozenset[str]], type[nn.Module]] = {}
 _SHARERS: dict[type[nn.Module], type[nn.Module]] = {}
 _LISTED: dict[type[nn.Module], type[nn.Module]] = {}
+_NUMBERED: dict[type[nn.Module], type[nn.Module]] = {}
 _STORED: dict[tuple[type[nn.Module], str, str, str], type[nn.Module]] = {}
 
 
@@ -296,5 +313,6 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
         getattr(cls, "_quantizer_stored", ()),
         getattr(cls, "_quantizer_is_sharer", False),
         getattr(cls, "_quantizer_lists", False),
+        getattr(cls, "_quantizer_numbers", False),
     )
     return restore, recipe, self.__getstate__()  # type: ignore[no-untyped-call]

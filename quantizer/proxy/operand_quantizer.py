@@ -6,6 +6,7 @@ Legend: x [*] the operand; scale [] or [C]; factor [K]; stored [*] the weight's 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 from typing import Protocol
 
@@ -21,11 +22,13 @@ from quantizer.numerics.log_scale import as_held
 from quantizer.numerics.log_scale import learned
 from quantizer.numerics.log_scale import trained_scale
 from quantizer.numerics.qtype import qtype
+from quantizer.proxy.call_numbers import current_call
 from quantizer.proxy.frozen_operand import FrozenOperand
 from quantizer.proxy.weight import laid_out
 
 __all__ = ["OperandQuantizer", "Watcher", "is_recorded"]
 
+_CALLS = "call_quantizers"
 _SLICE = 2**20
 """About how many values of a weight are in float32 at once, on the way to another float type."""
 
@@ -60,6 +63,7 @@ class OperandQuantizer(nn.Module):
         moves: whether ``change`` counts; if False, ``scale`` includes it already and is fixed.
         watcher: receives the values to round (None: no watcher).
         of_samples: whether the operand's first axis counts samples; False for a weight.
+        site_path: the path of the site, where there are ``calls``.
         handed_over: whether the host's ``weight`` reads from here, its parameter removed, so that the operand that
             arrives is the dequantized weight already.
     """
@@ -81,6 +85,7 @@ class OperandQuantizer(nn.Module):
         self.scale_dtype: torch.dtype | None = None
         self.moves = True
         self.watcher: Watcher | None = None
+        self.site_path = ""
         self.register_buffer("scale", None)
         self.register_buffer("zero_point", None)
         self.register_parameter("change", None)
@@ -103,7 +108,7 @@ class OperandQuantizer(nn.Module):
         block_size: int | None = None,
         zero_point: int | None = None,
     ) -> None:
-        """Set the range and switch on.
+        """Set the range, of all calls, and switch on.
 
         Raises:
             ValueError: the scale is not positive and finite.
@@ -117,7 +122,29 @@ class OperandQuantizer(nn.Module):
         self.dtype = dtype
         self.axis = axis
         self.block_size = block_size
+        self._modules.pop(_CALLS, None)
         self.enabled = True
+
+    def set_calls(self, site_path: str, ranges: Sequence[tuple[Tensor, int | None]]) -> None:
+        """Round each call of a pass with a range of its own, (scale, zero point), and others as before."""
+        self.site_path = site_path
+        quantizers = [OperandQuantizer() for _ in ranges]
+        for quantizer, (scale, zero_point) in zip(quantizers, ranges, strict=True):
+            quantizer.set_scale(scale, self.dtype, None, None, zero_point)
+            quantizer.train(self.training)
+        self.add_module(_CALLS, nn.ModuleList(quantizers))
+
+    @property
+    def calls(self) -> Sequence[OperandQuantizer]:
+        """For an activation that each call of its site rounds with a range of its own, the quantizers of calls 0, 1, ..
+        of a pass; any other call is rounded with ``scale``. Empty: every call is.
+        """
+        found: Any = self._modules.get(_CALLS)
+        return () if found is None else found
+
+    def of_call(self, number: int | None) -> OperandQuantizer:
+        """Return the quantizer with the range of a call by its number in the pass; without one, that of all calls."""
+        return self if number is None or not 0 <= number < len(self.calls) else self.calls[number]
 
     def set_dynamic(self, dtype: str, block_size: int | None) -> None:
         """Take the range of each call from its values, as ``numerics.dynamic_range`` does, and switch on."""
@@ -163,6 +190,7 @@ class OperandQuantizer(nn.Module):
     def reset(self) -> None:
         """Remove the range and the factor, and pass the operand through again."""
         self.scale = self.zero_point = self.factor = self.codes = None
+        self._modules.pop(_CALLS, None)
         self.enabled = self.dynamic = False
 
     def store(self, weight: Tensor) -> None:
@@ -285,6 +313,13 @@ class OperandQuantizer(nn.Module):
 
     def _rounded(self, x: Tensor) -> Tensor:
         x = self.multiplied(x)
+        if _CALLS in self._modules:
+            # Those of calls have no factor.
+            return self.of_call(current_call(self.site_path))._of_range(x)
+        return self._of_range(x)
+
+    def _of_range(self, x: Tensor) -> Tensor:
+        """Return x [*], multiplied by the factor already, rounded."""
         if self.dynamic:
             dynamic: Tensor = fake_quantize_dynamic(x, self.dtype, self.block_size)
             return dynamic

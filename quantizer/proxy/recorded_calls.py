@@ -20,6 +20,8 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.common.structure import leaves
+from quantizer.proxy.call_numbers import add_calls
+from quantizer.proxy.call_numbers import calls_so_far
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 
@@ -36,12 +38,14 @@ class RecordedCall:
         output: its output.
         versions: the version counters of the output's tensors when it ended.
         inside: the number of calls that it made, by module, its own included.
+        sites: the number of calls of sites that it made, by path, where these are counted.
         usable: whether its output is its only effect.
     """
 
     output: Any
     versions: list[int]
     inside: Counter[nn.Module]
+    sites: Counter[str]
     usable: bool
 
     @property
@@ -101,6 +105,7 @@ class RecordedCalls(ABC):
             call = self._recorded(module, number)
             if call is not None:
                 self._number.update(call.inside)
+                add_calls(call.sites)
                 if self._open:
                     self._open[-1][0].update(call.inside)
                 return call.output
@@ -117,6 +122,7 @@ class RecordedCalls(ABC):
         inside: Counter[nn.Module] = Counter([module])
         usable = [_plain((args, keywords))]
         before = _state(module), _versions((args, keywords))
+        counted = calls_so_far() or Counter()
         self._open.append((inside, usable))
         try:
             output = forward(*args, **keywords)
@@ -127,7 +133,8 @@ class RecordedCalls(ABC):
             outer, outer_usable = self._open[-1]
             outer.update(inside)
             outer_usable.append(all(usable))
-        call = RecordedCall(output=output, versions=_versions(output), inside=inside, usable=all(usable))
+        sites = (calls_so_far() or Counter()) - counted
+        call = RecordedCall(output=output, versions=_versions(output), inside=inside, sites=sites, usable=all(usable))
         self._keep(module, number, call)
         return output
 

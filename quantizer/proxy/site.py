@@ -19,6 +19,8 @@ from quantizer.operations.catalogue import Operand
 from quantizer.operations.catalogue import Operation
 from quantizer.operations.catalogue import in_graphs
 from quantizer.operations.catalogue import operation
+from quantizer.proxy.call_numbers import count_call
+from quantizer.proxy.call_numbers import current_call
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.split_attention import attention
 from quantizer.proxy.split_attention import observed_probabilities
@@ -73,9 +75,11 @@ class Site(nn.Module):
         observer: receives each call (None: no observer).
         judge: makes each call instead of the site (None: the site does).
         active: whether at least one operand is rounded.
+        counts_calls: whether its calls are counted, as some operand has ranges of single calls.
         frozen: whether its weights are stored as integers, so that the site cannot be trained.
         quantizers: the names of the child modules that are its operand quantizers, in the catalogue's order.
-        bias_shift: float [C], added to the bias of each call whose operands are rounded (None: nothing is).
+        bias_shift: float [C], added to the bias of each call whose operands are rounded, or [N, C] with one for each of
+            the calls that are told apart (None: nothing is).
     """
 
     def __init__(self, source: SiteSource, path: str) -> None:
@@ -85,6 +89,7 @@ class Site(nn.Module):
         self.observer: Observer | None = None
         self.judge: CallOverride | None = None
         self.active = False
+        self.counts_calls = False
         self.frozen = False
         entry = operation(source.operation)
         # As in NVIDIA's toolkit, names end in _input_quantizer and _weight_quantizer.
@@ -120,9 +125,16 @@ class Site(nn.Module):
 
     def reset(self) -> None:
         """Switch the site off, and remove the ranges of its operands and the shift of its bias."""
-        self.active, self.bias_shift = False, None
+        self.active, self.counts_calls, self.bias_shift = False, False, None
         for index in range(len(self.quantizers)):
             self.quantizer(index).reset()
+
+    def shift_of(self, call: int | None) -> Tensor | None:
+        """Return what is added to the bias in a call, float [C], by the number of the call in its pass."""
+        shift = self.bias_shift
+        if shift is None or shift.dim() == 1:
+            return shift
+        return shift[call] if call is not None and 0 <= call < len(shift) else None
 
     def bias_of(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """Return the bias among the arguments of a call; None if there is none."""
@@ -148,6 +160,8 @@ class Site(nn.Module):
             function, rest = self._implied, list(args)
         if self._in_graphs is not None and torch.compiler.is_compiling():
             function = self._in_graphs
+        if self.counts_calls or self.judge is not None:
+            count_call(self.path)
         if self.active:
             return self._active(function, rest, keywords)
         if self.judge is not None:
@@ -230,7 +244,7 @@ class Site(nn.Module):
                 holder, key = place
                 needed = kept and quantizer.change is not None and isinstance(holder[key], Tensor)
                 holder[key] = quantizer(holder[key].clone() if needed else holder[key])
-        bias, shift = self.operation.bias, self.bias_shift
+        bias, shift = self.operation.bias, self.shift_of(current_call(self.path))
         if bias is None or shift is None:
             return
         place = _place(bias, args, keywords)

@@ -6,8 +6,11 @@ arXiv:1902.08153). Operands that read one tensor share a parameter, as they shar
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Hashable
 from collections.abc import Iterator
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from typing import Literal
 from typing import get_args
@@ -62,7 +65,7 @@ def kinds_of(plan: Plan, scales: Scales) -> dict[str, ScaleKind]:
         if not hits and operands:
             problems.append(f"qat(scales=...): {pattern!r} matches no quantized site or operand; q.coverage lists them")
         kinds |= dict.fromkeys(hits, kind)
-    shared: dict[tuple[str, str, bool], str] = {}
+    shared: dict[Hashable, str] = {}
     for _, name, group in operands:
         other = shared.setdefault(group, name) if group is not None else name
         if kinds[other] != kinds[name]:
@@ -84,12 +87,11 @@ def set_up_scales(proxy: nn.Module, plan: Plan, kinds: Mapping[str, ScaleKind], 
         kinds: the kinds of the scales, by ``SITE.OPERAND``.
         scale_dtype: the float type of scales on the target; training rounds with scales of this type.
     """
-    changes: dict[tuple[str, str, bool], nn.Parameter] = {}
-    averages: dict[tuple[str, str, bool], MovingAverage] = {}
+    changes: dict[Hashable, nn.Parameter] = {}
+    averages: dict[Hashable, MovingAverage] = {}
     padding = Padding()
-    for name, operand, quantizer in _scaled(proxy, plan):
+    for name, operand, group, quantizer in _scaled(proxy, plan):
         assert quantizer.scale is not None
-        group = scale_group(operand) or (name, "", False)
         quantizer.of_samples = operand.role != "weight"
         quantizer.scale_dtype = None if kinds[name] == "fixed" else scale_dtype
         if kinds[name] == "learned":
@@ -104,8 +106,17 @@ def set_up_scales(proxy: nn.Module, plan: Plan, kinds: Mapping[str, ScaleKind], 
 
 def changed_scales(proxy: nn.Module, plan: Plan) -> dict[str, Tensor]:
     """Return the scales that differ from the plan's now, by ``SITE.OPERAND``."""
-    now = ((name, operand, quantizer.current_scale()) for name, operand, quantizer in _scaled(proxy, plan))
-    return {name: scale.clone() for name, operand, scale in now if not _same(scale, operand.scale)}
+    planned = {name: operand for name, operand, _, _ in _scaled(proxy, plan)}
+    now: dict[str, list[Tensor]] = defaultdict(list)
+    for name, _, _, quantizer in _scaled(proxy, plan):
+        now[name].append(quantizer.current_scale())
+    scales = {
+        name: torch.stack(found) if planned[name].several_ranges else found[0].clone() for name, found in now.items()
+    }
+    former = {
+        name: operand.call_scales if operand.several_ranges else operand.scale for name, operand in planned.items()
+    }
+    return {name: scale for name, scale in scales.items() if not _same(scale, former[name])}
 
 
 def fix_scales(proxy: nn.Module) -> None:
@@ -124,9 +135,20 @@ def _same(scale: Tensor, planned: Tensor | None) -> bool:
     return planned is not None and torch.equal(scale.detach().cpu(), planned.cpu())
 
 
-def _scaled(proxy: nn.Module, plan: Plan) -> Iterator[tuple[str, OperandPlan, OperandQuantizer]]:
-    """Yield the name, the plan and the quantizer of every quantized operand that has a scale."""
+def _scaled(proxy: nn.Module, plan: Plan) -> Iterator[tuple[str, OperandPlan, Hashable, OperandQuantizer]]:
+    """Yield every scale of a quantized operand: its name, plan and quantizer, and a key that those that share it have.
+
+    An operand whose calls have ranges of their own has a scale for each call, and comes as often.
+    """
     for site in sites_of(proxy):
         for operand in plan[site.path].operands:
-            if operand.quantized and not operand.dynamic:
-                yield f"{site.path}.{operand.name}", operand, site.quantizer_of(operand.name)
+            if not operand.quantized or operand.dynamic:
+                continue
+            name, quantizer = f"{site.path}.{operand.name}", site.quantizer_of(operand.name)
+            shared = None if operand.range_group is None else scale_group(replace(operand, calls=()))
+            for number, call in enumerate(operand.calls):
+                # Calls with the range of all calls share it with no other operand.
+                key = (name, number) if call.tensor < 0 else (shared, call.tensor)
+                yield name, operand, key, quantizer.of_call(number)
+            if not operand.calls:
+                yield name, operand, shared or name, quantizer

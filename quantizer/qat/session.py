@@ -14,6 +14,7 @@ from quantizer.errors import CalibrationError
 from quantizer.errors import TrainingError
 from quantizer.plan.apply import apply_plan
 from quantizer.plan.apply import switch_on
+from quantizer.plan.apply import with_passes
 from quantizer.plan.replace_scales import with_given_weights
 from quantizer.plan.replace_scales import with_scales
 from quantizer.plan.site_plan import Plan
@@ -165,5 +166,6 @@ class QatSession:
         # After more batches, the plan may leave an operand float that it rounded before.
         for site in sites_of(self.proxy):
             site.reset()
+        with_passes(self.proxy, plan)
         apply_plan(self.proxy, plan)
         switch_on(self.proxy, plan)

@@ -73,6 +73,8 @@ def _description(quantizer: OperandQuantizer, kind: ScaleKind) -> str:
         parts.append(f"smoothed by {_checksum(quantizer.factor)}")
     if quantizer.scale is not None:
         parts.append(f"scale [{', '.join(map(str, quantizer.scale.shape))}] {kind}")
+    if quantizer.calls:
+        parts.append(f"{len(quantizer.calls)} calls apart")
     return ", ".join(parts)
 
 

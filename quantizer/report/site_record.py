@@ -49,7 +49,7 @@ class Operand(Record):
     scale: float | None = None
     """Scale, the value of one step of the format (the largest of all channels); null if there is no range."""
     channels: int = 1
-    """Number of scales: 1 is per tensor, more are one for each output channel, or for each block."""
+    """Number of scales: 1 is per tensor, more are one for each output channel, block, or call of a pass."""
     sqnr_db: float | None = None
     """Signal to quantization noise of this operand in calibration, in dB; null if it was not measured."""
     clipped: float | None = None

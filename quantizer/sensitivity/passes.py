@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -19,6 +20,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from quantizer.common.own_inputs import copied
 from quantizer.common.structure import leaves
+from quantizer.proxy.call_numbers import calls_so_far
+from quantizer.proxy.call_numbers import numbered
 
 __all__ = ["RepeatedCalls", "overwritten", "pass_of"]
 
@@ -78,10 +81,12 @@ class RepeatedCalls:
         if not all(isinstance(value, _PLAIN) for value in leaves((args, keywords))):
             return forward(*args, **keywords)
         first: list[Any] = []
+        before = calls_so_far()
 
         def run(*args: Any, **keywords: Any) -> Any:
             self._repeating = bool(first)
-            result = forward(*args, **keywords)
+            with numbered(self, before) if first and before is not None else nullcontext():
+                result = forward(*args, **keywords)
             found = [value.detach() if isinstance(value, Tensor) else value for value in leaves(result)]
             if first:
                 self.held = self.held and all(map(_same, first, found)) and len(first) == len(found)

@@ -16,6 +16,7 @@ from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import SensitivityError
 from quantizer.plan.apply import apply_plan
 from quantizer.plan.apply import store_weights
+from quantizer.plan.apply import with_passes
 from quantizer.plan.changed_tensors import watch
 from quantizer.plan.frozen_tries import FrozenTries
 from quantizer.plan.site_plan import Plan
@@ -63,6 +64,7 @@ class SensitivitySession:
     ) -> None:
         self.proxy = build_proxy(model, eager_attention=True).eval()
         OwnBuffers(self.proxy, model)
+        with_passes(self.proxy, plan)
         apply_plan(self.proxy, plan)
         store_weights(self.proxy, plan)
         # The proxy shares the model's float weights, but its codes are of the weights as they are now.

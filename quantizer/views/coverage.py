@@ -289,7 +289,7 @@ def _range_row(site: SitePlan, operand: OperandPlan) -> RangeRow:
         role=operand.role,
         quantized=operand.quantized,
         format=format_name(operand.dtype, operand.block_size, operand.zero_point, dynamic=operand.dynamic),
-        granularity=granularity(operand.scales, operand.block_size),
+        granularity=granularity(operand.scales, operand.block_size, calls=operand.several_ranges),
         minimum=operand.minimum,
         maximum=operand.maximum,
         amax=operand.largest_amax,

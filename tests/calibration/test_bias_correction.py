@@ -171,14 +171,14 @@ def test_a_layer_that_is_called_twice_has_one_shift() -> None:
             self.layer = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(torch.relu(self.layer(x)))
+            return self.layer(2 * torch.relu(self.layer(x)))
 
     model = Twice().eval()
     (x,) = data(1)
     q, rounded = calibrated(model, [x]), uncorrected(model, [x])
     y, z = model.layer(x), rounded.layer(x)
     error, weight = sums(y, z)
-    other, more = sums(model.layer(torch.relu(y)), rounded.layer(torch.relu(z + (error / weight).float())))
+    other, more = sums(model.layer(2 * torch.relu(y)), rounded.layer(2 * torch.relu(z + (error / weight).float())))
     assert close(shift_of(q, "layer.forward.linear_0"), (error + other) / (weight + more))
 
 

@@ -30,6 +30,8 @@ from quantizer.observe.outputs import is_no_mask
 from quantizer.observe.padding import output_without_padding
 from quantizer.observe.padding import padding_mask
 from quantizer.observe.replay_batches import Batch
+from quantizer.proxy.call_numbers import calls_so_far
+from quantizer.proxy.call_numbers import numbered
 from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import Site
 
@@ -37,10 +39,21 @@ __all__ = ["BlockCall", "BlockPasses"]
 
 
 class _Given(NamedTuple):
-    """The (positional, keyword) arguments of a call, and the autocast state in which it was made."""
+    """The (positional, keyword) arguments of a call, and the state in which it was made.
+
+    Attributes:
+        autocast: that of autocast.
+        before: the calls of sites before it in its pass, by path.
+    """
 
     arguments: Batch
     autocast: Autocast
+    before: Mapping[str, int]
+
+    @classmethod
+    def now(cls, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> _Given:
+        """Return copies of the arguments of a call that is made now."""
+        return cls(copied(args, keywords), Autocast.now(), calls_so_far() or {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -124,12 +137,12 @@ class BlockPasses:
     def _given(self, batch: Batch, block: nn.Module, number: int, ended: EndedCalls) -> list[_Given]:
         """Return the arguments of a block's calls, up to ``number`` of them."""
         if block is self._proxy:
-            return [_Given(copied(*batch), Autocast.now())]
+            return [_Given.now(*batch)]
         found: list[_Given] = []
 
         def note(block: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
             ended.reached = True
-            found.append(_Given(copied(args, keywords), Autocast.now()))
+            found.append(_Given.now(args, keywords))
             if len(found) == number:
                 raise Reached
 
@@ -139,7 +152,7 @@ class BlockPasses:
 
     def _run(self, batch: Batch) -> None:
         args, keywords = copied(*batch)
-        with unmoved(self._proxy):
+        with unmoved(self._proxy), numbered(self._proxy):
             self._proxy.forward(*args, **keywords)
 
     @contextmanager
@@ -156,7 +169,7 @@ class BlockPasses:
 
 def _outputs(run: Callable[..., Any], given: _Given, mask: Tensor | None) -> list[Tensor]:
     args, keywords = copied(*given.arguments)
-    with given.autocast.restored():
+    with given.autocast.restored(), numbered(given, given.before):
         return [output_without_padding(tensor, mask) for tensor in floats(run(*args, **keywords))]
 
 

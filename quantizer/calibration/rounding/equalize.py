@@ -218,18 +218,22 @@ def _take(
         pair, group, factors = by_site[call.site.path]
         x = call.operand(pair.operand)
         if isinstance(x, Tensor):
-            group.calibrator.observe(x / _along(factors, x, x.dim() + 1 - _weight_axes(pair)))
+            divided = x / _along(factors, x, x.dim() + 1 - _weight_axes(pair))
+            group.observe(divided, pair.read.tensor_of(call.number))
 
     assert observation.kept is not None
     sites = [site for site in proxy.sites if site.path in by_site]
     replay(proxy.module, sites, observation.kept.few(), visit, "equalizing")
-    add_over_ranks([group.calibrator for _, group, _ in by_site.values()])
+    add_over_ranks([each.calibrator for _, group, _ in by_site.values() for each in (group, *group.parts)])
     for pair, group, factors in by_site.values():
         if not group.calibrator.count:
             pair.read.left = "not equalized: no batch that was kept reaches it"
             continue
-        low, high = pair.channels.low / factors, pair.channels.high / factors
-        group.calibrator.widen(float(low.min()), float(high.max()))
+        assert pair.read.group is not None
+        for seen, each in zip((pair.read.group, *pair.read.group.parts), (group, *group.parts), strict=True):
+            if seen.channels is not None and each.calibrator.count:
+                low, high = seen.channels.low / factors, seen.channels.high / factors
+                each.calibrator.widen(float(low.min()), float(high.max()))
         pair.read.smoothed = group
         if not settings.per_channel:
             pair.first.spread = factors
@@ -239,7 +243,8 @@ def _group(pair: _Pair, make: Callable[[], Calibrator], settings: PlanSettings) 
     """Return an empty group for the range of x / s, and s as the target holds it."""
     factors = held_factors(pair.factors.reciprocal(), settings.scale_dtype)
     migration = Migration(alpha=None, factors=factors, axis=1 - _weight_axes(pair), weight_axis=pair.axis)
-    return RangeGroup(calibrator=make(), operands=[f"{pair.site}.{pair.operand}"], migration=migration), factors
+    assert pair.read.group is not None
+    return pair.read.group.migrated(migration, [f"{pair.site}.{pair.operand}"], make), factors
 
 
 def _weight_axes(pair: _Pair) -> int:

@@ -147,7 +147,8 @@ def _readers(proxy: Proxied, observation: Seen, plan: Plan) -> Mapping[RangeGrou
         for operand in plan[site.path].operands:
             kind, group = qtype(operand.dtype), observation.records[site.path].operands[operand.name].range
             # The steps of FP8 are relative to the value, so that its range costs little.
-            if operand.quantized and group is not None and not kind.is_float and not kind.has_zero_point:
+            one = group is not None and not group.told_apart and not kind.is_float and not kind.has_zero_point
+            if operand.quantized and group is not None and one:
                 found[group].append(site.quantizer_of(operand.name))
     return found
 

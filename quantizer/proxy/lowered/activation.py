@@ -36,9 +36,19 @@ class Activation:
     """
 
     def __init__(self, quantizer: OperandQuantizer, device: torch.device | None = None) -> None:
+        self._set(quantizer, quantizer, device)
+        self._calls = [Activation.__new__(Activation) for _ in quantizer.calls]
+        for number, call in enumerate(self._calls):
+            call._set(quantizer, quantizer.of_call(number), device)
+
+    def of_call(self, number: int | None) -> Activation:
+        """Return the activation with the range of a call by its number in the pass."""
+        return self if number is None or number >= len(self._calls) else self._calls[number]
+
+    def _set(self, factored: OperandQuantizer, quantizer: OperandQuantizer, device: torch.device | None) -> None:
         self._kind = qtype(quantizer.dtype)
-        self._quantizer = quantizer
-        self._factored = quantizer.factor is not None
+        self._quantizer = factored
+        self._factored = factored.factor is not None
         self._dynamic = quantizer.dynamic
         self._by_row = quantizer.dynamic and quantizer.block_size is not None
         self._scale = 1.0 if quantizer.scale is None else float(quantizer.scale)

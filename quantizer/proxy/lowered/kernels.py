@@ -11,6 +11,7 @@ returns is corrected afterwards, in operations that a compiler fuses. ``aten::_s
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from typing import Protocol
 
@@ -36,13 +37,29 @@ class Kernel(Protocol):
 
     name: str
 
+    def of_calls(self, number: int) -> list[Kernel]:
+        """Return the kernels of the first calls of a pass, which share the weight."""
+
     def __call__(
         self, x: Tensor, bias: Tensor | None, window: Window, out: torch.dtype = torch.float32
     ) -> Tensor | None:
         """Return the result in the type ``out``, of x and b in float32; None if the kernel cannot make this call."""
 
 
-class IntegerLinear:
+class _Product:
+    """A product of an activation, whose calls may have ranges of their own."""
+
+    _activation: Activation
+
+    def of_calls(self, number: int) -> list[Kernel]:
+        """Return the kernels of the first calls of a pass, which share the weight."""
+        made: list[Any] = [copy.copy(self) for _ in range(number)]
+        for call, kernel in enumerate(made):
+            kernel._activation = self._activation.of_call(call)
+        return made
+
+
+class IntegerLinear(_Product):
     """oneDNN's linear, for CPUs.
 
     Args:
@@ -89,7 +106,7 @@ class IntegerLinear:
         return result * rows if bias is None else result * rows + bias
 
 
-class IntegerConvolution:
+class IntegerConvolution(_Product):
     """oneDNN's convolution over one or two axes, for CPUs.
 
     The weight is packed for the strides and borders of a call when it is first made with them.
@@ -150,7 +167,7 @@ def _in_steps(weight: Tensor, step: int) -> tuple[Tensor, int]:
     return padded.contiguous().view(weight.dtype), extra
 
 
-class IntegerMatmul:
+class IntegerMatmul(_Product):
     """``torch._int_mm`` with its corrections, for GPUs. cuBLAS wants more than 16 rows, and K and N in eights.
 
     Args:
@@ -183,7 +200,7 @@ class IntegerMatmul:
         return (result if bias is None else result + bias).to(out)
 
 
-class ScaledMatmul:
+class ScaledMatmul(_Product):
     """``torch._scaled_mm`` of FP8 codes, for GPUs from compute capability 8.9 on, which want K and N in sixteens.
 
     Args:
@@ -240,6 +257,10 @@ class TableLookup:
 
     def __init__(self, weight: Tensor, scales: Tensor) -> None:
         self._weight, self._scales = weight, scales[:, None]
+
+    def of_calls(self, number: int) -> list[Kernel]:
+        """Return itself for each call: a lookup has no activation."""
+        return [self] * number
 
     def __call__(self, x: Tensor, bias: Tensor | None, window: Window, out: torch.dtype = torch.float32) -> Tensor:
         return (functional.embedding(x, self._weight) * functional.embedding(x, self._scales)).to(out)

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.errors import ProxyError
+from quantizer.proxy.call_numbers import count_call
+from quantizer.proxy.call_numbers import next_call
 from quantizer.proxy.lowered.calls import CALLS
 from quantizer.proxy.lowered.choose import FLOATS
 from quantizer.proxy.lowered.choose import Lowering
@@ -28,23 +30,24 @@ class LoweredSite(Site):
     Attributes:
         lowering: what the choice of the kernel depends on.
         chosen: the kernel, or why there is none; None: it has to be chosen anew, after a copy or a load.
+        by_call: the kernels of the calls of a pass that have ranges of their own; empty: all calls have one range.
     """
 
     lowering: Lowering
     chosen: Kernel | str | None
+    by_call: list[Kernel]
     _arguments: Callable[..., Any]
     _check: Callable[[Tensor], None] | None
-    _shift: Tensor | None
     _looks_up: bool
     _type: torch.dtype
-    _added: tuple[Tensor, Tensor] | None
+    _added: tuple[Tensor, Tensor, Tensor] | None
 
     @staticmethod
     def of(site: Site, lowering: Lowering) -> None:
         """Turn a frozen site into a lowered one."""
         site.__class__ = LoweredSite
         assert isinstance(site, LoweredSite)
-        site.lowering, site.chosen, site._added = lowering, None, None
+        site.lowering, site.chosen, site.by_call, site._added = lowering, None, [], None
         call = CALLS.get(site.source.operation)
         if call is not None:
             weight = site.quantizer_of(call.weight)
@@ -60,7 +63,8 @@ class LoweredSite(Site):
                 call = CALLS[self.source.operation]
                 held = self.quantizer_of(call.weight)
                 frozen = held.frozen
-                self._shift = self.bias_shift
+                number = 0 if call.activation is None else len(self.quantizer_of(call.activation).calls)
+                self.by_call = self.chosen.of_calls(number)
                 self._looks_up, self._type = call.activation is None, held.stored_dtype
                 self._arguments, self._check = call.arguments, None if frozen is None else frozen.check
         return self.chosen
@@ -74,6 +78,9 @@ class LoweredSite(Site):
         if isinstance(kernel, str):
             return super().forward(*args, **keywords)
         self.refuse_training()
+        number = next_call(self.path) if self.counts_calls else None
+        if number is not None and number < len(self.by_call):
+            kernel = self.by_call[number]
         rest = args[1:] if self._implied is None else args
         given = self._arguments(*rest, **keywords)
         if given is not None:
@@ -82,8 +89,10 @@ class LoweredSite(Site):
                 self._check(weight)
             out = self._type_of_result(x)
             if out is not None and x.numel():
-                result = self._computed(kernel, x, bias, window, out)
+                result = self._computed(kernel, x, bias, self.shift_of(number), window, out)
                 if result is not None:
+                    if self.counts_calls:
+                        count_call(self.path)
                     needed = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
                     # Only made here, so that it is no view, which the model could not change in place.
                     return _WithoutGradient.of(x, result, self.path) if needed else result
@@ -101,13 +110,14 @@ class LoweredSite(Site):
             return made if made in FLOATS else None
         return x.dtype if x.dtype is self._type else None
 
-    def _computed(self, kernel: Kernel, x: Tensor, bias: Any, window: Any, out: torch.dtype) -> Any:
+    def _computed(
+        self, kernel: Kernel, x: Tensor, bias: Any, shift: Tensor | None, window: Any, out: torch.dtype
+    ) -> Any:
         """Return the result; None if the kernel cannot make this call. A bias of another shape is added after it."""
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self._computed(kernel, x, bias, window, out)
-        if self._shift is not None:
-            bias = self._shifted(bias, self._shift)
+                return self._computed(kernel, x, bias, shift, window, out)
+        bias = self._shifted(bias, shift)
         if not self._looks_up:
             x = x.float()
         if bias is None:
@@ -117,15 +127,17 @@ class LoweredSite(Site):
         result = kernel(x, None, window, torch.float32)
         return None if result is None else (result + bias).to(out)
 
-    def _shifted(self, bias: Any, shift: Tensor) -> Any:
-        """Return the bias with the site's shift; the sum with a parameter, which is frozen, is kept."""
+    def _shifted(self, bias: Any, shift: Tensor | None) -> Any:
+        """Return the bias with a shift; the sum with a parameter, which is frozen, is kept."""
+        if shift is None:
+            return bias
         if bias is None:
             return shift.float() if self.holds_shift else None
-        if self._added is not None and self._added[0] is bias:
-            return self._added[1]
+        if self._added is not None and self._added[0] is bias and self._added[1] is shift:
+            return self._added[2]
         total = bias + shift.to(bias)
         if isinstance(bias, nn.Parameter) and not torch.compiler.is_compiling():
-            self._added = bias, total
+            self._added = bias, shift, total
         return total
 
     def quantizer_of(self, operand: str) -> OperandQuantizer:
@@ -147,7 +159,7 @@ class LoweredSite(Site):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the kernel, whose weight is in a layout that cannot be copied."""
-        state = {**super().__getstate__(), "chosen": None, "_added": None}
+        state = {**super().__getstate__(), "chosen": None, "by_call": [], "_added": None}
         return {name: value for name, value in state.items() if name not in _CHOSEN}
 
 
@@ -173,5 +185,5 @@ class _WithoutGradient(torch.autograd.Function):
         )
 
 
-_CHOSEN = ("_arguments", "_check", "_shift", "_looks_up", "_type")
+_CHOSEN = ("_arguments", "_check", "_looks_up", "_type")
 """What the choice of a kernel sets."""

@@ -207,7 +207,7 @@ def ranges_table(sites: Sequence[Site]) -> str:
             site.name,
             operand.name,
             _format(operand),
-            text.granularity(operand.channels, operand.block_size),
+            text.granularity(operand.channels, operand.block_size, calls=operand.role == "activation"),
             operand.minimum,
             operand.maximum,
             operand.amax,

@@ -139,11 +139,11 @@ def format_name(
     return dtype + blocks + ("" if zero_point is None else f" zp {zero_point}") + (" dynamic" if dynamic else "")
 
 
-def granularity(scales: int, block_size: int | None = None) -> str:
-    """Return the granularity by the number of scales: ``tensor``, ``384 channels``, ``1,152 blocks``."""
+def granularity(scales: int, block_size: int | None = None, *, calls: bool = False) -> str:
+    """Return the granularity by the number of scales: ``tensor``, ``384 channels``, ``1,152 blocks``, ``3 calls``."""
     if scales == 1:
         return "tensor"
-    return f"{count(scales)} {'channels' if block_size is None else 'blocks'}"
+    return f"{count(scales)} {'calls' if calls else 'channels' if block_size is None else 'blocks'}"
 
 
 def plain(value: object) -> str:

@@ -1,0 +1,95 @@
+"""The numbers of a site's calls within one pass of its proxy: the first call of a pass is call 0.
+
+A pass is one call of the proxy's ``forward``, in one thread. Outside of a pass (a module that is called alone, a thread
+that the model starts, layers that are computed again for their gradients) calls have no number.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from collections.abc import Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+__all__ = ["add_calls", "calls_so_far", "count_call", "current_call", "next_call", "numbered", "with_numbered_calls"]
+
+
+class _Pass(threading.local):
+    """The pass that runs in this thread.
+
+    Attributes:
+        root: the proxy (None: no pass runs).
+        counts: the number of calls so far, by the path of the site.
+    """
+
+    root: object = None
+    counts: dict[str, int] | None = None
+
+
+_PASS = _Pass()
+
+
+def count_call(path: str) -> None:
+    """Count a call of a site, which begins now."""
+    counts = _PASS.counts
+    if counts is not None:
+        counts[path] = counts.get(path, 0) + 1
+
+
+def current_call(path: str) -> int | None:
+    """Return the number of the call that a site counted last; None outside of a pass."""
+    counts = _PASS.counts
+    return None if counts is None else counts.get(path, 0) - 1
+
+
+def next_call(path: str) -> int | None:
+    """Return the number of the next call of a site; None outside of a pass."""
+    counts = _PASS.counts
+    return None if counts is None else counts.get(path, 0)
+
+
+def calls_so_far() -> Counter[str] | None:
+    """Return the number of calls so far by the path of the site; None outside of a pass."""
+    return None if _PASS.counts is None else Counter(_PASS.counts)
+
+
+def add_calls(calls: Mapping[str, int]) -> None:
+    """Count calls of sites that are not made, because their results are known."""
+    for path, number in calls.items():
+        if _PASS.counts is not None:
+            _PASS.counts[path] = _PASS.counts.get(path, 0) + number
+
+
+@contextmanager
+def numbered(root: object, so_far: Mapping[str, int] | None = None) -> Iterator[None]:
+    """Run a block as one pass, whose calls are numbered from 0, or after those that were made ``so_far``."""
+    before = _PASS.root, _PASS.counts
+    _PASS.root, _PASS.counts = root, dict(so_far or {})
+    try:
+        yield
+    finally:
+        _PASS.root, _PASS.counts = before
+
+
+def with_numbered_calls(cls: type[nn.Module]) -> dict[str, Any]:
+    """Return the body of a subclass whose ``forward`` is a pass. A model that calls itself stays in its pass."""
+    inner: Any = cls.forward
+
+    @functools.wraps(inner)
+    def forward(self: nn.Module, *args: Any, **keywords: Any) -> Any:
+        if _PASS.root is self:
+            return inner(self, *args, **keywords)
+        # Not ``numbered``, so that a compiler traces plain assignments.
+        before = _PASS.root, _PASS.counts
+        _PASS.root, _PASS.counts = self, {}
+        try:
+            return inner(self, *args, **keywords)
+        finally:
+            _PASS.root, _PASS.counts = before
+
+    return {"forward": forward, "_quantizer_numbers": True}
