@@ -42,6 +42,7 @@ from quantizer.export.quick_exporter import quick_exporter
 from quantizer.files import checked_file
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.float16.float32_modules import convert_floats
+from quantizer.float16.made_floats import with_one_type
 from quantizer.numerics.qtype import BLOCKS_OPSET
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.build import own_copy
@@ -105,6 +106,7 @@ def export_onnx(
     asked = isinstance(axes, Mapping)
     sizes = DataSizes(asked_axes(axes, inputs), {}) if isinstance(axes, Mapping) else usual_axes(inputs, axes)
     dynamic = _renamed(dynamic_shapes(inputs, sizes), parameters)
+    with_one_type(exported, dtype, bool(regions.masked))
     program = _export(exported, args, _renamed(keywords, parameters), opset, dynamic, names)
     ir_model = program.model
     of_parameter = {parameter: name for name, parameter in parameters.items()}
@@ -113,7 +115,7 @@ def export_onnx(
     check_dynamic(ir_model, inputs, sizes.axes, asked=asked, log=axes is None)
     if ir_model.opset_imports[""] != opset:
         raise ExportError(f"opset={opset}: the exporter cannot write it; expected 18 or later, such as 20")
-    run_passes(ir_model, passes(target))
+    run_passes(ir_model, passes(target, str(dtype).removeprefix("torch.")))
     write_onnx(ir_model, path)
     return path
 

@@ -7,6 +7,7 @@ fifteen times slower.
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quantizer.common.structure import mapped
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.float16.float32_modules import convert_floats
+from quantizer.float16.made_floats import MadeFloats
 from quantizer.float16.mask_taint import MaskTaint
 from quantizer.numerics.float16 import FLOAT16_MAX
 from quantizer.operations.aten_products import product_name
@@ -38,7 +40,7 @@ def simulate(proxy: nn.Module, dtype: torch.dtype, regions: Float32Modules) -> n
     if dtype is torch.float32:
         return proxy
     vars(proxy)[_MARK] = True
-    pass_ = _Pass(dtype, regions.io_dtype(dtype))
+    pass_ = _Pass(dtype, regions.io_dtype(dtype), bool(regions.masked))
     # Before the hooks of ``convert_floats``: inputs are cast before the border of any module.
     proxy.register_forward_pre_hook(pass_.begin, with_kwargs=True)
     convert_floats(proxy, dtype, regions)
@@ -55,22 +57,25 @@ class _Pass:
     """The hooks around each pass of the proxy.
 
     Attributes:
-        modes: the dispatch modes of running passes.
+        modes: the modes of running passes.
     """
 
-    def __init__(self, dtype: torch.dtype, taken: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, taken: torch.dtype, masked: bool) -> None:
         self._dtype = dtype
         self._taken = taken
-        self.modes: list[_Target] = []
+        self._masked = masked
+        self.modes: list[ExitStack] = []
 
     def begin(self, proxy: nn.Module, args: Any, keywords: Any) -> Any:
-        self.modes.append(_Target(self._dtype))
-        self.modes[-1].__enter__()  # type: ignore[no-untyped-call]
+        buffers = (buffer for buffer in proxy.buffers() if buffer.is_floating_point())
+        self.modes.append(ExitStack())
+        self.modes[-1].enter_context(_Target(self._dtype))
+        self.modes[-1].enter_context(MadeFloats(self._dtype, self._masked, buffers))
         return mapped(lambda value: _cast(value, self._taken), (args, keywords))
 
     def end(self, proxy: nn.Module, args: Any, result: Any) -> Any:
         # Registered with always_call: this also runs after an exception in the pass.
-        self.modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.modes.pop().close()
         return mapped(lambda value: _cast(value, torch.float32), result)
 
 

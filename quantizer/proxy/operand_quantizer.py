@@ -296,7 +296,9 @@ class OperandQuantizer(nn.Module):
         if self.stored is not None:
             if self.frozen is not None:
                 self.frozen.check(x)
-            return self.dequantized()
+            # A forward may cast its weight: what arrives has the type that the operation is to compute in.
+            weight = self.dequantized()
+            return weight if weight.dtype == x.dtype else weight.to(x.dtype)
         if self.codes is not None:
             return self._values_of(self.codes).to(x.dtype)
         if self.is_weight:

@@ -40,6 +40,8 @@ ALWAYS: Mapping[str, Severity] = {
     "site-kind": "warning",
     "saturating-weight": "warning",
     "foreign-operator": "error",
+    "mixed-types": "error",
+    "element-type": "error",
     "mask-range": "warning",
 }
 """The rules for Q/DQ graphs of every backend."""
@@ -58,6 +60,8 @@ class GraphRules:
         integer_bias: the backend expects an INT32 bias with a DequantizeLinear.
         refused: operators of ONNX that the backend cannot read.
         own_domains: domains of operators outside ONNX that the backend runs.
+        narrow_inputs: element types that only a Cast may read.
+        absent_floats: float types that the backend does not compute in.
         signed_cost: the cost of a signed activation, for messages, if the profile prefers unsigned activations.
     """
 
@@ -66,4 +70,6 @@ class GraphRules:
     integer_bias: bool = True
     refused: frozenset[str] = frozenset()
     own_domains: frozenset[str] = frozenset()
+    narrow_inputs: frozenset[str] = frozenset()
+    absent_floats: frozenset[str] = frozenset()
     signed_cost: str = ""

@@ -35,6 +35,8 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
         graph_rules=GraphRules(
             severities={**ALWAYS, "gemm-bias": "warning", "signedness": "warning"},
             own_domains=frozenset({"com.microsoft"}),
+            # Of its kernels for x86 only Cast and a few others have it.
+            absent_floats=frozenset({"BFLOAT16"}),
             signed_cost="leaves half of such products in float behind their DequantizeLinear",
         ),
         library="onnxruntime",

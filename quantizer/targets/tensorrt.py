@@ -63,6 +63,7 @@ TENSORRT = profiles.add("tensorrt")(
             integer_bias=False,
             refused=OPERATOR_FORMAT,
             own_domains=frozenset({"trt"}),
+            narrow_inputs=frozenset({"UINT8"}),
         ),
         packages=("tensorrt",),
         ahead_of_time="tensorrt-rtx",

@@ -40,7 +40,8 @@ class Graph:
         return np.dtype(self.width)
 
     def input(self, name: str, shape: Sequence[int | str | None], width: str | None = None) -> str:
-        self.inputs.append(onnx.helper.make_tensor_value_info(name, FLOATS[width or self.width], shape))
+        kind = FLOATS.get(width or self.width) or STEPS[str(width)][0]
+        self.inputs.append(onnx.helper.make_tensor_value_info(name, kind, shape))
         return name
 
     def output(self, name: str, element: int | None = None) -> None:

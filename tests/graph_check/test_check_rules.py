@@ -50,6 +50,33 @@ def gemm(bias: bool) -> Graph:
     return g
 
 
+def added(width: str) -> Graph:
+    """A product and a tensor that a forward made."""
+    g = linear()
+    made = g.input("made", ["batch", 32], width)
+    product = g.outputs.pop().name
+    g.output(g.node("Add", product, made))
+    return g
+
+
+def of_bytes(at_once: bool) -> Graph:
+    g = Graph()
+    x = g.input("x", [32, "batch"], "uint8")
+    kinds = ("Cast", "Transpose") if at_once else ("Transpose", "Cast")
+    for kind in kinds:
+        x = g.node(kind, x, **({"to": onnx.TensorProto.FLOAT16} if kind == "Cast" else {"perm": [1, 0]}))
+    g.output(g.node("MatMul", g.rounded(x), g.weight((32, 32), 1)))
+    return g
+
+
+def in_bfloat16(kind: int) -> Graph:
+    g = Graph("float32")
+    x = g.node("Gelu", g.node("Cast", g.input("x", ["batch", 32]), to=kind))
+    x = g.rounded(g.node("Cast", x, to=onnx.TensorProto.FLOAT), zero=128, kind="uint8")
+    g.output(g.node("MatMul", x, g.weight((32, 32), 1)))
+    return g
+
+
 def maximum(kind: str, apart: bool, *between: str) -> Graph:
     g = Graph("float32")
     y = g.node(kind, g.input("x", ["batch", 32, 4, 4]))
@@ -645,6 +672,29 @@ CASES = [
             (("MatMulInteger",), "MatMulInteger_5", "MatMulInteger .* is not read"),
             (("QLinearSigmoid", "com.microsoft"), "QLinearSigmoid_5", "com.microsoft.QLinearSigmoid"),
         )
+    ),
+    Case(
+        "mixed-types",
+        lambda: added("float32"),
+        lambda: added("float16"),
+        "Add_5",
+        "its inputs have different element types, FLOAT16 and FLOAT, where ONNX wants one",
+    ),
+    Case(
+        "element-type",
+        lambda: of_bytes(at_once=False),
+        lambda: of_bytes(at_once=True),
+        "Transpose_0",
+        "it reads UINT8, which tensorrt takes as an input of the model alone",
+    ),
+    Case(
+        "element-type",
+        lambda: in_bfloat16(onnx.TensorProto.BFLOAT16),
+        lambda: in_bfloat16(onnx.TensorProto.FLOAT16),
+        "Gelu_1",
+        "onnxruntime has no Gelu of BFLOAT16",
+        ONNXRUNTIME,
+        "bfloat16",
     ),
     Case(
         "float32-rest",

@@ -10,6 +10,7 @@ from quantizer.export.passes.drop_unread_nodes import DropUnreadNodes
 from quantizer.export.passes.einsum_to_matmul import EinsumToMatMul
 from quantizer.export.passes.einsum_weights import EinsumWeights
 from quantizer.export.passes.expert_weights import ExpertWeights
+from quantizer.export.passes.float_types import FloatTypes
 from quantizer.export.passes.folding.fold_batch_norm import FoldBatchNorm
 from quantizer.export.passes.folding.fold_channel_factors import FoldChannelFactors
 from quantizer.export.passes.folding.fold_convolution_factors import FoldConvolutionFactors
@@ -17,6 +18,7 @@ from quantizer.export.passes.folding.fold_padding import FoldPadding
 from quantizer.export.passes.gemm_to_matmul import GemmToMatMul
 from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
+from quantizer.export.passes.per_target.bytes_first import BytesFirst
 from quantizer.export.passes.per_target.rows_of_codes import RowsOfCodes
 from quantizer.export.passes.per_target.unfused_products import UnfusedProducts
 from quantizer.export.passes.per_target.unfused_reductions import FactorsBeforeReductions
@@ -27,6 +29,7 @@ from quantizer.export.passes.scale_before_quantize import ScaleBeforeQuantize
 from quantizer.export.passes.share_quantizers import ShareQuantizers
 from quantizer.export.passes.store_weights import StoreWeights
 from quantizer.export.passes.weights_as_read import WeightsAsRead
+from quantizer.qdq.graph import WIDTHS
 from quantizer.targets import TargetProfile
 
 __all__ = [
@@ -67,9 +70,19 @@ graph_passes: Registry[GraphPass] = Registry("graph pass")
 """Those of other packages, for every file too: ``graph_passes.add(name)(MyPass())`` adds one."""
 
 
-def passes(target: TargetProfile | None = None) -> tuple[GraphPass, ...]:
-    """Return the passes of a file for a target, or for none."""
+def passes(target: TargetProfile | None = None, dtype: str = "float32") -> tuple[GraphPass, ...]:
+    """Return the passes of a file for a target, or for none.
+
+    Args:
+        target: the target.
+        dtype: the float type of what is not quantized.
+    """
+    name = next(theirs for theirs, ours in WIDTHS.items() if ours == dtype)
+    # First, as other passes look at what a product reads.
+    types = FloatTypes(name, () if target is None else target.graph_rules.absent_floats)
     asked: list[GraphPass] = []
+    if target is not None and target.graph_rules.narrow_inputs:
+        asked.append(BytesFirst(target.graph_rules.narrow_inputs))
     if target is not None and target.unsigned_activations != "none":
         asked.append(UnsignedActivations(target.unsigned_activations))
     if target is not None and (target.unfused_reductions or target.misread_reductions):
@@ -81,4 +94,4 @@ def passes(target: TargetProfile | None = None) -> tuple[GraphPass, ...]:
         asked.append(UnsharedProducts())
     if target is not None and target.row_codes:
         asked.append(RowsOfCodes())
-    return *PASSES, *asked, *(graph_passes[name] for name in graph_passes), NameNodes()
+    return types, *PASSES, *asked, *(graph_passes[name] for name in graph_passes), NameNodes()

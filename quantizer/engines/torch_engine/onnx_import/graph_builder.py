@@ -175,4 +175,10 @@ class GraphBuilder:
 
 def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """Return an array of a file as a tensor of its own memory."""
-    return torch.from_numpy(np.array(array, order="C"))
+    own = np.array(array, order="C")
+    # numpy has no bfloat16 of its own.
+    return (
+        torch.from_numpy(own.view(np.int16)).view(torch.bfloat16)
+        if own.dtype.name == "bfloat16"
+        else torch.from_numpy(own)
+    )
