@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,6 +23,7 @@ from quantizer.engines.engine_file import built_on
 from quantizer.engines.inspection.from_layers import RUNS
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.errors import EngineError
+from quantizer.qdq.unreadable import unreadable_is
 from quantizer.targets import profile
 
 __all__ = ["backend", "backends", "build_engine", "inspect_engine", "load_engine"]
@@ -54,7 +57,9 @@ def build_engine(
         EngineError: unknown backend; the ONNX file is missing, broken or refused; the engine cannot be written.
         MissingDependencyError: the backend's library is not installed.
     """
-    return backend(name).build(Path(onnx_path), Path(engine_path), options or BuildOptions())
+    chosen = backend(name)
+    with unreadable_is(EngineError, Path(onnx_path)):
+        return chosen.build(Path(onnx_path), Path(engine_path), options or BuildOptions())
 
 
 def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> Engine:
@@ -78,7 +83,8 @@ def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool =
     if threads < 1:
         raise EngineError(f"threads is {threads}, expected 1 or more")
     try:
-        loaded = backend(name).load(Path(path), threads=threads, verify=verify, trust=trust)
+        with _unreadable_onnx(Path(path)):
+            loaded = backend(name).load(Path(path), threads=threads, verify=verify, trust=trust)
     except EngineError as error:
         other = _other_backend(name, Path(path))
         if other is None:
@@ -141,6 +147,12 @@ def inspect_engine(
     for word, value in (("threads", threads), ("batch", batch), ("sequence", sequence), ("runs", runs)):
         if value < 1:
             raise EngineError(f"{word} is {value}, expected 1 or more")
-    return backend(name).inspect(
-        Path(path), threads=threads, batch=batch, sequence=sequence, sizes=sizes, runs=runs, trust=trust
-    )
+    with _unreadable_onnx(Path(path)):
+        return backend(name).inspect(
+            Path(path), threads=threads, batch=batch, sequence=sequence, sizes=sizes, runs=runs, trust=trust
+        )
+
+
+def _unreadable_onnx(path: Path) -> AbstractContextManager[None]:
+    """Return the boundary of a file that is an ONNX file by its name."""
+    return unreadable_is(EngineError, path) if path.suffix.lower() == ".onnx" else nullcontext()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from quantizer.errors import ExportError
 from quantizer.graph_check import rules as _rules
 from quantizer.graph_check.finding import Finding
 from quantizer.graph_check.read import read_subject
 from quantizer.graph_check.rule import rules
+from quantizer.qdq.unreadable import unreadable_is
 from quantizer.targets.profiles import profile
 
 __all__ = ["Finding", "check_file"]
@@ -32,10 +34,12 @@ def check_file(path: str | os.PathLike[str], target: str) -> list[Finding]:
         ExportError: the file cannot be read as ONNX.
         MissingDependencyError: onnx or onnx-ir is not installed.
     """
-    subject = read_subject(Path(path), profile(target))
-    found = [
-        Finding(name, severity, fault.node, fault.problem, fault.advice)
-        for name, severity in subject.limits.severities.items()
-        for fault in rules[name](subject)
-    ]
+    limits = profile(target)
+    with unreadable_is(ExportError, Path(path)):
+        subject = read_subject(Path(path), limits)
+        found = [
+            Finding(name, severity, fault.node, fault.problem, fault.advice)
+            for name, severity in subject.limits.severities.items()
+            for fault in rules[name](subject)
+        ]
     return sorted(found, key=lambda finding: finding.severity)

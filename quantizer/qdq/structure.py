@@ -91,6 +91,10 @@ def _node_faults(schema: Any, node: Any, place: str) -> Iterator[str]:
         # The two enumerations are the same in C++ and in the file.
         elif given[name].type != int(attribute.type.value) and not given[name].ref_attr_name:
             yield f"{place}: its attribute {name!r} is of another type than {wanted.name}'s"
+    # ONNX's own inference of shapes ends the process there.
+    parts = given["num_outputs"].i if node.op_type == "Split" and "num_outputs" in given else len(node.output)
+    if parts != len(node.output):
+        yield f"{place} has {len(node.output)} outputs, and its attribute 'num_outputs' is {parts}"
 
 
 def _schema(onnx: Any, opsets: dict[str, int], known: dict[tuple[str, str], Any], node: Any) -> Any:

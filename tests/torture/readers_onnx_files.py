@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import torch
 from rich.console import Console
+from torch import nn
 
+from quantizer import from_onnx
 from quantizer.engines import inspect_file
 from quantizer.graph_check import check_file
 from quantizer.report.tables.engine_table import print_inspection
@@ -94,5 +97,22 @@ def _make(folder: Path) -> None:
     exported("openvino", folder / "model.onnx")
 
 
+def _make_float(folder: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 6)).eval()
+    torch.onnx.export(
+        net, (torch.randn(2, 2, 6, 6),), folder / "model.onnx", dynamo=True, external_data=False, verbose=False
+    )
+
+
 for _name, _read in (("check", _check), ("show", _show)):
     kind(Kind(name=_name, make=_make, files=("model.onnx",), how=(mutations.raw, _graph), read=partial(_read)))
+kind(
+    Kind(
+        name="from-onnx",
+        make=_make_float,
+        files=("model.onnx",),
+        how=(mutations.raw, _graph),
+        read=lambda folder: from_onnx(folder / "model.onnx"),
+    )
+)

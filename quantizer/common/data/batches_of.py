@@ -32,12 +32,15 @@ from quantizer.common.data.labels import without_label
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
 
-__all__ = ["BATCH_ROWS", "MOST_ROWS", "batches_of", "beside", "in_several", "length_of", "row_count"]
+__all__ = ["BATCH_ROWS", "MOST_ROWS", "WITHOUT_VALUES", "batches_of", "beside", "in_several", "length_of", "row_count"]
 
 Row = TypeVar("Row")
 Batch = TypeVar("Batch")
 
 _SEVERAL = 4
+
+WITHOUT_VALUES = "a tensor on the device meta, which has no values: give one with values, as on the CPU"
+"""What is wrong with such a tensor, and what to do."""
 
 BATCH_ROWS = 32
 """How many rows of a tensor, an array or a ``Dataset`` are one batch."""
@@ -171,9 +174,14 @@ def beside(place: nn.Module | torch.device, batch: Any) -> Any:
 
     One that has a tensor there stays as it is, and so does one for a model that is in several places: somebody has put
     its parts where they belong.
+
+    Raises:
+        CalibrationError: a tensor of the batch is on the meta device.
     """
     device = place if isinstance(place, torch.device) else _device(place)
     found = {tensor.device for tensor in _tensors(batch)}
+    if device is not None and torch.device("meta") in found:
+        raise CalibrationError(f"a batch holds {WITHOUT_VALUES}")
     return batch if device is None or device in found or not found else _moved(batch, device)
 
 

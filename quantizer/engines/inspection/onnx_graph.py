@@ -28,6 +28,7 @@ from quantizer.qdq.operand import MATMULS
 from quantizer.qdq.operand import MOVES
 from quantizer.qdq.operand import PRODUCTS
 from quantizer.qdq.structure import structural_fault
+from quantizer.qdq.unreadable import unreadable_is
 
 __all__ = ["SizedGraph", "graph_inspection", "precision_of", "read_graph"]
 
@@ -64,6 +65,11 @@ def graph_inspection(
         EngineError: the file is missing, broken, or no ONNX file.
         MissingDependencyError: onnx is not installed.
     """
+    with unreadable_is(EngineError, path):
+        return _inspected(path, why, batch, sequence, sizes)
+
+
+def _inspected(path: Path, why: str, batch: int, sequence: int, sizes: Mapping[str, int]) -> Inspection:
     graph = SizedGraph(read_graph(path), {"batch": batch, "sequence": sequence, **sizes})
     shape = shape_words(input_dimensions(path).values(), batch, sequence, sizes)
     note = f"{why}; what follows is what the ONNX file asks for, at {shape}"

@@ -15,6 +15,7 @@ from quantizer.interop.onnx.graph_module import OnnxModule
 from quantizer.interop.onnx.graph_module import module_of
 from quantizer.interop.onnx.read_model import fix_inputs
 from quantizer.interop.onnx.read_model import read_model
+from quantizer.qdq.unreadable import unreadable_is
 
 __all__ = ["from_onnx"]
 
@@ -38,12 +39,17 @@ def from_onnx(path: str | os.PathLike[str], *, fixed: Mapping[str, Any] | None =
     """
     file = Path(path)
     try:
-        model = read_model(file)
-        fix_inputs(model, fixed or {})
-        imported = import_graph(model, file.parent)
+        with unreadable_is(TaskError, file):
+            return _read(file, fixed or {})
     except EngineError as error:
         where = "" if str(file) in str(error) else f"{file}: "
         raise TaskError(f"{where}{error}") from error
+
+
+def _read(file: Path, fixed: Mapping[str, Any]) -> OnnxModule:
+    model = read_model(file)
+    fix_inputs(model, fixed)
+    imported = import_graph(model, file.parent)
     made = with_modules(imported.module, tuple(spec.name for spec in imported.inputs))
     _name_outputs(made.graph, imported.outputs)
     module = module_of(made.graph, made.root, file.name)

@@ -19,6 +19,7 @@ from quantizer.common.data.sizes import BATCH
 from quantizer.common.data.sizes import SEQUENCE
 from quantizer.common.data.sizes import Axes
 from quantizer.common.data.sizes import DataSizes
+from quantizer.common.data.batches_of import WITHOUT_VALUES
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
 from quantizer.tasks import Batch
@@ -87,6 +88,8 @@ def by_name(
         else:
             given[key] = value
     for key, value in given.items():
+        if isinstance(value, Tensor) and value.is_meta:
+            raise error(f"{where}: {key} is {WITHOUT_VALUES}")
         if isinstance(value, np.ndarray):
             raise error(f"{where}: {key} is a numpy array; expected a tensor, as torch.from_numpy makes of it")
         if not isinstance(value, Tensor) or value.dim() == 0 or len(value) == 0:

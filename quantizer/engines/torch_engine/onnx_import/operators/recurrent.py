@@ -104,7 +104,8 @@ def _directions(node: OnnxNode) -> int:
 
 def _weights(build: GraphBuilder, node: OnnxNode, cell: _Cell) -> list[fx.Node]:
     found = []
-    arrays: list[Any] = [value.array if isinstance(value, Constant) else None for value in node.inputs[1:4]]
+    values = [node.input(place) for place in (1, 2, 3)]
+    arrays: list[Any] = [value.array if isinstance(value, Constant) else None for value in values]
     for direction in range(len(arrays[0])):
         parts = [arrays[0][direction], arrays[1][direction]]
         if arrays[2] is not None:
