@@ -23,6 +23,7 @@ from quantizer.cli.completion import Completion
 from quantizer.cli.convert import Convert
 from quantizer.cli.inspect import Inspect
 from quantizer.cli.output import print_error
+from quantizer.cli.output import standard_output
 from quantizer.cli.run import Run
 from quantizer.cli.show import Show
 from quantizer.cli.signals import Terminated
@@ -72,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _carried_out(verb: Verb, args: Namespace) -> int:
     """Carry out a verb; an error is printed here, where the SIGTERM that torchrun sends then cannot keep it back."""
     try:
-        return verb(args, Console())
+        with standard_output():
+            return verb(args, Console())
     except QuantizerError as error:
         print_error(error)
         return 1

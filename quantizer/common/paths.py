@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-__all__ = ["is_file", "is_folder", "is_there"]
+__all__ = ["expanded", "is_file", "is_folder", "is_there"]
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """Return a path with the home for its ``~``; with an unknown user's it stays as it is, as in a shell."""
+    return Path(os.path.expanduser(path))
 
 
 def is_file(path: Path) -> bool:

@@ -30,6 +30,8 @@ __all__ = [
 ]
 
 _PROBE = 4096
+_DEEPEST = 256
+"""How many folders may lie in one another: Python makes them by as many calls within each other."""
 _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
@@ -53,7 +55,8 @@ def real_place(path: str | os.PathLike[str], error: type[QuantizerError] = Quant
         found = Path(os.path.realpath(whole))
         # The system does not check the names of folders that do not exist yet.
         there = next(part for part in (found, *found.parents) if part.is_dir())
-        if any(len(os.fsencode(name)) > os.pathconf(there, "PC_NAME_MAX") for name in found.parts):
+        longest = max(len(os.fsencode(name)) for name in found.parts)
+        if longest > os.pathconf(there, "PC_NAME_MAX") or len(found.parts) > _DEEPEST:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
     except OSError as refused:
         raise error(f"{text} cannot be written: {refused.strerror}; choose another path") from refused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quantizer.common.plain_values import yaml_values
 from quantizer.report.record_base import Record
 
 __all__ = ["Cause", "Cure"]
@@ -20,6 +21,12 @@ class Cure(Record):
     alone_db: float
     """By how many dB the SQNR of the model's output rises with it if this group alone is quantized; infinite if it
     leaves the group in float."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        told = yaml_values(self.setting.encode())
+        if not isinstance(told, dict) or len(told) != 1:
+            raise ValueError(f"the setting of a cure is {self.setting!r}, expected one section of YAML")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import subprocess
 import sys
@@ -344,3 +346,29 @@ def test_too_little_memory_is_told_plainly(
     monkeypatch.setattr("quantizer.cli.validate.Validate.__call__", lambda *_: [][1])
     with pytest.raises(IndexError, match="list index"):
         main(["validate", "a.yaml"])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_standard_output_is_told() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "quantizer", "completion", "bash"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 1
+    assert done.stderr.decode().splitlines() == [
+        f"error: standard output takes nothing more: {os.strerror(errno.ENOSPC)}; make room, or write to another place"
+    ]
+
+
+@pytest.mark.parametrize("encoding", ["ascii:strict", "latin1:strict"])
+def test_characters_that_the_terminal_lacks_are_escaped(encoding: str) -> None:
+    text = "from quantizer.cli.output import standard_output\nwith standard_output(): print('\\u2192')"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, check=True, env=environment)
+    assert done.stdout.strip() == b"\\u2192"
+
+
+@pytest.mark.parametrize("verb", ["show", "validate", "check"])
+def test_a_path_of_2000_parts(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--target", "openvino"] if verb == "check" else []
+    assert main([verb, "/".join("a" * 2000), *more]) == 1
+    assert "a/a/a" in capsys.readouterr().err

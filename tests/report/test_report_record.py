@@ -28,6 +28,7 @@ from quantizer.report import record as record_module
 from quantizer.report import size_entries
 from quantizer.report import write_record
 from quantizer.report import write_text_atomic
+from quantizer.report.cause_record import Cure
 from quantizer.report.codec import mapping_from_record
 from quantizer.report.codec import record_from_mapping
 from quantizer.report.format_page import field_documentation
@@ -243,3 +244,9 @@ def test_a_histogram_without_values_is_refused(tmp_path: Path, counts: list[int]
     (tmp_path / "report.json").write_text(json.dumps(values))
     with pytest.raises(QuantizerError, match=r"histogram of .*: expected counts of 0 or more, and not all of them 0"):
         read_record(tmp_path / "report.json")
+
+
+@pytest.mark.parametrize("setting", ["exclude: {sites: ['a]}", "", "a", "a: 1\nb: 2", "- a"])
+def test_the_setting_of_a_cure_is_one_section(setting: str) -> None:
+    with pytest.raises(ValueError, match=r"\S"):
+        Cure(setting=setting, gain_db=1.0, alone_db=2.0)

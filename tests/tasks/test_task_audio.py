@@ -302,3 +302,23 @@ def test_the_word_error_rate_is_that_of_jiwer(built: dict[str, Task], speech: li
         said = [" ".join(pick.choice(words, pick.integers(1, 6))) for _ in rows]
         found = task.predict(_says(task, *said), rows)
         assert task.score(found, rows) == pytest.approx(jiwer.wer([row.text for row in rows], said))
+
+
+@pytest.mark.parametrize(
+    ("at", "damage"),
+    [
+        (22, b"\0\0"),  # no channels
+        (32, b"\0\0\0\0"),  # no bits
+        (24, b"\0\0\0\0"),  # no rate
+        (24, b"\xff\xff\xff\xff"),
+        (12, b"nada"),  # no format
+        (36, b"nada"),  # no data
+        (16, b"\2\0\0\0"),
+    ],
+)
+def test_a_recording_with_a_damaged_header(tmp_path: Path, at: int, damage: bytes) -> None:
+    content = bytearray(_write(tmp_path / "one.wav", np.zeros(400, np.int16)).read_bytes())
+    content[at : at + len(damage)] = damage
+    (tmp_path / "one.wav").write_bytes(content)
+    with pytest.raises(TaskError, match=r"one\.wav (cannot be read as a recording|has a rate of)"):
+        read_recording(tmp_path / "one.wav")

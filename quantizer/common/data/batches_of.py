@@ -180,7 +180,8 @@ def beside(place: nn.Module | torch.device, batch: Any) -> Any:
     """
     device = place if isinstance(place, torch.device) else _device(place)
     found = {tensor.device for tensor in _tensors(batch)}
-    if device is not None and torch.device("meta") in found:
+    nowhere = torch.device("meta")
+    if device not in (None, nowhere) and nowhere in found:
         raise CalibrationError(f"a batch holds {WITHOUT_VALUES}")
     return batch if device is None or device in found or not found else _moved(batch, device)
 

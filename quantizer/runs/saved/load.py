@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from quantizer.common.paths import is_file
+from quantizer.common.paths import is_folder
 from quantizer.common.plain_values import yaml_values
 from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError
@@ -49,7 +51,7 @@ def load(
     path = Path(folder)
     restore_folder(path)
     backend, measured = _settings(path)
-    if (path / CONFIG).is_file():
+    if is_file(path / CONFIG):
         raise QuantizerError(
             f"{path} holds a model in several parts, an engine for each, which write text together: "
             f"quantizer.runs.convert.load_converted({json.dumps(str(path))}).generate([...])"
@@ -67,7 +69,7 @@ def _settings(folder: Path) -> tuple[str, int]:
         QuantizerError: the folder has no configuration of a run.
     """
     config = folder / "config.yaml"
-    if not config.is_file():
+    if not is_file(config):
         raise QuantizerError(
             f"{folder} is not the folder of a run: it has no config.yaml; expected what QuantizedModel.save or "
             f"`quantizer run` wrote{_hint(folder)}"
@@ -86,8 +88,10 @@ def _settings(folder: Path) -> tuple[str, int]:
 
 def _hint(folder: Path) -> str:
     """Return what loads a folder that is no run's, or which folders in it can be loaded; empty: nothing is known."""
+    if not is_folder(folder):
+        return ""
     loads = "quantizer.runs.convert.load_converted"
-    if (folder / CONFIG).is_file():
+    if is_file(folder / CONFIG):
         return f"; {loads} loads what `quantizer convert` wrote"
     converted = [
         path.parent for path in sorted(folder.glob("*/config.json")) if (path.parent / "model.engine").exists()

@@ -15,11 +15,11 @@ import numpy as np
 from torch import Tensor
 from torch import nn
 
+from quantizer.common.data.batches_of import WITHOUT_VALUES
 from quantizer.common.data.sizes import BATCH
 from quantizer.common.data.sizes import SEQUENCE
 from quantizer.common.data.sizes import Axes
 from quantizer.common.data.sizes import DataSizes
-from quantizer.common.data.batches_of import WITHOUT_VALUES
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
 from quantizer.tasks import Batch

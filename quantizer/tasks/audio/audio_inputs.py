@@ -28,6 +28,7 @@ __all__ = ["AudioInputs", "Recordings", "read_recording", "require_extractor", "
 _SECONDS = 10.0
 """The length of recordings, in seconds, where neither the request nor the feature extractor says one."""
 _MASK = "attention_mask"
+_HIGHEST_RATE = 768_000
 # What a warning does is a setting of the process.
 _READING = threading.Lock()
 _EXTRACTORS = ("Wav2Vec2FeatureExtractor", "ASTFeatureExtractor", "WhisperFeatureExtractor")
@@ -181,12 +182,16 @@ def read_recording(path: Path) -> tuple[int, npt.NDArray[np.float32]]:
             warnings.simplefilter("error", wavfile.WavFileWarning)
             warnings.filterwarnings("ignore", "Chunk .non-data. not understood", wavfile.WavFileWarning)
             rate, data = wavfile.read(path)
-    except (OSError, ValueError, wavfile.WavFileWarning) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except Exception as error:
+        # SciPy relies on what a header says: one that is damaged divides by zero, or asks for too much memory.
+        known = isinstance(error, OSError | ValueError | wavfile.WavFileWarning) and str(error).strip()
+        said = str(error).strip().splitlines()[0] if known else "its header is damaged"
         raise TaskError(
             f"{path} cannot be read as a recording ({said}): expected a WAV file; ffmpeg -i FILE {path.stem}.wav makes "
             "one of most others"
         ) from error
+    if not 1 <= rate <= _HIGHEST_RATE:
+        raise TaskError(f"{path} has a rate of {rate} Hz, expected 1 to {_HIGHEST_RATE}: mend the file")
     wave_RC = _from_minus_one_to_one(np.atleast_2d(data.T).T)
     if not wave_RC.size or not np.isfinite(wave_RC).all():
         raise TaskError(f"{path} holds {'values that are not finite' if wave_RC.size else 'no samples'}: mend the file")

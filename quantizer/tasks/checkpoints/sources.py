@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from quantizer.common.paths import expanded
 from quantizer.common.paths import is_folder
 from quantizer.common.paths import is_there
 from quantizer.errors import MissingDependencyError
@@ -41,7 +42,7 @@ def resolve_source(source: str) -> Path | str:
     """
     if source.startswith(PACKAGE_PREFIX):
         return _model_folder(_package_folder(source), source)
-    path = Path(source).expanduser()
+    path = expanded(source)
     if is_there(path):
         return _model_folder(path, source)
     first = source.split("/")[0]

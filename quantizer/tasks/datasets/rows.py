@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from quantizer.common.paths import expanded
 from quantizer.common.paths import is_file
 from quantizer.common.paths import is_folder
 from quantizer.common.registry import Registry
@@ -227,7 +228,7 @@ def require_folder(name: str, path: Path | None) -> Path:
 def _required(name: str, path: Path | None, kind: str, other: str) -> Path:
     if path is None:
         raise TaskError(f"data set {name!r} reads a {kind} of yours, but no path was given: set 'path'")
-    path = path.expanduser()
+    path = expanded(path)
     is_kind = {"file": is_file, "folder": is_folder}
     if is_kind[other](path):
         raise TaskError(f"data set {name!r}: {path} is a {other}, expected a {kind}")

@@ -14,8 +14,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from quantizer.common.paths import expanded
 from quantizer.common.paths import is_file
 from quantizer.common.paths import is_folder
+from quantizer.common.paths import is_there
 from quantizer.errors import MissingDependencyError
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.files.hf_rows import rows_of_table
@@ -50,8 +52,8 @@ def read_hf(path: Path | None, split: str | None, subset: str | None) -> list[Ro
             "data set 'hf' reads a file, a folder or a name of the hub, but no path was given: set 'path', such as "
             "rows.parquet or stanfordnlp/sst2"
         )
-    name = str(path.expanduser())
-    if split is None and not path.expanduser().exists():
+    name = str(expanded(path))
+    if split is None and not is_there(Path(name)):
         name, _, told = name.partition("@")
         split = told or None
     return rows_of_table(_table(_opened(Path(name), subset), name, split), name)
