@@ -12,7 +12,9 @@ from torch import Tensor
 from quantizer.errors import CalibrationError
 from quantizer.observe.tensor_origin import Origin
 from quantizer.observe.tensor_origin import OriginTracker
+from quantizer.operations.einsum import labels
 from quantizer.proxy.computed.computation import RANDOM
+from quantizer.proxy.computed.computation import Computation
 from quantizer.proxy.site import Site
 from quantizer.proxy.weight import Weight
 from quantizer.proxy.weight import Weights
@@ -44,8 +46,9 @@ class CallOperands:
     def weights(self, site: Site, values: Sequence[Any]) -> tuple[list[Weight | None], str | None]:
         """Return the weights among the operands, None for others, and why a call has none that can be held.
 
-        What is computed from parameters alone is a weight where a weight belongs, or as a matrix; elsewhere it is
-        rounded as any activation, since it may grow with the batch. So is a parameter that is the input of a layer.
+        What is computed from parameters alone is a weight where a weight belongs, and as an operand of a product of two
+        tensors; what it is before it is spread over the batch, if it is. Where that cannot be told, it is rounded as
+        any activation, since it may grow with the batch. So is a parameter that is the input of a layer.
 
         Raises:
             CalibrationError: a computed weight has NaN or an infinite value.
@@ -61,9 +64,8 @@ class CallOperands:
                 continue
             origin = self._tracker.origin(value)
             alone = origin is not None and origin.kind == "parameter"
-            matrix = own is None and (value.dim() <= _MATRIX or site.source.equation is not None)
-            if place == own or (alone and matrix):
-                computed = self._computed(site, place, value)
+            if place == own or (alone and own is None):
+                computed = self._computed(site, values, place)
                 if isinstance(computed, Weight):
                     found[place] = computed
                 elif computed is not None and (alone or computed == RANDOM):
@@ -72,15 +74,19 @@ class CallOperands:
             found = [weight if place == own else None for place, weight in enumerate(found)]
         return found, None
 
-    def _computed(self, site: Site, place: int, value: Tensor) -> Weight | str | None:
+    def _computed(self, site: Site, values: Sequence[Any], place: int) -> Weight | str | None:
         """Return a weight that is computed from parameters, or why it cannot be held; None if it is not one."""
+        value: Tensor = values[place]
         computation = self._tracker.computation(value, site.host_path)
         if computation is None or isinstance(computation, str):
             return computation
         if not computation.inputs:
             return None
-        weight = Weight.computed(computation, [self._named[path] for path in computation.inputs])
-        if (site.path, place) in self._repeated:
+        given = [self._named[path] for path in computation.inputs]
+        weight: Weight | None = Weight.computed(computation, given)
+        if site.operation.kind == "matmul":
+            weight = self._before_spreading(site, values, place, computation)
+        if weight is None or (site.path, place) in self._repeated:
             return weight
         problem = non_finite(value)
         if problem is not None:
@@ -89,10 +95,36 @@ class CallOperands:
                 f"{tuple(value.shape)}, has {problem} among its values; look at these parameters"
             )
         again = weight.tensor()
-        if again.dtype != value.dtype or not torch.equal(again, value.detach()):
+        if again.dtype != value.dtype or not torch.equal(again.expand_as(value), value.detach()):
             return "in a way that gives other values when it is repeated"
         self._repeated.add((site.path, place))
         return weight
+
+    def _before_spreading(
+        self, site: Site, values: Sequence[Any], place: int, computation: Computation
+    ) -> Weight | None:
+        """Return an operand of a product before it is spread over a batch, as ``w.expand(len(x), -1, -1)`` does.
+
+        None: it is spread in another way, and so may be another one for another batch.
+        """
+        value: Tensor = values[place]
+        given = [self._named[path] for path in computation.inputs]
+        try:
+            core = computation.without_copies(given)
+            made = core.of(given)
+        except ValueError:
+            return None
+        if core == computation:
+            return Weight.computed(computation, given)
+        spread = [axis for axis, size in enumerate(made.shape) if size != value.shape[axis]] if made.dim() else []
+        if made.dim() != value.dim() or any(made.shape[axis] != 1 for axis in spread):
+            return None
+        if not spread:
+            return Weight.computed(computation, given)
+        if not set(spread) <= _batch_axes(site, values, place):
+            return None
+        # Of a batch of one sample it may be a view.
+        return self._weights.find(made) or Weight.computed(core, given)
 
     def unfit(self, site: Site, values: Sequence[Any], weights: Sequence[Weight | None]) -> str | None:
         """Return why the operands of a call cannot be rounded; None if they can."""
@@ -118,6 +150,21 @@ class CallOperands:
         if len(weights) > _PRODUCT and any(weight is not None for weight in weights):
             return ReasonCode.ATTENTION_PARAMETER.text()
         return None
+
+
+def _batch_axes(site: Site, values: Sequence[Any], place: int) -> set[int]:
+    """Return the axes of an operand of a product that are a batch of products, and none of its matrix.
+
+    Args:
+        site: the product.
+        values: its operands.
+        place: the place of the operand.
+    """
+    if not site.source.equation:
+        return set(range(values[place].dim() - _MATRIX))
+    found = labels(site.source.equation, [value.dim() for value in values])
+    shared = set(found.operands[1 - place]) & found.output
+    return {axis for axis, label in enumerate(found.operands[place]) if label in shared}
 
 
 def _why_not_residual(tensors: Sequence[Tensor], origins: Sequence[Origin | None]) -> str | None:

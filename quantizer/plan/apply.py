@@ -307,8 +307,7 @@ def _frozen_operand(proxy: nn.Module, site: Site, planned: OperandPlan) -> Froze
     owner, parameter = _owner(proxy, planned)
     if parameter not in owner._parameters:
         return None
-    shape = tuple(_weight(proxy, site, planned).shape)
-    return FrozenOperand(name, owner._parameters[parameter], shape, 0 if planned.view is None else planned.view.offset)
+    return FrozenOperand(name, owner._parameters[parameter], planned.view)
 
 
 def _hand_over(owner: nn.Module, name: str, site: Site, quantizer: OperandQuantizer, planned: OperandPlan) -> None:

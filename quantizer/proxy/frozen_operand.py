@@ -14,8 +14,9 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.errors import ProxyError
+from quantizer.proxy.weight import WeightView
 
-__all__ = ["ComputedOperand", "FrozenOperand"]
+__all__ = ["ComputedOperand", "FrozenOperand", "spread_as"]
 
 _SAMPLE = 256
 """About how many values of a computed weight are compared."""
@@ -33,19 +34,16 @@ class FrozenOperand:
     Args:
         name: ``SITE.OPERAND``.
         parameter: the operand, or the parameter that it is a view of; None: check nothing.
-        shape: the operand's shape.
-        offset: the first element of the operand in the parameter.
+        view: which view it is; None: the parameter itself.
     """
 
-    def __init__(
-        self, name: str = "", parameter: nn.Parameter | None = None, shape: tuple[int, ...] = (), offset: int = 0
-    ) -> None:
+    def __init__(self, name: str = "", parameter: nn.Parameter | None = None, view: WeightView | None = None) -> None:
         self._name = name
         self._parameter = None if parameter is None else weakref.ref(parameter)
-        self._shape, self._offset = shape, offset
+        self._view = view
 
     def check(self, value: Tensor) -> None:
-        """Raise if ``value`` is not the weight that was frozen.
+        """Raise if ``value`` is not the weight that was frozen, nor this weight spread over a batch.
 
         Raises:
             ProxyError: ``value`` is another parameter, or another part of this one.
@@ -53,17 +51,14 @@ class FrozenOperand:
         parameter = None if self._parameter is None else self._parameter()
         if parameter is None or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
+        view = self._view
+        shape = tuple(parameter.shape) if view is None else tuple(view.shape[axis] for axis in view.order)
         same = value.untyped_storage()._cdata == parameter.untyped_storage()._cdata
         offset = value.storage_offset() - parameter.storage_offset() if same else -1
-        if tuple(value.shape) != self._shape or offset != self._offset:
-            self._refuse(value)
-
-    def _refuse(self, value: Tensor) -> None:
-        raise ProxyError(
-            f"{self._name}: the weight that arrives, {list(value.shape)}, is not the one that was frozen, "
-            f"{list(self._shape)}: the model picks it at run time. Exclude this site, which leaves it float, or "
-            "calibrate with data that reaches every choice, which does so by itself"
-        )
+        if tuple(value.shape) == shape and offset == (0 if view is None else view.offset):
+            return
+        weight = parameter if view is None else view.of(parameter)
+        _require_alike(self._name, shape, _sample(weight), value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenOperand:
         return FrozenOperand()
@@ -81,22 +76,51 @@ class ComputedOperand(FrozenOperand):
     """
 
     def __init__(self, name: str, weight: Tensor) -> None:
-        super().__init__(name, shape=tuple(weight.shape))
-        self._sample = _sample(weight)
+        super().__init__(name)
+        self._shape, self._values = tuple(weight.shape), _sample(weight)
 
     def check(self, value: Tensor) -> None:
-        """Raise if ``value`` is not the weight that was frozen, or one near it.
+        """Raise if ``value`` is not the weight that was frozen, or one near it, spread over a batch or not.
 
         Raises:
             ProxyError: ``value`` has another shape, or other values.
         """
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
-        if tuple(value.shape) != self._shape:
-            self._refuse(value)
-        difference = torch.linalg.vector_norm(_sample(value) - self._sample)
-        if bool(difference > _OTHER * torch.linalg.vector_norm(self._sample)):
-            self._refuse(value)
+        _require_alike(self._name, self._shape, self._values, value)
+
+
+def spread_as(weight: Tensor, value: Tensor) -> Tensor:
+    """Return a weight [*] with its axes of length 1 as long as those of the operand that arrives."""
+    if weight.dim() != value.dim():
+        return weight
+    sizes: list[Any] = [-1] * weight.dim()
+    for axis, size in enumerate(weight.shape):
+        # A size of a graph is no int, and is not compared, which would fix it.
+        if size == 1 and not (isinstance(value.shape[axis], int) and value.shape[axis] == 1):
+            sizes[axis] = value.shape[axis]
+    return weight if all(isinstance(size, int) and size == -1 for size in sizes) else weight.expand(sizes)
+
+
+def _require_alike(name: str, shape: tuple[int, ...], sample: Tensor, value: Tensor) -> None:
+    """Raise if an operand has not the shape of a weight, up to axes of length 1 that are spread, or other values.
+
+    Raises:
+        ProxyError: it has.
+    """
+    fits = value.dim() == len(shape) and all(size in (1, got) for size, got in zip(shape, value.shape, strict=True))
+    if fits:
+        entry = value
+        for axis, size in enumerate(shape):
+            entry = entry.narrow(axis, 0, 1) if size == 1 else entry
+        difference = torch.linalg.vector_norm(_sample(entry) - sample)
+        fits = not bool(difference > _OTHER * torch.linalg.vector_norm(sample))
+    if not fits:
+        raise ProxyError(
+            f"{name}: the weight that arrives, {list(value.shape)}, is not the one that was frozen, {list(shape)}: the "
+            "model picks it at run time. Exclude this site, which leaves it float, or calibrate with data that reaches "
+            "every choice, which does so by itself"
+        )
 
 
 def _sample(value: Tensor) -> Tensor:

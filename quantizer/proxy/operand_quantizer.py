@@ -24,6 +24,7 @@ from quantizer.numerics.log_scale import trained_scale
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.call_numbers import current_call
 from quantizer.proxy.frozen_operand import FrozenOperand
+from quantizer.proxy.frozen_operand import spread_as
 from quantizer.proxy.weight import laid_out
 
 __all__ = ["OperandQuantizer", "Watcher", "is_recorded"]
@@ -297,10 +298,10 @@ class OperandQuantizer(nn.Module):
             if self.frozen is not None:
                 self.frozen.check(x)
             # A forward may cast its weight: what arrives has the type that the operation is to compute in.
-            weight = self.dequantized()
+            weight = spread_as(self.dequantized(), x)
             return weight if weight.dtype == x.dtype else weight.to(x.dtype)
         if self.codes is not None:
-            return self._values_of(self.codes).to(x.dtype)
+            return spread_as(self._values_of(self.codes).to(x.dtype), x)
         if self.is_weight:
             # As in ``store``, the product of weight and factor is computed in float32, not in half precision.
             rounded = self._rounded(x.float() if self.factor is not None else x).to(x.dtype)

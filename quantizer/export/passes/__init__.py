@@ -28,6 +28,7 @@ from quantizer.export.passes.per_target.unsigned_activations import UnsignedActi
 from quantizer.export.passes.scale_before_quantize import ScaleBeforeQuantize
 from quantizer.export.passes.share_quantizers import ShareQuantizers
 from quantizer.export.passes.store_weights import StoreWeights
+from quantizer.export.passes.unspread_weights import UnspreadWeights
 from quantizer.export.passes.weights_as_read import WeightsAsRead
 from quantizer.qdq.graph import WIDTHS
 from quantizer.targets import TargetProfile
@@ -53,6 +54,7 @@ PASSES: tuple[GraphPass, ...] = (
     EinsumWeights(),
     EinsumToMatMul(),
     GemmToMatMul(),
+    UnspreadWeights(),
     WeightsAsRead(),
     FoldBatchNorm(),
     FoldConvolutionFactors(),

@@ -84,19 +84,33 @@ class Computation:
             ValueError: the computation is damaged, or cannot be done with these inputs.
         """
         made: list[Sequence[Any]] = [[value.detach() for value in inputs]]
-        with torch.no_grad():
-            for number, step in enumerate(self.steps):
-                function, (args, keywords) = _operation(step.operation), json_values(step.arguments)
-                try:
-                    given = {name: _tensors(value, made) for name, value in keywords.items()}
-                    result = function(*_tensors(args, made), **given)
-                except (IndexError, KeyError, RuntimeError, TypeError) as error:
-                    raise ValueError(f"steps[{number}], {step.operation}: {str(error).splitlines()[0]}") from error
-                made.append(result if isinstance(result, (tuple, list)) else [result])
+        for step in self.steps:
+            made.append(_carried_out(step, made))
         found = made[-1][self.output if self.steps else 0]
         if not isinstance(found, Tensor):
             raise ValueError(f"output {self.output} of {self.steps[-1].operation} is no tensor")
         return found
+
+    def without_copies(self, inputs: Sequence[Tensor]) -> Computation:
+        """Return the computation with one entry along each axis that a step fills with copies of an entry.
+
+        So ``weight.expand(8, -1, -1)`` becomes ``weight.expand(1, -1, -1)``, whatever the size of the batch is. That
+        the result, broadcast, is still the tensor is for the caller to see.
+
+        Raises:
+            ValueError: it cannot be done: a later step needs the copies.
+        """
+        made: list[Sequence[Any]] = [[value.detach() for value in inputs]]
+        steps = []
+        for step in self.steps:
+            args, keywords = json_values(step.arguments)
+            single = _COPIES.get(step.operation)
+            if single is not None:
+                args = single(args, _tensors(args, made))
+                step = replace(step, arguments=json.dumps([args, keywords]))
+            made.append(_carried_out(step, made))
+            steps.append(step)
+        return replace(self, steps=tuple(steps))
 
     def inputs_of(self, module: nn.Module) -> list[Tensor]:
         """Return the parameters and buffers of a module that the tensor is computed from.
@@ -176,6 +190,71 @@ def plain_arguments(args: Any, keywords: Any, device: torch.device, plain_tensor
         raise TypeError(f"{type(value).__name__} cannot be written down")
 
     return json.dumps([plain(args), {name: plain(value) for name, value in keywords.items()}])
+
+
+def _carried_out(step: Step, made: Sequence[Sequence[Any]]) -> Sequence[Any]:
+    """Return the results of a step, without gradients; ``made`` are the inputs and the results of the steps before.
+
+    Raises:
+        ValueError: it is damaged, or cannot be done with them.
+    """
+    function, (args, keywords) = _operation(step.operation), json_values(step.arguments)
+    try:
+        with torch.no_grad():
+            result = function(
+                *_tensors(args, made), **{name: _tensors(value, made) for name, value in keywords.items()}
+            )
+    except (IndexError, KeyError, RuntimeError, TypeError) as error:
+        place = f"steps[{len(made) - 1}]"
+        raise ValueError(f"{place}, {step.operation}: {str(error).splitlines()[0]}") from error
+    return result if isinstance(result, (tuple, list)) else [result]
+
+
+def _one_expanded(args: list[Any], given: list[Any]) -> list[Any]:
+    """Return the arguments of ``expand`` with which no axis of length 1, and no new axis, gets longer."""
+    source, sizes = given[:2]
+    new = len(sizes) - source.dim()
+    kept = [1 if place < new or source.shape[place - new] == 1 else size for place, size in enumerate(sizes)]
+    return [args[0], kept, *args[2:]]
+
+
+def _one_repeated(args: list[Any], given: list[Any]) -> list[Any]:
+    """Return the arguments of ``repeat`` with which no axis of length 1, and no new axis, gets longer."""
+    source, repeats = given[:2]
+    new = len(repeats) - source.dim()
+    kept = [1 if place < new or source.shape[place - new] == 1 else count for place, count in enumerate(repeats)]
+    return [args[0], kept, *args[2:]]
+
+
+def _one_viewed(args: list[Any], given: list[Any]) -> list[Any]:
+    """Return the arguments of ``view`` for a tensor that a step before has not filled with copies."""
+    source, sizes = given[:2]
+    if -1 in sizes or (many := math.prod(sizes)) == source.numel() or source.numel() == 0 or many % source.numel():
+        return args
+    times = many // source.numel()
+    # The first axis that holds nothing but the copies, or else the first that holds them all.
+    places = sorted(range(len(sizes)), key=lambda place: (sizes[place] != times, place))
+    place = next((place for place in places if sizes[place] % times == 0), None)
+    if place is None:
+        return args
+    return [args[0], [size // times if at == place else size for at, size in enumerate(sizes)], *args[2:]]
+
+
+def _one_joined(args: list[Any], given: list[Any]) -> list[Any]:
+    """Return the arguments of ``stack`` or ``cat`` with one tensor in the place of the same one many times."""
+    return [args[0][:1], *args[1:]] if all(one == args[0][0] for one in args[0]) else args
+
+
+_COPIES: dict[str, Callable[[list[Any], list[Any]], list[Any]]] = {
+    "aten.expand.default": _one_expanded,
+    "aten.repeat.default": _one_repeated,
+    "aten.stack.default": _one_joined,
+    "aten.cat.default": _one_joined,
+    "aten.view.default": _one_viewed,
+    "aten._unsafe_view.default": _one_viewed,
+    "aten.reshape.default": _one_viewed,
+}
+"""Operations that copy an entry along an axis, or lay out what does; each with what returns its arguments without."""
 
 
 def _checksum(value: Tensor) -> int:
