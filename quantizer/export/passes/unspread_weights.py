@@ -73,7 +73,7 @@ def _as_matrix(dequantize: Any) -> None:
     before = len(shape) - _MATRIX
     if len(scale.shape) == 1 and axis < before:
         return
-    matrix = onnx_ir.tensor(stored.const_value.numpy().reshape(shape[before:]), name=stored.name)
+    matrix: Any = onnx_ir.tensor(stored.const_value.numpy().reshape(shape[before:]), name=stored.name)
     stored.const_value, stored.shape = matrix, onnx_ir.Shape(matrix.shape)
     dequantize.outputs[0].shape = onnx_ir.Shape(matrix.shape)
     if len(scale.shape) == 1:
