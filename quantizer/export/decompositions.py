@@ -55,10 +55,10 @@ def replaced_in_place() -> Iterator[None]:
     def decomposed(program: Any, registry: Any) -> Any:
         if get_ident() != thread:
             # Another thread may go on with the program that it exports, which is changed here.
-            return decompose(program, registry)
+            return _without_restrides(decompose(program, registry))
         table = table_without(set(translated(registry)))
         if not all(_is_plain(node, table, preserved) for node in _nodes(program.graph_module)):
-            return decompose(program, registry)
+            return _without_restrides(decompose(program, registry))
         for node in list(program.graph.nodes):
             if node.op == "call_function" and node.target in _REPLACED:
                 _replace(node)
@@ -70,6 +70,33 @@ def replaced_in_place() -> Iterator[None]:
 
     with patch.object(_fx_passes, "decompose_with_registry", decomposed):
         yield
+
+
+def _without_restrides(program: Any) -> Any:
+    """Return a decomposed program without what gives a tensor other strides for axes of one element alone.
+
+    torch does so behind a pooling of channels-last images to one number a channel. In a file it would be a Gather by
+    computed indices.
+    """
+    for node in list(program.graph.nodes):
+        if node.op == "call_function" and node.target is _aten.as_strided.default and _keeps_elements(node):
+            node.replace_all_uses_with(node.args[0])
+            node.graph.erase_node(node)
+    program.graph_module.recompile()
+    return program
+
+
+def _keeps_elements(node: fx.Node) -> bool:
+    """Return whether a node with new strides has the elements of its operand in their places."""
+    before, after = _operand(node), node.meta["val"]
+    if before.dim() != after.dim() or not statically_known_true(before.storage_offset() == after.storage_offset()):
+        return False
+    pairs = zip(before.shape, after.shape, before.stride(), after.stride(), strict=True)
+    return all(
+        statically_known_true(size == new)
+        and (statically_known_true(size == 1) or statically_known_true(step == next_))
+        for size, new, step, next_ in pairs
+    )
 
 
 def _preserved() -> Collection[Any]:

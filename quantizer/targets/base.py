@@ -131,10 +131,12 @@ class TargetProfile:
             type of the next Q.
         misread_reductions: the operators for which they do so where it would multiply the result by the factors of
             other channels, see ``qdq/reductions.py``.
-        unfused_products: whether its files pass a product of two axes, times factors of channels, through a Max before
-            it is rounded, see ``qdq/flat_products.py``.
+        unfused_products: whether its files pass what it would multiply by factors of channels wrongly through a Max
+            before it is rounded, see ``qdq/flat_products.py``.
         unshared_products: whether its files pass a quantized product that several nodes read through a Clip, see
-            ``qdq/shared_products.py``.
+            ``qdq/shared_products.py``, and add the bias of a convolution behind it.
+        kept_axes: whether its files keep the axis that an index takes out behind a convolution, and squeeze it behind
+            that, see ``qdq/gathered_axes.py``.
         row_codes: whether its files look up rows of a table in codes, and dequantize those; otherwise they dequantize a
             whole table, which some engines do at each run.
         zero_points: the kinds of site whose activations are UINT8 with a zero point of their own where INT8 is asked
@@ -175,6 +177,7 @@ class TargetProfile:
     misread_reductions: frozenset[str] = frozenset()
     unfused_products: bool = False
     unshared_products: bool = False
+    kept_axes: bool = False
     row_codes: bool = False
     zero_points: frozenset[SiteKind] = frozenset()
     dynamic: DynamicRanges | None = None

@@ -332,3 +332,26 @@ def test_unsigned_bytes_are_int8_and_truth_values_are_not(write_float: Any) -> N
     pytest.importorskip("openvino")
     inspection = inspect_engine("openvino", write_float(mask=True), batch=2, sequence=8)
     assert {layer.precision for layer in inspection.layers} == {"fp32", "index"}
+
+
+@pytest.mark.usefixtures("exact_byte_products")
+def test_a_network_in_one_kernel_is_its_products(tmp_path: Path) -> None:
+    """OpenVINO makes one kernel of small linear layers, which states the type of its result alone."""
+    pytest.importorskip("openvino")
+    torch = pytest.importorskip("torch")
+    from quantizer import Quantizer
+    from quantizer.engines import BuildOptions
+
+    layers = [torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32), torch.nn.ReLU()]
+    model, x = torch.nn.Sequential(*layers).eval(), torch.randn(32, 64)
+    quantizer = Quantizer(backend="openvino", preset="plain")
+    quantizer.calibrate(model, [x])
+    for what, precision in ((quantizer.quantize(model), "int8"), (model, "fp32")):
+        quantizer.export(what, tmp_path / "m.onnx", x[:2])
+        build_engine(
+            "openvino", tmp_path / "m.onnx", tmp_path / "m.engine", BuildOptions(dynamic={"batch": (1, 8, 64)})
+        )
+        inspection = inspect_engine("openvino", tmp_path / "m.engine", batch=8)
+        assert {layer.precision for layer in products(inspection)} == {precision}
+        assert sum(layer.multiply_adds or 0 for layer in products(inspection)) == 8 * 64 * (64 + 32)
+        assert inspection.low_share() == (precision == "int8")

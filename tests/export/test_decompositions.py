@@ -287,3 +287,37 @@ def test_a_release_that_decomposes_in_another_way(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delattr(_decomp, "get_onnx_implemented_overloads")
     with replaced_in_place():
         assert _fx_passes.decompose_with_registry.__module__ == _fx_passes.__name__
+
+
+class _ChannelsLast(nn.Module):
+    """Images whose channels come last, normalized in place, which the exporter decomposes itself, and pooled."""
+
+    def __init__(self, axes: int) -> None:
+        super().__init__()
+        self.pool = nn.AdaptiveAvgPool2d(1) if axes == 2 else nn.AdaptiveAvgPool3d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.movedim(-1, 1).float()
+        return self.pool(x.sub_(0.5).div_(2.0)).flatten(1)
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+def test_channels_last_pooling_is_no_gather(axes: int, tmp_path: Path) -> None:
+    x = torch.randint(0, 256, (2, *[4] * axes, 3), dtype=torch.uint8)
+    model = _ChannelsLast(axes).eval()
+    file = export_onnx(model, tmp_path / "m.onnx", x, opset=20, dtype=torch.float32)
+    assert not {"Gather", "Range"} & {node.op_type for node in onnx.load(file).graph.node}
+    (given,) = onnxruntime.InferenceSession(str(file)).run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(given), model(x))
+
+
+class _Restrided(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sub_(1.0).as_strided((x.shape[0], 4, 2), (8, 2, 1)) * 2.0
+
+
+def test_other_strides_stay(tmp_path: Path) -> None:
+    x = torch.randn(3, 8)
+    file = export_onnx(_Restrided(), tmp_path / "m.onnx", x, opset=20, dtype=torch.float32)
+    (given,) = onnxruntime.InferenceSession(str(file)).run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(given), _Restrided()(x.clone()))

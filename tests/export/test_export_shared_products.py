@@ -16,6 +16,8 @@ from quantizer import Quantizer
 from quantizer.engines import BuildOptions
 from quantizer.engines import build_engine
 from quantizer.engines import load_engine
+from quantizer.export.passes import BiasesApart
+from quantizer.export.passes import UnfusedProducts
 from quantizer.export.passes import UnsharedProducts
 from quantizer.export.passes import run_passes
 from quantizer.qdq.shared_products import is_shared_product
@@ -33,7 +35,7 @@ Values = dict[str, Any]
 class File:
     """A product of ``x`` whose two operands are quantized, and what reads it."""
 
-    def __init__(self, product: str, bias: float | None = None, per_channel: bool = True) -> None:
+    def __init__(self, product: str, bias: float | np.ndarray | None = None, per_channel: bool = True) -> None:
         self.nodes: list[Any] = []
         self.held: Values = {}
         random = np.random.default_rng(0)
@@ -49,7 +51,7 @@ class File:
         scales = (random.random(C) * 0.001 + 0.001).astype(np.float32) if per_channel else np.float32(0.002)
         axis = {"axis": int(product in ("Linear", "ConvTranspose"))} if per_channel else {}
         weight = self.node("DequantizeLinear", self.constant(codes), self.constant(scales), **axis)
-        biases = [] if bias is None else [self.constant(np.full(C, bias, np.float32))]
+        biases = [] if bias is None else [self.constant(np.broadcast_to(np.float32(bias), C).copy())]
         operator = {"Linear": "MatMul", "ConvTranspose": "ConvTranspose"}.get(product, "Conv")
         pads = {"pads": [1] * 2 * (len(self.shape) - 1)} if operator == "Conv" else {}
         self.result = self.node(operator, left, weight, *biases, **pads)
@@ -157,14 +159,14 @@ def node_by_node(path: Path, x: np.ndarray) -> list[np.ndarray]:
 
 
 def nearness(file: File, readers: Readers, folder: Path, *, apart: bool, rows: int = ROWS) -> float:
-    """How near OpenVINO's model for all sizes is to the file itself, which the pass leaves as it computes."""
+    """How near OpenVINO's model for all sizes is to the file itself, which the passes leave as it computes."""
     pytest.importorskip("openvino", reason="needs enginequant[openvino]")
     model = file.ir(readers(file, file.result))
     path, x = folder / "file.onnx", np.random.default_rng(1).normal(size=(rows, *file.shape)).astype(np.float32)
     ir.save(model, path)
     right = node_by_node(path, x)
     if apart:
-        run_passes(model, [UnsharedProducts()])
+        run_passes(model, [UnfusedProducts(), BiasesApart(), UnsharedProducts()])
         ir.save(model, path)
         assert all(map(np.array_equal, node_by_node(path, x), right))
     build_engine("openvino", path, folder / "file.engine", BuildOptions())
@@ -191,6 +193,30 @@ def test_readers_of_every_product_are_right_with_the_pass(
     product: str, readers: str, per_channel: bool, tmp_path: Path
 ) -> None:
     assert nearness(File(product, None, per_channel), READERS[readers], tmp_path, apart=True) > 40
+
+
+def sizes_beside(file: File, value: str) -> list[str]:
+    """The next product, and as many numbers as there are rows."""
+    rows = file.node("Squeeze", file.node("Shape", "x", start=0, end=1))
+    counted = file.node("Range", file.constant(np.int64(0)), rows, file.constant(np.int64(1)))
+    return [by_itself(file, value), file.node("Cast", counted, to=1)]
+
+
+def by_factors(file: File, value: str) -> list[str]:
+    """The next product of a value that factors of both signs multiply, and the value."""
+    random = np.random.default_rng(2)
+    pooled = file.node("MaxPool", value, kernel_shape=[1, 1])
+    factors = file.constant(random.normal(size=(C, 1, 1)).astype(np.float32))
+    return [by_itself(file, file.node("Mul", pooled, factors)), pooled]
+
+
+@pytest.mark.usefixtures("exact_byte_products")
+@pytest.mark.parametrize("readers", [sizes_beside, by_factors])
+def test_all_channels_keep_their_bias_and_factors(readers: Readers, tmp_path: Path) -> None:
+    file = File("Conv", np.random.default_rng(3).normal(size=C).astype(np.float32))
+    assert nearness(file, readers, tmp_path, apart=True) > 40
+    file = File("Conv", np.random.default_rng(3).normal(size=C).astype(np.float32))
+    assert nearness(file, readers, tmp_path, apart=False) < 20
 
 
 @pytest.mark.parametrize(
@@ -269,3 +295,28 @@ def test_engines_are_right_at_all_sizes(made: type[nn.Module], shape: tuple[int,
 
 def test_the_target_asks_for_it() -> None:
     assert [name for name in ("openvino", "onnxruntime", "tensorrt") if profile(name).unshared_products] == ["openvino"]
+
+
+class Steps(nn.Module):
+    """A convolution over one of three axes of places, of which the others are taken out again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv3d(32, 32, (3, 1, 1), padding=(1, 0, 0), bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolution(x.mT[..., None, None]).relu()[..., 0, 0].mT
+
+
+@pytest.mark.usefixtures("exact_byte_products")
+def test_indices_behind_a_convolution_keep_the_axes_that_openvino_needs(tmp_path: Path) -> None:
+    pytest.importorskip("openvino", reason="needs enginequant[openvino]")
+    torch.manual_seed(0)
+    model, x = Steps().eval(), torch.randn(32, 8, 32)
+    quantizer = Quantizer(backend="openvino", preset="plain")
+    quantizer.calibrate(model, [x])
+    frozen = quantizer.quantize(model)
+    quantizer.export(frozen, tmp_path / "model.onnx", x[:4])
+    quantizer.build(tmp_path / "model.onnx", tmp_path / "model.engine")
+    (found,) = load_engine("openvino", tmp_path / "model.engine")(x[:3]).values()
+    assert decibels(frozen(x[:3]).detach().numpy(), np.asarray(found)) > 40

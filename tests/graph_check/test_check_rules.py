@@ -114,6 +114,36 @@ def shared_product(apart: bool) -> Graph:
     return g
 
 
+def convolution(apart: bool, sizes: bool) -> Graph:
+    """A convolution with a bias that is rounded, and the number of rows beside it."""
+    g = Graph("float32")
+    x = g.input("x", ["batch", 32, 4, 4])
+    rounded, weight, bias = g.rounded(x, zero=128, kind="uint8"), g.weight((32, 32, 1, 1), 0), g.floats(32)
+    y = g.node("Conv", rounded, weight, *([] if apart else [bias]))
+    y = g.node("Add", y, g.floats(1, 32, 1, 1)) if apart else y
+    g.output(g.node("Conv", g.rounded(y, zero=128, kind="uint8"), g.weight((32, 32, 1, 1), 0)))
+    if sizes:
+        g.output(g.node("Shape", x), onnx.TensorProto.INT64)
+    return g
+
+
+def gathered(kept: bool) -> Graph:
+    g = Graph("float32")
+    x = g.rounded(g.input("x", ["batch", 32, 4, 4]), zero=128, kind="uint8")
+    y = g.node("Relu", g.node("Conv", x, g.weight((32, 32, 1, 1), 0)))
+    y = g.node("Gather", y, g.constant(np.array([1] if kept else 1)), axis=3)
+    g.output(g.node("Squeeze", y, g.constant(np.array([3]))) if kept else y)
+    return g
+
+
+def negative_factors(apart: bool) -> Graph:
+    g = Graph("float32")
+    y = g.node("Mul", g.input("x", ["batch", 32]), g.constant(np.array([-1, 1] * 16, np.float32)))
+    y = g.node("Max", y, y) if apart else y
+    g.output(g.node("MatMul", g.rounded(y, zero=128, kind="uint8"), g.weight((32, 8), 1)))
+    return g
+
+
 def computed_scale(computed: bool) -> Graph:
     g = Graph()
     x = g.input("x", ["batch", 32])
@@ -732,6 +762,38 @@ CASES = [
         "QuantizeLinear_7",
         "where sizes are fixed and small, openvino computes what it rounds wrongly",
         OPENVINO,
+    ),
+    Case(
+        "gathered-axis",
+        lambda: gathered(False),
+        lambda: gathered(True),
+        "Gather_5",
+        "openvino gives its result one axis too many",
+        OPENVINO,
+    ),
+    Case(
+        "fused-product",
+        lambda: negative_factors(False),
+        lambda: negative_factors(True),
+        "QuantizeLinear_1",
+        "factors of channels before it are not all positive: openvino can mistake them",
+        OPENVINO,
+        variant="negative",
+    ),
+    *(
+        Case(
+            "shared-product",
+            lambda: convolution(False, True),
+            mended,
+            "Conv_3",
+            "openvino may lose its bias where the file computes with sizes",
+            OPENVINO,
+            variant=variant,
+        )
+        for variant, mended in (
+            ("bias", lambda: convolution(True, True)),
+            ("no sizes", lambda: convolution(False, False)),
+        )
     ),
     Case(
         "shared-product",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Collection
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from quantizer.engines.base import Array
@@ -54,6 +56,9 @@ def observed_layers(compiled: Any, inputs: Mapping[str, Array], runs: int = RUNS
                 times[counted.node_name].append(counted.real_time.total_seconds() * _UNIT)
     # Shapes are known only after a run.
     operations = [_Operation(node) for node in compiled.get_runtime_model().get_ordered_ops()]
+    constant = _constant(operations)
+    for operation in operations:
+        operation.find_weights(constant)
     return list(_layers(operations, {name: statistics.median(taken) for name, taken in times.items()}))
 
 
@@ -68,7 +73,9 @@ class _Operation:
         outputs: type and shape of each output.
         sources: names of the operations that write its inputs.
         order: its place in the order of execution.
-        computes: the type in which it computes, as it states.
+        computes: the type in which it computes, as it states; that of its weights for a network in one kernel, which
+            states that of its result.
+        weights: the shapes of the weights in a kernel of several linear layers.
     """
 
     def __init__(self, node: Any) -> None:
@@ -81,10 +88,37 @@ class _Operation:
         self.sources = [port.get_source_output().get_node().get_friendly_name() for port in node.inputs()]
         self.order = int(info["execOrder"].astype(str))
         self.computes = _PRECISIONS.get(info["runtimePrecision"].astype(str), "index")
+        self.weights: list[tuple[int, ...]] = []
+
+    def find_weights(self, constant: Collection[str]) -> None:
+        """Find the weights of a kernel of several linear layers: OpenVINO makes one of small networks.
+
+        Args:
+            constant: the names of the operations on constants.
+        """
+        if self.type != "Subgraph" or not self.outputs:
+            return
+        # A loaded engine tells the name of the last operation alone: shapes tell what the kernel is.
+        found = [entry for entry, source in zip(self.inputs, self.sources, strict=True) if source in constant]
+        weights = [(_PRECISIONS.get(kind, "index"), sizes) for kind, sizes in found if len(sizes) == 2]
+        weights = [(kind, sizes) for kind, sizes in weights if min(sizes) > 1]
+        low = bool(weights) and all(kind in LOW_PRECISIONS for kind, _ in weights)
+        if not low and len(weights) < 2:
+            return
+        width = self.inputs[0][1][-1] if self.inputs[0][1] else None
+        for _, sizes in weights:
+            if width not in sizes:
+                return
+            width = sizes[0] if sizes[1] == width else sizes[1]
+        if self.outputs[0][1][-1:] == (width,):
+            self.weights = [sizes for _, sizes in weights]
+            self.computes = "int8" if low else self.computes
 
     @property
     def role(self) -> str:
         """Role of the operation, one of ``Layer.role``."""
+        if self.weights:
+            return "product"
         if self.type == "Subgraph" and any(_operator(node) == "MatMul" for node in self.nodes):
             return "attention"
         if self.type == "Eltwise":
@@ -94,6 +128,8 @@ class _Operation:
     def work(self) -> int | None:
         """Return the multiply-adds of the last run."""
         shapes = [shape for _, shape in self.inputs]
+        if self.weights:
+            return prod(shapes[0][:-1]) * sum(map(prod, self.weights))
         if self.role == "attention":
             # Query, key, an optional mask and scale, and the value, which comes last in a Subgraph.
             value = shapes[-1 if self.type == "Subgraph" else 2] if len(shapes) > 2 else ()

@@ -19,10 +19,12 @@ from quantizer.export.passes.gemm_to_matmul import GemmToMatMul
 from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
 from quantizer.export.passes.per_target.bytes_first import BytesFirst
+from quantizer.export.passes.per_target.kept_axes import KeptAxes
 from quantizer.export.passes.per_target.rows_of_codes import RowsOfCodes
 from quantizer.export.passes.per_target.unfused_products import UnfusedProducts
 from quantizer.export.passes.per_target.unfused_reductions import FactorsBeforeReductions
 from quantizer.export.passes.per_target.unfused_reductions import UnfusedReductions
+from quantizer.export.passes.per_target.unshared_products import BiasesApart
 from quantizer.export.passes.per_target.unshared_products import UnsharedProducts
 from quantizer.export.passes.per_target.unsigned_activations import UnsignedActivations
 from quantizer.export.passes.scale_before_quantize import ScaleBeforeQuantize
@@ -37,6 +39,8 @@ __all__ = [
     "PASSES",
     "FoldChannelFactors",
     "GraphPass",
+    "BiasesApart",
+    "KeptAxes",
     "RowsOfCodes",
     "FactorsBeforeReductions",
     "UnfusedProducts",
@@ -93,7 +97,9 @@ def passes(target: TargetProfile | None = None, dtype: str = "float32") -> tuple
     if target is not None and target.unfused_products:
         asked.append(UnfusedProducts())
     if target is not None and target.unshared_products:
-        asked.append(UnsharedProducts())
+        asked += [BiasesApart(), UnsharedProducts()]
+    if target is not None and target.kept_axes:
+        asked.append(KeptAxes())
     if target is not None and target.row_codes:
         asked.append(RowsOfCodes())
     return types, *PASSES, *asked, *(graph_passes[name] for name in graph_passes), NameNodes()

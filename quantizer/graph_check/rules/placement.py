@@ -10,7 +10,9 @@ from quantizer.graph_check.rule import rules
 from quantizer.graph_check.subject import Subject
 from quantizer.numerics.qtype import INT4
 from quantizer.qdq.attention import mask_adds
+from quantizer.qdq.flat_products import scales_by_negatives
 from quantizer.qdq.flat_products import scales_flat_product
+from quantizer.qdq.gathered_axes import gathers_axis
 from quantizer.qdq.graph import attribute
 from quantizer.qdq.graph import is_constant
 from quantizer.qdq.graph import is_dequantize
@@ -29,6 +31,7 @@ from quantizer.qdq.shared_products import is_shared_product
 __all__ = [
     "fused_product",
     "fused_reduction",
+    "gathered_axis",
     "gemm_bias",
     "half_site",
     "quantized_bias",
@@ -144,11 +147,14 @@ def fused_reduction(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("fused-product")
 def fused_product(subject: Subject) -> Iterator[Fault]:
-    """Keep a product of two axes and factors of channels apart from the next where the target would fuse the two."""
+    """Keep factors of channels apart from the QuantizeLinear behind them where the target would fuse them wrongly."""
     advice = "read the input of the Q twice, which keeps its values and the two apart: Max(y, y)"
     for node in subject.nodes if subject.target.unfused_products else ():
         if scales_flat_product(node):
             problem = f"where sizes are fixed and small, {subject.target.name} computes what it rounds wrongly"
+            yield Fault(name_of(node), problem, advice)
+        elif scales_by_negatives(node):
+            problem = f"factors of channels before it are not all positive: {subject.target.name} can mistake them"
             yield Fault(name_of(node), problem, advice)
 
 
@@ -160,6 +166,20 @@ def shared_product(subject: Subject) -> Iterator[Fault]:
         if is_shared_product(node):
             problem = f"several nodes read it, and it has no bias: {subject.target.name} can scale twice what they read"
             yield Fault(name_of(node), problem, advice)
+    sizes = any(node.op_type == "Shape" for node in subject.nodes) and any(map(is_quantize, subject.nodes))
+    for node in subject.nodes if subject.target.unshared_products and sizes else ():
+        if node.op_type in ("Conv", "ConvTranspose") and len(node.inputs) > 2 and is_constant(node.inputs[2]):
+            problem = f"{subject.target.name} may lose its bias where the file computes with sizes (Shape)"
+            yield Fault(name_of(node), problem, "write the bias as an Add behind it")
+
+
+@rules.add("gathered-axis")
+def gathered_axis(subject: Subject) -> Iterator[Fault]:
+    """Keep the axis that an index takes out behind a quantized convolution, where the target needs it."""
+    for node in subject.nodes if subject.target.kept_axes else ():
+        if gathers_axis(node):
+            problem = f"{subject.target.name} gives its result one axis too many, and refuses it or crashes"
+            yield Fault(name_of(node), problem, "give it an index of one element, and a Squeeze of that axis behind it")
 
 
 def _fused_with(quantize: Any) -> Any:

@@ -1,0 +1,51 @@
+"""Pass that keeps the axis that an index takes out behind a convolution, for a target that would lose another one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quantizer.export.passes.base import MatchPass
+from quantizer.export.passes.base import add_constant
+from quantizer.export.passes.base import drop_unread
+from quantizer.export.passes.base import insert_before
+from quantizer.qdq.gathered_axes import gathers_axis
+from quantizer.qdq.graph import attribute
+from quantizer.qdq.graph import constant
+
+__all__ = ["KeptAxes"]
+
+
+class KeptAxes(MatchPass[int]):
+    """``Gather(x, 3)`` becomes ``Gather(x, [3]) -> Squeeze``, with the same values."""
+
+    left = "an index behind a convolution still takes out its axis"
+
+    def match(self, node: Any) -> int | None:
+        """Return the index that a node reads of its axis; None for a node that stays."""
+        if not gathers_axis(node):
+            return None
+        index = constant(node.inputs[1])
+        assert index is not None
+        return int(index)
+
+    def apply(self, model: Any, node: Any, found: int) -> None:
+        import onnx_ir
+
+        axis, given, result, index = attribute(node, "axis", 0), node.inputs[0], node.outputs[0], node.inputs[1]
+        sizes = list(given.shape)
+        sizes[axis] = 1
+        int64 = onnx_ir.DataType.INT64
+        held = {"index": [found], "axis": [axis % len(sizes)]}
+        at, axes = (add_constant(model, f"{result.name}.{key}", np.array(held[key]), int64) for key in held)
+        attributes = [onnx_ir.AttrInt64("axis", axis)]
+        kept = insert_before(
+            model, node, "Gather", [given, at], like=result, shape=onnx_ir.Shape(sizes), attributes=attributes
+        )
+        taken = insert_before(model, node, "Squeeze", [kept, axes], like=result, shape=result.shape)
+        name = result.name
+        result.replace_all_uses_with(taken, replace_graph_outputs=True)
+        model.graph.remove(node, safe=True)
+        drop_unread(model, index)
+        taken.name = name
