@@ -47,6 +47,7 @@ from quantizer.numerics.qtype import BLOCKS_OPSET
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.build import own_copy
 from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.restored_state import untouched
 from quantizer.targets import TargetProfile
 
 __all__ = ["export_onnx", "least_opset", "require_exporter"]
@@ -260,7 +261,7 @@ def _output_of(model: nn.Module, example: Any) -> Any:
     """
     args, keywords = _split(example, _dtype_of(model))
     try:
-        with torch.no_grad():
+        with torch.no_grad(), untouched(model):
             return model(*args, **keywords)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise ExportError(f"the example does not run through {type(model).__name__}.forward: {error}") from error

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from torch import nn
 
 from quantizer.calibrators import Calibrator
 from quantizer.common.data.batches_of import row_count
+from quantizer.common.data.doubts import warn_user
+from quantizer.common.own_inputs import on_own_tensors
+from quantizer.common.own_inputs import written_by
 from quantizer.common.structure import leaves
 from quantizer.errors import CalibrationError
 from quantizer.observe.all_experts import show_all_experts
@@ -39,6 +43,8 @@ from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.site import Site
 
 __all__ = ["Observation"]
+
+_COPIES_GIVEN = "writes into its inputs ({names}): it was given copies, so that your data stays as it is"
 
 
 class Observation:
@@ -92,6 +98,7 @@ class Observation:
         self._detach: list[Callable[[], None]] = []
         self._prepare: Callable[[], None] | None = None
         self._doubted = False
+        self._told_written = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -133,13 +140,14 @@ class Observation:
 
     # -- the whole pass --------------------------------------------------------------------------------------------
 
-    def _call(self, proxy: nn.Module, run: Callable[[], Any]) -> Any:
+    def _call(self, proxy: nn.Module, run: partial[Any]) -> Any:
         """Run the proxy once, and add the statistics of the pass."""
         if self._of_thread() is not None:
             # A proxy that calls itself is still in the same pass.
             return run()
         if self._prepare is not None:
             self._prepare()
+        run = on_own_tensors(run)
         current = Pass(self._watched, self.seen.batches)
         self._thread.current = current
         self._running.append(current)
@@ -154,6 +162,9 @@ class Observation:
             current.end()
             self._running.remove(current)
             self._thread.current = None
+        if not self._told_written and (names := written_by(run)):
+            self._told_written = True
+            warn_user([f"{type(proxy).__name__}.forward {_COPIES_GIVEN.format(names=', '.join(names))}"])
         added = current.whole(result)
         with self._lock:
             self._add(current, added)

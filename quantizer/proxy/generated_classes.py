@@ -179,8 +179,10 @@ def _has_no_forward(cls: type[nn.Module]) -> bool:
     return unset and cls.__call__ is not nn.Module.__call__
 
 
-def called_through(module: nn.Module, call: Callable[[nn.Module, Callable[[], Any]], Any]) -> Callable[[], None]:
+def called_through(module: nn.Module, call: Callable[[nn.Module, functools.partial[Any]], Any]) -> Callable[[], None]:
     """Wrap every call of a module in ``call(module, run)``, where ``run()`` makes the call; return what ends this.
+
+    ``run.args[1:]`` and ``run.keywords`` are the inputs.
 
     Calls of a copied or pickled module are not wrapped.
     """

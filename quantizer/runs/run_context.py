@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantizer.common.own_inputs import own_tensors
 from quantizer.common.progress import loop
 from quantizer.config import DataConfig
 from quantizer.config import DatasetConfig
@@ -75,7 +76,8 @@ def bar(name: str) -> Iterator[Callable[[int, int], None]]:
 def as_predictor(model: nn.Module | Engine) -> Callable[[dict[str, torch.Tensor]], object]:
     """Return a function that calls a model or an engine on a batch of tensors."""
     if isinstance(model, nn.Module):
-        return lambda batch: model(**batch)
+        # Copies, as a forward may write into its inputs.
+        return lambda batch: model(**own_tensors(batch))
     return lambda batch: model(engine_inputs(model, batch))
 
 

@@ -23,6 +23,7 @@ from quantizer.common.distributed import all_reduce_sum
 from quantizer.common.distributed import all_reduce_tensor
 from quantizer.common.distributed import get_world_size
 from quantizer.common.fingerprint import Fingerprint
+from quantizer.common.own_inputs import own_tensors
 from quantizer.common.plain_values import decoded
 from quantizer.common.progress import loop
 from quantizer.config import QatConfig
@@ -182,7 +183,8 @@ class Training:
     def _step(self, step: int, proxy: nn.Module, distillation: Distillation, optimizer: torch.optim.Optimizer) -> float:
         batch = self._batch(step)
         hidden = {"output_hidden_states": True} if self._settings.hidden else {}
-        loss = distillation(proxy(**batch, **hidden), **batch)
+        # Copies, as a forward may write into its inputs, and the batch is run again.
+        loss = distillation(proxy(**own_tensors(batch), **hidden), **batch)
         (value,) = all_reduce_sum([self._share_of_batch * loss.item()])
         if not math.isfinite(value):
             raise TrainingError(

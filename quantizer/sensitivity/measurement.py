@@ -25,6 +25,7 @@ from quantizer.common.distributed import all_gather_bytes
 from quantizer.common.distributed import all_reduce_sum
 from quantizer.common.distributed import get_world_size
 from quantizer.common.own_inputs import copied
+from quantizer.common.own_inputs import on_own_tensors
 from quantizer.common.progress import counted
 from quantizer.common.structure import mapped
 from quantizer.errors import SensitivityError
@@ -165,7 +166,7 @@ class Measurement:
         self._gathered = self.batches, batches, errors
         return batches, errors
 
-    def _call(self, proxy: nn.Module, run: Callable[[], Any]) -> Any:
+    def _call(self, proxy: nn.Module, run: partial[Any]) -> Any:
         """Run the proxy once, and measure."""
         if self._lock.locked() and self._thread == threading.get_ident():
             # The proxy calls itself: only the outer call measures.
@@ -174,7 +175,8 @@ class Measurement:
         with self._lock:
             self._thread, self._inputs = threading.get_ident(), None
             before = Held(proxy)
-            result = run()
+            # Copies, as the model may write into its inputs.
+            result = on_own_tensors(run)()
             if self._inputs is not None:
                 after = Held(proxy)
                 try:

@@ -12,6 +12,7 @@ from torch import nn
 
 from quantizer.errors import LostRankError
 from quantizer.errors import SensitivityError
+from quantizer.proxy.restored_state import untouched
 
 __all__ = ["Metric", "Score"]
 
@@ -34,7 +35,7 @@ class Metric:
             LostRankError: another process has ended.
         """
         try:
-            with torch.no_grad():
+            with torch.no_grad(), untouched(model):
                 value = self.function(model)
         except LostRankError:
             raise

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from quantizer.common.own_inputs import own
+from quantizer.common.own_inputs import own_tensors
 from quantizer.common.structure import fields_of
 from quantizer.common.structure import flattened
 from quantizer.common.structure import leaves
@@ -99,5 +100,5 @@ def test_own_copies_keep_what_is_one_tensor_one() -> None:
     assert first is not x
     assert not first.requires_grad
     assert holder.inside.first is x
-    own(x, detached=False).sum().backward()
+    own_tensors(x).sum().backward()
     assert x.grad is not None

@@ -116,6 +116,43 @@ def test_a_search_for_causes_that_fails_costs_no_result(monkeypatch: pytest.Monk
     torch.testing.assert_close(again(_images()[0]), result.engine(_images()[0]))
 
 
+class WritesInputs(Net):
+    """A model that normalizes in place and keeps state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.history = 0, []
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, image: Tensor) -> Any:
+        self.calls += 1
+        self.history.append(self.calls)
+        image -= 1.0
+        image *= 2.0
+        self.mean = 0.9 * self.mean + 0.1 * image.mean()
+        return super().forward(image) + self.mean
+
+
+def test_neither_data_nor_model_change() -> None:
+    data, seen = _images(), []
+
+    def score(model: nn.Module) -> float:
+        with torch.no_grad():
+            seen.append([float(model(image).mean()) for image in data])
+        return sum(seen[-1])
+
+    torch.manual_seed(3)
+    model = WritesInputs().eval()
+    result = quantizer.quantize_model(model, data, score=score, backend=ONNXRUNTIME, preset="fast")
+    assert all(map(torch.equal, data, _images()))
+    assert (model.calls, model.history, float(model.mean)) == (0, [], 0.0)
+    # Every form was scored on the same pixels, and began in the same state; an engine stays in it.
+    assert len(seen) >= 3
+    assert all(one[0] == pytest.approx(seen[0][0], abs=0.1) for one in seen)
+    (output,) = result.record.outputs
+    assert output.sqnr_db > 25
+
+
 @dataclass
 class Scores:
     """A dataclass of which torch knows nothing, with a part that is no tensor."""

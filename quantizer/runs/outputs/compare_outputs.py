@@ -30,6 +30,7 @@ from quantizer.common.structure import fields_of
 from quantizer.common.structure import leaves
 from quantizer.engines import Engine
 from quantizer.errors import EngineError
+from quantizer.proxy.restored_state import untouched
 from quantizer.report.output_record import ALIKE_DB
 from quantizer.report.output_record import FURTHER_DB
 from quantizer.report.output_record import OutputDistance
@@ -103,7 +104,7 @@ def reference_outputs(
         count = len(next(iter(batch.values())))
         ends = tuple(sorted({*range(min(_EDGE_ROWS, count)), *range(max(0, count - _EDGE_ROWS), count)}))
         part = rows_at(batch, ends) if apart else batch
-        with torch.no_grad():
+        with torch.no_grad(), untouched(model):
             result = model(**part)
         noisy = cache(partial(_noisy, model, part, names))
         references.append(Reference(batch, ends if apart else None, _by_name(result, names), noisy))
@@ -134,7 +135,7 @@ class References:
 def _noisy(model: nn.Module, batch: Batch, names: Sequence[str]) -> list[Outputs]:
     found = []
     for seed in range(_NOISES if rounds(model) else 0):
-        with float_noise(model, seed), torch.no_grad():
+        with float_noise(model, seed), torch.no_grad(), untouched(model):
             found.append(_by_name(model(**batch), names))
     return found
 
@@ -254,7 +255,7 @@ def distances_of(checks: Sequence[OutputCheck], *, engine: bool) -> tuple[Output
 
 def _names_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
     """Return names for the outputs of a model without an engine: its own, or their places."""
-    with torch.no_grad():
+    with torch.no_grad(), untouched(model):
         result = model(**batch)
     fields = fields_of(result)
     if fields is not None:

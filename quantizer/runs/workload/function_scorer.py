@@ -21,6 +21,7 @@ from torch import nn
 
 from quantizer.engines import Engine
 from quantizer.errors import TaskError
+from quantizer.proxy.restored_state import untouched
 from quantizer.report import Score
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.saved.call_form import CallForm
@@ -76,7 +77,8 @@ class FunctionMetric:
         Raises:
             TaskError: the function returns no finite number, and no row of them.
         """
-        given = self.__wrapped__(model)
+        with untouched(model):
+            given = self.__wrapped__(model)
         wanted = "expected a number, or one for each row"
         try:
             values = np.asarray(given.detach().double().cpu() if isinstance(given, Tensor) else given)

@@ -13,6 +13,7 @@ from torch import nn
 
 from quantizer.common.data.batches_of import batches_of
 from quantizer.config.data_section import MODULE
+from quantizer.proxy.restored_state import untouched
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import RunContext
@@ -79,7 +80,7 @@ def scored_workload(context: RunContext, rows: RunRows, source: str, scorer: Fun
 
 def output_of(model: nn.Module, batch: Batch) -> Any:
     """Return what a model returns for a batch, to know its kind: a part of it might not run."""
-    with torch.no_grad():
+    with torch.no_grad(), untouched(model):
         return model(**batch)
 
 

@@ -19,6 +19,7 @@ from quantizer.common.data.sizes import BATCH
 from quantizer.common.data.sizes import DataSizes
 from quantizer.common.structure import leaves
 from quantizer.engines.dimensions import input_dimensions
+from quantizer.proxy.restored_state import untouched
 from quantizer.runs.ranks.first_rank import from_first_rank
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_engines import FLOAT_STEM
@@ -73,10 +74,11 @@ def rows_are_apart(model: nn.Module, batch: Batch, sizes: DataSizes) -> bool:
         return False
     part = sizes.resized(batch, {BATCH: rows // 2})
     with torch.no_grad():
-        # A forward may write into its inputs.
-        whole = leaves(model(**{name: value.clone() for name, value in batch.items()}))
+        with untouched(model):
+            whole = leaves(model(**batch))
         try:
-            some = leaves(model(**{name: value.clone() for name, value in part.items()}))
+            with untouched(model):
+                some = leaves(model(**part))
         except (IndexError, RuntimeError, ValueError, TypeError, AssertionError):
             return False
     pairs = [(one, other) for one, other in zip(whole, some, strict=False) if isinstance(one, Tensor)]
