@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from pathlib import Path
 
-__all__ = ["expanded", "is_file", "is_folder", "is_there"]
+__all__ = ["expanded", "is_file", "is_folder", "is_there", "regular_file"]
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
@@ -32,3 +34,15 @@ def is_folder(path: Path) -> bool:
 def is_there(path: Path) -> bool:
     """Return whether a path is a file or folder; see ``is_file``."""
     return is_file(path) or is_folder(path)
+
+
+def regular_file(path: Path) -> Path:
+    """Return the path of a file that has an end: in a folder from elsewhere it may be a link to a device or a pipe.
+
+    Raises:
+        OSError: it is one of these, or is missing.
+    """
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "it is a device or a pipe, expected a regular file", str(path))
+    return path

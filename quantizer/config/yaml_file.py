@@ -25,6 +25,7 @@ _VALUES = {_TAG + name for name in ("bool", "int", "float", "null")}
 # A date, '=' and '<<' are special in YAML, but plain text in a configuration.
 _TEXTS = {_TAG + name for name in ("str", "timestamp", "value", "merge")}
 _INT_LIMIT = 2**63
+_LONGEST = 2**26
 _NUMBERS = {_TAG + "int", _TAG + "float"}
 _OLD_NUMBER = re.compile(r"[-+]?(0[0-9_]+|[0-9_]+(:[0-9_]+)+(\.[0-9_]*)?)")
 """Numbers such as 010 or 1:30, which YAML 1.1 reads in another base than ten, against the expectation of users."""
@@ -206,7 +207,12 @@ def read_yaml(path: str | PathLike[str]) -> Document:
         ConfigError: there is no such file, it cannot be read, or it is not YAML.
     """
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        # A pipe is fine, as of  quantizer run <(make_config), but not without an end.
+        with Path(path).open("rb") as stream:
+            content = stream.read(_LONGEST + 1)
+        if len(content) > _LONGEST:
+            raise ValueError(f"it has more than {_LONGEST:,} bytes")
+        text = content.decode("utf-8")
     except FileNotFoundError as error:
         near = _neighbours(Path(path))
         raise ConfigError([f"{path}: there is no such file; expected a YAML file{near}"]) from error

@@ -13,6 +13,7 @@ from typing import BinaryIO
 from quantizer import files
 from quantizer.common.paths import is_file
 from quantizer.common.paths import is_folder
+from quantizer.common.paths import regular_file
 from quantizer.errors import EngineError
 
 __all__ = [
@@ -177,7 +178,7 @@ def read_engine(path: Path, *, verify: bool = True) -> tuple[bytes, str]:
         EngineError: the file is not as it was written, or cannot be read.
     """
     try:
-        whole = path.read_bytes()
+        whole = regular_file(path).read_bytes()
     except OSError as error:
         raise EngineError(f"{path} cannot be read: {error.strerror or error}") from error
     place, tag = _place_of_note(whole[-_LONGEST_NOTE:])

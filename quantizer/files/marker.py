@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from quantizer.common.paths import regular_file
+
 __all__ = ["MARKER", "Marker", "discard", "foreign", "read_marker", "write_marker"]
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ def write_marker(folder: Path, kind: str) -> None:
 def read_marker(folder: Path) -> Marker | None:
     """Return the marker of a folder; None if there is none or it cannot be read."""
     try:
-        document = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        document = json.loads(regular_file(folder / MARKER).read_text(encoding="utf-8"))
         kind, holds, known = document["kind"], document["holds"], document["format"] == _FORMAT
     except FileNotFoundError:
         return _former(folder)
@@ -108,7 +110,7 @@ def _entries(folder: Path, inside: str = "") -> Iterator[tuple[str, Path]]:
 
 def _former(folder: Path) -> Marker | None:
     try:
-        with (folder / _FORMER[0]).open("rb") as stream:
+        with regular_file(folder / _FORMER[0]).open("rb") as stream:
             begin = stream.read(len(_FORMER_BEGIN))
     except OSError:
         return None

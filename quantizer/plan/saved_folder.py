@@ -32,6 +32,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from quantizer.common.digest import tensors_digest
+from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import decoded
 from quantizer.common.plain_values import json_values
 from quantizer.common.plain_values import yaml_values
@@ -123,10 +124,10 @@ def load_state(
     source = Path(folder)
     restore_folder(source)
     try:
-        document = yaml_values((source / _YAML).read_bytes())
-        files = {_TENSORS: (source / _TENSORS).read_bytes()}
+        document = yaml_values(regular_file(source / _YAML).read_bytes())
+        files = {_TENSORS: regular_file(source / _TENSORS).read_bytes()}
         if (source / _OBSERVED).exists():
-            files[_OBSERVED] = (source / _OBSERVED).read_bytes()
+            files[_OBSERVED] = regular_file(source / _OBSERVED).read_bytes()
         tensors = load(files[_TENSORS])
     except FileNotFoundError as error:
         raise QuantizerError(

@@ -135,7 +135,7 @@ def read_checkpoint(path: Path, proxy: nn.Module, optimizer: torch.optim.Optimiz
 def share_checkpoints(folder: Path) -> None:
     """Give all processes the checkpoints of the first one, each in its own folder; all processes must call this."""
     for path in (folder / LAST, folder / BEST):
-        told = of_first_rank(lambda path=path: path.read_bytes() if path.exists() else b"")  # type: ignore[misc]
+        told = of_first_rank(lambda path=path: path.read_bytes() if path.is_file() else b"")  # type: ignore[misc]
         if told and get_rank() > 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import json_values
 from quantizer.errors import QuantizerError
 from quantizer.files import whole_file
@@ -46,7 +47,7 @@ def read_record(path: Path | str) -> RunRecord:
     """
     path = Path(path)
     try:
-        values = json_values(path.read_bytes())
+        values = json_values(regular_file(path).read_bytes())
     except FileNotFoundError as error:
         raise QuantizerError(f"{path}: no such file; give the folder of a finished run") from error
     except (OSError, UnicodeDecodeError) as error:

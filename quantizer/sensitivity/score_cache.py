@@ -13,6 +13,7 @@ from pathlib import Path
 from types import CodeType
 
 from quantizer.common.fingerprint import Fingerprint
+from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import decoded
 from quantizer.common.plain_values import json_values
 from quantizer.errors import SensitivityError
@@ -122,7 +123,7 @@ def _digest(parts: list[str]) -> str:
 
 def _read(path: Path) -> dict[str, float]:
     try:
-        document: _Document = decoded(_Document, json_values(path.read_bytes()), "the file")
+        document: _Document = decoded(_Document, json_values(regular_file(path).read_bytes()), "the file")
     except (OSError, ValueError) as error:
         raise SensitivityError(
             f"{path} holds no scores of a search ({error}); remove it, or name another file"

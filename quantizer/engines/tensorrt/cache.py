@@ -20,7 +20,7 @@ def use_cache(config: Any, path: Path) -> None:
     Raises:
         EngineError: the file is not a cache of this release and GPU.
     """
-    cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
+    cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
     # With ignore_mismatch a cache of another GPU would be accepted, with wrong times.
     if cache is None or not config.set_timing_cache(cache, False):
         raise EngineError(f"{path} is no timing cache of this TensorRT and this GPU: delete it, or name another file")

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import decoded
 from quantizer.common.plain_values import json_values
 from quantizer.errors import QuantizerError
@@ -51,7 +52,7 @@ def read_resamples(folder: Path) -> Resamples | None:
     """
     path = folder / RESAMPLES
     try:
-        found: Resamples = decoded(Resamples, json_values(path.read_bytes()), "the file")
+        found: Resamples = decoded(Resamples, json_values(regular_file(path).read_bytes()), "the file")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

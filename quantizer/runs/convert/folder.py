@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from typing import cast
 
+from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import decoded
 from quantizer.common.plain_values import json_values
 from quantizer.engines import Array
@@ -192,7 +193,7 @@ def load_converted(
     for place in (path.parent, path):
         restore_folder(place)
     try:
-        config = json_values((path / CONFIG).read_bytes())
+        config = json_values(regular_file(path / CONFIG).read_bytes())
         if not isinstance(config, dict):
             raise ValueError("it holds no object")
         if config.get("format") == FORMAT:

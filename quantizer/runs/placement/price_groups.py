@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch import nn
 
+from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import decoded
 from quantizer.common.plain_values import json_values
 from quantizer.engines import Engine
@@ -172,7 +173,7 @@ class TimeCache:
         self._times: dict[str, _Times] = {}
         if path is not None and path.exists():
             try:
-                document: _Document = decoded(_Document, json_values(path.read_bytes()), "the file")
+                document: _Document = decoded(_Document, json_values(regular_file(path).read_bytes()), "the file")
             except (OSError, ValueError) as error:
                 raise EngineError(f"{path} holds no times of engines ({error}); remove it, and run again") from error
             self._times = dict(document.times)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import json_values
 from quantizer.report import Stage
 
@@ -30,7 +31,7 @@ def earlier_stages(folder: Path, report: str, same: Callable[[Mapping[str, Any]]
     for path in [folder / report, *_beside(folder, report)]:
         # What cannot be read, or was written by something else, tells no times.
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            content = json_values(path.read_bytes())
+            content = json_values(regular_file(path).read_bytes())
             if same(content):
                 stages = [stage for stage in content["stages"] if stage.get("inside") is None]
                 return [Stage(name=str(stage["name"]), seconds=float(stage["seconds"])) for stage in stages]

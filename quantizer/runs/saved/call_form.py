@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch import nn
 
+from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import json_values
 from quantizer.common.structure import fields_of
 from quantizer.errors import QuantizerError
@@ -84,7 +85,7 @@ class CallForm:
         if not path.exists():
             return None
         try:
-            told = json_values(path.read_bytes())
+            told = json_values(regular_file(path).read_bytes())
             if told["format"] != _FORMAT:
                 raise ValueError(f"its format is {told['format']!r}, expected {_FORMAT}")
             return cls(str(told["model"]), _signature(told["arguments"]), _example(told["output"]))

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import json_values
 from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
@@ -109,7 +110,7 @@ class KeptEngines:
         """Return what is told of a kept engine; None: there is none, or it cannot be read, and is built again."""
         assert self._folder is not None
         with suppress(OSError, ValueError):
-            told = json_values((self._folder / f"{key}.json").read_bytes())
+            told = json_values(regular_file(self._folder / f"{key}.json").read_bytes())
             if isinstance(told, dict) and {"size_bytes", "seconds", "warnings", "sha256", "scores"} <= told.keys():
                 return told
         return None

@@ -9,6 +9,7 @@ from typing import Any
 
 from quantizer.common.paths import is_file
 from quantizer.common.paths import is_folder
+from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import yaml_values
 from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError
@@ -75,7 +76,7 @@ def _settings(folder: Path) -> tuple[str, int]:
             f"`quantizer run` wrote{_hint(folder)}"
         )
     try:
-        told: Any = yaml_values(config.read_bytes())
+        told: Any = yaml_values(regular_file(config).read_bytes())
         backend, threads = told["quantizer"]["backend"], told["engine"]["threads"]
         if not isinstance(backend, str) or not isinstance(threads, int) or isinstance(threads, bool):
             raise ValueError("expected text for quantizer.backend and a number for engine.threads")

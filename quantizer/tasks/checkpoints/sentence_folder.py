@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import json_values
 from quantizer.errors import TaskError
 from quantizer.tasks.checkpoints.sources import resolve_source
@@ -129,6 +130,6 @@ def _read(source: str, name: str) -> Any:
     if found is None:
         return None
     try:
-        return json_values(Path(found).read_bytes())
+        return json_values(regular_file(Path(found)).read_bytes())
     except (OSError, ValueError) as error:
         raise TaskError(f"model source {source!r}: its {name} cannot be read ({error}): mend it") from error

@@ -20,6 +20,7 @@ from typing import TypeAlias
 from quantizer.common.paths import expanded
 from quantizer.common.paths import is_file
 from quantizer.common.paths import is_folder
+from quantizer.common.paths import regular_file
 from quantizer.common.registry import Registry
 from quantizer.errors import TaskError
 
@@ -188,7 +189,7 @@ def content_of(rows: Sequence[Row]) -> str:
 
 def _file_digest(path: Path) -> bytes:
     try:
-        with path.open("rb") as stream:
+        with regular_file(path).open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").digest()
     except OSError as error:
         raise TaskError(f"{path} cannot be read: {error.strerror or error}") from error
