@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 __all__ = ["HostileFolder"]
@@ -19,17 +20,21 @@ class HostileFolder:
 
     Args:
         path: an empty folder.
+        names: of the modules; None: of all libraries.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, names: Sequence[str] | None = None) -> None:
         self.path = path
         self._noted = path / "imported.txt"
-        # Python has these before it looks at any folder.
-        known = set(sys.stdlib_module_names) - set(sys.builtin_module_names)
-        for name in sorted(known | set(_LIBRARIES)):
+        for name in self.names() if names is None else names:
             (path / f"{name}.py").write_text(
                 f"with open({str(self._noted)!r}, 'a') as noted: noted.write('{name} ')\nraise SystemExit('hijacked')\n"
             )
+
+    @staticmethod
+    def names() -> list[str]:
+        """The names of all libraries, without what Python has before it looks at any folder."""
+        return sorted((set(sys.stdlib_module_names) - set(sys.builtin_module_names)) | set(_LIBRARIES))
 
     @property
     def imported(self) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from quantizer.engines.cpu import cpu_instructions
 from quantizer.engines.engine_file import built_on
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.engine_file import read_engine
+from quantizer.engines.engine_file import sign_onnx
 from quantizer.engines.engine_file import write_engine
 from quantizer.errors import EngineError
 
@@ -133,3 +136,63 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for read in (detect_backend, checked_onnx):
         with pytest.raises(EngineError, match=r"model\.engine cannot be read: Permission denied"):
             read(path)
+
+
+def _sign_again(path: Path, change: Callable[[bytes], bytes], note: Callable[[str], str] = str) -> None:
+    """Change what a library built, and the note after it, and make the checksum right again."""
+    whole, told = read_engine(path, verify=False)
+    if told:
+        write_engine(path, memoryview(change(whole)), note(told))
+    else:
+        path.write_bytes(change(whole))
+        sign_onnx(path)
+
+
+def _refused_by_us(name: str, path: Path) -> None:
+    """Load and inspect an engine: it may be refused, by an error of ours alone."""
+    for read in (load_engine, inspect_engine):
+        with suppress(EngineError):
+            read(name, path)
+
+
+@pytest.mark.parametrize("text", [b"\xff\xff\xff\xff", b"\xed\xa0\x80\x80", b"\0\0\0\0"])
+def test_text_in_an_engine_that_is_no_unicode(built: tuple[str, Path], text: bytes) -> None:
+    """A library hands it on, in a profile or in the message of its own error."""
+    name, path = built
+    word = {"onnxruntime": b"ayer", "openvino": b"isa="}[name]
+    assert word in path.read_bytes()
+    _sign_again(path, lambda whole: whole.replace(word, text))
+    _refused_by_us(name, path)
+
+
+@pytest.mark.parametrize("at", range(0, 100, 5))
+def test_damage_with_a_right_checksum(built: tuple[str, Path], at: int) -> None:
+    """At any place of what the library wrote, a byte less and a byte that is another."""
+    name, path = built
+    good = path.read_bytes()
+    for change in (lambda whole, place: whole[:place] + whole[place + 1 :], _flipped):
+        path.write_bytes(good)
+        _sign_again(path, lambda whole, change=change: change(whole, len(whole) * at // 100))  # type: ignore[misc]
+        _refused_by_us(name, path)
+
+
+def _flipped(whole: bytes, place: int) -> bytes:
+    return whole[:place] + bytes([whole[place] ^ 0x90]) + whole[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("note", "message"),
+    [
+        (lambda told: told.replace("float32", "float64"), "does not end with the precision"),
+        (lambda told: told.replace("float32,", f"float32,{10**30},"), "cannot load here|is not an engine"),
+        (lambda told: "inference_precision float32,1," + "/".join(["0-9"] * 100) + " {}", "does not end with"),
+        (lambda told: "inference_precision float32,1," + "+".join(["0-999"] * 10**5) + " {}", "does not end with"),
+    ],
+    ids=["precision", "group", "models", "size of a model"],
+)
+def test_a_note_that_says_what_cannot_be(note: Callable[[str], str], message: str, qdq: Any, tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    build_engine("openvino", qdq.path, tmp_path / "model.engine", BuildOptions())
+    _sign_again(tmp_path / "model.engine", bytes, note)
+    with pytest.raises(EngineError, match=message):
+        load_engine("openvino", tmp_path / "model.engine")

@@ -16,7 +16,7 @@ from torture.faults import run_fault
 from torture.kinds import KINDS
 from torture.runner import run_kind
 
-_READERS = ("configs", "plans", "engines", "onnx_files", "reports", "data_files", "checkpoints")
+_READERS = ("configs", "plans", "engines", "hostile_folders", "onnx_files", "reports", "data_files", "checkpoints")
 
 
 def main() -> int:

@@ -1,7 +1,15 @@
-"""Engine files: one that is damaged is refused, or computes what it did."""
+"""Engine files: one that is damaged is refused, or computes what it did; with a right checksum it is at least refused
+by an error of ours. One engine in several threads computes what it does in one."""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import random
+import tempfile
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +18,13 @@ import numpy as np
 from quantizer import Quantizer
 from quantizer.engines import BuildOptions
 from quantizer.engines import build_engine
+from quantizer.engines import inspect_engine
 from quantizer.engines import load_engine
+from quantizer.engines.engine_file import _NO_SUM
+from quantizer.engines.engine_file import _NOTE
+from quantizer.engines.engine_file import _signature
+from quantizer.engines.engine_file import read_engine
+from quantizer.engines.engine_file import sign_onnx
 from quantizer.engines.engine_file import write_engine
 from quantizer.engines.tensorrt.engine import _read_rtx
 from quantizer.targets.tensorrt_rtx import RTX_MAGIC
@@ -31,7 +45,7 @@ def exported(backend: str, path: Path) -> Path:
 
 
 def _make(backend: str, folder: Path) -> None:
-    build_engine(backend, exported(backend, folder / "model.onnx"), folder / ENGINE, BuildOptions())
+    build_engine(backend, exported(backend, folder / "model.onnx"), folder / ENGINE, BuildOptions(compiled=False))
 
 
 def _run(backend: str, folder: Path) -> list[bytes]:
@@ -50,7 +64,7 @@ def _look_at_head(folder: Path) -> bytes:
     return _read_rtx(folder / ENGINE, verify=True)[0]
 
 
-for _backend in ("openvino", "onnxruntime"):
+for _backend in ("openvino", "onnxruntime", "torch"):
     kind(
         Kind(
             name=_backend,
@@ -59,6 +73,119 @@ for _backend in ("openvino", "onnxruntime"):
             how=(mutations.raw,),
             read=partial(_run, _backend),
             exact=True,
+        )
+    )
+
+
+def _signed(content: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """An engine file whose content is another, and whose checksum is right."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / ENGINE
+        path.write_bytes(content)
+        if content.startswith(b"PK") or _NOTE in content:
+            whole, note = read_engine(path, verify=False)
+            write_engine(path, memoryview(change(whole)), note)
+        else:
+            path.write_bytes(change(content[: -len(_signature(_NO_SUM))]))
+            sign_onnx(path)
+        return path.read_bytes()
+
+
+def signed_raw(content: bytes, pick: random.Random) -> bytes:
+    """Any bytes of what the library wrote."""
+    return _signed(content, lambda whole: mutations.raw(whole, pick))
+
+
+def signed_note(content: bytes, pick: random.Random) -> bytes:
+    """What the line after the content says."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / ENGINE
+        path.write_bytes(content)
+        whole, note = read_engine(path, verify=False)
+        changed = pick.choice((mutations.raw, mutations.text))(note.encode(), pick)
+        write_engine(path, memoryview(whole), changed.decode(errors="replace").replace("\n", " "))
+        return path.read_bytes()
+
+
+def signed_parts(content: bytes, pick: random.Random) -> bytes:
+    """A part of a torch engine: its description, or its tensors."""
+
+    def change(whole: bytes) -> bytes:
+        with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+            parts = {name: archive.read(name) for name in archive.namelist()}
+        name = pick.choice(("engine.json", "engine.json", "engine.json", "weights.safetensors"))
+        ways = {"engine.json": mutations.json_text, "weights.safetensors": mutations.safetensors_header}
+        parts[name] = pick.choice((ways[name], ways[name], ways[name], mutations.raw))(parts[name], pick)
+        stream = io.BytesIO()
+        with zipfile.ZipFile(stream, "w") as archive:
+            for part, held in parts.items():
+                archive.writestr(part, held)
+        return stream.getvalue()
+
+    return _signed(content, change)
+
+
+def _load_run_and_inspect(backend: str, folder: Path) -> list[bytes]:
+    made = _run(backend, folder)
+    inspect_engine(backend, folder / ENGINE, batch=2, sequence=4, runs=1)
+    return made
+
+
+for _backend, _how in (
+    ("openvino", (signed_raw, signed_raw, signed_note)),
+    ("onnxruntime", (signed_raw,)),
+    ("torch", (signed_parts, signed_parts, signed_raw)),
+):
+    kind(
+        Kind(
+            name=f"{_backend}-signed",
+            make=partial(_make, _backend),
+            files=(ENGINE,),
+            how=_how,
+            read=partial(_load_run_and_inspect, _backend),
+        )
+    )
+
+
+_THREADS, _CALLS = 8, 5
+
+
+def _make_for_threads(backend: str, folder: Path) -> None:
+    _make(backend, folder)
+    (folder / "inputs.bin").write_bytes(data().numpy().tobytes())
+
+
+def _call_in_threads(backend: str, folder: Path) -> int:
+    """Every thread has inputs of its own, of sizes of their own, made of a file that no two cases have alike."""
+    engine = load_engine(backend, folder / ENGINE)
+    (spec,) = engine.inputs
+    seed = int.from_bytes(hashlib.sha256((folder / "inputs.bin").read_bytes()).digest()[:8], "little")
+    draw = np.random.default_rng(seed)
+    shape = data().shape
+    given = [draw.standard_normal((1 + thread % 3, *shape[1:])).astype(spec.dtype) for thread in range(_THREADS)]
+    expected = [list(engine({spec.name: array}).values()) for array in given]
+
+    def work(thread: int) -> int:
+        wrong = 0
+        for _ in range(_CALLS):
+            found = list(engine({spec.name: given[thread]}).values())
+            wrong += not all(map(np.array_equal, found, expected[thread]))
+        return wrong
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        wrong = sum(pool.map(work, range(_THREADS)))
+    assert wrong == 0, f"{wrong} of {_THREADS * _CALLS} calls have results of others"
+    return wrong
+
+
+for _backend in ("openvino", "onnxruntime", "torch"):
+    kind(
+        Kind(
+            name=f"{_backend}-threads",
+            make=partial(_make_for_threads, _backend),
+            files=("inputs.bin",),
+            how=(mutations.raw,),
+            read=partial(_call_in_threads, _backend),
         )
     )
 kind(Kind(name="tensorrt-rtx", make=_make_head, files=(ENGINE,), how=(mutations.raw,), read=_look_at_head, exact=True))

@@ -19,6 +19,7 @@ from quantizer.engines.inspection.inspection import Layer
 from quantizer.engines.inspection.multiply_adds import convolution_work
 from quantizer.engines.inspection.multiply_adds import matmul_work
 from quantizer.engines.inspection.onnx_graph import read_graph
+from quantizer.errors import EngineError
 from quantizer.qdq.operand import MOVES
 
 __all__ = ["observed_layers"]
@@ -82,7 +83,7 @@ def observed_layers(
         runs: how many runs the time of a layer is the median of.
 
     Raises:
-        EngineError: it does not run.
+        EngineError: it does not run, or its profile is damaged.
     """
     with tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder) / "optimized.onnx"
@@ -95,7 +96,12 @@ def observed_layers(
         run = prepared(session)
         for _ in range(WARMUP + runs):
             run()
-        events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+        # Names of a file need not be Unicode, and the library writes them as they are.
+        told = Path(session.end_profiling()).read_text(encoding="utf-8", errors="replace")
+        try:
+            events = json.loads(told)
+        except ValueError as error:
+            raise EngineError(f"the profile of ONNX Runtime cannot be read: {error}; build the engine again") from error
         return list(_layers(read_graph(optimized), _by_node(events), runs))
 
 

@@ -68,6 +68,8 @@ __all__ = ["OpenVINOBackend", "OpenVINOEngine"]
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 _EMULATED = "this CPU has no BF16 instructions: OpenVINO emulates them, which is slower than float32"
 _NOTE = "inference_precision "
+_REFUSALS = (RuntimeError, TypeError, ValueError)
+"""What the library raises for a damaged model: names may be no Unicode, and types may be none of numpy."""
 
 
 class OpenVINOEngine:
@@ -75,6 +77,9 @@ class OpenVINOEngine:
 
     Args:
         models: what was compiled.
+
+    Raises:
+        EngineError: they cannot run.
     """
 
     name = "openvino"
@@ -82,6 +87,12 @@ class OpenVINOEngine:
     __repr__ = shown
 
     def __init__(self, models: Models) -> None:
+        try:
+            self._prepare(models)
+        except _REFUSALS as error:
+            raise EngineError(f"OpenVINO cannot run the engine: {reason(error)} Build it again") from error
+
+    def _prepare(self, models: Models) -> None:
         compiled = models.compiled
         self.inputs = tuple(_spec(port, models.dimensions) for port in compiled.inputs)
         self.input_names = tuple(spec.name for spec in self.inputs)
@@ -99,7 +110,7 @@ class OpenVINOEngine:
             request = requests.take()
             # By position: a port may carry other names beside its own.
             results = request.infer(dict(enumerate(arrays.values())), share_inputs=True)
-        except RuntimeError as error:
+        except _REFUSALS as error:
             raise EngineError(f"OpenVINO could not run the engine: {reason(error)}") from error
         requests.give_back(request)
         outputs = map(np.asarray, results.to_tuple())
@@ -179,7 +190,7 @@ class OpenVINOBackend:
         inputs = made_up_inputs(specs, batch, sequence, sizes=sizes)
         try:
             layers = observed_layers(models.of(list(inputs.values())), inputs, runs)
-        except RuntimeError as error:
+        except _REFUSALS as error:
             raise EngineError(f"OpenVINO could not run {path} on made-up inputs: {reason(error)}") from error
         note = run_note(shape_words([spec.shape for spec in specs], batch, sequence, sizes), threads, runs)
         return inspection_from_layers(self.name, layers, verified=True, note=note)
@@ -224,7 +235,10 @@ def _loaded(
         ) from error
     settings = {**_settings(threads, precision), **group, **more}
     compiled, *fixed = (_imported(path, part, settings) for part in parts)
-    variants = {shapes_of(model.inputs): model for model in fixed}
+    try:
+        variants = {shapes_of(model.inputs): model for model in fixed}
+    except _REFUSALS as error:
+        raise EngineError(f"{path} is damaged: a model in it has no fixed shapes; build it again") from error
     return Models(compiled, _told_dimensions(path, names), variants, held=tuple(parts))
 
 
@@ -246,7 +260,7 @@ def _imported(path: Path, blob: Array, settings: Mapping[str, object]) -> Any:
         with kept_signal_stack():
             # Bytes would be copied.
             compiled = ov.Core().import_model(ov.Tensor(blob, shared_memory=True), "CPU", settings)
-    except RuntimeError as error:
+    except _REFUSALS as error:
         raise EngineError(
             f"{path} is not an engine that OpenVINO {ov.__version__.partition('-')[0]} can load here: "
             f"{reason(error)} An engine belongs to the release and the kind of processor that built it: "

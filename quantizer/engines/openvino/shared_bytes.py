@@ -23,6 +23,9 @@ _MOST_PIECES = 2**12
 """Shorter pieces than the first, or than the first model divided by the second, are not worth a search, and a word on
 each."""
 
+_MOST_MODELS, _LARGEST_MODEL = 64, 8
+"""How many models a file is read as, and how often the size of the file the largest may have."""
+
 _ANCHOR = 256
 """How many bytes must be equal to begin with."""
 
@@ -63,7 +66,11 @@ def parts_of(content: bytes, ranges: Sequence[Ranges]) -> list[Array]:
         ValueError: there is none, or a range does not lie in the content.
     """
     source, parts = np.frombuffer(content, dtype=np.uint8), []
+    if len(ranges) > _MOST_MODELS:
+        raise ValueError(f"{len(ranges)} models are told, and no engine has more than {_MOST_MODELS}")
     for pieces in ranges:
+        if sum(end - start for start, end in pieces) > _LARGEST_MODEL * len(source):
+            raise ValueError("a model is told that is much larger than all that is stored")
         if not pieces or not all(0 <= start < end <= len(source) for start, end in pieces):
             raise ValueError(f"the ranges {pieces} do not lie in {len(source)} bytes")
         parts.append(np.concatenate([source[start:end] for start, end in pieces]))
