@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import re
+import traceback
 import warnings
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -33,6 +35,7 @@ from quantizer.export.dynamic_axes import check_dynamic
 from quantizer.export.dynamic_axes import dynamic_shapes
 from quantizer.export.dynamic_axes import hint
 from quantizer.export.dynamic_axes import usual_axes
+from quantizer.export.embedding_bags import bags_as_reductions
 from quantizer.export.onnx_storage import write_onnx
 from quantizer.export.optimize import optimize
 from quantizer.export.passes import passes
@@ -53,6 +56,11 @@ from quantizer.targets import TargetProfile
 __all__ = ["export_onnx", "least_opset", "require_exporter"]
 
 _HALF_SCALES_OPSET = 19
+
+_BY_VALUES = ("GuardOnDataDependentSymNode", "DataDependentOutputException")
+"""Errors of torch for Python code that reads a number of a tensor whose values are not known."""
+
+_NOT_OF_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def export_onnx(
@@ -309,7 +317,7 @@ def _export(
     dynamic: Any,
     output_names: list[str] | None,
 ) -> Any:
-    with interrupts_end_the_block(), quick_exporter(), _quiet(), torch.no_grad():
+    with interrupts_end_the_block(), quick_exporter(), bags_as_reductions(), _quiet(), torch.no_grad():
         try:
             program = torch.onnx.export(
                 model,
@@ -328,6 +336,8 @@ def _export(
             optimize(program.model)
             return program
         except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
+            if (reason := _reason(error)) is not None:
+                raise ExportError(f"{type(model).__name__} cannot be exported: {reason}") from error
             raise ExportError(
                 f"{type(model).__name__} cannot be exported: {_said(error)}; "
                 f"see the exception above for the exporter's own report{hint(error)}{_of_gradients(error)}"
@@ -368,6 +378,33 @@ def _of_gradients(error: BaseException) -> str:
         "; if the forward computes gradients (torch.autograd.grad), no exporter can write it: run what quantize(model) "
         "gives"
     )
+
+
+def _reason(error: BaseException) -> str | None:
+    """Return why a model cannot be exported and what to do, where that is known; None: the exporter's words say it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, ExportError):
+        return str(error)
+    if type(error).__name__ not in _BY_VALUES and "data-dependent" not in str(error):
+        return None
+    place = _line(error)
+    return (
+        f"what it computes depends on the values of its inputs{f' at {place}' if place else ''}, where Python reads a "
+        "number of a tensor for a branch, a loop or a size, as float(y.mean()) or int(y.argmax()) do. A file holds one "
+        "way for all inputs: choose with torch.where, or leave this part outside of the model"
+    )
+
+
+def _line(error: BaseException) -> str:
+    """Return the innermost line of the user's code in the traceback of an error; empty if there is none."""
+    found = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        # A function that was rewritten has the lines of its file.
+        name = frame.filename.removeprefix("<quantizer ").removesuffix(">")
+        if os.path.isabs(name) and not name.startswith(_NOT_OF_USERS):
+            found = f"{name}:{frame.lineno}"
+    return found
 
 
 def _said(error: BaseException) -> str:
