@@ -13,6 +13,7 @@ from quantizer.common.data.batches_of import batches_of
 from quantizer.common.data.batches_of import length_of
 from quantizer.common.data.doubts import doubts_of_batch
 from quantizer.common.data.doubts import warn_user
+from quantizer.common.inference_mode import as_ordinary
 from quantizer.common.out_of_memory import is_out_of_memory
 from quantizer.common.progress import counted
 from quantizer.errors import CalibrationError
@@ -65,7 +66,7 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 def _run(proxy: nn.Module, batch: Any, number: int) -> None:
     try:
-        call(proxy, batch)
+        call(proxy, as_ordinary(batch))
     except QuantizerError:
         raise
     except (MemoryError, RuntimeError) as error:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["ordinary_tensors"]
+from quantizer.common.structure import leaves
+from quantizer.common.structure import mapped
+
+__all__ = ["as_ordinary", "ordinary_tensors"]
 
 
 @contextmanager
@@ -20,3 +25,10 @@ def ordinary_tensors() -> Iterator[None]:
     recorded = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(recorded):
         yield
+
+
+def as_ordinary(values: Any) -> Any:
+    """Return values with copies of their inference tensors, into which a model may write outside of inference mode."""
+    if not any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in leaves(values)):
+        return values
+    return mapped(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf, values)

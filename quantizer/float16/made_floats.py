@@ -45,6 +45,11 @@ _ONE_TYPE = frozenset(
 """Operations that compute in one type; while a graph is traced, some of them take several without a word."""
 
 
+_OF_SITES = frozenset({"multi_head_attention_forward"})
+"""Functions of torch in Python that have sites in a proxy: within them this mode is off, and a call that failed
+half-way cannot be traced again."""
+
+
 class MadeFloats(TorchFunctionMode):
     """A mode in which the tensors that a forward makes follow the type of the model.
 
@@ -79,7 +84,7 @@ class MadeFloats(TorchFunctionMode):
         # A number in a tensor does not change the type of what it is computed with.
         if any(tensor.dtype == self._dtype and tensor.dim() and tensor not in self._made for tensor in floats):
             args, kwargs = _pytree.tree_map_only(Tensor, self._as_model, (args, kwargs))
-        if func in _ONE_TYPE:
+        if func in _ONE_TYPE or getattr(func, "__name__", "") in _OF_SITES:
             args, kwargs = _in_type((args, kwargs), self._dtype)
         return _tried(func, args, kwargs, self._dtype)
 

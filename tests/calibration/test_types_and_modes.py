@@ -106,6 +106,26 @@ def test_calibration_by_calls_in_several_modes() -> None:
     assert torch.equal(found, other.quantize(model)(batches[0]))
 
 
+class InPlace(nn.Module):
+    """A forward that writes into its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.nn.functional.silu(x, inplace=True))
+
+
+def test_data_made_in_inference_mode_that_a_forward_changes() -> None:
+    model = InPlace().eval()
+    quantizer = Quantizer(backend="openvino", preset="plain")
+    with torch.inference_mode():
+        quantizer.calibrate(model, [batch.clone() for batch in data()], progress=False)
+    assert len(quantizer.coverage.quantized) == 1
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

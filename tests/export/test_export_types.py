@@ -162,6 +162,21 @@ def test_a_residual_stays_in_the_type_of_the_file(tmp_path: Path) -> None:
     assert "Cast" not in operators(q.export(q.quantize(model), tmp_path / "model.onnx", batches[0]))
 
 
+class Attended(Net):
+    """torch's own attention behind a product that is float32 on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda net, x: net.attention(net.a(x).float(), x, x, need_weights=False)[0])
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+
+
+def test_attention_of_torch_behind_an_upcast(tmp_path: Path) -> None:
+    model, batches = Attended().eval(), [vectors() for _ in range(3)]
+    q = make_calibrated(model, batches, backend="tensorrt-rtx")
+    path = q.export(q.quantize(model), tmp_path / "model.onnx", batches[0])
+    assert not [found for found in check_file(path, "tensorrt-rtx") if found.severity == "error"]
+
+
 class Casts(nn.Module):
     """A linear and a convolution between casts."""
 

@@ -36,7 +36,7 @@ def _pairs() -> Iterator[object]:
             yield pytest.param(case, backend, id=f"{name}-{backend}", marks=marks)
 
 
-@pytest.mark.parametrize(("case", "backend"), _pairs())
+@pytest.mark.parametrize(("case", "backend"), list(_pairs()))
 def test_case(case: Case, backend: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # odd models make libraries warn; the figures are what counts

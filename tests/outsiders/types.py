@@ -93,6 +93,63 @@ class _InferenceMode(_Linears):
         return self.b(torch.relu(self.a(x)))
 
 
+class _CastOf(_Linears):
+    """Products of several kinds between casts."""
+
+    def __init__(self, dtype: torch.dtype, kind: str) -> None:
+        super().__init__()
+        self.dtype, self.kind = dtype, kind
+        self.conv, self.table = nn.Conv1d(32, 32, 3, padding=1), nn.Embedding(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, w, bias = self.a(x).to(self.dtype), self.w.to(self.dtype), self.b.bias.to(self.dtype)
+        if self.kind == "linear":
+            y = torch.nn.functional.linear(y, w, bias)
+        elif self.kind == "conv":
+            y = torch.nn.functional.conv1d(y.mT, self.conv.weight.to(self.dtype), padding=1).mT
+        elif self.kind == "einsum":
+            y = torch.einsum("btc,cd->btd", y, w)
+        elif self.kind == "addmm":
+            y = torch.addmm(bias, y.flatten(0, 1), w).unflatten(0, y.shape[:2])
+        elif self.kind == "attention":
+            y = (y @ y.mT * 0.1).softmax(-1) @ y
+        else:
+            y = y + self.table(x.abs().sum(-1).long() % 32).to(self.dtype)
+        return self.b(y.to(x.dtype))
+
+
+class _Scaled(_Linears):
+    """``baddbmm`` of activations, with factors."""
+
+    def __init__(self, beta: float, alpha: float) -> None:
+        super().__init__()
+        self.beta, self.alpha = beta, alpha
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.b(torch.baddbmm(x, x, x.mT @ x, beta=self.beta, alpha=self.alpha))
+
+
+class _Positions(_Linears):
+    """Angles in float32 from positions and frequencies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.rand(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        angle = torch.arange(x.shape[1])[:, None].float() * self.frequencies
+        return self.b(self.a(x) * angle.cos() + x * angle.sin())
+
+
+class _Upcast(_Linears):
+    """A normalization in float32 on purpose."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).float()
+        return self.b((y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype))
+
+
 def _vectors(rows: int) -> Tensor:
     return noise(rows, 7, 32)
 
@@ -106,20 +163,38 @@ _MADE: dict[str, Callable[[Tensor], Tensor]] = {
     "full": lambda x: torch.full((1, 1, 32), 0.5),
 }
 
-CASES = {
-    "cast_double": Case(net=lambda: _Cast(torch.float64), batch=_vectors, integer=0.6),
-    "cast_half": Case(net=lambda: _Cast(torch.float16), batch=_vectors, integer=0.6),
-    "cast_bfloat16": Case(net=lambda: _Cast(torch.bfloat16), batch=_vectors, integer=0.6),
-    "autocast": Case(net=_Autocast, batch=_vectors, integer=0.6),
-    "float16": Case(net=lambda: _Half(torch.float16), batch=lambda rows: noise(rows, 32).half()),
-    "bfloat16": Case(net=lambda: _Half(torch.bfloat16), batch=lambda rows: noise(rows, 32).bfloat16()),
-    "float64": Case(net=lambda: _Half(torch.float64), batch=lambda rows: noise(rows, 32).double()),
-    "mixed_halves": Case(net=_MixedHalves, batch=_vectors, integer=0.6),
-    "mask_mean": Case(
-        net=_MaskMean,
-        batch=lambda rows: (noise(rows, 6, 32), torch.arange(6) < 5 - torch.arange(rows)[:, None] % 3),
-    ),
-    "one_hot": Case(net=_OneHot, batch=lambda rows: (noise(rows, 5, 32), torch.randint(0, 32, (rows,)))),
-    "no_grad": Case(net=_NoGrad, batch=_vectors),
-    "inference_mode": Case(net=_InferenceMode, batch=_vectors),
-} | {f"made_{name}": Case(net=lambda f=f: _Made(f), batch=_vectors) for name, f in _MADE.items()}
+CASES = (
+    {
+        "cast_double": Case(net=lambda: _Cast(torch.float64), batch=_vectors, integer=0.6),
+        "cast_half": Case(net=lambda: _Cast(torch.float16), batch=_vectors, integer=0.6),
+        "cast_bfloat16": Case(net=lambda: _Cast(torch.bfloat16), batch=_vectors, integer=0.6),
+        "autocast": Case(net=_Autocast, batch=_vectors, integer=0.6),
+        "float16": Case(net=lambda: _Half(torch.float16), batch=lambda rows: noise(rows, 32).half()),
+        "bfloat16": Case(net=lambda: _Half(torch.bfloat16), batch=lambda rows: noise(rows, 32).bfloat16()),
+        "float64": Case(net=lambda: _Half(torch.float64), batch=lambda rows: noise(rows, 32).double()),
+        "mixed_halves": Case(net=_MixedHalves, batch=_vectors, integer=0.6),
+        "mask_mean": Case(
+            net=_MaskMean,
+            batch=lambda rows: (noise(rows, 6, 32), torch.arange(6) < 5 - torch.arange(rows)[:, None] % 3),
+        ),
+        "one_hot": Case(net=_OneHot, batch=lambda rows: (noise(rows, 5, 32), torch.randint(0, 32, (rows,)))),
+        "positions": Case(net=_Positions, batch=_vectors),
+        "upcast": Case(net=_Upcast, batch=_vectors),
+        "baddbmm": Case(net=lambda: _Scaled(1.0, 0.01), batch=_vectors, integer=0.4),
+        "baddbmm_beta": Case(net=lambda: _Scaled(0.5, 0.02), batch=_vectors, integer=0.4),
+        "no_grad": Case(net=_NoGrad, batch=_vectors),
+        "inference_mode": Case(net=_InferenceMode, batch=_vectors),
+    }
+    | {f"made_{name}": Case(net=lambda f=f: _Made(f), batch=_vectors) for name, f in _MADE.items()}
+    | {
+        f"cast_{kind}_{str(dtype).removeprefix('torch.')}": Case(
+            net=lambda dtype=dtype, kind=kind: _CastOf(dtype, kind),
+            batch=_vectors,
+            # In the batch of two of the convolution, a value is beyond the range of calibration.
+            sqnr=28.0 if kind == "conv" else 30.0,
+            integer=0.4,
+        )
+        for kind in ("linear", "conv", "einsum", "addmm", "attention", "embedding")
+        for dtype in (torch.float64, torch.bfloat16, torch.float16)
+    }
+)

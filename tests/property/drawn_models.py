@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import model_branches as _branches
+import model_types as _types
 import torch
 from hypothesis import strategies as st
 from model_steps import SIZES
@@ -26,8 +27,8 @@ from tests.helpers import imported
 
 __all__ = ["DrawnModel", "drawn_models"]
 
-# Importing the file registers its steps.
-del _branches
+# Importing the files registers their steps.
+del _branches, _types
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="drawn-models-")
 _MOST_STEPS = 6
@@ -70,6 +71,7 @@ class DrawnModel:
         """A new model, the same at every call."""
         torch.manual_seed(self.seed)
         made: nn.Module = self.module.Made()
+        vars(made)["kind"] = self.dtype
         with torch.no_grad():
             for name, buffer in made.named_buffers():
                 # Those of a trained model are not 0 and 1.

@@ -29,13 +29,21 @@ from quantizer import Quantizer
 from quantizer.engines import load_engine
 from quantizer.errors import ExportError
 from quantizer.export import export_onnx
+from quantizer.graph_check import check_file
 from quantizer.plan.site_plan import Plan
 from quantizer.report.output_record import ALIKE_DB
 from quantizer.report.output_record import FURTHER_DB
 from tests.helpers import Snapshot
 from tests.helpers import assert_same
 
-__all__ = ["INVARIANTS", "Invariant", "engine_follows_the_frozen_proxy", "float_outputs", "is_finite"]
+__all__ = [
+    "INVARIANTS",
+    "Invariant",
+    "a_half_file_has_one_type",
+    "engine_follows_the_frozen_proxy",
+    "float_outputs",
+    "is_finite",
+]
 
 Invariant = Callable[[DrawnModel, Path], None]
 
@@ -284,6 +292,18 @@ def another_backend_is_one_of_its_own(drawn: DrawnModel, folder: Path) -> None:
     assert_same(_outputs(drawn, derived.quantize(model)), _outputs(drawn, own.quantize(model)))
 
 
+def inference_mode_is_nothing(drawn: DrawnModel, folder: Path) -> None:
+    """What is calibrated and quantized in inference mode is the same, and can be called with gradients enabled."""
+    quantizer, other = (_quantizer(drawn) for _ in range(2))
+    quantizer.calibrate(drawn.model(), drawn.batches())
+    with torch.inference_mode():
+        other.calibrate(drawn.model(), drawn.batches())
+        frozen = other.quantize(drawn.model())
+    _assert_same_plan(quantizer.plan, other.plan)
+    found, right = drawn.run(frozen), drawn.run(quantizer.quantize(drawn.model()))
+    assert_same(*(pytree.tree_map_only(Tensor, Tensor.detach, output) for output in (found, right)))
+
+
 INVARIANTS: tuple[Invariant, ...] = (
     off_equals_float,
     model_is_untouched,
@@ -295,6 +315,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     qat_equals_quantize,
     coverage_counts_all_products,
     another_backend_is_one_of_its_own,
+    inference_mode_is_nothing,
 )
 """Those that every draw is held to."""
 
@@ -347,6 +368,21 @@ def engine_follows_the_frozen_proxy(drawn: DrawnModel, folder: Path) -> None:
             f"{name}: {decibels(rounded, found):.1f} dB from the proxy, {decibels(exact, found):.1f} from the float "
             f"model, where the proxy is {decibels(exact, rounded):.1f} away"
         )
+
+
+def a_half_file_has_one_type(drawn: DrawnModel, folder: Path) -> None:
+    """A file of half floats has no operator with operands of several types, whatever forward casts or makes."""
+    model = drawn.model()
+    quantizer = _calibrated(drawn, model, "tensorrt")
+    file = folder / "model.onnx"
+    try:
+        quantizer.export(quantizer.quantize(model), file, drawn.batch(0, rows=3))
+    except ExportError as refused:
+        if _FOUR_AXES not in str(refused):
+            raise
+        return
+    wrong = [found for found in check_file(file, "tensorrt") if found.rule in ("mixed-types", "onnx-checker")]
+    assert not wrong, wrong
 
 
 def _node_by_node(file: Path, inputs: Mapping[str, Tensor], output: str) -> Any:

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import settings
 from invariants import INVARIANTS
 from invariants import Invariant
+from invariants import a_half_file_has_one_type
 from invariants import engine_follows_the_frozen_proxy
 from invariants import is_finite
 
@@ -53,3 +54,10 @@ def test_an_engine_computes_what_the_frozen_proxy_computes(drawn: DrawnModel) ->
     # Which expert gets a row is decided at a border that any rounding may cross; the others torch does not export.
     assume(not any(block in drawn.text for block in ("Experts", "Checkpointed", "Mapped")))
     _hold(drawn, engine_follows_the_frozen_proxy)
+
+
+@settings(QUICK, max_examples=ENGINES)
+@given(drawn_models())
+def test_a_half_file_has_one_type(drawn: DrawnModel) -> None:
+    assume(not any(block in drawn.text for block in ("Experts", "Checkpointed", "Mapped")))
+    _hold(drawn, a_half_file_has_one_type)
