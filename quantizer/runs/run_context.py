@@ -19,12 +19,14 @@ import torch
 from torch import nn
 
 from quantizer.common.own_inputs import own_tensors
+from quantizer.common.paths import is_folder
 from quantizer.common.progress import loop
 from quantizer.config import DataConfig
 from quantizer.config import DatasetConfig
 from quantizer.engines import Array
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
+from quantizer.errors import QuantizerError
 from quantizer.errors import TaskError
 from quantizer.files import said_complete
 from quantizer.qat.checkpoint import check_checkpoints
@@ -64,6 +66,9 @@ __all__ = [
     "sizes_of",
     "resume_files",
 ]
+
+_LONGEST_ENDING = ".search.json"
+"""Of the files from which a run resumes."""
 
 
 @contextmanager
@@ -156,6 +161,7 @@ def resume_files(folder: Path, *, searches: bool, trains: bool, chooses: bool = 
         times=folder.with_name(f"{folder.name}.times.json"),
         engines=folder.with_name(f"{folder.name}.engines") if chooses else None,
     )
+    _require_names(folder)
     used = {"scores": kept.scores} if searches else {}
     used |= {"checkpoints": kept.training} if trains else {}
     used |= {"engines": kept.engines} if kept.engines is not None else {}
@@ -185,6 +191,22 @@ def resume_files(folder: Path, *, searches: bool, trains: bool, chooses: bool = 
             remove_checkpoints(kept.training)
         if kept.engines is not None:
             remove_engines(kept.engines)
+
+
+def _require_names(folder: Path) -> None:
+    """Raise if the files beside a folder would have longer names than its file system allows.
+
+    Raises:
+        QuantizerError: they would.
+    """
+    above = next(place for place in folder.absolute().parents if is_folder(place))
+    most = os.pathconf(above, "PC_NAME_MAX") - len(_LONGEST_ENDING)
+    size = len(os.fsencode(folder.name))
+    if size > most:
+        raise QuantizerError(
+            f"{folder} cannot be written: its name has {size} bytes, and files beside it are called like it, with "
+            f"endings such as {_LONGEST_ENDING}: choose a name of at most {most} bytes"
+        )
 
 
 def rows_of(dataset: DatasetConfig | None) -> list[Row]:

@@ -178,12 +178,27 @@ def _opened(path: Path) -> Iterator[Any]:
     pillow = require_pillow()
     try:
         with pillow.open(path) as file:
+            _require_pixels(file.size, pillow.MAX_IMAGE_PIXELS)
             yield file
-    # Pillow raises SyntaxError for a broken PNG, and DecompressionBombError for an image with too many pixels.
+    # Pillow raises SyntaxError for a broken PNG, and DecompressionBombError for an image of twice too many pixels.
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
         raise TaskError(
             f"{path} cannot be read as an image ({_first(error)}): mend the file, or take it out of the data"
         ) from error
+
+
+def _require_pixels(size: tuple[int, int], most: int | None) -> None:
+    """Raise if an image is larger than Pillow takes for a sound one: a small file of one colour may take gigabytes.
+
+    Raises:
+        ValueError: it has more pixels; the message says what to do.
+    """
+    width, height = size
+    if most is not None and width * height > most:
+        raise ValueError(
+            f"it has {width} x {height} pixels, and the limit is {most / 1e6:.0f} million: make it smaller, or raise "
+            "PIL.Image.MAX_IMAGE_PIXELS in Python"
+        )
 
 
 def _of_bytes(image: Any, kind: str | None) -> Any:

@@ -134,3 +134,14 @@ def test_after_the_work_it_is_not_said_that_nothing_was_written(tmp_path: Path) 
 
     with pytest.raises(KeyboardInterrupt, match=r"/out is complete$"):
         ended()
+
+
+def test_a_name_that_is_too_long_for_the_files_beside_it_is_told_first(tmp_path: Path) -> None:
+    with resume_files(tmp_path / ("n" * 243), searches=False, trains=False):
+        pass
+    for name in ("n" * 244, "\u00e9" * 122):
+        with (
+            pytest.raises(QuantizerError, match=r"its name has 244 bytes, .*: choose a name of at most 243 bytes"),
+            resume_files(tmp_path / name, searches=False, trains=False),
+        ):
+            raise AssertionError("work was done")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -250,3 +251,19 @@ def test_a_processor_that_does_not_fit(
 def test_a_model_that_takes_no_images() -> None:
     with pytest.raises(TaskError, match="Linear takes no 'pixel_values': expected a model of images"):
         build_task(NAME, torch.nn.Linear(2, 2), transformers.ViTImageProcessorPil())
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_an_image_of_too_many_pixels_is_refused_before_they_are_read(tmp_path: Path) -> None:
+    path, large = tmp_path / "one.png", (13_000).to_bytes(4, "big") * 2
+    Picture.new("RGB", (8, 8)).save(path)
+    content = bytearray(path.read_bytes())
+    content[16:24] = large
+    content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
+    path.write_bytes(content)
+    with pytest.raises(
+        TaskError, match=r"13000 x 13000 pixels, and the limit is 89 million: make it smaller"
+    ):
+        read_image(path)
+    with Picture.open(path) as opened:
+        assert opened.size == (13_000, 13_000)

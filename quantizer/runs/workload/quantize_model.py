@@ -51,6 +51,8 @@ from quantizer.tasks import Batch
 
 __all__ = ["SENSITIVITY_BATCHES", "quantize_model"]
 
+_LONGEST_NAME = 100
+
 SENSITIVITY_BATCHES = 2
 """Sensitivity is measured on so many batches unless somebody says otherwise."""
 
@@ -109,7 +111,8 @@ def quantize_model(
     wanted = _run_config(model, batches, asked, threads, back)
     parent = Path(tempfile.mkdtemp(prefix="quantizer-"))
     try:
-        folder = parent / type(model).__name__
+        # A class may have a longer name than a file.
+        folder = parent / type(model).__name__[:_LONGEST_NAME]
         scorer = partial(FunctionScorer, function=score, call=call, higher_is_better=higher_is_better)
         work = partial(module_workload, plain, wanted.model.source, batches, scorer)
         return QuantizedModel(plain, call, carry_out(wanted, folder, False, console, work), folder)
