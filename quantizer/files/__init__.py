@@ -19,6 +19,7 @@ from quantizer.files.marker import MARKER
 from quantizer.files.place import checked_file
 from quantizer.files.place import require_room
 from quantizer.files.place import require_writable
+from quantizer.files.temporary import scratch_folder
 from quantizer.files.temporary import temporary_beside
 from quantizer.files.whole import whole_file
 
@@ -31,6 +32,7 @@ __all__ = [
     "require_writable",
     "restore_folder",
     "said_complete",
+    "scratch_folder",
     "temporary_beside",
     "whole_file",
     "write_folder",

@@ -14,7 +14,9 @@ import os
 import platform
 import re
 import secrets
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,10 +26,20 @@ from pathlib import Path
 
 from quantizer.files.marker import discard
 
-__all__ = ["NEW", "OLD", "leftovers", "new_name", "other_writer", "remove_leftovers", "temporary_beside"]
+__all__ = [
+    "NEW",
+    "OLD",
+    "leftovers",
+    "new_name",
+    "other_writer",
+    "remove_leftovers",
+    "scratch_folder",
+    "temporary_beside",
+]
 
 NEW = ".part"
 OLD = ".old"
+_SCRATCH = re.compile(r"quantizer-(?P<machine>[0-9a-f]{8})-(?P<owner>[0-9]{1,9})-(?P<start>[0-9]+)-[0-9a-f]{8}")
 _UNCHANGED_S = 7 * 24 * 3600
 _LONGEST_NAME = 150
 _ENDED = ("Z", "X")
@@ -50,6 +62,33 @@ def new_name(target: Path) -> Path:
     """Return an unused name beside ``target`` that identifies this thread as the owner."""
     owner = f"{_machine()}-{_this()}-{_started(_this()) or 0}"
     return target.with_name(f".{_stem(target)}.{owner}-{secrets.token_hex(4)}{NEW}")
+
+
+def scratch_folder() -> Path:
+    """Return a new folder in the system's folder for temporary files, which this process removes when it likes.
+
+    Folders that killed processes of the same user left there are removed. The owner is the process, not the thread: a
+    result outlives the thread that made it.
+    """
+    place = Path(tempfile.gettempdir())
+    with suppress(OSError), os.scandir(place) as scan:
+        for entry in scan:
+            name = _SCRATCH.fullmatch(entry.name)
+            if name is not None and entry.is_dir(follow_symlinks=False) and _is_abandoned(Path(entry.path), name):
+                shutil.rmtree(entry.path, ignore_errors=True)
+    found = place / f"quantizer-{_machine()}-{os.getpid()}-{_started(os.getpid()) or 0}-{secrets.token_hex(4)}"
+    found.mkdir(mode=0o700)
+    return found
+
+
+def _is_abandoned(folder: Path, name: re.Match[str]) -> bool:
+    """Return whether a folder is this user's, and its process has ended."""
+    if hasattr(os, "getuid") and folder.lstat().st_uid != os.getuid():
+        return False
+    if name["machine"] != _machine():
+        return time.time() - _changed(folder) > _UNCHANGED_S
+    started = _started(int(name["owner"]))
+    return started is None or started not in (int(name["start"]), 0)
 
 
 def remove_leftovers(target: Path) -> None:

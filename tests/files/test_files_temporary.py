@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from folders import write
 
 from quantizer.errors import QuantizerError
 from quantizer.files import require_sole_writer
+from quantizer.files import scratch_folder
 from quantizer.files import temporary
 from quantizer.files import temporary_beside
 from quantizer.files.temporary import leftovers
@@ -158,3 +160,50 @@ def test_a_folder_that_another_process_writes_is_told(tmp_path: Path) -> None:
     with pytest.raises(QuantizerError, match=rf"out is being written by process {parent} now: wait for it, end it"):
         require_sole_writer(out)
     require_sole_writer(tmp_path / "other")
+
+
+_KEPT = """
+import sys, time
+from quantizer.files import scratch_folder
+folder = scratch_folder()
+(folder / "file").write_text("engine")
+print(folder, flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_process_left_in_the_systems_folder_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    running, killed = (
+        subprocess.Popen([sys.executable, "-c", _KEPT], stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(2)
+    )
+    try:
+        kept, left = (Path(process.stdout.readline().strip()) for process in (running, killed))
+        killed.kill()
+        killed.wait()
+        stranger = tmp_path / "quantizer-mine"
+        stranger.mkdir()
+        assert left.is_dir()
+        first = scratch_folder()
+        second = scratch_folder()
+        assert sorted(tmp_path.iterdir()) == sorted([kept, stranger, first, second])
+        assert (kept / "file").is_file()
+    finally:
+        for process in (running, killed):
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def test_a_folder_outlives_the_thread_that_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made: list[Path] = []
+    thread = threading.Thread(target=lambda: made.append(scratch_folder()))
+    thread.start()
+    thread.join()
+    scratch_folder()
+    assert made[0].is_dir()

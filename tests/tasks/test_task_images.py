@@ -261,9 +261,7 @@ def test_an_image_of_too_many_pixels_is_refused_before_they_are_read(tmp_path: P
     content[16:24] = large
     content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
     path.write_bytes(content)
-    with pytest.raises(
-        TaskError, match=r"13000 x 13000 pixels, and the limit is 89 million: make it smaller"
-    ):
+    with pytest.raises(TaskError, match=r"13000 x 13000 pixels, and the limit is 89 million: make it smaller"):
         read_image(path)
     with Picture.open(path) as opened:
         assert opened.size == (13_000, 13_000)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Hashable
 from collections.abc import Iterable
 from importlib.util import find_spec
+from typing import Any
 from typing import TypeVar
 
 from quantizer.errors import ConfigError
@@ -12,9 +14,29 @@ from quantizer.errors import MissingDependencyError
 from quantizer.errors import QuantizerError
 from quantizer.errors import install_command
 
-__all__ = ["Faults", "require_package"]
+__all__ = ["Faults", "Looks", "require_package"]
 
 T = TypeVar("T")
+
+
+class Looks:
+    """What checks of several runs read of data and checkpoints: each is read once, and an error is raised each time."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, tuple[Any, QuantizerError | None]] = {}
+
+    def once(self, key: Hashable, read: Callable[[], T]) -> T:
+        """Return what ``read`` returns, or returned before for this key."""
+        if key not in self._found:
+            try:
+                self._found[key] = (read(), None)
+            except QuantizerError as error:
+                self._found[key] = (None, error)
+        value, fault = self._found[key]
+        if fault is not None:
+            raise fault
+        found: T = value
+        return found
 
 
 class Faults:

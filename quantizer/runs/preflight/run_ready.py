@@ -34,12 +34,12 @@ from quantizer.runs.measure import build_options
 from quantizer.runs.pick_backend import chooses
 from quantizer.runs.preflight.estimate import run_estimate
 from quantizer.runs.preflight.faults import Faults
+from quantizer.runs.preflight.faults import Looks
 from quantizer.runs.preflight.faults import require_package
 from quantizer.runs.preflight.packages import check_export_packages
 from quantizer.runs.preflight.packages import check_packages
 from quantizer.runs.progress.run_stages import earlier_run
 from quantizer.runs.run_context import RunRows
-from quantizer.runs.run_context import rows_of
 from quantizer.runs.workload.function_source import check_functions
 from quantizer.targets import AUTO
 from quantizer.targets import profile
@@ -48,6 +48,8 @@ from quantizer.tasks import Text
 from quantizer.tasks import read_checkpoint
 from quantizer.tasks import require_labels
 from quantizer.tasks import tasks
+from quantizer.tasks.datasets.load import part_of_rows
+from quantizer.tasks.datasets.load import whole_data
 from quantizer.tasks.sequence_classification import require_classes
 
 __all__ = ["Ready", "faults_of", "ready_to_run"]
@@ -71,7 +73,15 @@ class Ready:
     estimate: str | None
 
 
-def ready_to_run(config: RunConfig, folder: Path, kind: str, *, force: bool | None) -> Ready:
+def ready_to_run(
+    config: RunConfig,
+    folder: Path,
+    kind: str,
+    *,
+    force: bool | None,
+    looks: Looks | None = None,
+    estimated: bool = True,
+) -> Ready:
     """Check all that a run needs besides the loaded model, and estimate its time and memory.
 
     Args:
@@ -79,14 +89,17 @@ def ready_to_run(config: RunConfig, folder: Path, kind: str, *, force: bool | No
         folder: the folder to write.
         kind: its kind.
         force: whether an earlier run there may be replaced; None: not said yet, which is a note.
+        looks: what checks of other runs read; None: there are none.
+        estimated: whether time and memory are estimated.
 
     Raises:
         QuantizerError: something is missing or wrong; all of it is listed.
     """
-    faults = Faults()
+    faults, looks = Faults(), looks or Looks()
     _check_packages(faults, config)
-    rows = _checked_data(faults, {name: part for name in _ROWS if (part := getattr(config.data, name)) is not None})
-    _check_model(faults, config, rows)
+    sections = {name: part for name in _ROWS if (part := getattr(config.data, name)) is not None}
+    rows = _checked_data(faults, sections, looks)
+    _check_model(faults, config, rows, looks)
     restore_folder(folder)
     faults.of(lambda: checked_folder(folder, kind, replace=force is not False))
     faults.of(lambda: require_sole_writer(folder))
@@ -97,7 +110,7 @@ def ready_to_run(config: RunConfig, folder: Path, kind: str, *, force: bool | No
         notes.append(f"{folder} exists already: run replaces it only with --force")
     estimate = (
         None
-        if config.model.task is None
+        if config.model.task is None or not estimated
         else run_estimate(config, rows, earlier_run(config, folder, chooses=chooses(config)))
     )
     return Ready(RunRows(**{"calibration": [], "evaluation": []} | rows), tuple(notes), estimate)
@@ -112,11 +125,12 @@ def faults_of(sections: Mapping[str, Section]) -> list[str]:
     faults = Faults()
     data = sections.get("data")
     parts = {name: sections.get(f"data.{name}", getattr(data, name, None)) for name in _ROWS}
-    rows = _checked_data(faults, {name: part for name, part in parts.items() if isinstance(part, DatasetConfig)})
+    looks = Looks()
+    rows = _checked_data(faults, {name: part for name, part in parts.items() if isinstance(part, DatasetConfig)}, looks)
     known = {name: section for name, section in sections.items() if name in RunConfig.model_fields}
     config = RunConfig.model_construct().model_copy(update=known)
     if "model" in known:
-        _check_model(faults, config, rows)
+        _check_model(faults, config, rows, looks)
     if "quantizer" in known:
         faults.of(lambda: check_run(config))
     return faults.texts
@@ -140,37 +154,43 @@ def _check_packages(faults: Faults, config: RunConfig) -> None:
         faults.of(lambda: backend(config.quantizer.backend).check(build_options(config)))
 
 
-def _check_model(faults: Faults, config: RunConfig, rows: Mapping[str, Sequence[Row]]) -> None:
+def _check_model(faults: Faults, config: RunConfig, rows: Mapping[str, Sequence[Row]], looks: Looks) -> None:
     """Check what a model is made of, and what a run asks of one."""
     if config.model.task is None:
         check_functions(faults, config.model)
     else:
         faults.of(lambda: require_possible_run(config))
-        _check_checkpoint(faults, config.model, config.model.task, rows)
+        _check_checkpoint(faults, config.model, config.model.task, rows, looks)
 
 
-def _check_checkpoint(faults: Faults, model: ModelConfig, task: str, rows: Mapping[str, Sequence[Row]]) -> None:
+def _check_checkpoint(
+    faults: Faults, model: ModelConfig, task: str, rows: Mapping[str, Sequence[Row]], looks: Looks
+) -> None:
     """Check a checkpoint for a task, and the labels of the rows where it has classes."""
-    checkpoint = faults.of(lambda: read_checkpoint(model.source, task))
+    checkpoint = faults.of(
+        lambda: looks.once(("model", model.source, task), lambda: read_checkpoint(model.source, task))
+    )
     faults.of(lambda: require_labels(task, model.labels))
     if checkpoint is not None and tasks[task].labels == "row" and checkpoint.labels:
         for name in ("evaluation", "tuning", "training"):
             faults.of(partial(_check_labels, name, rows.get(name) or (), len(checkpoint.labels)))
 
 
-def _checked_data(faults: Faults, sections: Mapping[str, DatasetConfig]) -> dict[str, list[Row]]:
+def _checked_data(faults: Faults, sections: Mapping[str, DatasetConfig], looks: Looks) -> dict[str, list[Row]]:
     """Return the rows of each section that has data which can be read."""
     found = {}
     for name, section in sections.items():
-        rows = faults.of(partial(_rows, name, section))
+        rows = faults.of(partial(_rows, name, section, looks))
         if rows is not None:
             found[name] = rows
     return found
 
 
-def _rows(name: str, section: DatasetConfig) -> list[Row]:
+def _rows(name: str, section: DatasetConfig, looks: Looks) -> list[Row]:
+    place = section.name, section.path, section.split, section.subset
     try:
-        return rows_of(section)
+        found = looks.once(("data", *place), partial(whole_data, *place))
+        return part_of_rows(found, section.name, section.path, section.rows, section.offset)
     except ConfigError as error:
         raise TaskError(f"data.{name}: {'; '.join(error.problems)}") from error
     except TaskError as error:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -34,6 +32,7 @@ from quantizer.config.feasibility import least_opset
 from quantizer.config.load import fallback_config
 from quantizer.errors import ConfigError
 from quantizer.errors import QuantizerError
+from quantizer.files import scratch_folder
 from quantizer.proxy.build import is_proxy
 from quantizer.report.shown_setting import GIVEN_IN_PYTHON
 from quantizer.runs.run import carry_out
@@ -109,7 +108,7 @@ def quantize_model(
     console.quiet = not (console.is_terminal if progress is None else progress)
     call = _call_form(plain, batches[0])
     wanted = _run_config(model, batches, asked, threads, back)
-    parent = Path(tempfile.mkdtemp(prefix="quantizer-"))
+    parent = scratch_folder()
     try:
         # A class may have a longer name than a file.
         folder = parent / type(model).__name__[:_LONGEST_NAME]

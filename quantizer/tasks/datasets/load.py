@@ -8,7 +8,7 @@ from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import datasets
 
-__all__ = ["load_rows"]
+__all__ = ["load_rows", "part_of_rows", "whole_data"]
 
 
 def load_rows(
@@ -34,10 +34,18 @@ def load_rows(
         ConfigError: no data set has this name.
         TaskError: the data cannot be read, a line is malformed, or there are fewer rows than asked for.
     """
-    read = datasets[name]
     if offset < 0 or (rows is not None and rows < 1):
         raise TaskError(f"data set {name!r}: rows={rows} and offset={offset}, expected rows >= 1 and offset >= 0")
-    found = read(None if path is None else Path(path), split, subset)
+    return part_of_rows(whole_data(name, path, split, subset), name, path, rows, offset)
+
+
+def whole_data(name: str, path: str | Path | None, split: str | None, subset: str | None) -> list[Row]:
+    """Return all rows of a data set; arguments and errors as those of ``load_rows``."""
+    return datasets[name](None if path is None else Path(path), split, subset)
+
+
+def part_of_rows(found: list[Row], name: str, path: str | Path | None, rows: int | None, offset: int) -> list[Row]:
+    """Return a part of the rows of a whole data set; arguments and errors as those of ``load_rows``."""
     where = f"data set {name!r}" + (f" ({path})" if path is not None else "")
     if not found:
         raise TaskError(f"{where} has no rows: check that this is the right file")

@@ -1,0 +1,49 @@
+"""What the checks of a sweep read is read once for all of its runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quantizer.config import DatasetConfig
+from quantizer.errors import TaskError
+from quantizer.runs.preflight import run_ready
+from quantizer.runs.preflight.faults import Looks
+from quantizer.tasks.datasets.load import load_rows
+
+
+def test_data_is_read_once_for_runs_of_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\n" + "".join(f"word {n},{n % 2}\n" for n in range(20)))
+    read = []
+
+    def counted(*place: object) -> object:
+        read.append(place)
+        return whole(*place)
+
+    whole = run_ready.whole_data
+    monkeypatch.setattr(run_ready, "whole_data", counted)
+    looks = Looks()
+    for count in range(1, 11):
+        section = DatasetConfig(name="text-csv", path=str(path), rows=count, offset=count)
+        assert run_ready._rows("calibration", section, looks) == load_rows(
+            "text-csv", path=path, rows=count, offset=count
+        )
+    assert len(read) == 1
+    with pytest.raises(TaskError, match=r"data\.calibration: .* has 20 rows, fewer than"):
+        run_ready._rows("calibration", DatasetConfig(name="text-csv", path=str(path), rows=99), looks)
+
+
+def test_an_error_is_raised_each_time_and_found_once() -> None:
+    asked = []
+
+    def missing() -> None:
+        asked.append(1)
+        raise TaskError("it is missing")
+
+    looks = Looks()
+    for _ in range(3):
+        with pytest.raises(TaskError, match="it is missing"):
+            looks.once("model", missing)
+    assert len(asked) == 1
