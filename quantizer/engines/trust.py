@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quantizer.errors import EngineError
 
-__all__ = ["COMPILED", "built_here", "check_trust", "is_untrusted", "note_built", "note_digests"]
+__all__ = ["COMPILED", "built_here", "check_trust", "is_untrusted", "native_code", "note_built", "note_digests"]
 
 COMPILED = "compiled.pt2"
 """The file with native code in the archive of a compiled torch engine."""
@@ -36,14 +36,21 @@ def note_digests(digests: Iterable[str]) -> None:
     _BUILT.update(digests)
 
 
-def is_untrusted(path: Path) -> bool:
-    """Return whether an engine file holds native code that this process has not built."""
+def native_code(path: Path) -> bytes | None:
+    """Return the native code in an engine file; None where it has none."""
     try:
         with zipfile.ZipFile(path) as archive:
-            code = archive.read(COMPILED) if COMPILED in archive.namelist() else None
-    except (zipfile.BadZipFile, OSError):
+            # One that is compressed could grow without an end, and is refused when the file is loaded.
+            stored = [one for one in archive.infolist() if one.compress_type == zipfile.ZIP_STORED]
+            return next((archive.read(one) for one in stored if one.filename == COMPILED), None)
+    except (zipfile.BadZipFile, NotImplementedError, OSError, RuntimeError):
         # Another kind of engine.
-        return False
+        return None
+
+
+def is_untrusted(path: Path) -> bool:
+    """Return whether an engine file holds native code that this process has not built."""
+    code = native_code(path)
     return code is not None and hashlib.sha256(code).hexdigest() not in _BUILT
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,6 +87,15 @@ def test_a_module_given_in_python_has_a_score_and_no_task_of_the_hub(tmp_path: P
     assert "pipeline_tag" not in metadata
     assert "base_model" not in metadata
     assert metadata["model-index"][0]["results"][0]["task"] == {"type": "other"}  # type: ignore[index]
+
+
+def test_native_code_is_loaded_with_trust(tmp_path: Path) -> None:
+    _, body = _card(sample_record(), tmp_path)
+    assert 'quantizer.load(".")' in body
+    with zipfile.ZipFile(tmp_path / "model.engine", "w") as archive:
+        archive.writestr("compiled.pt2", b"a library")
+    _, body = _card(sample_record(), tmp_path)
+    assert 'quantizer.load(".", trust=True)' in body
 
 
 def test_a_run_without_an_engine_has_no_card(tmp_path: Path) -> None:

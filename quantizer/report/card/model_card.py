@@ -11,12 +11,13 @@ from typing import Any
 import yaml
 
 from quantizer import __version__
+from quantizer.engines.trust import native_code
 from quantizer.errors import DISTRIBUTION
 from quantizer.report.record import Score
 from quantizer.report.tables import text
 from quantizer.targets import profile
 
-__all__ = ["CARD", "CardFacts", "card_text", "figure"]
+__all__ = ["CARD", "CardFacts", "card_text", "figure", "loading"]
 
 CARD = "README.md"
 """The name of the file, by which the hub knows a card."""
@@ -71,6 +72,12 @@ class CardFacts:
     configuration: Mapping[str, Any]
     snippet: str
     missed: tuple[str, ...] = ()
+
+
+def loading(folder: Path) -> str:
+    """Return the arguments that load a folder's engine from the folder itself: native code asks for trust."""
+    native = any(native_code(engine) is not None for engine in folder.glob("*.engine"))
+    return '".", trust=True' if native else '"."'
 
 
 def figure(name: str, before: str, after: str, ratio: float | None = None) -> str:

@@ -8,6 +8,7 @@ from quantizer.report.card.model_card import CARD
 from quantizer.report.card.model_card import CardFacts
 from quantizer.report.card.model_card import card_text
 from quantizer.report.card.model_card import figure
+from quantizer.report.card.model_card import loading
 from quantizer.report.json_file import write_text_atomic
 from quantizer.report.ratios import quantized_entry
 from quantizer.report.ratios import reference_entry
@@ -24,7 +25,7 @@ import torch
 
 import quantizer
 
-model = quantizer.load(".")  # runs {path}; tensors go in as they go into the model, by position or by name
+model = quantizer.load({load})  # runs {path}; tensors go in as they go into the model, by position or by name
 {sizes}
 made_up = {{}}
 for spec in model.engine.inputs:
@@ -55,6 +56,7 @@ def write_run_card(record: RunRecord, folder: Path) -> None:
         configuration=settings,
         snippet=_SNIPPET.format(
             path=record.engine.path,
+            load=loading(folder),
             sizes=_sizes(latency.batch if latency else 8, latency.sequence if latency else None),
         ),
         missed=missed_goals(record.fallback.outcome if record.fallback else None, record.placement),

@@ -9,6 +9,7 @@ from quantizer.report.card.model_card import CARD
 from quantizer.report.card.model_card import CardFacts
 from quantizer.report.card.model_card import card_text
 from quantizer.report.card.model_card import figure
+from quantizer.report.card.model_card import loading
 from quantizer.report.json_file import write_text_atomic
 from quantizer.report.tables import text
 from quantizer.report.tables.headline import quantized_score
@@ -23,7 +24,7 @@ _SAMPLE = {"text": "a text", "image": "an-image.png", "audio": "a-recording.wav"
 _SNIPPET = """\
 from quantizer.runs.convert import load_converted
 
-model = load_converted(".")
+model = load_converted({load})
 samples = {samples}
 print(model{call}(samples))"""
 
@@ -50,7 +51,7 @@ def write_card(facts: ConversionInputs, result: BackendResult, evaluation: str |
         figures=tuple(_figures(result)),
         machine=str(collect_machine()["cpu"]),
         configuration={},
-        snippet=_SNIPPET.format(samples=[sample] * fewest, call=".labels" if labelled else ""),
+        snippet=_SNIPPET.format(load=loading(folder), samples=[sample] * fewest, call=".labels" if labelled else ""),
         missed=() if result.quantization is None else missed_goals(result.quantization.outcome, None),
     )
     write_text_atomic(folder / CARD, card_text(card))

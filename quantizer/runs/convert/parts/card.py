@@ -9,6 +9,7 @@ from quantizer.report.card.model_card import CARD
 from quantizer.report.card.model_card import CardFacts
 from quantizer.report.card.model_card import card_text
 from quantizer.report.card.model_card import figure
+from quantizer.report.card.model_card import loading
 from quantizer.report.json_file import write_text_atomic
 from quantizer.report.tables import text
 from quantizer.report.tables.headline import quantized_score
@@ -23,7 +24,7 @@ _SAMPLE = {"text": "a text", "audio": "a-recording.wav"}
 _SNIPPET = """\
 from quantizer.runs.convert import load_converted
 
-model = load_converted(".")
+model = load_converted({load})
 print(model.generate({samples}))"""
 
 
@@ -36,6 +37,7 @@ def write_card(facts: ConversionInputs, result: PartsResult, evaluation: str | N
     reference = next((entry for entry in result.scores if entry.which == "float"), None)
     if scored is not None and reference is not None:
         found.append(figure(scored.metric, text.score(reference.value), text.score(scored.value)))
+    samples = [_SAMPLE[tasks[facts.task].reads]] * max(facts.batch[0], 1)
     card = CardFacts(
         name=f"{facts.name} for {result.backend}",
         source=facts.source,
@@ -47,7 +49,7 @@ def write_card(facts: ConversionInputs, result: PartsResult, evaluation: str | N
         figures=tuple(found),
         machine=str(collect_machine()["cpu"]),
         configuration={},
-        snippet=_SNIPPET.format(samples=[_SAMPLE[tasks[facts.task].reads]] * max(facts.batch[0], 1)),
+        snippet=_SNIPPET.format(load=loading(folder), samples=samples),
         missed=(),
     )
     write_text_atomic(folder / CARD, card_text(card))
