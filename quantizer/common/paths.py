@@ -40,9 +40,11 @@ def regular_file(path: Path) -> Path:
     """Return the path of a file that has an end: in a folder from elsewhere it may be a link to a device or a pipe.
 
     Raises:
-        OSError: it is one of these, or is missing.
+        OSError: it is one of these, is missing, or may not be read, of which safetensors says "No such file".
     """
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "it is a device or a pipe, expected a regular file", str(path))
+    if not os.access(path, os.R_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     return path

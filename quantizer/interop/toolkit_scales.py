@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from quantizer.common.paths import regular_file
 from quantizer.errors import QuantizerError
 from quantizer.numerics.qtype import qtype
 from quantizer.plan.site_plan import OperandPlan
@@ -198,6 +199,7 @@ def _nothing(source: object, unmatched: Mapping[str, str]) -> str:
 
 def _load(path: Path) -> Mapping[str, Any]:
     try:
+        regular_file(path)
         if path.suffix == ".safetensors":
             return load_file(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True)

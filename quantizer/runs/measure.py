@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from quantizer.engines import BuildResult
 from quantizer.engines import Engine
 from quantizer.engines import interleaved_latency
 from quantizer.engines import peak_memory_mib
+from quantizer.errors import EngineError
 from quantizer.report import EngineFile
 from quantizer.report import Latency
 from quantizer.report import MemoryEntry
@@ -144,7 +146,10 @@ def with_deployed(choice: EngineChoice | None, latency: Latency | None, backend:
 
 
 def measure_memory(context: RunContext, config: RunConfig, built: Mapping[str, BuildResult]) -> tuple[MemoryEntry, ...]:
-    """Return the peak memory of each engine beyond that of an empty process."""
+    """Return the peak memory of each engine beyond that of an empty process; nothing, with a warning, if that fails.
+
+    It is the last figure of a run that is complete without it.
+    """
     shape = {"batch": config.report.latency_batch, "sequence": config.report.latency_sequence}
     sizes = run_sizes(config, context)
 
@@ -159,5 +164,9 @@ def measure_memory(context: RunContext, config: RunConfig, built: Mapping[str, B
         return context.floats.measured(f"{float_options(config)} memory {shape}", partial(peak_mib, name))
 
     with context.timer("measure memory"):
-        peaks = {name: known_or_measured(name) for name in built}
+        try:
+            peaks = {name: known_or_measured(name) for name in built}
+        except EngineError as error:
+            warnings.warn(f"memory was not measured, and the result is complete without it: {error}", stacklevel=2)
+            return ()
     return memory_entries(peaks)

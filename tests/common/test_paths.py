@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,3 +72,17 @@ def test_a_batch_without_values() -> None:
     for batches in ([nothing], [torch.zeros(2, 16), (nothing,)], [{"input": nothing}]):
         with pytest.raises(QuantizerError, match="holds a tensor on the device meta, which has no values"):
             Quantizer().calibrate(net, batches)
+
+
+def test_weights_that_may_not_be_read_are_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import save_file
+
+    from quantizer.common.data.array_files import array_batches
+    from quantizer.runs.workload.weights_file import load_weights
+
+    net, path = nn.Linear(2, 2), tmp_path / "weights.safetensors"
+    save_file(dict(net.state_dict()), path)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    for read in (lambda: load_weights(net, path), lambda: list(array_batches(path, 2, None))):
+        with pytest.raises(QuantizerError, match=r"weights\.safetensors cannot be read: Permission denied"):
+            read()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -92,3 +95,34 @@ def test_peak_memory_of_what_does_not_load(tmp_path: Path) -> None:
 def test_peak_memory_gives_up(qdq: Any) -> None:
     with pytest.raises(EngineError, match=r"took more than 0\.001 s"):
         peak_memory_mib(qdq.path, "onnxruntime", timeout_s=0.001)
+
+
+def test_a_process_that_cannot_start_is_told(qdq: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(subprocess, "run", none)
+    with pytest.raises(EngineError, match=r"measuring the memory of .* failed: its process cannot start \(Cannot"):
+        peak_memory_mib(qdq.path, "onnxruntime")
+
+
+def test_memory_that_cannot_be_measured_costs_no_result(tmp_path: Path) -> None:
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    from quantizer.runs import measure
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise EngineError("its process cannot start")
+
+    context: Any = SimpleNamespace(timer=lambda name: nullcontext(), floats=None)
+    part = SimpleNamespace(latency_batch=1, latency_sequence=1)
+    config: Any = SimpleNamespace(
+        report=part, engine=SimpleNamespace(threads=1), quantizer=SimpleNamespace(backend="openvino")
+    )
+    built: Any = {"int8": SimpleNamespace(path=tmp_path / "model.engine")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "peak_memory_mib", no_memory)
+        patch.setattr(measure, "run_sizes", lambda *_: {})
+        with pytest.warns(UserWarning, match="memory was not measured, and the result is complete without it: its"):
+            assert measure.measure_memory(context, config, built) == ()

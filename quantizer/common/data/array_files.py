@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from quantizer.common.paths import regular_file
 from quantizer.errors import CalibrationError
 
 __all__ = ["ARRAY_FILES", "array_batches"]
@@ -66,6 +67,10 @@ def _arrays(path: Path) -> dict[str, Tensor]:
 
 
 def _of_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        regular_file(path)
+    except OSError as error:
+        raise CalibrationError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:

@@ -37,7 +37,7 @@ def in_own_process(module: str, backend: str, words: Sequence[object], *, doing:
         timeout_s: seconds until the process is given up.
 
     Raises:
-        EngineError: unknown backend; the process failed, crashed, or took longer than ``timeout_s``.
+        EngineError: unknown backend; the process cannot start, failed, crashed, or took longer than ``timeout_s``.
     """
     command = python_command(module, type(registered(backend)).__module__, backend, *words)
     try:
@@ -50,6 +50,8 @@ def in_own_process(module: str, backend: str, words: Sequence[object], *, doing:
             input=json.dumps(built_here()),
             env=child_environment(),
         )
+    except OSError as error:
+        raise EngineError(f"{doing} failed: its process cannot start ({error.strerror or error})") from error
     except subprocess.TimeoutExpired as error:
         raise EngineError(f"{doing} took more than {timeout_s:g} s") from error
     if done.returncode < 0:

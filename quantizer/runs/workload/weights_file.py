@@ -13,6 +13,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.common.paths import is_file
+from quantizer.common.paths import regular_file
 from quantizer.errors import TaskError
 
 __all__ = ["check_weights", "load_weights"]
@@ -66,9 +67,10 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 def _state_dict(path: Path) -> Mapping[str, Any]:
     try:
+        regular_file(path)
         loaded = load_file(path) if path.suffix == ".safetensors" else _load_pickled(path)
     except OSError as error:
-        raise TaskError(f"weights {path} cannot be read: {error}") from error
+        raise TaskError(f"weights {path} cannot be read: {error.strerror or error}") from error
     except Exception as error:
         # torch's own message advises weights_only=False, which runs any code in the file.
         raise TaskError(
