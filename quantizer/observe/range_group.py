@@ -137,8 +137,8 @@ class RangeGroup:
             each.calibrator.observe(x)
 
     def keep_together(self, why: str) -> None:
-        """Give up to tell the tensors of a pass apart."""
-        self.together, self.parts = self.together or why, []
+        """Give up to tell the tensors of a pass apart; of several reasons one stays, whichever came first."""
+        self.together, self.parts = min(filter(None, (self.together, why)), default=""), []
 
     def add_tensor(self, calibrator: Calibrator) -> int:
         """Add one more tensor of the pass, of which ``calibrator`` is; return its number."""

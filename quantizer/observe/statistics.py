@@ -188,7 +188,7 @@ class Seen:
             self.records[path].add(record)
         every = (operand.group for record in other.records.values() for operand in record.operands.values())
         for group in dict.fromkeys(group for group in every if group is not None):
-            self._add_group(group)
+            self._add_group(group, other)
 
     def join(self, record: OperandRecord, group: RangeGroup, name: str) -> int:
         """Add an operand to a group, together with the operand's former group; return how far its tensors move up."""
@@ -208,7 +208,7 @@ class Seen:
                     seen.tensors = seen.tensors and tuple(-1 if n < 0 else n + moved for n in seen.tensors)
         return moved
 
-    def _add_group(self, added: RangeGroup) -> None:
+    def _add_group(self, added: RangeGroup, other: Seen) -> None:
         named = [(name, self._operand(name)) for name in added.operands]
         # An operand that is a weight in other calls needs no range: it varies, which is the reason of its site.
         members = [(name, record) for name, record in named if record.weight is None]
@@ -217,12 +217,21 @@ class Seen:
             group = replace(added.copy(), operands=[])
         else:
             group.add(added)
+            # Operands that read one tensor in some batches, and others elsewhere, number them in other ways.
+            if any(other.has_range(name) for name in group.operands if name not in added.operands):
+                group.keep_together("")
         for name, record in members:
             if record.group not in (None, group):
-                group.keep_together("they read the same tensors in some batches alone")
+                group.keep_together("")
             if record.tensors == ():
                 group.keep_together("their number differs between batches")
             self.join(record, group, name)
+
+    def has_range(self, name: str) -> bool:
+        """Return whether an operand was observed."""
+        path, _, operand = name.rpartition(".")
+        site = self.records.get(path)
+        return site is not None and operand in site.operands and site.operands[operand].group is not None
 
     def _operand(self, name: str) -> OperandRecord:
         path, _, operand = name.rpartition(".")

@@ -185,7 +185,7 @@ def _assert_same_plan(first: Plan, second: Plan) -> None:
         two = second[path]
         assert (one.quantized, one.reason) == (two.quantized, two.reason), path
         for a, b in zip(one.operands, two.operands, strict=True):
-            for field in ("quantized", "dtype", "axis", "zero_point", "scale", "amax", "minimum", "maximum"):
+            for field in ("quantized", "dtype", "axis", "zero_point", "scale", "amax", "minimum", "maximum", "calls"):
                 x, y = getattr(a, field), getattr(b, field)
                 same = torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y
                 assert same, f"{path}.{a.name}.{field}: {x} against {y}"

@@ -204,6 +204,19 @@ def shared_layer(model: ModelText, draw: st.DrawFn) -> None:
     model.do(f"x = {other}(torch.relu({layer}(x)))", f"x = {last}")
 
 
+@step(*ANY, keeps=True)
+def levels(model: ModelText, draw: st.DrawFn) -> None:
+    """One module for several tensors, whose values may differ much."""
+    width = model.width
+    made = f"nn.Conv2d({width}, {width}, 3, padding=1)" if len(model.shape) == IMAGE else f"nn.Linear({width}, {width})"
+    layer, factor = model.part("head", made), one_of(draw, "1", "3", "20", "100")
+    given = one_of(draw, f"(x, x * {factor}, x / {factor})", f"(x * {factor}, x)", f"[x / {factor}] * 2 + [x]")
+    if flag(draw):
+        model.do(f"x = sum(torch.tanh({layer}(level)) for level in {given})")
+    else:
+        model.do("kept = x", f"for level in {given}:", f"    kept = kept + torch.tanh({layer}(level))", "x = kept")
+
+
 # -- products of activations ---------------------------------------------------------------------------------------
 
 
