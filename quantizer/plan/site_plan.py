@@ -150,6 +150,14 @@ class OperandPlan:
         """True if calls have ranges of their own, so that they must be counted."""
         return len(self.calls) > 1
 
+    def of_call(self, number: int | None) -> OperandPlan:
+        """Return the plan with the range of a call by its number in the pass; without one, with that of all calls."""
+        if number is None or number >= len(self.calls):
+            return self
+        call = self.calls[number]
+        amax, scale = (torch.tensor(value, dtype=torch.float32) for value in (call.amax, call.scale))
+        return replace(self, amax=amax, scale=scale, zero_point=call.zero_point, calls=())
+
     @property
     def call_scales(self) -> Tensor | None:
         """The scale of each call, float32 [N]; None if all calls have one."""

@@ -150,19 +150,21 @@ class _Trial:
         """Return what is wrong with the inputs of each group."""
         found: dict[str, list[str]] = {group: [] for group in groups}
         sites = [site for site in self._proxied.sites if self._groups_of(site.path) & found.keys()]
-        values: dict[tuple[str, str], list[Tensor]] = {}
+        values: dict[tuple[str, str, int | None], list[Tensor]] = {}
 
         def visit(site_call: SiteCall) -> None:
             path = site_call.site.path
             for operand in self._plan[path].operands:
                 if operand.quantized and operand.role == "activation" and operand.group in found:
                     value = site_call.operand(operand.name)
+                    # Only calls with ranges of their own are looked at one by one.
+                    number = site_call.number if operand.several_ranges else None
                     if isinstance(value, Tensor) and value.numel():
-                        values.setdefault((path, operand.name), []).append(value.detach())
+                        values.setdefault((path, operand.name, number), []).append(value.detach())
 
         replay(self._proxied.module, sites, [copied(*batch) for batch in self._batches], visit, "causes")
-        for (path, name), parts in values.items():
-            planned = next(operand for operand in self._plan[path].operands if operand.name == name)
+        for (path, name, number), parts in values.items():
+            planned = next(operand for operand in self._plan[path].operands if operand.name == name).of_call(number)
             linear = self._plan[path].kind == "linear"
             rounded = [scaled(part, planned) for part in parts]
             flat = torch.cat([part.reshape(-1, part.shape[-1]) if linear else part.flatten() for part in rounded])

@@ -227,6 +227,39 @@ def test_products_of_functions_and_shared_tensors_are_told_apart() -> None:
     assert min(of(model, q.quantize(model), *batches[0])) > 33
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+def test_the_order_of_batches_is_nothing_where_operands_part_in_some(backwards: bool) -> None:
+    class Parting(nn.Module):
+        """Two layers that read one tensor, or two, by the sign of the data."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x if bool(x.sum() > 0) else x / 100
+            for value in (x, x / 100):
+                x = x + self.one(value)
+            return x + self.other(y)
+
+    model, (x, _) = Parting().eval(), rows(2, 8, 4)
+    batches = [x.abs(), -x.abs()]
+    q = make_calibrated(model, batches[::-1] if backwards else batches, backend="openvino", activations=MAX)
+    other = make_calibrated(model, batches, backend="openvino", activations=MAX)
+    assert {name: scale.tolist() for name, scale in q.scales().items()} == {
+        name: scale.tolist() for name, scale in other.scales().items()
+    }
+    assert text(q.coverage) == text(other.coverage)
+
+
+def test_a_diagnosis_looks_at_each_call_in_its_own_range() -> None:
+    plan = make_calibrated(Pyramid(20.0).eval(), levels(), backend="openvino", activations=MAX).plan
+    (operand,) = [each for entry in plan.values() for each in entry.operands if each.several_ranges]
+    assert [operand.of_call(number).largest_scale for number in range(3)] == [call.scale for call in operand.calls]
+    assert operand.of_call(3) is operand
+
+
 def test_statistics_of_several_processes_and_of_a_folder_are_those_of_one(tmp_path: Path) -> None:
     model, batches = Pyramid(5.0).eval(), levels(4)
     whole = make_calibrated(model, batches, backend="openvino", activations=MAX)
