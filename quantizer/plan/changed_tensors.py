@@ -10,6 +10,8 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,14 +77,27 @@ def watch(proxy: nn.Module, verb: str, wanted: Callable[[Tensor], bool]) -> None
         verb: the method of ``Quantizer`` that made the proxy, for the error.
         wanted: whether to watch a parameter.
     """
+    checks: list[tuple[nn.Module, _Check]] = []
     for path, module in proxy.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            # Its copy has tensors of its own.
+            continue
         watched = {
             name: WatchedTensor(f"{path}.{name}" if path else name, parameter)
             for name, parameter in module._parameters.items()
             if parameter is not None and not parameter.is_meta and wanted(parameter)
         }
         if watched:
-            module.register_forward_pre_hook(LocalHook(_Check(watched, verb)))
+            checks.append((module, _Check(watched, verb)))
+            module.register_forward_pre_hook(LocalHook(checks[-1][1]))
+    if any(module is not proxy for module, _ in checks):
+        # Other modules may read a parameter whose own module is never called.
+        proxy.register_forward_pre_hook(LocalHook(partial(_check_all, checks)))
+
+
+def _check_all(checks: Sequence[tuple[nn.Module, _Check]], proxy: nn.Module, args: Any) -> None:
+    for module, check in checks:
+        check(module, args)
 
 
 class _Check:

@@ -28,6 +28,8 @@ from quantizer.plan.changed_tensors import WatchedTensor
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import SitePlan
 from quantizer.proxy.build import build_proxy
+from quantizer.proxy.kept_tensors import memory_of
+from quantizer.proxy.kept_tensors import reached_tensors
 from quantizer.proxy.model_sharing import Sharing
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
@@ -161,7 +163,8 @@ def _left_alone(modules: list[nn.Module]) -> list[Any]:
             of_ours = isinstance(module, Site | OperandQuantizer) and not isinstance(value, dict | set)
             if isinstance(value, Tensor | Sharing) or of_ours:
                 same.append(value)
-    return same
+    parameters = {memory_of(p) for module in modules for p in module._parameters.values() if p is not None} - {None}
+    return [*same, *(tensor for tensor in reached_tensors(modules) if memory_of(tensor) in parameters)]
 
 
 def _has_own_copy(module: nn.Module) -> bool:

@@ -25,6 +25,8 @@ from quantizer.proxy.generated_classes import reachable_in
 from quantizer.proxy.generated_classes import rebind_kept
 from quantizer.proxy.generated_classes import rewritten_method
 from quantizer.proxy.generated_classes import with_forward
+from quantizer.proxy.kept_tensors import memory_of
+from quantizer.proxy.kept_tensors import reached_tensors
 from quantizer.proxy.model_sharing import share
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.recurrence.recurrence import add_recurrences
@@ -239,6 +241,11 @@ def _shared_tensors(model: nn.Module) -> dict[int, Any]:
     for module in model.modules():
         tensors = [*module._parameters.values(), *module._buffers.values(), *module.__dict__.values()]
         memo.update({id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)})
+    # Deeper inside of what modules keep, only parameters are shared, with other tensors of their memory.
+    parameters = {memory_of(parameter) for parameter in model.parameters()} - {None}
+    for tensor in reached_tensors(model.modules()):
+        if memory_of(tensor) in parameters or not tensor.is_leaf:
+            memo[id(tensor)] = tensor
     return memo
 
 

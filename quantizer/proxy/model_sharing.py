@@ -17,6 +17,9 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.common.tensor_stamp import tensor_version
+from quantizer.proxy.kept_tensors import memory_of
+from quantizer.proxy.kept_tensors import replace_tensors
+from quantizer.proxy.kept_tensors import tensors_of_functions
 
 __all__ = [
     "OwnBuffers",
@@ -170,11 +173,9 @@ def end_sharing(module: nn.Module) -> None:
     if sharing is None or sharing.root is None:
         return
     root = sharing.root()
-    copies: dict[int, Any] = {}
     # A layer may have been removed from its proxy, and may have outlived it.
-    for member in [*(root.modules() if root is not None else ()), *module.modules()]:
-        if vars(member).pop(_MARK, None) is not None:
-            _take_own(member, copies)
+    members = {id(member): member for member in [*(root.modules() if root is not None else ()), *module.modules()]}
+    _take_own([member for member in members.values() if vars(member).pop(_MARK, None) is not None])
 
 
 def take_small(proxy: nn.Module, elements: int, own: type[nn.Module]) -> None:
@@ -183,26 +184,66 @@ def take_small(proxy: nn.Module, elements: int, own: type[nn.Module]) -> None:
     Larger parameters stay shared. Buffers of any size are copied, because a pass may write into them; but not those of
     modules of the type ``own``, which nothing else has: codes are a quarter of the model.
     """
-    copies: dict[int, Any] = {}
-    for module in proxy.modules():
-        if not isinstance(module, own):
-            _take_own(module, copies, elements)
+    _take_own([module for module in proxy.modules() if not isinstance(module, own)], elements)
 
 
-def _take_own(module: nn.Module, copies: dict[int, Any], elements: float = math.inf) -> None:
-    """Replace a module's tensors by copies; ``copies`` holds (copy, original), which keeps the original's id valid."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None and parameter.numel() <= elements:
-            if id(parameter) not in copies:
-                copied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-                copies[id(parameter)] = (copied, parameter)
-            module._parameters[name] = copies[id(parameter)][0]
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            if id(buffer) not in copies:
-                copies[id(buffer)] = (buffer.clone(), buffer)
-            module._buffers[name] = copies[id(buffer)][0]
-    for name, value in vars(module).items():
-        # Recurrent layers also keep a list of their parameters.
-        if isinstance(value, list) and any(isinstance(item, Tensor) and id(item) in copies for item in value):
-            vars(module)[name] = [copies[id(item)][0] if id(item) in copies else item for item in value]
+def _take_own(modules: list[nn.Module], elements: float = math.inf) -> None:
+    """Replace the tensors of modules by copies, wherever they reach them; what shared memory shares it still."""
+    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+    stores = {memory_of(p): p for p in parameters if _is_plain(p) and _stored_elements(p) <= elements}
+    stores.pop(None, None)
+    # With the original, which keeps its id valid.
+    copies: dict[int, tuple[Tensor, Tensor]] = {}
+    memories = {memory: _copied_storage(owner) for memory, owner in stores.items()}
+
+    def twin(tensor: Tensor) -> Tensor | None:
+        if id(tensor) in copies:
+            return copies[id(tensor)][0]
+        memory = memories.get(memory_of(tensor)) if _is_plain(tensor) else None
+        if memory is None:
+            return None
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+            memory, tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+        copies[id(tensor)] = _as_parameter(view, tensor), tensor
+        return copies[id(tensor)][0]
+
+    for parameter in parameters:
+        if parameter.numel() <= elements and twin(parameter) is None:
+            copies[id(parameter)] = _as_parameter(parameter.detach().clone(), parameter), parameter
+    for module in modules:
+        for buffer in module._buffers.values():
+            if buffer is not None and twin(buffer) is None:
+                copies[id(buffer)] = buffer.clone(), buffer
+    shared = {memory_of(p) for p in parameters}
+    for module in modules:
+        # A copy of the model holds the same functions, and they the same tensors.
+        for tensor in tensors_of_functions(module):
+            if memory_of(tensor) not in shared and twin(tensor) is None:
+                copies[id(tensor)] = _as_parameter(tensor.detach().clone(), tensor), tensor
+    with torch.no_grad():
+        for module in modules:
+            for holder in (module._parameters, module._buffers):
+                own: dict[str, Any] = holder
+                for name, held in holder.items():
+                    if held is not None and (other := twin(held)) is not None:
+                        own[name] = other
+        replace_tensors(modules, twin)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is a view of its storage and no more than that."""
+    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and memory_of(tensor) is not None and not tensor.is_neg()
+
+
+def _copied_storage(tensor: Tensor) -> torch.UntypedStorage:
+    copied: torch.UntypedStorage = tensor.detach().untyped_storage().clone()  # type: ignore[no-untyped-call]
+    return copied
+
+
+def _stored_elements(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def _as_parameter(value: Tensor, like: Tensor) -> Tensor:
+    return nn.Parameter(value, requires_grad=like.requires_grad) if isinstance(like, nn.Parameter) else value

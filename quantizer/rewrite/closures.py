@@ -71,6 +71,10 @@ def rebound(value: Any, twin: Callable[[Any], Any], *, shared: bool = False) -> 
         )
         clones[id(function)] = copied
         copy_attributes(function, copied)
+        if function.__defaults__:
+            copied.__defaults__ = tuple(map(clone, function.__defaults__))
+        if function.__kwdefaults__:
+            copied.__kwdefaults__ = {name: clone(value) for name, value in function.__kwdefaults__.items()}
         for old, new in zip(function.__closure__ or (), new_cells, strict=True):
             value = contents(old)
             if value is not _EMPTY and new is not old:
@@ -94,7 +98,8 @@ def copy_attributes(original: types.FunctionType, function: types.FunctionType) 
 
 def _parts(value: Any) -> list[Any]:
     if isinstance(value, types.FunctionType):
-        return [*cells(value), *([value.__wrapped__] if hasattr(value, "__wrapped__") else ())]
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [*cells(value), *defaults, *([value.__wrapped__] if hasattr(value, "__wrapped__") else ())]
     if isinstance(value, types.MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, functools.partial):

@@ -1,0 +1,186 @@
+"""Tensors that modules reach through what they keep: containers, objects, partials, closures, defaults, bound methods."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.rewrite.closures import cells
+from quantizer.rewrite.closures import rebound
+
+__all__ = ["memory_of", "reached_tensors", "replace_tensors", "tensors_of_functions"]
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_LEAVES = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, Enum, torch.dtype, torch.device)
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "hook" in name)
+
+Twin = Callable[[Tensor], Tensor | None]
+
+
+def memory_of(tensor: Tensor) -> int | None:
+    """Return an identity of a tensor's memory; None if it has no plain storage."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        return None
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+def reached_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return all tensors that modules reach, each once."""
+    return _tensors_in([vars(module) for module in modules])
+
+
+def tensors_of_functions(module: nn.Module) -> list[Tensor]:
+    """Return the tensors that functions in a module's attributes reach, those in its hooks apart."""
+    kept = (value for name, value in vars(module).items() if name not in _HOOKS)
+    return _tensors_in([value for value in _reached(list(kept), modules=False) if isinstance(value, _FUNCTIONS)])
+
+
+def replace_tensors(modules: Iterable[nn.Module], twin: Twin) -> None:
+    """Put ``twin(tensor)`` in the place of each tensor that has one, wherever modules of a proxy reach it.
+
+    What is the proxy's own changes in place; what functions hold may be the user's, and they get a copy of it.
+    """
+    replacement = _Replacement(twin)
+    for module in modules:
+        replacement.inside(module)
+
+
+def _tensors_in(values: list[Any]) -> list[Tensor]:
+    return [value for value in _reached(values) if isinstance(value, Tensor)]
+
+
+def _reached(values: list[Any], *, modules: bool = True) -> Iterator[Any]:
+    """Yield what values lead to, themselves included, each once."""
+    # The objects too, as the id of one that is gone may be that of another one.
+    seen: dict[int, Any] = {}
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, _LEAVES) or id(value) in seen or (isinstance(value, nn.Module) and not modules):
+            continue
+        seen[id(value)] = value
+        yield value
+        waiting += _parts(value)
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, Tensor | torch.jit.ScriptModule | torch.jit.ScriptFunction):
+        return []
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, types.FunctionType):
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [*cells(value), *defaults, *vars(value).values()]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    return list(_attributes(value).values())
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    """Return what an object keeps, in its dictionary and its slots."""
+    held = dict(getattr(value, "__dict__", None) or {})
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if isinstance(vars(cls).get(name), types.MemberDescriptorType) and hasattr(value, name):
+                held[name] = getattr(value, name)
+    return held
+
+
+class _Replacement:
+    """One replacement of tensors, which visits each object once."""
+
+    def __init__(self, twin: Twin) -> None:
+        self._twin = twin
+        self._visited: dict[int, Any] = {}
+
+    def inside(self, value: Any) -> None:
+        """Replace the tensors inside of a module or another object that is the proxy's own."""
+        if id(value) in self._visited:
+            return
+        self._visited[id(value)] = value
+        held = vars(value) if isinstance(value, nn.Module) else _attributes(value)
+        for name, part in list(held.items()):
+            new = self.of(part)
+            if new is part:
+                continue
+            if isinstance(value, nn.Module):
+                vars(value)[name] = new
+            else:
+                object.__setattr__(value, name, new)
+
+    def of(self, value: Any) -> Any:
+        """Return what is in the place of a value that is the proxy's own: itself, unless it cannot change in place."""
+        if isinstance(value, Tensor):
+            return self._of_tensor(value)
+        if isinstance(value, _FUNCTIONS):
+            return rebound(value, self._of_function_part)
+        if isinstance(value, tuple | frozenset):
+            return self._rebuilt(value, self.of)
+        if isinstance(value, _LEAVES) or id(value) in self._visited or not _reaches_tensors(value):
+            return value
+        if isinstance(value, list | deque | dict | set):
+            self._visited[id(value)] = value
+            self._fill(value)
+        else:
+            self.inside(value)
+        return value
+
+    def _fill(self, value: Any) -> None:
+        if isinstance(value, set):
+            parts = [self.of(part) for part in value]
+            value.clear()
+            value.update(parts)
+            return
+        for key, part in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            new = self.of(part)
+            if new is not part:
+                value[key] = new
+
+    def _of_tensor(self, value: Tensor) -> Tensor:
+        other = self._twin(value)
+        return value if other is None else other
+
+    def _rebuilt(self, value: Any, of: Callable[[Any], Any]) -> Any:
+        parts = [of(part) for part in value]
+        if all(new is part for new, part in zip(parts, value, strict=True)):
+            return value
+        return tuple.__new__(type(value), parts) if isinstance(value, tuple) else type(value)(parts)
+
+    def _of_function_part(self, value: Any) -> Any:
+        """Return the copy of what a function holds that has twins inside; None if it has none."""
+        if isinstance(value, Tensor):
+            return self._twin(value)
+        if isinstance(value, (nn.Module, torch.jit.ScriptFunction, *_FUNCTIONS, *_LEAVES)):
+            return None
+        if not any(self._twin(tensor) is not None for tensor in _tensors_in([value])):
+            return None
+        if id(value) not in self._visited:
+            # A copy in which tensors, modules and functions are the same ones.
+            memo: dict[int, Any] = {}
+            for part in _reached([value]):
+                if isinstance(part, (Tensor, nn.Module, *_FUNCTIONS)):
+                    memo[id(part)] = part
+            self._visited[id(value)] = value, self.of(copy.deepcopy(value, memo))
+        return self._visited[id(value)][1]
+
+
+def _reaches_tensors(value: Any) -> bool:
+    return any(isinstance(part, Tensor) for part in _reached([value]))
