@@ -1,4 +1,4 @@
-"""Tensors that modules reach through what they keep: containers, objects, partials, closures, defaults, bound methods."""
+"""Tensors that modules reach through what they keep: containers, objects, partials, closures, bound methods."""
 
 from __future__ import annotations
 

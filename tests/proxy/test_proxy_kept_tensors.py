@@ -1,4 +1,4 @@
-"""Tensors that a model keeps elsewhere than in parameters and buffers: they are weights, and a frozen proxy owns them."""
+"""Tensors kept elsewhere than in parameters and buffers: they are weights, and a frozen proxy has its own."""
 
 from __future__ import annotations
 
