@@ -296,6 +296,7 @@ class ModelSession:
             dtype=target.torch_dtype,
             regions=regions,
             axes=axes,
+            data=self.decisions.sizes(),
             target=target,
         )
 

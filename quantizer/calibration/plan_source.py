@@ -9,6 +9,7 @@ from torch import nn
 
 from quantizer.calibration.session import CalibrationSession
 from quantizer.common.batches import run_batches
+from quantizer.common.data.sizes import DataSizes
 from quantizer.common.distributed import get_world_size
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.inference_mode import ordinary_tensors
@@ -222,6 +223,10 @@ class PlanSource:
                 return session.products()
             case _:
                 return ()
+
+    def sizes(self) -> DataSizes | None:
+        """Return the open axes and the sizes of what calibration saw; None: nothing, or a folder that was loaded."""
+        return None if self.calibration is None else DataSizes.of_shapes(self.calibration.observation().inputs)
 
     def regions(self) -> Float32Modules:
         """Return the modules whose values float16 cannot hold; none for a model that was quantized in place."""

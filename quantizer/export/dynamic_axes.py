@@ -25,16 +25,17 @@ _OTHERWISE = "dynamic_axes= says otherwise"
 _OF_SHAPES = ("ConstraintViolationError", "UserError")
 
 
-def usual_axes(inputs: Mapping[str, Any], data: DataSizes | None = None) -> DataSizes:
+def usual_axes(inputs: Mapping[str, Any], told: DataSizes | None = None, data: DataSizes | None = None) -> DataSizes:
     """Return the open axes where the caller names none: those of the data, or by the example alone.
 
     Args:
         inputs: the example, by name.
-        data: the open axes of the data that the model is used on; None: they are not known.
+        told: those that the caller tells; None: it tells none.
+        data: those of the calibration; None: they are not known.
     """
-    if data is not None and _fits(inputs, data.axes):
-        return data
-    sizes = DataSizes.of([inputs])
+    if told is not None and _fits(inputs, told.axes):
+        return told
+    sizes = data if data is not None and _fits(inputs, data.axes) else DataSizes.of([inputs])
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.dim() > 0}
     batch = next((value.shape[0] for value in tensors.values()), 1)
     for name, value in tensors.items():

@@ -72,6 +72,7 @@ def export_onnx(
     dtype: torch.dtype,
     regions: Float32Modules | None = None,
     axes: Axes | DataSizes | None = None,
+    data: DataSizes | None = None,
     target: TargetProfile | None = None,
 ) -> Path:
     """Write a frozen proxy (or a float model) as ONNX with dynamic axes.
@@ -84,7 +85,8 @@ def export_onnx(
         dtype: the float type of everything that is not quantized, scales included.
         regions: the modules that stay float32 where ``dtype`` is float16.
         axes: input name to {axis: dimension name}, all of which have to be open; or the sizes of the data, whose axes
-            are open unless the model fixes them; None: those of the example as data, see ``DataSizes.of``.
+            are open unless the model fixes them; None: those of ``data``.
+        data: the sizes of the calibration; None: those of the example, see ``DataSizes.of``.
         target: what runs the file; None: nothing in it is for one target.
 
     Raises:
@@ -113,7 +115,7 @@ def export_onnx(
     parameters = _name_inputs(exported, keywords)
     inputs = _named(exported, args, keywords)
     asked = isinstance(axes, Mapping)
-    sizes = DataSizes(asked_axes(axes, inputs), {}) if isinstance(axes, Mapping) else usual_axes(inputs, axes)
+    sizes = DataSizes(asked_axes(axes, inputs), {}) if isinstance(axes, Mapping) else usual_axes(inputs, axes, data)
     dynamic = _renamed(dynamic_shapes(inputs, sizes), parameters)
     with_one_type(exported, dtype, bool(regions.masked))
     program = _export(exported, args, _renamed(keywords, parameters), opset, dynamic, names)

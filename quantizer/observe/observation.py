@@ -24,6 +24,7 @@ from torch import nn
 from quantizer.calibrators import Calibrator
 from quantizer.common.data.batches_of import row_count
 from quantizer.common.data.doubts import warn_user
+from quantizer.common.data.sizes import input_shapes
 from quantizer.common.own_inputs import on_own_tensors
 from quantizer.common.own_inputs import written_by
 from quantizer.common.structure import leaves
@@ -191,6 +192,7 @@ class Observation:
                     "data"
                 )
         current.seen.rows = row_count({**dict(enumerate(args)), **keywords})
+        current.seen.inputs = (input_shapes(proxy.forward, args, keywords),)
         # After a batch with other values, the inputs need not be checked for zeros any more.
         current.seen.only_zeros = self.seen.only_zeros and _only_zeros([args, keywords])
         if self.seen.kept is not None:

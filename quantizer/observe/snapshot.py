@@ -69,6 +69,7 @@ def snapshot(seen: Seen) -> bytes:
         "rows": seen.rows,
         "chosen_at": seen.chosen_at,
         "only_zeros": seen.only_zeros,
+        "inputs": seen.inputs,
         "sites": {path: _plain_site(record, places) for path, record in seen.records.items()},
         "groups": [_plain_group(group, rows) for group in groups],
         "regions": seen.regions.plain(),
@@ -120,6 +121,7 @@ def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callab
         products=Counter({replace(product, multiply_adds=0): product.multiply_adds for product in products}),
         regions=regions,
         only_zeros=document.only_zeros,
+        inputs=tuple(document.inputs),
         read_outside=dict(document.read_outside),
     )
     for group in document.groups:

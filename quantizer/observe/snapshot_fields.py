@@ -130,7 +130,7 @@ class SeenGroup(SeenCalibrator):
 class SeenDocument:
     """A whole snapshot; ``regions`` and ``products`` are read by their own classes.
 
-    Older files have no ``only_zeros``, ``read_outside`` and ``rows``.
+    Older files have no ``only_zeros``, ``read_outside``, ``rows`` and ``inputs``.
     """
 
     batches: int
@@ -142,6 +142,7 @@ class SeenDocument:
     only_zeros: bool = False
     rows: int = 0
     read_outside: Mapping[str, str] = field(default_factory=dict)
+    inputs: tuple[tuple[tuple[str, bool, tuple[int, ...]], ...], ...] = ()
 
 
 def seen_document(values: Any, rows: int) -> SeenDocument:

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from quantizer.common.data.sizes import InputShapes
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.range_group import OperandRecord
@@ -72,6 +73,7 @@ class Seen:
         only_zeros: whether all inputs were all zeros.
         read_outside: where code outside of sites computes with a parameter, by the parameter's path.
         bias_shifts: the shifts of biases, and the number of batches when they were measured (None: they were not).
+        inputs: the shapes of the inputs, each set of them once, in the order in which they came.
         rounding: the weights that are rounded already, if a choice of codes was interrupted (None: none was).
     """
 
@@ -85,6 +87,7 @@ class Seen:
     only_zeros: bool = True
     read_outside: dict[str, str] = field(default_factory=dict)
     bias_shifts: tuple[int, BiasShifts] | None = None
+    inputs: tuple[InputShapes, ...] = ()
     rounding: RoundingProgress | None = None
 
     @classmethod
@@ -183,6 +186,7 @@ class Seen:
         self.products.update(other.products)
         self.regions = self.regions.joined(other.regions)
         self.only_zeros = self.only_zeros and other.only_zeros
+        self.inputs = tuple(dict.fromkeys((*self.inputs, *other.inputs)))
         self.read_outside = {**other.read_outside, **self.read_outside}
         for path, record in other.records.items():
             self.records[path].add(record)

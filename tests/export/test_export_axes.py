@@ -161,3 +161,26 @@ def test_the_exporter_s_words_on_lengths_come_with_what_to_do() -> None:
     wrapped.__cause__ = ConstraintViolationError("1 not in range [2, int_oo]")
     assert "dynamic_axes= says which axes of the inputs are dynamic" in hint(wrapped)
     assert not hint(RuntimeError("step 1 of 3"))
+
+
+class Frames(nn.Module):
+    """Features of sound x [B, T, 16]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.linear = nn.Conv1d(16, 32, 3, padding=1), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.relu(self.conv(x.transpose(1, 2))).transpose(1, 2))
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["calibrated", "for another backend"])
+def test_an_axis_that_varied_in_the_calibration_is_open(anew: bool, tmp_path: Path) -> None:
+    model = Frames().eval()
+    q = Quantizer(preset="plain", backend="openvino" if anew else "onnxruntime")
+    q.calibrate(model, [torch.randn(4, length, 16) for length in (20, 30)], progress=False)
+    if anew:
+        q = q.for_backend("onnxruntime")
+    q.export(q.quantize(model), tmp_path / "net.onnx", torch.randn(4, 20, 16))
+    (value,) = onnx.load(str(tmp_path / "net.onnx")).graph.input
+    assert [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim] == ["batch", "sequence", 16]

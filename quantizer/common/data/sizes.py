@@ -6,7 +6,10 @@ compared at them. No size is made up where there is data.
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -21,10 +24,13 @@ from quantizer.common.decoder_cache import CACHE
 from quantizer.common.decoder_cache import PAST
 from quantizer.common.decoder_cache import TOTAL
 
-__all__ = ["BATCH", "SEQUENCE", "Axes", "DataSizes"]
+__all__ = ["BATCH", "SEQUENCE", "Axes", "DataSizes", "InputShapes", "input_shapes"]
 
 Axes = Mapping[str, Mapping[int, str]]
 """Input name to {axis: dimension name}."""
+
+InputShapes = tuple[tuple[str, bool, tuple[int, ...]], ...]
+"""The inputs of a call: the name of each, whether it holds floats, and its shape."""
 
 _Column = tuple[int | None, ...]
 """The size of an axis in each batch."""
@@ -93,6 +99,18 @@ class DataSizes:
         }
         return cls(axes, seen)
 
+    @classmethod
+    def of_shapes(cls, calls: Iterable[InputShapes]) -> DataSizes | None:
+        """Return the open axes and the sizes of calls; None: there are none."""
+        made = [
+            {
+                name: torch.empty(shape, dtype=torch.float32 if floats else torch.int64, device="meta")
+                for name, floats, shape in call
+            }
+            for call in calls
+        ]
+        return cls.of(made) if made else None
+
     @property
     def usual(self) -> dict[str, int]:
         """The size of each dimension in the first batch."""
@@ -134,6 +152,17 @@ class DataSizes:
                 if size is not None and size != value.shape[axis]:
                     made[name] = value.index_select(axis, torch.arange(size) % value.shape[axis])
         return made
+
+
+def input_shapes(forward: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> InputShapes:
+    """Return the shapes of the tensors that a function is called with, by the names of its arguments."""
+    names = [name for name in inspect.signature(forward).parameters if name not in keywords]
+    given = {**dict(zip(names, args, strict=False)), **keywords}
+    return tuple(
+        (name, value.is_floating_point(), tuple(value.shape))
+        for name, value in given.items()
+        if isinstance(value, Tensor) and value.dim() > 0 and not value.is_nested
+    )
 
 
 def _token_inputs(inputs: Mapping[str, Tensor]) -> Iterator[str]:
