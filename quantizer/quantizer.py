@@ -294,10 +294,10 @@ class Quantizer(QuantizerViews):
             path: the ``.onnx`` file.
             example: one batch, as for ``calibrate``; its values do not matter.
             opset: the ONNX opset; None: the target's, or a later one if a format needs it.
-            dynamic_axes: input name to {axis: dimension name}; None: axis 0 of every input is ``batch``, each axis whose
-                size varied in the calibration is open, and axis 1 of every matrix of integers [B, S] is ``sequence``,
-                or ``NAME_sequence`` if it has another length. An axis 1 of length 1 is fixed, and so is an axis 0 whose
-                length is not that of the first input.
+            dynamic_axes: input name to {axis: dimension name}; None: axis 0 of every input is ``batch``, each axis
+                whose size varied in the calibration is open, and axis 1 of every matrix of integers [B, S] is
+                ``sequence``, or ``NAME_sequence`` if it has another length. An axis 1 of length 1 is fixed, and so is
+                an axis 0 whose length is not that of the first input.
 
         Raises:
             ProxyError: ``quant_model`` is the proxy of ``calib()``, ``amp()`` or ``qat()``.

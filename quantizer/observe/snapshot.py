@@ -69,7 +69,8 @@ def snapshot(seen: Seen) -> bytes:
         "rows": seen.rows,
         "chosen_at": seen.chosen_at,
         "only_zeros": seen.only_zeros,
-        "inputs": seen.inputs,
+        # Of inputs of one size there is nothing to know.
+        **({"inputs": seen.inputs} if len(seen.inputs) > 1 else {}),
         "sites": {path: _plain_site(record, places) for path, record in seen.records.items()},
         "groups": [_plain_group(group, rows) for group in groups],
         "regions": seen.regions.plain(),
