@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pickle import PickleError
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ def _copied(model: nn.Module, copies: dict[int, Any]) -> nn.Module:
     """Return a copy of a model; ``copies`` is the memo of ``deepcopy``, with the copies that exist already by id."""
     try:
         copied: nn.Module = copy.deepcopy(model, copies)
-    except (TypeError, RuntimeError) as error:
+    except (TypeError, RuntimeError, PickleError) as error:
         raise ProxyError(
             f"this {type(model).__name__} cannot be copied, so no proxy of it can be made: {error}. A proxy copies "
             "what modules keep as attributes, tensors apart; give the class a __deepcopy__ that leaves this one out"

@@ -150,7 +150,7 @@ def hand_back(module: nn.Module) -> None:
     twin = vars(module).get(_TWIN)
     if twin is None or twin.module is None:
         return
-    for name in twin.module._parameters.keys() & module._parameters.keys():
+    for name in {*twin.module._parameters.keys()} & {*module._parameters.keys()}:
         twin.module._parameters[name] = module._parameters[name]
     hand_back_buffers(module)
 
@@ -160,7 +160,7 @@ def hand_back_buffers(module: nn.Module) -> None:
     twin = vars(module).get(_TWIN)
     if twin is None or twin.module is None:
         return
-    for name in twin.module._buffers.keys() & module._buffers.keys():
+    for name in {*twin.module._buffers.keys()} & {*module._buffers.keys()}:
         twin.module._buffers[name] = module._buffers[name]
 
 
