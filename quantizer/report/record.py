@@ -283,6 +283,9 @@ class RunRecord(Record):
     """Scores of float, proxy and engine or simulation; empty if nothing was evaluated."""
     outputs: tuple[OutputDistance, ...] = ()
     """The distance of each output to that of the float model; empty if it was not measured."""
+    float_engine_db: float | None = None
+    """SQNR in dB of the float engine's worst output to the float model's in PyTorch; null: there is no difference, or
+    it was not compared."""
     latency: Latency | None = None
     """Latencies; null if they were not measured."""
     size: tuple[SizeEntry, ...] = ()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quantizer.engines.inspection.check_precision import LEAST_SHARE
+from quantizer.report.output_record import ALIKE_DB
+from quantizer.report.output_record import OutputDistance
 from quantizer.report.output_record import worst_output
 from quantizer.report.placement_record import Placement
 from quantizer.report.ratios import quantized_entry
@@ -102,11 +105,15 @@ def _accuracy(record: RunRecord) -> tuple[str, str]:
     level = USABLE if worst.sqnr_db >= _DB else LOOK if worst.sqnr_db >= _FEW_DB else NOT
     which = f" of {worst.output}" if len({one.output for one in record.outputs}) > 1 else ""
     if len({(one.batch, one.sequence) for one in record.outputs}) > 1:
-        which += f" at {shape(worst.batch, worst.sequence)}"
+        which += f" at {_size(worst)}"
     return level, (
         f"the output{which} is {decibels(worst.sqnr_db)} dB from float, cosine {worst.cosine:.4f}; a score on rows "
         "with labels says more"
     )
+
+
+def _size(output: OutputDistance) -> str:
+    return f"batch {output.batch}" if output.sequence is None else shape(output.batch, output.sequence)
 
 
 def _loss(entry: Score, plain: Score) -> tuple[str, str]:
@@ -135,14 +142,42 @@ def _engine(record: RunRecord) -> list[tuple[str, str]]:
     if record.latency is None:
         return [(LOOK, "the engine was built and did not run here")]
     apart = [one for one in record.outputs if not one.is_alike]
-    return [
-        (
-            NOT if (one.engine_to_proxy_db or 0.0) < _FEW_DB else LOOK,
-            f"the engine's output {one.output} is {decibels(one.engine_to_proxy_db or 0.0)} dB from that of the "
-            "quantized model in PyTorch",
+    reasons = [_lack(record)] if _lacks_precision(record) else []
+    if apart:
+        worst = min(apart, key=lambda one: one.engine_to_proxy_db or 0.0)
+        several = len({(one.batch, one.sequence) for one in record.outputs}) > 1
+        where = f" at {_size(worst)}" if several else ""
+        wrong = (worst.engine_to_proxy_db or 0.0) < _FEW_DB
+        said = (
+            f"the engine's output {worst.output}{where} is {decibels(worst.engine_to_proxy_db or 0.0)} dB from that of "
+            "the quantized model in PyTorch"
         )
-        for one in apart[:1]
-    ]
+        reasons.append((NOT if wrong else LOOK, said))
+    if _float_is_wrong(record):
+        nothing = "no engine of this backend is right; take another backend" if apart else "do not deploy it"
+        found = f"the float engine is {decibels(record.float_engine_db or 0.0)} dB from the model in PyTorch: {nothing}"
+        reasons.append((NOT if apart else LOOK, found))
+    return reasons
+
+
+def _float_is_wrong(record: RunRecord) -> bool:
+    return record.float_engine_db is not None and record.float_engine_db < ALIKE_DB
+
+
+def _lacks_precision(record: RunRecord) -> bool:
+    """Return whether an engine computes less than half of what is quantized in low precision."""
+    share = None if record.inspection is None or not record.inspection.verified else record.inspection.low_share()
+    return share is not None and bool(record.covered_share) and share < LEAST_SHARE * (record.covered_share or 0)
+
+
+def _lack(record: RunRecord) -> tuple[str, str]:
+    assert record.inspection is not None
+    backend, share = record.inspection.backend, record.inspection.low_share() or 0.0
+    said = (
+        f"{backend} computes {percent(share)} of the work in low precision, where {percent(record.covered_share or 0)} "
+        "is quantized: it has no kernels for the rest, and computes that in float; compare another backend"
+    )
+    return LOOK, said
 
 
 def _speed(record: RunRecord) -> list[tuple[str, str]]:
@@ -155,6 +190,7 @@ def _speed(record: RunRecord) -> list[tuple[str, str]]:
         # run of a model in parts, whose engines have the names of these.
         alone = record.engine is not None and record.engine.path != "model.engine"
         run = ("report" in record.config or not record.config) and not alone
-        deploy = "deploy float.engine" if run else "convert without --quantization"
-        return [(LOOK, f"INT8 is no faster than float here, {ratio:.2f}x as fast as {told}: {deploy}")]
+        deploy = ": deploy float.engine" if run else ": convert without --quantization"
+        deploy = "" if _float_is_wrong(record) else deploy
+        return [(LOOK, f"INT8 is no faster than float here, {ratio:.2f}x as fast as {told}{deploy}")]
     return [(USABLE, f"{ratio:.2f}x as fast as {told}")]

@@ -42,6 +42,8 @@ from quantizer.runs.choose_engine import timed
 from quantizer.runs.measure import FLOAT_STEM
 from quantizer.runs.measure import build_options
 from quantizer.runs.measure import run_sizes
+from quantizer.runs.outputs.check_batches import check_batches
+from quantizer.runs.outputs.check_batches import checked_shapes
 from quantizer.runs.outputs.compare_outputs import References
 from quantizer.runs.outputs.compare_outputs import check_engine
 from quantizer.runs.outputs.output_check import tolerance
@@ -154,7 +156,8 @@ def pick_backend(
     batch = context.feed.inputs.filled(context.feed.samples(rows), report.latency_batch, report.latency_sequence)
     variants = variants_of(config, among)
     with tempfile.TemporaryDirectory(dir=folder) as scratch, context.timer("choose the engine"):
-        maker = _Maker(context, config, calibrated, scoring, batch, Path(scratch), kept)
+        checked = check_batches(context.feed, rows, checked_shapes(config))
+        maker = _Maker(context, config, calibrated, scoring, batch, checked, Path(scratch), kept)
         tried, out = maker.all(variants)
         engines = {name: one.engine for name, one in tried.items()}
         times, broken = timed(engines, partial(_latency, batch), partial(_called, batch)) if engines else ({}, {})
@@ -194,6 +197,7 @@ class _Maker:
         calibrated: Calibrated,
         scoring: Scorer,
         batch: Batch,
+        checked: Sequence[Batch],
         folder: Path,
         kept: KeptEngines,
     ) -> None:
@@ -206,7 +210,7 @@ class _Maker:
         self._kept = kept
         self._frozen: dict[tuple[str, bool], nn.Module] = {}
         self._trials = RoughTrials(self._rough, [batch])
-        self._references = References([batch], apart=context.feed.rows_apart)
+        self._references = References(checked, apart=context.feed.rows_apart)
 
     def all(self, variants: Sequence[Variant]) -> tuple[dict[str, _Tried], list[Candidate]]:
         """Return the candidates that are right, by name, and the records of the others."""

@@ -43,6 +43,9 @@ from quantizer.runs.measure import measure_latency
 from quantizer.runs.measure import measure_memory
 from quantizer.runs.measure import run_sizes
 from quantizer.runs.measure import with_deployed
+from quantizer.runs.outputs.check_batches import check_batches
+from quantizer.runs.outputs.check_batches import checked_shapes
+from quantizer.runs.outputs.compare_outputs import NOTHING_DB
 from quantizer.runs.outputs.compare_outputs import output_distances
 from quantizer.runs.pick_backend import Picked
 from quantizer.runs.pick_backend import pick_backend
@@ -177,9 +180,10 @@ class RunCourse:
         inspection = self._inspect(built["engine"])
         scores = self.scoring.scores({**forms, **nearest_form(loaded, quantizer, self.model)})
         outputs = self._outputs(next(reversed(forms.values())), loaded.get("engine"))
+        float_engine_db = self._float_engine_db(loaded.get("float"))
         latency = measure_latency(self.context, self.config, loaded, self.engines.float_name)
         record = self._record(scores, built, latency, inspection)
-        record = replace(record, outputs=outputs)
+        record = replace(record, outputs=outputs, float_engine_db=float_engine_db)
         # A sweep looks for them when the folder is in its place.
         if self.work.calibrations is None:
             record = with_causes_of(record, self.context, self.config, quantizer, self.rows.calibration)
@@ -263,23 +267,32 @@ class RunCourse:
         return forms, course
 
     def _outputs(self, proxy: nn.Module, engine: Engine | None) -> tuple[OutputDistance, ...]:
-        """Return how far the outputs are from those of the float model, on rows of the evaluation."""
-        feed, report = self.context.feed, self.config.report
+        """Return how far the outputs are from the float model's, on samples of the evaluation, at several sizes."""
+        feed = self.context.feed
         with self.context.timer("compare the outputs"):
-            rows = feed.samples(self.rows.evaluation or self.rows.calibration)
-            batch = feed.inputs.filled(rows, report.latency_batch, report.latency_sequence)
+            batches = check_batches(feed, self.rows.evaluation or self.rows.calibration, checked_shapes(self.config))
             try:
-                return output_distances(self.model, proxy, engine, batch, apart=feed.rows_apart)
+                return output_distances(self.model, proxy, engine, batches, apart=feed.rows_apart)
             except EngineError as error:
                 # What was measured until here is not thrown away for it; the verdict says that nothing was compared.
                 self.context.timer.say(f"warning: {error}")
                 return ()
 
-    def _inspect(self, built: BuildResult) -> Inspection:
-        """Return the precisions of the engine's layers; raise if those that were asked for are missing.
+    def _float_engine_db(self, engine: Engine | None) -> float | None:
+        """Return how far the float engine's worst output is from PyTorch's at the usual size; None: there is none."""
+        if engine is None:
+            return None
+        feed, usual = self.context.feed, checked_shapes(self.config)[:1]
+        batches = check_batches(feed, self.rows.evaluation or self.rows.calibration, usual)
+        try:
+            outputs = output_distances(self.model, self.model, engine, batches, apart=feed.rows_apart)
+        except EngineError as error:
+            self.context.timer.say(f"warning: the float engine: {error}")
+            return NOTHING_DB
+        return min((one.sqnr_db for one in outputs if one.sqnr_db is not None), default=None)
 
-        A backend that was chosen by its measured time may have won because it left products in float.
-        """
+    def _inspect(self, built: BuildResult) -> Inspection:
+        """Return the precisions of the engine's layers; the verdict tells which of those asked for are missing."""
         report = self.config.report
         with self.context.timer("inspect the engine"):
             return observe_engine(
@@ -290,7 +303,7 @@ class RunCourse:
                 batch=report.latency_batch,
                 sequence=report.latency_sequence,
                 sizes=run_sizes(self.config, self.context),
-                required=self.choice is None,
+                required=False,
             )
 
     def _record(

@@ -122,7 +122,6 @@ def test_bad_sizes() -> None:
 # -- the rule ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("A run whose engine does less than half of the asked work in low precision fails.")
 def test_the_rule_is_one_half_of_what_the_graph_asks_for() -> None:
     graph = inspection_from_layers("onnx", [product(n) for n in "abcd"], verified=False, note="")
     half = [product("a"), product("b"), product("c", "fp32", nodes=("c",)), product("d", "fp32", nodes=("d",))]

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from report_samples import bare_record
 
+from quantizer.engines.inspection.inspection import Inspection
+from quantizer.engines.inspection.inspection import PrecisionShare
 from quantizer.report import EngineFile
 from quantizer.report import Fallback
 from quantizer.report import Latency
@@ -218,3 +220,24 @@ def test_a_cure_says_what_it_costs(estimated: bool, taken: float, said: str) -> 
     (line,) = cause_lines([Cause(group="head", sqnr_db=20.0, cure=leave)], placement)
     assert said in line
     assert "batch" not in cause_lines([Cause(group="head", sqnr_db=20.0, cure=leave)])[0]
+
+
+def test_float_products_and_a_wrong_float_engine_are_told() -> None:
+    share = PrecisionShare(
+        precision="fp32", layers=2, products=2, layer_share=1.0, multiply_add_share=1.0, time_share=1.0
+    )
+    inspection = Inspection(backend="onnxruntime", verified=True, note="", shares=(share,))
+    slow = {"engine": ENGINE, "latency": _latency(float=2.0, engine=4.0), "outputs": (_output(),)}
+    record = bare_record(covered_share=0.9, inspection=inspection, **slow)
+    verdict = verdict_of(record)
+    assert verdict.level == "look at this"
+    assert any(one.startswith("onnxruntime computes 0% of the work in low precision") for one in verdict.reasons)
+    assert any(one.endswith("deploy float.engine") for one in verdict.reasons)
+    # What is wrong itself is not advised, and of two wrong engines none is.
+    verdict = verdict_of(replace(record, float_engine_db=1.8))
+    assert not any("deploy float.engine" in one for one in verdict.reasons)
+    assert any("1.8 dB from the model in PyTorch: do not deploy it" in one for one in verdict.reasons)
+    both = replace(record, float_engine_db=1.8, outputs=(_output(sqnr_db=1.8, engine_to_proxy_db=1.8),))
+    verdict = verdict_of(both)
+    assert verdict.level == "do not use"
+    assert any("no engine of this backend is right" in one for one in verdict.reasons)

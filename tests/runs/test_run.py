@@ -426,8 +426,10 @@ def test_a_bf16_rest_is_not_for_every_engine(at: Path, capsys: pytest.CaptureFix
     assert _left(at) == ["tiny.yaml"]
 
 
-@pytest.mark.promise("A run whose engine does less than half of the asked work in low precision fails.")
-def test_an_engine_that_lacks_the_precision_ends_the_run(
+@pytest.mark.promise(
+    "A run whose engine does less than half of the asked work in low precision says so in its verdict."
+)
+def test_an_engine_that_lacks_the_precision_gets_a_verdict(
     at: Path, place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build = stage_timer.build_engine
@@ -435,11 +437,9 @@ def test_an_engine_that_lacks_the_precision_ends_the_run(
     monkeypatch.setattr(
         stage_timer, "build_engine", lambda name, path, *rest: build(name, place.done / "float.onnx", *rest)
     )
-    assert main(["run", "tiny.yaml", "--output", "out"]) == 1
-    assert "the openvino engine lacks the precision that was asked for: the graph asks for INT8" in (
-        capsys.readouterr().err
-    )
-    assert _left(at) == ["tiny.yaml"]
+    assert main(["run", "tiny.yaml", "--output", "out"]) == 0
+    verdict = " ".join(capsys.readouterr().out.split())
+    assert "openvino computes 0% of the work in low precision, where" in verdict
 
 
 # -- complete or absent --------------------------------------------------------------------------------------------

@@ -320,7 +320,7 @@ class _Run:
         outputs = distances_of(made.checks, engine=True)
         if not outputs:
             with self.stage("compare the outputs"):
-                outputs = output_distances(self.model, made.quantized, made.engine, self.check_batches[place])
+                outputs = output_distances(self.model, made.quantized, made.engine, [self.check_batches[place]])
         with self.stage("inspect the engine"):
             inspection = inspect_file(
                 folder / ENGINE,

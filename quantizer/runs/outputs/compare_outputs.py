@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ from quantizer.tasks.metrics import mean_cosine
 from quantizer.tasks.metrics import sqnr_db
 
 __all__ = [
+    "NOTHING_DB",
     "Reference",
     "References",
     "check_engine",
@@ -59,7 +61,8 @@ __all__ = [
 NOTHING_DB = -1000.0
 """The SQNR against an output of zeros: lower than any other, and a number that JSON can represent."""
 
-_EDGE_ROWS = 4
+_EDGE_ROWS = 16
+"""Of a larger batch, so many of the first and of the last samples are compared."""
 _NOISES = 8
 """How often the noise of float sums is drawn."""
 
@@ -154,21 +157,46 @@ def check_engine(
     Raises:
         EngineError: an output fails ``bound``, has NaN, or other infinite values than PyTorch's; or PyTorch's has NaN.
     """
-    of_tokens = token_outputs(expected)
     checks = []
-    for reference, plain in zip(expected, of_float, strict=True):
-        given = _by_name(as_predictor(engine)(reference.inputs), engine.output_names)
-        for name in reference.outputs:
-            got = reference.of_rows(given[name])
-            check = _compared(f"{engine.name} engine", name, got, reference, plain, name in of_tokens)
-            if not bound.holds(check):
-                raise EngineError(
-                    f"{_where(f'{engine.name} engine', name, reference)}: SQNR {check.sqnr_db:.1f} dB against "
-                    f"PyTorch{_to_float(check, bound)}; expected an {bound}: the engine does not compute what the "
-                    f"model computes{f'. {hint}' if hint else ''}"
-                )
-            checks += [] if is_cache(name) else [check]
+    for check, reference in _all_compared(f"{engine.name} engine", engine, expected, of_float):
+        if not bound.holds(check):
+            raise EngineError(
+                f"{_where(f'{engine.name} engine', check.output, reference)}: SQNR {check.sqnr_db:.1f} dB against "
+                f"PyTorch{_to_float(check, bound)}; expected an {bound}: the engine does not compute what the "
+                f"model computes{f'. {hint}' if hint else ''}"
+            )
+        checks += [] if is_cache(check.output) else [check]
     return checks
+
+
+def _all_compared(
+    what: str, engine: Engine | None, expected: Sequence[Reference], of_float: Sequence[Reference]
+) -> Iterator[tuple[OutputCheck, Reference]]:
+    """Yield the check of each output at each shape, with all batches of this shape, and a reference of it.
+
+    Args:
+        what: what is checked, in words.
+        engine: the engine; None: it does not run here, and the outputs are those of ``expected``.
+        expected: the reference outputs.
+        of_float: the float model's outputs for the same batches.
+    """
+    of_tokens = token_outputs(expected)
+    shapes: dict[Any, list[tuple[Reference, Reference]]] = {}
+    for pair in zip(expected, of_float, strict=True):
+        shape = tuple((name, tuple(value.shape)) for name, value in pair[0].inputs.items())
+        shapes.setdefault(shape, []).append(pair)
+    for pairs in shapes.values():
+        given = [_given(engine, reference) for reference, _ in pairs]
+        for name in pairs[0][0].outputs:
+            yield _compared(what, name, [one[name] for one in given], pairs, name in of_tokens), pairs[0][0]
+
+
+def _given(engine: Engine | None, reference: Reference) -> Outputs:
+    """Return an engine's outputs for the rows of a reference; those of the reference without one."""
+    if engine is None:
+        return reference.outputs
+    whole = _by_name(as_predictor(engine)(reference.inputs), engine.output_names)
+    return {name: reference.of_rows(whole[name]) for name in reference.outputs}
 
 
 def is_cache(name: str) -> bool:
@@ -177,12 +205,29 @@ def is_cache(name: str) -> bool:
 
 
 def _compared(
-    what: str, name: str, values: Floats, reference: Reference, plain: Reference, of_tokens: bool
+    what: str,
+    name: str,
+    values: Sequence[Floats],
+    pairs: Sequence[tuple[Reference, Reference]],
+    of_tokens: bool,
 ) -> OutputCheck:
-    """Return how far the values of one output are from those of the reference, and from those of the float model."""
-    read = (_read(one, reference, of_tokens) for one in (values, reference.outputs[name], plain.outputs[name]))
-    got, right, float_right = _finite(_where(what, name, reference), *read)
-    batch, sequence = batch_shape(reference.inputs)
+    """Return how far the values of one output are from those of the reference, and from those of the float model.
+
+    Args:
+        what: what is compared, in words.
+        name: the output.
+        values: its values for each batch.
+        pairs: the reference and the float model's outputs for each batch; all have one shape.
+        of_tokens: whether the output has an axis of tokens.
+    """
+    first = pairs[0][0]
+
+    def read(arrays: Iterable[Floats]) -> Floats:
+        return np.concatenate([_read(one, pair[0], of_tokens) for one, pair in zip(arrays, pairs, strict=True)])
+
+    right_values, float_values = ([one.outputs[name] for one in column] for column in zip(*pairs, strict=True))
+    got, right, float_right = _finite(_where(what, name, first), read(values), read(right_values), read(float_values))
+    batch, sequence = batch_shape(first.inputs)
     check = OutputCheck(
         batch=batch,
         sequence=sequence,
@@ -194,7 +239,8 @@ def _compared(
     )
     if Tolerance(ALIKE_DB, FURTHER_DB).holds(check):
         return check
-    noisy = (_decibels(float_right, _read(one[name], reference, of_tokens)) for one in reference.noisy())
+    draws = zip(*(reference.noisy() for reference, _ in pairs), strict=True)
+    noisy = (_decibels(float_right, read(one[name] for one in draw)) for draw in draws)
     return replace(check, noise_float_db=min((one for one in noisy if one is not None), default=None))
 
 
@@ -204,7 +250,7 @@ def _where(what: str, name: str, reference: Reference) -> str:
 
 
 def output_distances(
-    model: nn.Module, proxy: nn.Module, engine: Engine | None, batch: Batch, *, apart: bool = True
+    model: nn.Module, proxy: nn.Module, engine: Engine | None, batches: Sequence[Batch], *, apart: bool = True
 ) -> tuple[OutputDistance, ...]:
     """Return how far each output of an engine, or of its proxy, is from that of the float model, however far.
 
@@ -212,21 +258,15 @@ def output_distances(
         model: the float model.
         proxy: the frozen proxy.
         engine: its engine; None: it does not run here.
-        batch: what all run on.
+        batches: what all run on; those of one shape count as one.
         apart: whether each row is computed for itself; see ``reference_outputs``.
 
     Raises:
         EngineError: an output holds NaN, or infinite values that the others lack.
     """
-    names = _names_of(model, batch) if engine is None else engine.output_names
-    (expected,), (plain,) = (reference_outputs(one, [batch], names, apart=apart) for one in (proxy, model))
-    given = expected.outputs
-    if engine is not None:
-        whole = _by_name(as_predictor(engine)(batch), names)
-        given = {name: expected.of_rows(whole[name]) for name in expected.outputs}
-    of_tokens = token_outputs([expected])
-    shown = [name for name in given if not is_cache(name)]
-    checks = [_compared("the output", name, given[name], expected, plain, name in of_tokens) for name in shown]
+    names = _names_of(model, batches[0]) if engine is None else engine.output_names
+    expected, plain = (reference_outputs(one, batches, names, apart=apart) for one in (proxy, model))
+    checks = [check for check, _ in _all_compared("the output", engine, expected, plain) if not is_cache(check.output)]
     return distances_of(checks, engine=engine is not None)
 
 

@@ -106,7 +106,7 @@ def _outputs_of_proxy(maker: PartMaker, made: PartsMade) -> Iterator[OutputDista
     assert made.quantized is not None
     batches = maker.checked_on[maker.facts.usual].parts
     for name, module in parts_of(made.quantized).items():
-        for one in output_distances(maker.parts[name], module, None, batches[name]):
+        for one in output_distances(maker.parts[name], module, None, [batches[name]]):
             yield replace(one, output=f"{name}: {one.output}")
 
 
