@@ -88,33 +88,32 @@ class QATCalibrate:
         self._open += 1
         return self
 
-    @ordinary_tensors()
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._patch.__exit__(kind, *rest)
-        self._open -= 1
-        if self._open:
-            return
-        calibrating, self._calibrating = self._calibrating, []
-        for proxy, observation in calibrating:
-            observation.detach(proxy.sites)
-        if kind is not None:
-            return
-        empty = [proxy.module for proxy, observation in calibrating if observation.seen.batches == 0]
-        if empty:
-            raise CalibrationError(
-                f"no data went through the {type(empty[0]).__name__} after setup_model_qat(): run at least one batch "
-                "through it inside the block"
-            )
-        # All plans are made before any model changes: if one fails, no model rounds.
-        decided = [_decided(*entry) for entry in calibrating]
-        for proxy, plan, _ in decided:
-            with_passes(proxy.module, plan)
-            apply_plan(proxy.module, plan)
-        for proxy, plan, products in decided:
-            switch_on(proxy.module, plan)
-            self._plans.append((proxy, plan, products))
+        with ordinary_tensors():
+            self._patch.__exit__(kind, *rest)
+            self._open -= 1
+            if self._open:
+                return
+            calibrating, self._calibrating = self._calibrating, []
+            for proxy, observation in calibrating:
+                observation.detach(proxy.sites)
+            if kind is not None:
+                return
+            empty = [proxy.module for proxy, observation in calibrating if observation.seen.batches == 0]
+            if empty:
+                raise CalibrationError(
+                    f"no data went through the {type(empty[0]).__name__} after setup_model_qat(): run at least one "
+                    "batch through it inside the block"
+                )
+            # All plans are made before any model changes: if one fails, no model rounds.
+            decided = [_decided(*entry) for entry in calibrating]
+            for proxy, plan, _ in decided:
+                with_passes(proxy.module, plan)
+                apply_plan(proxy.module, plan)
+            for proxy, plan, products in decided:
+                switch_on(proxy.module, plan)
+                self._plans.append((proxy, plan, products))
 
-    @ordinary_tensors()
     def setup_model_qat(self, model: nn.Module) -> None:
         """Start calibrating ``model``, in eval mode and with eager attention, until the block closes.
 
@@ -122,21 +121,22 @@ class QATCalibrate:
             ProxyError: no block is open, ``model`` is no module, or it was set up before.
             ConfigError: a rule of the configuration matches nothing in the model.
         """
-        if not self._open:
-            raise ProxyError("setup_model_qat() belongs inside the with block of its QATCalibrate")
-        if not isinstance(model, nn.Module):
-            raise ProxyError(f"a torch.nn.Module is needed, got {type(model).__name__}")
-        if any(known.module is model for known, _ in self._calibrating):
-            raise ProxyError(f"this {type(model).__name__} is being calibrated already")
-        if not is_proxy(model):
-            # Built before the block, or from modules that are not among the sources.
-            instrument(model)
-        proxy = proxied(self.config, model)
-        use_eager_attention(model)
-        model.eval()
-        observation = make_observation(proxy)
-        observation.attach(model, proxy.sites)
-        self._calibrating.append((proxy, observation))
+        with ordinary_tensors():
+            if not self._open:
+                raise ProxyError("setup_model_qat() belongs inside the with block of its QATCalibrate")
+            if not isinstance(model, nn.Module):
+                raise ProxyError(f"a torch.nn.Module is needed, got {type(model).__name__}")
+            if any(known.module is model for known, _ in self._calibrating):
+                raise ProxyError(f"this {type(model).__name__} is being calibrated already")
+            if not is_proxy(model):
+                # Built before the block, or from modules that are not among the sources.
+                instrument(model)
+            proxy = proxied(self.config, model)
+            use_eager_attention(model)
+            model.eval()
+            observation = make_observation(proxy)
+            observation.attach(model, proxy.sites)
+            self._calibrating.append((proxy, observation))
 
     def coverage(self, model: nn.Module) -> Coverage:
         """Return the coverage of a model that was calibrated in the block: every site, quantized or with the reason.

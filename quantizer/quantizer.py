@@ -65,12 +65,11 @@ class Quantizer(QuantizerViews):
         self.config = for_this_cpu(quantizer_config(source, **keywords))
         self._session = ModelSession(self.config)
 
-    @ordinary_tensors()
     def proxy(self, model: Model) -> nn.Module:
         """Return a proxy with every quantizer off: it equals the model bit for bit, and has its train or eval mode."""
-        return build_proxy(module_of(model), eager_attention=False)
+        with ordinary_tensors():
+            return build_proxy(module_of(model), eager_attention=False)
 
-    @ordinary_tensors()
     def calib(self, model: Model, *, resume: bool = False) -> nn.Module:
         """Return a proxy that returns the float outputs (with eager attention) and observes all batches.
 
@@ -84,9 +83,9 @@ class Quantizer(QuantizerViews):
             ConfigError: a rule of ``include`` or ``exclude`` matches nothing in the model.
             CalibrationError: ``resume=True`` without an earlier calibration, or with that of another model.
         """
-        return self._session.calibration_proxy(module_of(model), resume=resume)
+        with ordinary_tensors():
+            return self._session.calibration_proxy(module_of(model), resume=resume)
 
-    @ordinary_tensors()
     def calibrate(
         self,
         model: Model,
@@ -113,17 +112,17 @@ class Quantizer(QuantizerViews):
         Raises:
             CalibrationError: there is no data or it fails, a batch does not run through the model, or values are NaN.
         """
-        with nullcontext() if resume else self._session.replaced_as_a_whole():
-            proxy = self.calib(model, resume=resume)
-            self._session.decisions.run(proxy, batches, rows=rows, progress=progress, split=split)
-        # Without ``split`` a rank may have no data, and not call this at all.
-        if split or get_world_size() == 1:
-            (seen,) = all_reduce_sum([self._session.decisions.rows])
-            warn_user(doubts_of_calibration(module_of(model), int(seen)))
-            self._session.decisions.warn_of_constants()
-        return proxy
+        with ordinary_tensors():
+            with nullcontext() if resume else self._session.replaced_as_a_whole():
+                proxy = self.calib(model, resume=resume)
+                self._session.decisions.run(proxy, batches, rows=rows, progress=progress, split=split)
+            # Without ``split`` a rank may have no data, and not call this at all.
+            if split or get_world_size() == 1:
+                (seen,) = all_reduce_sum([self._session.decisions.rows])
+                warn_user(doubts_of_calibration(module_of(model), int(seen)))
+                self._session.decisions.warn_of_constants()
+            return proxy
 
-    @ordinary_tensors()
     def amp(
         self,
         model: Model,
@@ -149,13 +148,15 @@ class Quantizer(QuantizerViews):
             CalibrationError: nothing was calibrated yet.
             SensitivityError: the measure or granularity is unknown, or an argument belongs to another measure.
         """
-        self._session.bind(model := module_of(model))
-        wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
-        plan = self._session.fitted(model, self._session.decided())
-        self._session.amp = SensitivitySession(self._session.trained(model), plan, measure, granularity, loss, wrapped)
-        return self._session.amp.proxy
+        with ordinary_tensors():
+            self._session.bind(model := module_of(model))
+            wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
+            plan = self._session.fitted(model, self._session.decided())
+            self._session.amp = SensitivitySession(
+                self._session.trained(model), plan, measure, granularity, loss, wrapped
+            )
+            return self._session.amp.proxy
 
-    @ordinary_tensors()
     def fallback(
         self,
         amp: nn.Module | None,
@@ -198,16 +199,16 @@ class Quantizer(QuantizerViews):
             SensitivityError: nothing went through ``amp``, an argument is out of bounds, or the metric gives no number.
             ProxyError: ``amp`` is not the proxy that this quantizer's ``amp()`` returned last.
         """
-        wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
-        by = {"num": num, "ratio": ratio, "names": names, "max_drop": max_drop, "min_speedup": min_speedup}
-        search = {"max_evaluations": max_evaluations, "cache": cache, "tell": tell}
-        return self._session.choose(amp, prices=prices, metric=wrapped, costs=costs, **search, **by)
+        with ordinary_tensors():
+            wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
+            by = {"num": num, "ratio": ratio, "names": names, "max_drop": max_drop, "min_speedup": min_speedup}
+            search = {"max_evaluations": max_evaluations, "cache": cache, "tell": tell}
+            return self._session.choose(amp, prices=prices, metric=wrapped, costs=costs, **search, **by)
 
     def clear_fallback(self) -> None:
         """Undo ``fallback``, and what ``for_backend`` carried over: all groups of the plan are quantized again."""
         self._session.clear_fallback()
 
-    @ordinary_tensors()
     def qat(self, model: Model, *, scales: Scales = "fixed", copy: bool = False) -> nn.Module:
         """Return a proxy to train: it rounds as the engine will, and gradients pass through the rounding.
 
@@ -226,18 +227,18 @@ class Quantizer(QuantizerViews):
             CalibrationError: scales are to change in training, and nothing was calibrated yet.
             ConfigError: a kind of scales is unknown, or a pattern matches nothing.
         """
-        return self._session.train(module_of(model), scales, own=copy)
+        with ordinary_tensors():
+            return self._session.train(module_of(model), scales, own=copy)
 
-    @ordinary_tensors()
     def quantize(self, model: Model) -> nn.Module:
         """Return the frozen proxy, in eval mode: fixed ranges, and the weights, trained or not, stored as integers.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
         """
-        return self._session.frozen(module_of(model))
+        with ordinary_tensors():
+            return self._session.frozen(module_of(model))
 
-    @ordinary_tensors()
     def for_backend(self, name: str, *, ranges: str | None = None) -> Quantizer:
         """Return a quantizer for the backend ``name``, from this one's calibration: no data is needed again.
 
@@ -251,18 +252,18 @@ class Quantizer(QuantizerViews):
             CalibrationError: nothing was calibrated yet, the folder from which this quantizer was loaded has no
                 statistics, or scales were loaded or trained.
         """
-        activations = self.config.activations.model_dump() | ({"ranges": ranges} if ranges else {})
-        other = Quantizer(self.config, backend=name, activations=activations)
-        check_formats(other.config)
-        other._session.inherit_from(self._session, self.config.backend)
-        return other
+        with ordinary_tensors():
+            activations = self.config.activations.model_dump() | ({"ranges": ranges} if ranges else {})
+            other = Quantizer(self.config, backend=name, activations=activations)
+            check_formats(other.config)
+            other._session.inherit_from(self._session, self.config.backend)
+            return other
 
-    @ordinary_tensors()
     def inherit(self, other: Quantizer) -> None:
         """Take the calibration of ``other``; of an equal configuration plan and ranking too: calibrate neither then."""
-        self._session.inherit_from(other._session, other.config.backend, share=True)
+        with ordinary_tensors():
+            self._session.inherit_from(other._session, other.config.backend, share=True)
 
-    @ordinary_tensors()
     def load_scales(self, scales: Mapping[str, Tensor]) -> None:
         """Replace the scales of calibration by other ones, until the next ``calib``.
 
@@ -275,9 +276,9 @@ class Quantizer(QuantizerViews):
         Raises:
             CalibrationError: nothing was calibrated yet, or scales are invalid: all of these are listed.
         """
-        self._session.replace(with_scales(self._session.decided(), scales, self.config.target.torch_dtype))
+        with ordinary_tensors():
+            self._session.replace(with_scales(self._session.decided(), scales, self.config.target.torch_dtype))
 
-    @ordinary_tensors()
     def export(
         self,
         quant_model: nn.Module,
@@ -303,7 +304,8 @@ class Quantizer(QuantizerViews):
             ProxyError: ``quant_model`` is the proxy of ``calib()``, ``amp()`` or ``qat()``.
             ExportError: the model cannot be exported, or the file cannot be written.
         """
-        return self._session.export(quant_model, Path(path), example, opset, dynamic_axes)
+        with ordinary_tensors():
+            return self._session.export(quant_model, Path(path), example, opset, dynamic_axes)
 
     def build(
         self,
@@ -345,7 +347,6 @@ class Quantizer(QuantizerViews):
         return save_state(folder, plan, decisions.products(), self._session.document(), decisions.seen())
 
     @classmethod
-    @ordinary_tensors()
     def load(cls, folder: str | os.PathLike[str]) -> Quantizer:
         """Return the quantizer that ``save`` wrote; its ``quantize()`` returns the same model, bit for bit.
 
@@ -355,10 +356,11 @@ class Quantizer(QuantizerViews):
         Raises:
             QuantizerError: the folder was not written by ``save``, or is damaged.
         """
-        plan, products, document, observed = load_state(folder)
-        try:
-            loaded = cls(document["config"])
-            loaded._session.load(plan, products, document, observed)
-        except QuantizerError as error:
-            raise QuantizerError(f"{folder} cannot be taken up: {error}") from error
-        return loaded
+        with ordinary_tensors():
+            plan, products, document, observed = load_state(folder)
+            try:
+                loaded = cls(document["config"])
+                loaded._session.load(plan, products, document, observed)
+            except QuantizerError as error:
+                raise QuantizerError(f"{folder} cannot be taken up: {error}") from error
+            return loaded

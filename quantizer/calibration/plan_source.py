@@ -192,27 +192,27 @@ class PlanSource:
 
     # -- facts of a state -----------------------------------------------------------------------------------------
 
-    @ordinary_tensors()
     def plan(self) -> Plan:
         """Return the plan.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
         """
-        match self._deciding:
-            case Held(plan=plan):
-                return plan
-            case CalibrationSession() as session:
-                return session.decide()
-            case Inherited():
-                raise CalibrationError(
-                    "what calibration saw is not decided for this backend yet, as this Quantizer has not seen the "
-                    "model: call quantize(model) first"
-                )
-            case None:
-                raise CalibrationError(
-                    "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
-                )
+        with ordinary_tensors():
+            match self._deciding:
+                case Held(plan=plan):
+                    return plan
+                case CalibrationSession() as session:
+                    return session.decide()
+                case Inherited():
+                    raise CalibrationError(
+                        "what calibration saw is not decided for this backend yet, as this Quantizer has not seen the "
+                        "model: call quantize(model) first"
+                    )
+                case None:
+                    raise CalibrationError(
+                        "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
+                    )
 
     def products(self) -> tuple[CountedProduct, ...]:
         """Return the products that torch computed in calibration."""

@@ -17,7 +17,9 @@ __all__ = ["as_ordinary", "ordinary_tensors"]
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Make no inference tensors in the block or decorated function; gradients are recorded or not, as outside of it.
+    """Make no inference tensors in the block; gradients are recorded or not, as outside of it.
+
+    Not for use as a decorator: its frame would be named as the place of the caller's warnings.
 
     What a quantizer makes outlives the caller's inference mode: scales, factors and codes are read later where
     gradients are recorded, which torch refuses for inference tensors.

@@ -74,7 +74,6 @@ class QuantizerViews:
         """Return the changes of the model's source by the rewriting, as a unified diff."""
         return source_diff(module_of(model))
 
-    @ordinary_tensors()
     def lower(self, model: Model) -> nn.Module:
         """Return a model that computes with the integers of ``quantize(model)``, by kernels of torch, for inference.
 
@@ -90,16 +89,17 @@ class QuantizerViews:
         Raises:
             CalibrationError: nothing was calibrated yet.
         """
-        # Not at the top: nothing else of a quantizer needs the engines.
-        from quantizer.engines.int8_saturation import EXACT_QMAX
-        from quantizer.engines.int8_saturation import saturates
+        with ordinary_tensors():
+            # Not at the top: nothing else of a quantizer needs the engines.
+            from quantizer.engines.int8_saturation import EXACT_QMAX
+            from quantizer.engines.int8_saturation import saturates
 
-        widest = EXACT_QMAX if saturates() else None
-        lowered = lower(self._session.frozen(module_of(model), fused=True), Lowering(widest=widest))
-        found = self.kernels(lowered)
-        if len(found) and not any(row.kernel for row in found):
-            logger.warning("lower() finds no kernel, so it gives what quantize() gives: %s", found[0].reason)
-        return lowered
+            widest = EXACT_QMAX if saturates() else None
+            lowered = lower(self._session.frozen(module_of(model), fused=True), Lowering(widest=widest))
+            found = self.kernels(lowered)
+            if len(found) and not any(row.kernel for row in found):
+                logger.warning("lower() finds no kernel, so it gives what quantize() gives: %s", found[0].reason)
+            return lowered
 
     def kernels(self, lowered: nn.Module) -> Kernels:
         """Return which kernel of torch computes each quantized site of a model that ``lower`` returned.
@@ -109,7 +109,6 @@ class QuantizerViews:
         """
         return Kernels(kernels_of(lowered))
 
-    @ordinary_tensors()
     def simulate(self, model: Model) -> nn.Module:
         """Return the frozen proxy as the target runs it: its float part in half precision if the target's is.
 
@@ -118,18 +117,21 @@ class QuantizerViews:
         Raises:
             CalibrationError: nothing was calibrated yet.
         """
-        return simulate(
-            self._session.frozen(module_of(model)), self.config.target.torch_dtype, self._session.decisions.regions()
-        )
+        with ordinary_tensors():
+            return simulate(
+                self._session.frozen(module_of(model)),
+                self.config.target.torch_dtype,
+                self._session.decisions.regions(),
+            )
 
-    @ordinary_tensors()
     def scales(self) -> dict[str, Tensor]:
         """Return the scale of every quantized operand, float32 [] or [C], by ``SITE.OPERAND``.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
         """
-        return scales_of(self._session.effective_plan())
+        with ordinary_tensors():
+            return scales_of(self._session.effective_plan())
 
     @property
     def coverage(self) -> Coverage:
@@ -183,7 +185,6 @@ class QuantizerViews:
             where = "this quantizer was loaded, and its folder holds no ranking; report.json holds that of a run"
             raise SensitivityError(f"{error}; {where}") from error
 
-    @ordinary_tensors()
     def causes(self, model: Model, batches: Any, *, num: int = 3) -> Causes:
         """Return the groups that cost most, why, and the setting that mends each.
 
@@ -200,16 +201,19 @@ class QuantizerViews:
         Raises:
             CalibrationError: nothing was calibrated yet, or there is no batch.
         """
-        model = module_of(model)
-        given = list(batches_of(model, batches))
-        if not given:
-            raise CalibrationError("causes() measures on data: give a few calibration batches")
-        plan = self._session.fitted(model, self._session.effective_plan())
-        amp = self._session.amp
-        # A ranking of another plan, or of other weights, tells nothing of this one.
-        holds = amp is not None and plan_digest(self._session.after_fallback(amp.measured_plan)) == plan_digest(plan)
-        ranked = [entry.group for entry in amp.by_output] if amp is not None and holds else []
-        return Causes(find_causes(self.config, self._session.trained(model), plan, given, num, ranked))
+        with ordinary_tensors():
+            model = module_of(model)
+            given = list(batches_of(model, batches))
+            if not given:
+                raise CalibrationError("causes() measures on data: give a few calibration batches")
+            plan = self._session.fitted(model, self._session.effective_plan())
+            amp = self._session.amp
+            # A ranking of another plan, or of other weights, tells nothing of this one.
+            holds = amp is not None and plan_digest(self._session.after_fallback(amp.measured_plan)) == plan_digest(
+                plan
+            )
+            ranked = [entry.group for entry in amp.by_output] if amp is not None and holds else []
+            return Causes(find_causes(self.config, self._session.trained(model), plan, given, num, ranked))
 
     @property
     def chosen_fallback(self) -> Fallback | None:

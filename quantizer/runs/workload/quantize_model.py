@@ -56,7 +56,6 @@ SENSITIVITY_BATCHES = 2
 """Sensitivity is measured on so many batches unless somebody says otherwise."""
 
 
-@ordinary_tensors()
 def quantize_model(
     model: nn.Module | str | os.PathLike[str],
     data: Any,
@@ -99,25 +98,26 @@ def quantize_model(
         TaskError: the model fails on the first batch.
         QuantizerError: an ONNX file cannot be read, the model cannot be exported, or no engine is right and runs here.
     """
-    model = _float_model(model)
-    asked = _configured(config, settings)
-    back = _fallback(fallback, scored=score is not None)
-    batches = module_batches(model, data, rows)
-    plain = _ready(model)
-    console = Console(stderr=True)
-    console.quiet = not (console.is_terminal if progress is None else progress)
-    call = _call_form(plain, batches[0])
-    wanted = _run_config(model, batches, asked, threads, back)
-    parent = scratch_folder()
-    try:
-        # A class may have a longer name than a file.
-        folder = parent / type(model).__name__[:_LONGEST_NAME]
-        scorer = partial(FunctionScorer, function=score, call=call, higher_is_better=higher_is_better)
-        work = partial(module_workload, plain, wanted.model.source, batches, scorer)
-        return QuantizedModel(plain, call, carry_out(wanted, folder, False, console, work), folder)
-    except BaseException:
-        shutil.rmtree(parent)
-        raise
+    with ordinary_tensors():
+        model = _float_model(model)
+        asked = _configured(config, settings)
+        back = _fallback(fallback, scored=score is not None)
+        batches = module_batches(model, data, rows)
+        plain = _ready(model)
+        console = Console(stderr=True)
+        console.quiet = not (console.is_terminal if progress is None else progress)
+        call = _call_form(plain, batches[0])
+        wanted = _run_config(model, batches, asked, threads, back)
+        parent = scratch_folder()
+        try:
+            # A class may have a longer name than a file.
+            folder = parent / type(model).__name__[:_LONGEST_NAME]
+            scorer = partial(FunctionScorer, function=score, call=call, higher_is_better=higher_is_better)
+            work = partial(module_workload, plain, wanted.model.source, batches, scorer)
+            return QuantizedModel(plain, call, carry_out(wanted, folder, False, console, work), folder)
+        except BaseException:
+            shutil.rmtree(parent)
+            raise
 
 
 def _configured(
