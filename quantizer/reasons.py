@@ -83,6 +83,8 @@ class ReasonCode(_Template):
     OPERAND_UNSEEN = "an operand was not observed"
     NONE_SEEN = "no operand observed"
 
+    NOT_OF_CONVOLUTION = "it is not the result of a convolution that is quantized"
+
     # One operand.
     NO_VALUE = "no value of it was seen"
     ONLY_ZEROS = "all its values in calibration were 0, so that no range of it is known"
@@ -100,6 +102,7 @@ class ReasonCode(_Template):
 
     # The target.
     NO_GAIN = "{target} gains nothing from this kind of site"
+    NO_KERNEL = "{target} has no integer kernel for {operation}"
     NO_DYNAMIC = "{target} has no kernel that takes the ranges of this kind of site at run time"
     DYNAMIC_BLOCKS = "{target} takes ranges of blocks of {block} at run time, and K = {size} is no multiple of that"
     VECTOR = "M = 1, a matrix-vector product: slower quantized than float on {target}"

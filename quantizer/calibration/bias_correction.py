@@ -166,7 +166,7 @@ def _measured(proxy: Proxied, plan: Plan, kept: ReplayBatches, dtype: torch.dtyp
     before it and its own. So all ranks get the shifts of one process. In float a rank runs its next one while it waits
     for its turn.
     """
-    sites = [site for site in proxy.sites if _may_hold_a_shift(site, plan[site.path])]
+    sites = [site for site in proxy.planned(plan) if _may_hold_a_shift(site, plan[site.path])]
     mine = iter(kept.mine().values())
     ready: _Comparison | None = None
     errors: _Errors = {}

@@ -184,7 +184,7 @@ def _has_static_range(plan: Plan) -> bool:
 
 def _trials(proxy: Proxied, plan: Plan, observation: Seen, settings: PlanSettings) -> Iterator[Trial]:
     """Yield the activations that have a scale: quantized ones, and float ones that a better range may let quantize."""
-    for site in proxy.sites:
+    for site in proxy.planned(plan):
         for operand in plan[site.path].operands:
             seen = observation.records[site.path].operands[operand.name]
             group, dtype = seen.range, judged_as(qtype(operand.dtype))

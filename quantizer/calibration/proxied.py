@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
@@ -18,6 +19,7 @@ from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.build import skipped_sources
+from quantizer.proxy.place import add_output_sites
 from quantizer.proxy.site import Site
 from quantizer.rewrite.operator_patches import OperatorPatch
 
@@ -47,6 +49,10 @@ class Proxied:
     patches: tuple[OperatorPatch, ...]
     weights: ScaledWeights = field(default_factory=ScaledWeights)
 
+    def planned(self, plan: Collection[str]) -> list[Site]:
+        """Return the sites that a plan has: without those of results that nothing followed in calibration."""
+        return [site for site in self.sites if site.path in plan]
+
 
 def proxied(config: QuantizerConfig, module: nn.Module, source: nn.Module | None = None) -> Proxied:
     """Return the ``Proxied`` of a proxy.
@@ -59,6 +65,8 @@ def proxied(config: QuantizerConfig, module: nn.Module, source: nn.Module | None
     Raises:
         ConfigError: a rule of ``include`` or ``exclude`` matches nothing in the model.
     """
+    if config.target.quantizes_outputs:
+        add_output_sites(module)
     sites = tuple(sites_of(module))
     scanned = module if source is None else source
     return Proxied(

@@ -94,7 +94,7 @@ def _seen_with(config: QuantizerConfig) -> tuple[object, ...]:
     calibrator = calibrator_of(config, histogram=False)
     off = [kind for kind, switch in config.sites.model_dump().items() if switch is False]
     kept = (type(calibrator), calibrator.histogram is None, _kept(config), _with_channels(config))
-    return (off, config.include, config.exclude, config.activations.all_experts, *kept)
+    return (config.target.quantizes_outputs, off, config.include, config.exclude, config.activations.all_experts, *kept)
 
 
 def replays_batches(config: QuantizerConfig) -> bool:

@@ -146,7 +146,7 @@ def round_weights(proxy: Proxied, observation: Seen, plan: Plan, settings: PlanS
 def _weights(proxy: Proxied, observation: Seen, plan: Plan, refused: _Refused) -> Iterator[_Weighted]:
     """Yield the sites whose weights can be rounded by data, and record why others cannot."""
     stored = stored_weights(plan)
-    for site in proxy.sites:
+    for site in proxy.planned(plan):
         entry = plan[site.path]
         names = [operand.name for operand in site.operation.operands]
         weight = next((o for o in entry.operands if o.quantized and o.role == "weight"), None)

@@ -23,7 +23,7 @@ from quantizer.numerics.float16 import FLOAT16_MASK
 from quantizer.numerics.float16 import FLOAT16_MAX
 from quantizer.numerics.qtype import QTYPES
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.site import Site
+from quantizer.proxy.site import SourceCall
 
 __all__ = ["Float32Modules", "convert_floats"]
 
@@ -153,7 +153,7 @@ def _cast(dtype: torch.dtype, value: Tensor) -> Tensor:
 
 def _of_site(module: nn.Module, path: str, modules: Mapping[str, nn.Module]) -> bool:
     """Return whether a module is a site or a child of one, which has the type of the module around the site."""
-    return isinstance(module, Site) or isinstance(modules.get(path.rpartition(".")[0]), Site)
+    return isinstance(module, SourceCall) or isinstance(modules.get(path.rpartition(".")[0]), SourceCall)
 
 
 def _untie(types: Mapping[nn.Module, torch.dtype]) -> None:

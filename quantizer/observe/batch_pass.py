@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch import nn
 from torch.utils import _python_dispatch
+from torch.utils import _pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from quantizer.calibrators import Calibrator
@@ -34,6 +35,7 @@ from quantizer.observe.completeness.call_site import innermost_frame
 from quantizer.observe.completeness.product_counter import Explanations
 from quantizer.observe.completeness.product_counter import ProductCounter
 from quantizer.observe.finite_weights import FiniteParameters
+from quantizer.observe.output_readers import OutputReaders
 from quantizer.observe.padding import without_padding
 from quantizer.observe.range_group import ChannelRange
 from quantizer.observe.range_group import OperandRecord
@@ -50,9 +52,12 @@ from quantizer.operations.catalogue import kind_of
 from quantizer.operations.gemm_shape import Call
 from quantizer.operations.grouped_product import group_sizes
 from quantizer.proxy.computed.computation import named_tensors
+from quantizer.proxy.place import Place
+from quantizer.proxy.site import OUTPUT
 from quantizer.proxy.site import Site
 from quantizer.proxy.weight import Weight
 from quantizer.proxy.weight import Weights
+from quantizer.reasons import ReasonCode
 
 __all__ = ["Pass", "Watched"]
 
@@ -102,11 +107,13 @@ class Pass:
         self._watched = watched
         self._counter = ProductCounter(watched.explanations)
         self._magnitudes = OverflowTracker(watched.measured)
+        self._outputs = OutputReaders(self._see_output)
         self._provenance = OriginTracker(self._counter, self._magnitudes)
         self._groups: Any = WeakIdKeyDictionary()
         self._calls: dict[int, Call | None] = {}
         self._weights = Weights()
         self._operands = CallOperands(self._weights, {}, self._provenance)
+        self._made_of: dict[int, set[str] | None] = {}
         self._mask: Tensor | None = None
         # A model may run parts of itself in its own threads.
         self._lock = threading.RLock()
@@ -126,7 +133,7 @@ class Pass:
         self._mask = mask
         self._counter.start(proxy)
         self._magnitudes = OverflowTracker(self._watched.measured, inputs)
-        self._provenance = OriginTracker(self._counter, self._magnitudes, self._read)
+        self._provenance = OriginTracker(self._counter, self._magnitudes, self._read, self._outputs)
         self._provenance.mark_constants(parameters, list(proxy.named_buffers()))
         self._operands = CallOperands(self._weights, named_tensors(proxy), self._provenance)
         self._provenance.__enter__()  # type: ignore[no-untyped-call]
@@ -148,6 +155,8 @@ class Pass:
     def whole(self, result: Any) -> Seen:
         """Return the statistics of the whole pass; ``result`` is the model's output."""
         self._magnitudes.returned(result)
+        for leaf in _pytree.tree_leaves(result):
+            self._outputs.read(leaf)
         return replace(self.seen, batches=1, products=self._counter.products(), regions=self._magnitudes.regions())
 
     # -- one site --------------------------------------------------------------------------------------------------
@@ -170,8 +179,58 @@ class Pass:
             for mode in reversed(modes):
                 _python_dispatch._push_mode(mode)
 
+    def enter(self, place: Place, values: list[Any]) -> None:
+        """Note what a place's result is made of: an output that is rounded, or a convolution's that it normalizes."""
+        followed: set[str] | None = None
+        with self._lock:
+            tensors = [value for value in _pytree.tree_leaves(values) if isinstance(value, Tensor)]
+            outputs = [self._outputs.site_of(tensor) for tensor in tensors]
+            if place.operation.name == "batch_norm":
+                # It becomes part of the convolution, which is rounded behind it.
+                origin, site = self._provenance.origin(tensors[0]), outputs[0]
+                if origin is not None and origin.direct and site is not None and site.path == f"{origin.name}.{OUTPUT}":
+                    followed = None if self._outputs.take(tensors[0]) is None else {origin.name}
+            elif outputs and len(tensors) == _operands_of(place.operation.name, values):
+                # An operand in float would have to be quantized first.
+                known = {site.path for site in outputs if site is not None}
+                followed = known if None not in outputs else None
+        self._made_of[threading.get_ident()] = followed
+
+    def _see_result(self, site: Site, value: Any, record: SiteStatistics) -> None:
+        """Follow the result of a call to its readers, if it is one of an operation that computes in integers."""
+        followed = self._made_of.pop(threading.get_ident(), None)
+        record.calls += 1
+        if followed is None or not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
+            if ReasonCode.NOT_OF_CONVOLUTION.text() not in record.reasons:
+                record.reasons.append(ReasonCode.NOT_OF_CONVOLUTION.text())
+            return
+        record.kind = "output"
+        record.fit += 1
+        record.follows |= followed
+        if site.path not in self._watched.refused:
+            self._outputs.begin(value, site)
+
+    def _see_output(self, site: Site, value: Tensor) -> None:
+        """Observe a result that is read."""
+        seen = self._record(site).operands.setdefault(site.operation.operands[0].name, OperandRecord())
+        modes = [_python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+        try:
+            with self._lock:
+                self._observe(site, site.operation.operands[0].name, value, seen)
+        finally:
+            for mode in reversed(modes):
+                _python_dispatch._push_mode(mode)
+
     def _see(self, site: Site, values: list[Any], inside: Callable[[], Tensor]) -> None:
         record = self._record(site)
+        if site.operation.name == OUTPUT:
+            self._see_result(site, values[0], record)
+            return
+        followed = {found.path for value in values if (found := self._outputs.site_of(value)) is not None}
+        for value in values:
+            self._outputs.read(value)
+        # The result that comes next is that of this call.
+        self._made_of[threading.get_ident()] = {site.path}
         self._calls[threading.get_ident()] = None
         record.calls += 1
         weights, lost = self._operands.weights(site, values)
@@ -213,6 +272,7 @@ class Pass:
                     axis = -1 if record.kind == "linear" else 1 - max(tensor.dim() for tensor in values)
                     seen.group.add_channels(ChannelRange.of(self._real(site, value), axis), tensor)
         if record.kind == "residual_add":
+            record.follows |= followed
             origins = [self._provenance.origin(value) for value in values]
             direct = [origin is not None and origin.direct for origin in origins]
             for operand, ends in zip(site.operation.operands, direct, strict=True):
@@ -222,7 +282,7 @@ class Pass:
         """Record the dimensions of the call, and the origin of its result."""
         record = self._record(site)
         kind = record.kind or site.operation.kind
-        if not isinstance(result, Tensor):
+        if not isinstance(result, Tensor) or site.operation.name == OUTPUT:
             return
         if kind == "residual_add":
             if result.is_floating_point():
@@ -324,3 +384,8 @@ class Pass:
 
     def _record(self, site: Site) -> SiteStatistics:
         return self.seen.records.setdefault(site.path, SiteStatistics())
+
+
+def _operands_of(name: str, values: Sequence[Any]) -> int:
+    """Return how many tensors an operation computes with, if no number takes the place of one."""
+    return len(values[0]) if name == "cat" else 2 if name == "mul" else 1

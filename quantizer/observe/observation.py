@@ -39,9 +39,12 @@ from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.observe.statistics import Seen
 from quantizer.operations.gemm_shape import recurrent
 from quantizer.proxy.build import UnrewrittenSource
+from quantizer.proxy.build import places_of
 from quantizer.proxy.generated_classes import called_through
 from quantizer.proxy.local_hook import LocalHook
+from quantizer.proxy.place import Place
 from quantizer.proxy.site import Site
+from quantizer.proxy.site import SourceCall
 
 __all__ = ["Observation"]
 
@@ -95,6 +98,7 @@ class Observation:
         )
         self._thread = threading.local()
         self._running: list[Pass] = []
+        self._places: list[Place] = []
         self._lock = threading.Lock()
         self._detach: list[Callable[[], None]] = []
         self._prepare: Callable[[], None] | None = None
@@ -112,6 +116,9 @@ class Observation:
         self._prepare = prepare
         for site in sites:
             site.observer = self
+        self._places = [place for place in places_of(proxy) if place.result_site is not None]
+        for place in self._places:
+            place.observer = self
         # A hook alone is not enough: after an interrupt torch calls none.
         self._detach = [
             called_through(proxy, self._call),
@@ -123,6 +130,8 @@ class Observation:
         """Stop observing; the statistics stay."""
         for site in sites:
             site.observer = None
+        for place in self._places:
+            place.observer = None
         for detach in self._detach:
             detach()
         self._detach = []
@@ -232,7 +241,13 @@ class Observation:
         if current is not None:
             current.after(site, result)
 
-    def _pass_of(self, site: Site) -> Pass | None:
+    def enter(self, place: Place, values: list[Any]) -> None:
+        """Observe what a call of a place computes with."""
+        current = self._pass_of(place)
+        if current is not None:
+            current.enter(place, values)
+
+    def _pass_of(self, site: SourceCall) -> Pass | None:
         """Return the pass that a call is part of; None if a part of the model runs alone, which is no batch."""
         running = self._of_thread()
         if running is not None or not self._running:

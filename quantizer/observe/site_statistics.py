@@ -34,6 +34,8 @@ class SiteStatistics:
         multiply_adds: the multiply-adds of all calls together.
         operands: the records of its operands, by name.
         experts: how many rows each expert of a grouped product had; empty for any other product.
+        follows: the sites whose operands, or whose results, must be quantized for this one to be: of the result of a
+            convolution that one, of an add the outputs among its operands.
         left: why the site is left in float, judged by the model's output (None: it is not).
     """
 
@@ -51,6 +53,7 @@ class SiteStatistics:
     operands: dict[str, OperandRecord] = field(default_factory=dict)
     experts: list[int] = field(default_factory=list)
     left: str | None = None
+    follows: set[str] = field(default_factory=set)
 
     def add_experts(self, rows: list[int]) -> None:
         """Add how many rows each expert had."""
@@ -69,6 +72,7 @@ class SiteStatistics:
         self.fit += other.fit
         self.multiply_adds += other.multiply_adds
         self.reads |= other.reads
+        self.follows |= other.follows
         self.add_experts(other.experts)
         self.depth = merge_dimension(self.depth, other.depth)
         self.width = merge_dimension(self.width, other.width)

@@ -48,12 +48,15 @@ from quantizer.observe.snapshot_fields import SeenWeight
 from quantizer.observe.snapshot_fields import seen_document
 from quantizer.observe.statistics import Seen
 from quantizer.proxy.computed.computation import named_tensors
+from quantizer.proxy.site import OUTPUT
 from quantizer.proxy.weight import Weight
 from quantizer.proxy.weight import WeightView
 
 __all__ = ["add_over_ranks", "restored", "snapshot"]
 
-_SITE_FIELDS = tuple(name for name in SiteStatistics.__slots__ if name not in ("reads", "operands", "experts"))
+_SITE_FIELDS = tuple(
+    name for name in SiteStatistics.__slots__ if name not in ("reads", "operands", "experts", "follows")
+)
 
 
 def snapshot(seen: Seen) -> bytes:
@@ -115,7 +118,9 @@ def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callab
     parameters = named_tensors(proxy)
     _require_model(document, paths, parameters)
     seen = Seen(
-        records={path: _site(site, parameters) for path, site in document.sites.items()},
+        # Which results are observed depends on the target: others are left out, and those that are missing are unseen.
+        records={path: SiteStatistics() for path in paths}
+        | {path: _site(site, parameters) for path, site in document.sites.items() if path in paths},
         batches=document.batches,
         rows=document.rows,
         chosen_at=document.chosen_at,
@@ -162,7 +167,7 @@ def _require_model(document: SeenDocument, paths: Collection[str], parameters: M
     Raises:
         CalibrationError: the snapshot has other sites or parameters.
     """
-    different = sorted(set(document.sites) ^ set(paths))
+    different = sorted(path for path in set(document.sites) ^ set(paths) if not path.endswith(f".{OUTPUT}"))
     if different:
         raise CalibrationError(
             f"what was observed belongs to another model: {len(different)} sites differ, the first is "
@@ -204,6 +209,7 @@ def _plain_site(record: SiteStatistics, places: Mapping[RangeGroup, int]) -> dic
         "reads": sorted(record.reads),
         "operands": operands,
         **({"experts": record.experts} if record.experts else {}),
+        **({"follows": sorted(record.follows)} if record.follows else {}),
     }
 
 
@@ -279,7 +285,7 @@ def _site(site: SeenSite, parameters: Mapping[str, Tensor]) -> SiteStatistics:
     }
     known = {name: getattr(site, name) for name in _SITE_FIELDS}
     known |= {"reasons": list(site.reasons), "experts": list(site.experts)}
-    return SiteStatistics(**known, reads=set(site.reads), operands=operands)
+    return SiteStatistics(**known, reads=set(site.reads), follows=set(site.follows), operands=operands)
 
 
 def _weight(seen: SeenWeight, parameters: Mapping[str, Tensor]) -> Weight:
@@ -320,6 +326,9 @@ def _add_group(seen: Seen, saved: SeenGroup, counts: Tensor, make: Callable[[boo
     )
     for name in saved.operands:
         path, _, operand = name.rpartition(".")
+        if path not in seen.records:
+            group.operands.remove(name)
+            continue
         record = seen.records[path].operands[operand]
         if migration is None:
             record.group = group

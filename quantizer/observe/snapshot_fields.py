@@ -78,6 +78,7 @@ class SeenSite:
     sequence: int = 0
     left: str | None = None
     experts: tuple[int, ...] = ()
+    follows: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,7 +165,13 @@ class Seen:
 
         def site(record: SiteStatistics) -> SiteStatistics:
             operands = {name: operand(seen) for name, seen in record.operands.items()}
-            return replace(record, reasons=list(record.reasons), reads=set(record.reads), operands=operands)
+            return replace(
+                record,
+                reasons=list(record.reasons),
+                reads=set(record.reads),
+                follows=set(record.follows),
+                operands=operands,
+            )
 
         return replace(
             self,

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizer.float16.overflow import OverflowTracker
 from quantizer.observe.completeness.product_counter import ProductCounter
+from quantizer.observe.output_readers import OutputReaders
 from quantizer.observe.parameter_steps import ParameterSteps
 from quantizer.operations.aten_products import COMPOSITE
 from quantizer.operations.aten_products import PRODUCTS
@@ -102,16 +103,22 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that tracks origins, and reports every product and every operation."""
 
     def __init__(
-        self, counter: ProductCounter, magnitudes: OverflowTracker, read: Callable[[Tensor], None] | None = None
+        self,
+        counter: ProductCounter,
+        magnitudes: OverflowTracker,
+        read: Callable[[Tensor], None] | None = None,
+        outputs: OutputReaders | None = None,
     ) -> None:
         """
         Args:
             counter: receives every product.
             magnitudes: receive every operation.
             read: receives every parameter, or view of one, that code outside of sites computes with.
+            outputs: receives every operation outside of sites.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._read = read
+        self._outputs = outputs
         # By id, with the tensor, since a new tensor may get the id of a deleted one. torch's WeakIdKeyDictionary does
         # the same, but takes several Python calls.
         self._origins: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
@@ -182,7 +189,13 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Only under inference_mode: elsewhere torch decomposes it before the mode sees it.
             with self:
                 return func._op_dk(COMPOSITE, *args, **kwargs)
+        inputs = _tensors((*args, *kwargs.values()))
+        outputs = self._outputs
+        # A site's operands are noted by itself.
+        followed = None if outputs is None or self._counter.in_site else outputs.computes(func, args, inputs)
         result = _filled(func, args, kwargs)
+        if outputs is not None and followed is not None:
+            outputs.follow_results(result, followed)
         if _writes(func):
             for tensor in _tensors((*args[:1], kwargs.get("out"))):
                 if (memory := _memory(tensor)) is not None:
@@ -191,7 +204,6 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             origins = map(self.origin, PRODUCTS[product].tensors(args))
             of_parameters = all(origin is not None and origin.kind == "parameter" for origin in origins)
             self._counter.count(product, args, result, of_parameters)
-        inputs = _tensors((*args, *kwargs.values()))
         origin = _OF_SOFTMAX if func in _SOFTMAX else self._joined(inputs)
         if origin is _OF_PARAMETERS or self._steps.hold(inputs):
             self._steps.add(func, args, kwargs, result)

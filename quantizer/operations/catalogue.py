@@ -40,7 +40,7 @@ __all__ = [
 
 _ATEN = "torch.ops.aten."
 
-Kind = Literal["linear", "conv", "matmul", "residual_add", "embedding"]
+Kind = Literal["linear", "conv", "matmul", "residual_add", "embedding", "output"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +73,7 @@ class Operation:
         grouped: the argument with the ends of the groups of rows, each of which is multiplied by a matrix of its own,
             an index of the weight's first axis; None: the operation has no groups.
         in_graphs: the dotted name of what takes the place of a function of it where a graph is traced; None: nothing.
+        is_place: its calls are no sites: they only may have one for their result, see ``proxy/place.py``.
         where_loaded: dotted names of callables of packages that need not be there; they count once they are imported.
     """
 
@@ -88,6 +89,7 @@ class Operation:
     channels: int = -1
     grouped: Operand | None = None
     in_graphs: str | None = None
+    is_place: bool = False
     where_loaded: tuple[str, ...] = ()
 
 
@@ -151,6 +153,19 @@ def _convolution(name: str, size: gemm_shape.GeometryOf, axes: int) -> Operation
         f"torch.{name}",
         f"{_ATEN}{name}.{overload}",
         channels=-1 - axes,
+    )
+
+
+def _place(name: str, *functions: str, methods: tuple[str, ...] = (), operators: tuple[str, ...] = ()) -> Operation:
+    """Return the entry of an operation whose calls are places."""
+    return Operation(
+        name=name,
+        kind="output",
+        operands=(),
+        functions=functions,
+        methods=methods,
+        operators=operators,
+        is_place=True,
     )
 
 
@@ -223,6 +238,16 @@ CATALOGUE: tuple[Operation, ...] = (
         methods=("add", "add_"),
         operators=("Add",),
     ),
+    Operation(name="output", kind="output", operands=(Operand(name="input", index=0, keyword="input"),)),
+    _place("batch_norm", "torch.nn.functional.batch_norm", f"{_ATEN}batch_norm.default"),
+    _place("silu", "torch.nn.functional.silu", f"{_ATEN}silu.default"),
+    _place("leaky_relu", "torch.nn.functional.leaky_relu", f"{_ATEN}leaky_relu.default"),
+    _place("sigmoid", "torch.sigmoid", f"{_ATEN}sigmoid.default", methods=("sigmoid",)),
+    _place("mul", "torch.mul", f"{_ATEN}mul.Tensor", operators=("Mult",)),
+    _place("cat", "torch.cat", "torch.concat", f"{_ATEN}cat.default"),
+    _place("avg_pool2d", "torch.nn.functional.avg_pool2d", f"{_ATEN}avg_pool2d.default"),
+    _place("adaptive_avg_pool2d", "torch.nn.functional.adaptive_avg_pool2d", f"{_ATEN}adaptive_avg_pool2d.default"),
+    _place("interpolate", "torch.nn.functional.interpolate"),
 )
 
 
@@ -273,7 +298,7 @@ def _problem(entry: Operation) -> str | None:
         return "it is registered twice"
     if entry.kind not in get_args(Kind):
         return f"kind is {entry.kind!r}; expected one of {', '.join(get_args(Kind))}"
-    if entry.geometry is None and entry.kind != "residual_add":
+    if entry.geometry is None and entry.kind not in ("residual_add", "output"):
         return f"an operation of kind {entry.kind} needs a geometry"
     if entry.operators or any(operand.index is None for operand in entry.operands):
         return "operators, and operands without an index, are those of the package's own entries"

@@ -30,6 +30,8 @@ from quantizer.proxy.lowered.stored_weight import LazyWeight
 from quantizer.proxy.model_sharing import OwnBuffers
 from quantizer.proxy.model_sharing import take_small
 from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.place import add_output_sites
+from quantizer.proxy.site import OUTPUT
 from quantizer.proxy.site import Site
 from quantizer.proxy.site import move_beside_parameters
 from quantizer.proxy.weight import operand_of
@@ -59,7 +61,8 @@ def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     Raises:
         ProxyError: the proxy has other sites than the plan, so it was made from another model.
     """
-    sites = {site.path: site for site in sites_of(proxy)}
+    add_output_sites(proxy, {path for path, entry in plan.items() if entry.kind == OUTPUT})
+    sites = {site.path: site for site in sites_of(proxy) if site.operation.name != OUTPUT or site.path in plan}
     missing = sorted(set(plan) ^ set(sites))
     if missing:
         raise ProxyError(
@@ -113,7 +116,8 @@ def apply_factor(quantizer: OperandQuantizer, planned: OperandPlan) -> None:
 def switch_on(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     """Switch on the sites that the plan quantizes; the others stay float."""
     for site in sites_of(proxy):
-        site.active = plan[site.path].quantized
+        # A result that nothing followed in calibration is in no plan.
+        site.active = site.path in plan and plan[site.path].quantized
 
 
 def store_weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
@@ -341,6 +345,8 @@ def planned_weights(
 ) -> Iterator[tuple[Site, OperandQuantizer, OperandPlan]]:
     """Yield the weight operands that the plan quantizes."""
     for site in sites_of(proxy):
+        if site.path not in plan:
+            continue
         planned = {operand.name: operand for operand in plan[site.path].operands}
         for position, operand in enumerate(site.operation.operands):
             entry = planned.get(operand.name)

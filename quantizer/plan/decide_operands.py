@@ -13,6 +13,7 @@ from torch import nn
 from quantizer.calibrators import Calibrator
 from quantizer.numerics.held_scale import is_normal
 from quantizer.numerics.qtype import INT8
+from quantizer.numerics.qtype import UINT8
 from quantizer.numerics.qtype import QType
 from quantizer.observe.range_group import Migration
 from quantizer.observe.range_group import OperandRecord
@@ -27,6 +28,7 @@ from quantizer.plan.weight_scales import ScaledWeights
 from quantizer.plan.weight_scales import beyond
 from quantizer.plan.weight_scales import scale_of
 from quantizer.plan.weight_scales import with_range
+from quantizer.proxy.site import OUTPUT
 from quantizer.proxy.site import Site
 from quantizer.reasons import ReasonCode
 from quantizer.targets import TargetProfile
@@ -199,6 +201,8 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
     if wanted.activations is None or wanted.dynamic:
         return _without_scale(name, seen, group, wanted.activations, settings.profile)
     dtype = wanted.activations
+    if dtype == INT8 and wanted.rule is None and _is_rectified_output(group, settings.profile):
+        dtype = UINT8
     # The output of a softmax is at most 1, and attention in FP8 uses exactly that range.
     fixed = dtype.is_float and seen.softmax
     ranges = _ranges_of_calls(group, seen, dtype)
@@ -208,7 +212,9 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
     calls = _calls(seen.tensors or (), ranges, group, dtype, settings) if ranges else ()
     sqnr, clipped = _fit(ranges or [used], [call.amax for call in calls] or [float(amax)], judged_as(dtype))
     reason = None
-    if site.operation.kind == "residual_add" and settings.switches["residual_add"] == "auto":
+    # Between convolutions in integers a float operand would cost more than it saves.
+    guarded = site.operation.kind == "residual_add" and not settings.profile.quantizes_outputs
+    if guarded and settings.switches["residual_add"] == "auto":
         assert sqnr is not None
         if sqnr < RESIDUAL_SQNR_DB:
             reason = ReasonCode.SQNR.text(dtype=dtype.name, sqnr=f"{sqnr:.1f}", limit=f"{RESIDUAL_SQNR_DB:g}")
@@ -300,6 +306,15 @@ def _fit(ranges: list[RangeGroup], amax: list[float], judged: QType) -> tuple[fl
     sqnr = min(histogram.sqnr_db(end / judged.qmax, judged.name) for histogram, end in pairs)
     values = max(sum(histogram.total for histogram, _ in pairs), 1)
     return sqnr, sum(histogram.share_above(end) * (histogram.total / values) for histogram, end in pairs)
+
+
+def _is_rectified_output(group: RangeGroup, profile: TargetProfile) -> bool:
+    """Return whether a tensor without negative values is quantized as the result of a convolution.
+
+    With zero point 0 the codes are those behind the rectifier, which becomes part of the convolution.
+    """
+    outputs = (name for name in group.operands if name.endswith(f".{OUTPUT}.input"))
+    return profile.quantizes_outputs and group.calibrator.minimum >= 0 and any(True for _ in outputs)
 
 
 def _without_scale(

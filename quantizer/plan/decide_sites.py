@@ -27,8 +27,10 @@ from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import SitePlan
 from quantizer.plan.site_plan import summary
+from quantizer.plan.site_plan import without_orphans
 from quantizer.proxy.generated_classes import original_class
 from quantizer.proxy.recurrence.layer import RecurrentLayer
+from quantizer.proxy.site import OUTPUT
 from quantizer.proxy.site import Site
 from quantizer.reasons import ReasonCode
 from quantizer.reasons import RuleKind
@@ -58,6 +60,9 @@ def decide(
     for site in sites:
         host = proxy.get_submodule(site.host_path)
         record = observation.records[site.path]
+        if site.operation.name == OUTPUT and not record.operands:
+            # Nothing quantized it, or it is normalized first.
+            continue
         kind = record.kind or site.operation.kind
         wanted = _recurrent_format(host, settings.formats.of(site.path, kind), settings)
         reason, rule = _refusal(site, host, record, refused, settings, wanted, calibrated=observation.batches > 0)
@@ -89,13 +94,14 @@ def decide(
             rule=rule,
             multiply_adds=record.multiply_adds,
             reads=tuple(sorted(record.reads)),
+            follows=tuple(sorted(record.follows)) if settings.profile.quantizes_outputs else (),
             beyond_half=observation.regions.wide.get(site.host_path),
             operands=operands,
         )
     if indivisible:
         raise ConfigError(indivisible)
     plan = _whole_attention(_fused_attention(plan, observation, settings.profile), settings.profile)
-    plan = _tables_alone(_whole_recurrences(plan), settings)
+    plan = without_orphans(_tables_alone(_whole_recurrences(plan), settings))
     names = group_names(plan)
     return {
         path: replace(entry, operands=tuple(replace(o, group=names.get((path, o.name))) for o in entry.operands))
@@ -138,23 +144,29 @@ def _refusal(
         return next((why for why in reasons if ReasonCode.of(why) is ReasonCode.TRANSFORMED), reasons[0]), None
     if record.left is not None:
         return record.left, None
-    if kind not in settings.profile.site_kinds:
+    alone = settings.profile.quantizes_outputs and kind == "residual_add" and not record.follows
+    if kind not in settings.profile.site_kinds or alone:
         return ReasonCode.NO_GAIN.text(target=settings.profile.name), settings.profile.rule
     if isinstance(host, RecurrentLayer) and not host.is_cell:
         whole = settings.profile.recurrence_reason(host.kind, host.weights, projects=host.projects)
         whole = whole or _unfit_for_steps(wanted, settings)
         if whole is not None:
             return whole, settings.profile.rule
-    if wanted.dynamic and kind != "embedding":
+    if wanted.dynamic and kind not in ("embedding", "output"):
         without = settings.profile.dynamic_reason(kind, record.depth or 0)
         if without is not None:
             return without, settings.profile.rule
-    if kind not in ("residual_add", "embedding"):
+    if kind == "output" and (wanted.activations is None or wanted.dynamic):
+        return ReasonCode.NO_GAIN.text(target=settings.profile.name), settings.profile.rule
+    if kind not in ("residual_add", "embedding", "output"):
         # A dimension that varies with the data is not checked: it may be large in use.
         depth, width = (size or settings.profile.min_gemm_dim or 1 for size in (record.depth, record.width))
         too_small = settings.profile.gemm_reason(depth, width, record.rows or 0)
         if too_small is not None:
             return too_small, settings.profile.rule
+    missing = settings.profile.kernel_reason(site.operation.name)
+    if missing is not None and wanted.activations is not None:
+        return missing, settings.profile.rule
     wrong = _wrong_convolution(site, record, settings) if wanted.activations is not None else None
     return (None, None) if wrong is None else (wrong, settings.profile.rule)
 

@@ -32,7 +32,7 @@ from quantizer.proxy.kept_tensors import memory_of
 from quantizer.proxy.kept_tensors import reached_tensors
 from quantizer.proxy.model_sharing import Sharing
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.site import Site
+from quantizer.proxy.site import SourceCall
 
 __all__ = ["FrozenTries"]
 
@@ -160,7 +160,7 @@ def _left_alone(modules: list[nn.Module]) -> list[Any]:
     same: list[Any] = list(modules)
     for module in modules:
         for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-            of_ours = isinstance(module, Site | OperandQuantizer) and not isinstance(value, dict | set)
+            of_ours = isinstance(module, SourceCall | OperandQuantizer) and not isinstance(value, dict | set)
             if isinstance(value, Tensor | Sharing) or of_ours:
                 same.append(value)
     parameters = {memory_of(p) for module in modules for p in module._parameters.values() if p is not None} - {None}
@@ -169,7 +169,7 @@ def _left_alone(modules: list[nn.Module]) -> list[Any]:
 
 def _has_own_copy(module: nn.Module) -> bool:
     """Return whether a class says itself how its modules are copied, so that their attributes are not all."""
-    if isinstance(module, Site | OperandQuantizer):
+    if isinstance(module, SourceCall | OperandQuantizer):
         return False
     cls: Any = type(module)
     return hasattr(cls, "__deepcopy__") or cls.__getstate__ is not nn.Module.__getstate__

@@ -2,8 +2,9 @@
 
 A group has both operands of a product. Weighted products that read the same tensor (query, key, value) form one group,
 and so do the products of one attention (activation by activation, in one function of one module). Each operand of a
-residual add is its own group: the product before it stays as it is. A recurrent layer, with both its directions, is one
-group: its loop is one operator.
+residual add is its own group: the product before it stays as it is. The result of a convolution is in its group, with
+those of operations that the engine computes in integers along with it. A recurrent layer, with both its directions, is
+one group: its loop is one operator.
 """
 
 from __future__ import annotations
@@ -30,13 +31,25 @@ def group_names(plan: Mapping[str, SitePlan]) -> dict[tuple[str, str], str]:
     for path, site in plan.items():
         if site.kind == "residual_add":
             names.update({(path, operand.name): f"{path}.{operand.name}" for operand in site.operands})
-        elif site.quantized:
+        elif site.quantized and site.kind != "output":
             keys[_key(site)].append(path)
     for members in keys.values():
         name = _common_name(members)
         for path in members:
             names.update({(path, operand.name): name for operand in plan[path].operands})
+    for path, site in plan.items():
+        if site.kind == "output" and site.quantized:
+            of = _product(path, plan)
+            group = names.get((of, plan[of].operands[0].name), of) if plan[of].kind != "residual_add" else of
+            names.update({(path, operand.name): group for operand in site.operands})
     return names
+
+
+def _product(path: str, plan: Mapping[str, SitePlan]) -> str:
+    """Return the convolution, or the add, from which an output comes."""
+    while plan[path].kind == "output":
+        path = plan[path].follows[0]
+    return path
 
 
 def _key(site: SitePlan) -> str:

@@ -201,6 +201,9 @@ def _plain(
     sites = []
     for entry in plan.values():
         site: dict[str, Any] = {name: getattr(entry, name) for name in _SITE_FIELDS}
+        if not entry.follows:
+            # Without them files are as those of earlier versions.
+            del site["follows"]
         site["operands"] = [_fields(operand, long_groups) for operand in entry.operands]
         sites.append(site)
         if entry.bias_shift is not None:

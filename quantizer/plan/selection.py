@@ -23,6 +23,7 @@ from quantizer.operations.catalogue import Kind
 from quantizer.proxy.generated_classes import original_class
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
+from quantizer.proxy.site import SourceCall
 from quantizer.reasons import RuleKind
 
 __all__ = ["Selection", "by_kind", "matched", "matches", "exclusions"]
@@ -88,7 +89,7 @@ def matched(
     """Return the key and pattern that matched each site or operand; add patterns without a match to ``problems``."""
     found: dict[str, tuple[str, str]] = {}
     modules = {
-        path: module for path, module in proxy.named_modules() if not isinstance(module, Site | OperandQuantizer)
+        path: module for path, module in proxy.named_modules() if not isinstance(module, SourceCall | OperandQuantizer)
     }
     for wanted in rules.module_types:
         hosts = [path for path, module in modules.items() if _is_a(module, wanted)]
@@ -152,4 +153,5 @@ def _nothing(place: str, wanted: str, what: str, known: Iterable[str]) -> str:
 
 def by_kind(switches: Mapping[str, bool | str], kind: Kind) -> str | None:
     """Return the switch in ``sites:`` that turns a kind of site off; None if the kind is on."""
-    return RuleKind.SWITCH.text(key=kind, value="false") if switches[kind] is False else None
+    # The result of a convolution is rounded where that is.
+    return RuleKind.SWITCH.text(key=kind, value="false") if switches.get(kind) is False else None

@@ -30,6 +30,7 @@ __all__ = [
     "plan_digest",
     "with_fallback",
     "summary",
+    "without_orphans",
 ]
 
 _REMARKS = {"reason", "rule", "note", "bias_note", "smoothing", "rounding", "estimate", "sqnr_db", "clipped"}
@@ -198,6 +199,8 @@ class SitePlan:
             quantized site) or ``fallback``; None: the statistics of the operands decided, as ``reason`` says.
         reads: the paths of the parameters among its operands, quantized or not.
         beyond_half: the largest magnitude in its module if that is beyond float16 (None: it is not).
+        follows: the sites that must be quantized for this one to be: of the result of a convolution that one; of an
+            add, of which one must be, the results among its operands.
         bias_shift: float32 [C], added to the bias against the mean error of the output, or [N, C] with one for each of
             the calls that have ranges of their own (None: nothing is).
         bias_note: a text on ``bias_shift``, or on why there is none (None: it was not asked for).
@@ -217,6 +220,7 @@ class SitePlan:
     beyond_half: float | None = None
     bias_shift: Tensor | None = None
     bias_note: str | None = None
+    follows: tuple[str, ...] = ()
     operands: tuple[OperandPlan, ...] = ()
 
     @property
@@ -255,7 +259,29 @@ def with_fallback(plan: Plan, groups: Mapping[str, str]) -> Plan:
                 bias_shift=None,
                 bias_note=None,
             )
-    return result
+    return without_orphans(result)
+
+
+def without_orphans(plan: Plan) -> Plan:
+    """Return the plan with the results in float whose convolutions are, and with the adds of no quantized result."""
+    while True:
+        left = {path: entry for path, entry in plan.items() if entry.quantized and _is_orphan(entry, plan)}
+        if not left:
+            return plan
+        plan = {**plan, **{path: _orphaned(entry) for path, entry in left.items()}}
+
+
+def _is_orphan(entry: SitePlan, plan: Plan) -> bool:
+    known = [plan[path].quantized and all(o.quantized for o in plan[path].operands) for path in entry.follows]
+    if entry.kind == "output":
+        return not all(known)
+    return entry.kind == "residual_add" and bool(known) and not any(known)
+
+
+def _orphaned(entry: SitePlan) -> SitePlan:
+    why = ReasonCode.NOT_OF_CONVOLUTION.text()
+    operands = tuple(replace(operand, quantized=False, reason=operand.reason or why) for operand in entry.operands)
+    return replace(entry, quantized=False, reason=why, operands=operands)
 
 
 def _put_back(site: SitePlan, why: str) -> str:

@@ -30,8 +30,11 @@ from quantizer.proxy.kept_tensors import memory_of
 from quantizer.proxy.kept_tensors import reached_tensors
 from quantizer.proxy.model_sharing import share
 from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.place import Place
 from quantizer.proxy.recurrence.recurrence import add_recurrences
+from quantizer.proxy.site import OUTPUT
 from quantizer.proxy.site import Site
+from quantizer.proxy.site import SourceCall
 from quantizer.reasons import ReasonCode
 from quantizer.rewrite.find_sites import SiteSource
 from quantizer.rewrite.operator_patches import OperatorPatch
@@ -45,6 +48,7 @@ __all__ = [
     "instrument",
     "is_proxy",
     "own_copy",
+    "places_of",
     "quantizers_of",
     "sites_of",
     "skipped_sources",
@@ -96,7 +100,7 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
     if is_proxy(model):
         raise ProxyError("this is a proxy already; pass the float model that it was made from")
     for path, module in model.named_modules():
-        if is_proxy(module) or isinstance(module, Site):
+        if is_proxy(module) or isinstance(module, SourceCall):
             raise ProxyError(f"{path} belongs to a proxy already; put the float module there that it was made from")
     proxy = _copied(model, _shared_tensors(model))
     instrument(proxy)
@@ -179,6 +183,13 @@ def sites_of(proxy: nn.Module) -> Iterator[Site]:
             yield module
 
 
+def places_of(proxy: nn.Module) -> Iterator[Place]:
+    """Yield all places of a proxy, in the order of its modules."""
+    for module in proxy.modules():
+        if isinstance(module, Place):
+            yield module
+
+
 def quantizers_of(proxy: nn.Module) -> list[OperandQuantizer]:
     """Return the quantizers of all operands of a proxy, those of single calls too, in the order of its modules."""
     return [module for module in proxy.modules() if isinstance(module, OperandQuantizer)]
@@ -199,7 +210,7 @@ def skipped_sources(model: nn.Module) -> Iterator[UnrewrittenSource]:
         rewritten = REWRITER.rewrite(original_class(module), reachable)
         name = rewritten.original.__name__
         for source in rewritten.sites:
-            if source.reason is not None:
+            if source.reason is not None and not operation(source.operation).is_place:
                 yield UnrewrittenSource(
                     path=_join(path, source.name), host_type=name, source=source, reason=source.reason
                 )
@@ -252,15 +263,19 @@ def _shared_tensors(model: nn.Module) -> dict[int, Any]:
 
 def _attach(module: nn.Module, path: str, source: SiteSource) -> None:
     known = module._modules.get(source.attribute)
-    if isinstance(known, Site):
+    if isinstance(known, SourceCall):
         known.path = _join(path, source.name)
+        for inner in known.children():
+            if isinstance(inner, Site):
+                inner.path = f"{known.path}.{OUTPUT}"
         return
     if hasattr(module, source.attribute):
         raise ProxyError(
             f"{path or 'the model'} ({type(module).__name__}) has an attribute {source.attribute!r}, the name of a "
             f"site; rename it"
         )
-    site = Site(source, _join(path, source.name))
+    kind = Place if operation(source.operation).is_place else Site
+    site = kind(source, _join(path, source.name))
     site.train(module.training)
     module.add_module(source.attribute, site)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from quantizer.proxy.site import Site
+from quantizer.proxy.site import SourceCall
 from quantizer.rewrite.host_argument import as_written
 
 __all__ = ["container_views"]
@@ -26,7 +26,7 @@ __all__ = ["container_views"]
 def _own(container: nn.Module) -> dict[str, nn.Module]:
     """Return a container's children without the sites."""
     modules: dict[str, Any] = container._modules
-    return {name: module for name, module in modules.items() if not isinstance(module, Site)}
+    return {name: module for name, module in modules.items() if not isinstance(module, SourceCall)}
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from quantizer.common.structure import leaves
 from quantizer.proxy.call_numbers import add_calls
 from quantizer.proxy.call_numbers import calls_so_far
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.site import Site
+from quantizer.proxy.site import SourceCall
 
 __all__ = ["RecordedCall", "RecordedCalls"]
 
@@ -96,7 +96,7 @@ class RecordedCalls(ABC):
         return [
             module
             for module in self._proxy.modules()
-            if module is not self._proxy and not isinstance(module, Site | OperandQuantizer)
+            if module is not self._proxy and not isinstance(module, SourceCall | OperandQuantizer)
         ]
 
     def _instead(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

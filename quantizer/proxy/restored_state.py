@@ -25,7 +25,7 @@ from torch import nn
 
 from quantizer.common.own_inputs import given_copies
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.site import Site
+from quantizer.proxy.site import SourceCall
 
 __all__ = ["Held", "unmoved", "untouched"]
 
@@ -98,7 +98,7 @@ class Held:
 
     def __init__(self, model: nn.Module) -> None:
         # Not the sites: the caller of a pass sets their state.
-        own = [module for module in model.modules() if not isinstance(module, Site | OperandQuantizer)]
+        own = [module for module in model.modules() if not isinstance(module, SourceCall | OperandQuantizer)]
         self._held = [(holder, _held(holder)) for module in own for holder in (module._buffers, vars(module))]
 
     def put_back(self) -> None:

@@ -26,7 +26,10 @@ from quantizer.proxy.split_attention import attention
 from quantizer.proxy.split_attention import observed_probabilities
 from quantizer.rewrite.find_sites import SiteSource
 
-__all__ = ["CallOverride", "Observer", "Site", "move_beside_parameters"]
+__all__ = ["OUTPUT", "CallOverride", "Observer", "Site", "SourceCall", "move_beside_parameters"]
+
+OUTPUT = "output"
+"""The operation of a site for the result of another call, and the name of that site in it."""
 
 
 class Observer(Protocol):
@@ -53,25 +56,64 @@ def _call_method(name: str, value: Any, /, *args: Any, **keywords: Any) -> Any:
     return getattr(value, name)(*args, **keywords)
 
 
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
 _MAX_NORM = 3
 """The place of ``max_norm`` among the arguments of a lookup."""
 
 _FORMS: dict[tuple[str, str], Callable[..., Any]] = {
     ("operator", "matmul"): operator.matmul,
     ("operator", "add"): operator.add,
+    ("operator", "mul"): operator.mul,
     ("inplace", "matmul"): operator.imatmul,
     ("inplace", "add"): operator.iadd,
+    ("inplace", "mul"): operator.imul,
 }
 
 
-class Site(nn.Module):
+class SourceCall(nn.Module):
+    """The module that the rewritten source calls in place of an operation; it is no part of the user's model.
+
+    Attributes:
+        source: the operation's place in the source.
+        path: its name: the path of the host module and the name in the source.
+    """
+
+    def __init__(self, source: SiteSource, path: str) -> None:
+        super().__init__()
+        self.source = source
+        self.path = path
+        self._implied = None if source.form == "call" else _implied(source, self.operation)
+
+    @property
+    def host_path(self) -> str:
+        """The path of the module whose code makes the call; empty for the root."""
+        return self.path.removesuffix(self.source.name).rstrip(".")
+
+    @property
+    def operation(self) -> Operation:
+        """The operation's entry in the catalogue."""
+        return operation(self.source.operation)
+
+    def _function_of(self, args: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Any]]:
+        """Return the function of a call of this module, and the arguments for it."""
+        if self._implied is not None:
+            return self._implied, list(args)
+        function, *rest = args
+        return function, rest
+
+    def extra_repr(self) -> str:
+        return f"{self.source.operation}, line {self.source.line}"
+
+
+class Site(SourceCall):
     """The module that the rewritten source calls in place of an operation, and that calls the operation.
 
     While nothing is switched on, it only calls the original with the original arguments.
 
     Attributes:
-        source: the operation's place in the source.
-        path: the site's name: the path of the host module and the name in the source.
         observer: receives each call (None: no observer).
         judge: makes each call instead of the site (None: the site does).
         active: whether at least one operand is rounded.
@@ -83,9 +125,7 @@ class Site(nn.Module):
     """
 
     def __init__(self, source: SiteSource, path: str) -> None:
-        super().__init__()
-        self.source = source
-        self.path = path
+        super().__init__(source, path)
         self.observer: Observer | None = None
         self.judge: CallOverride | None = None
         self.active = False
@@ -99,19 +139,8 @@ class Site(nn.Module):
         # An operand without an argument is computed inside: to round it, the call is split into its products.
         self._fused = any(operand.index is None for operand in entry.operands)
         self._in_graphs = in_graphs(entry)
-        self._implied = None if source.form == "call" else _implied(source, entry)
         self.register_buffer("bias_shift", None)
         self.bias_shift: Tensor | None
-
-    @property
-    def host_path(self) -> str:
-        """The path of the module whose code makes the call; empty for the root."""
-        return self.path.removesuffix(self.source.name).rstrip(".")
-
-    @property
-    def operation(self) -> Operation:
-        """The operation's entry in the catalogue."""
-        return operation(self.source.operation)
 
     def quantizer(self, index: int) -> OperandQuantizer:
         """Return the quantizer of one operand."""
@@ -154,10 +183,22 @@ class Site(nn.Module):
         return args[operand.index] if operand.index < len(args) else keywords.get(operand.keyword or "")
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        if self._implied is None:
-            function, *rest = args
-        else:
-            function, rest = self._implied, list(args)
+        result = self._call(*args, **keywords)
+        output = self._modules.get(OUTPUT)
+        if output is None:
+            return result
+        assert isinstance(output, Site)
+        rounded = output.of_result(result)
+        if rounded is result or not self.source.in_place:
+            return rounded
+        return result.copy_(rounded)
+
+    def of_result(self, result: Any) -> Any:
+        """Return the result of another call, rounded by this site if it is on."""
+        return self._call(_same, result) if isinstance(result, Tensor) else result
+
+    def _call(self, *args: Any, **keywords: Any) -> Any:
+        function, rest = self._function_of(args)
         if self._in_graphs is not None and torch.compiler.is_compiling():
             function = self._in_graphs
         if self.counts_calls or self.judge is not None:
@@ -261,9 +302,6 @@ class Site(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without observer and override: copies and pickles have none."""
         return {**super().__getstate__(), "observer": None, "judge": None}  # type: ignore[no-untyped-call]
-
-    def extra_repr(self) -> str:
-        return f"{self.source.operation}, line {self.source.line}"
 
 
 def _place(operand: Operand, args: Any, keywords: Any) -> tuple[Any, Any] | None:

@@ -38,7 +38,7 @@ from quantizer.rewrite.text_edits import find_symbol
 
 __all__ = ["Form", "FunctionSource", "SiteSource", "find_functions"]
 
-_SYMBOLS = {"MatMult": b"@", "Add": b"+"}
+_SYMBOLS = {"MatMult": b"@", "Add": b"+", "Mult": b"*"}
 _CHILDREN = frozenset({"children", "named_children", "modules", "named_modules"})  # loop over a module's children
 
 
@@ -293,7 +293,7 @@ class _Finder(ast.NodeVisitor):
         data = self.index.data
         dot = find_symbol(data, b".", self.index.end(func.value), self.index.end(func))
         opening = find_symbol(data, b"(", self.index.end(func), self.index.end(node))
-        if dot is None or opening is None or not (node.args or node.keywords):
+        if dot is None or opening is None or not (node.args or node.keywords or entry.is_place):
             return
         between = data[dot : opening + 1]
         if b"\n" in between or b"#" in between:

@@ -21,6 +21,7 @@ from typing import Any
 from typing import TypeGuard
 
 from quantizer.errors import SourceError
+from quantizer.operations.catalogue import operation
 from quantizer.reasons import ReasonCode
 from quantizer.rewrite.decorators import clone_chain
 from quantizer.rewrite.decorators import copied_registry
@@ -128,7 +129,9 @@ class Rebuilder:
     def holds_sites(self, value: Any) -> bool:
         """Return whether a value is a function, or a ``functools.partial`` of one, that holds or reaches sites."""
         value = value.func if isinstance(value, functools.partial) else value
-        return _may_be_rewritten(value) and any(site.edits for site in self.rebuild(value).sites)
+        return _may_be_rewritten(value) and any(
+            site.edits and not operation(site.operation).is_place for site in self.rebuild(value).sites
+        )
 
     def _needs_host(
         self, function: types.FunctionType, name: str | None, host_targets: HostTargets, seen: set[int]

@@ -25,6 +25,7 @@ __all__ = [
     "Recurrences",
     "SiteKind",
     "TargetProfile",
+    "TRANSPOSED",
     "WrongConvolutions",
 ]
 
@@ -34,8 +35,10 @@ _LARGE_TABLE = 2**18
 _OF_NO_PLAN = {"name", "graph_rules", "triton", "library", "packages", "file_magic", "file_domains"}
 _OF_NO_PLAN |= {"auto_rank", "ahead_of_time", "exact_variant", "weight_dtypes", "dynamic", "recurrences"}
 
+TRANSPOSED = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
+
 FloatDtype = Literal["float16", "bfloat16", "float32"]
-SiteKind = Literal["linear", "conv", "matmul", "residual_add", "embedding"]
+SiteKind = Literal["linear", "conv", "matmul", "residual_add", "embedding", "output"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +119,7 @@ class TargetProfile:
         weight_qmax: the largest code of an INT8 weight; None: that of the format.
         min_gemm_dim: a product of [M, K] and [K, N] stays float if K or N is smaller; None: no limit.
         float_vectors: a product stays float if M is 1 for every batch size.
+        float_convolutions: the names of operations (``conv_transpose2d``) for which it has no integer kernel.
         wrong_convolutions: the convolutions that stay float, since their results would be wrong; None: there are none.
         one_sided_adds: a residual add may be quantized on the side of its product only; the engine then reads the other
             operand as float.
@@ -165,6 +169,7 @@ class TargetProfile:
     weight_qmax: int | None = None
     min_gemm_dim: int | None = None
     float_vectors: bool = False
+    float_convolutions: frozenset[str] = frozenset()
     wrong_convolutions: WrongConvolutions | None = None
     one_sided_adds: bool = True
     attention: Mapping[str, AttentionLimits] = field(default_factory=dict)
@@ -191,6 +196,11 @@ class TargetProfile:
     auto_rank: int = 0
     exact_variant: str | None = None
     triton: TritonServer | None = None
+
+    @property
+    def quantizes_outputs(self) -> bool:
+        """True if it runs a convolution in integers only where its result is quantized."""
+        return "output" in self.site_kinds
 
     @property
     def reads_dynamic(self) -> bool:
@@ -232,6 +242,14 @@ class TargetProfile:
             return None
         axis, size = ("K", k) if k < self.min_gemm_dim else ("N", n)
         return ReasonCode.SMALL_PRODUCT.text(axis=axis, size=size, least=self.min_gemm_dim, target=self.name)
+
+    def kernel_reason(self, operation: str) -> str | None:
+        """Return why an operation of the catalogue stays float on this target; None if it has a kernel for it."""
+        return (
+            ReasonCode.NO_KERNEL.text(target=self.name, operation=operation)
+            if operation in self.float_convolutions
+            else None
+        )
 
     def convolution_reason(self, channels: int, width: int) -> str | None:
         """Return why a convolution stays float on this target; None if it may be quantized.

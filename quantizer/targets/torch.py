@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quantizer.targets.base import TRANSPOSED
 from quantizer.targets.base import TargetProfile
 from quantizer.targets.graph_rules import ALWAYS
 from quantizer.targets.graph_rules import GraphRules
@@ -22,6 +23,8 @@ TORCH = profiles.add("torch")(
         # torch has no integer kernel on a CPU for a product of two activations; the residual add is part of the
         # product before it, in float, at no cost.
         site_kinds=frozenset({"linear", "conv", "embedding"}),
+        # oneDNN's kernel of torch takes one or two axes.
+        float_convolutions=TRANSPOSED | {"conv3d"},
         # Its lookup reads rows of codes: MiniLM's engine is 25 MiB, not 56.
         row_codes=True,
         graph_rules=GraphRules(

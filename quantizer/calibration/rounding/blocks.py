@@ -13,6 +13,7 @@ from torch import nn
 
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
+from quantizer.proxy.site import SourceCall
 
 __all__ = ["Block", "blocks_of"]
 
@@ -35,7 +36,7 @@ def blocks_of(model: nn.Module, sites: Collection[Site]) -> list[Block]:
             yield path, module, inside(module)
             return
         for name, child in module.named_children():
-            if not isinstance(child, Site) and inside(child):
+            if not isinstance(child, SourceCall) and inside(child):
                 yield from parts(f"{path}.{name}" if path else name, child)
 
     return list(parts("", model)) if wanted else []
@@ -51,4 +52,4 @@ def _lists_blocks(container: nn.Module) -> bool:
 
 
 def _has_modules(module: nn.Module) -> bool:
-    return any(not isinstance(child, Site | OperandQuantizer) for child in module.children())
+    return any(not isinstance(child, SourceCall | OperandQuantizer) for child in module.children())

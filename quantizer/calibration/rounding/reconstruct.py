@@ -143,7 +143,7 @@ def _use(amax: float | None, group: RangeGroup, quantizers: Sequence[OperandQuan
 def _readers(proxy: Proxied, observation: Seen, plan: Plan) -> Mapping[RangeGroup, list[OperandQuantizer]]:
     """Return the quantizers of activations by range, without those formats whose range is not one number to learn."""
     found: dict[RangeGroup, list[OperandQuantizer]] = defaultdict(list)
-    for site in proxy.sites:
+    for site in proxy.planned(plan):
         for operand in plan[site.path].operands:
             kind, group = qtype(operand.dtype), observation.records[site.path].operands[operand.name].range
             # The steps of FP8 are relative to the value, so that its range costs little.
@@ -225,7 +225,7 @@ def _mean(run: Callable[..., Any], calls: Sequence[BlockCall]) -> float:
 def _weights(proxy: Proxied, plan: Plan) -> Iterator[tuple[Site, OperandPlan]]:
     """Yield the sites whose weights have a choice of codes, and those weights."""
     stored = stored_weights(plan)
-    for site in proxy.sites:
+    for site in proxy.planned(plan):
         for weight in plan[site.path].operands:
             # What an embedding looks up is multiplied by nothing: nearest is best.
             weighted = weight.quantized and weight.role == "weight" and plan[site.path].kind != "embedding"

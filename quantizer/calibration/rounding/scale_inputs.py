@@ -111,7 +111,7 @@ def _plain(why: str) -> RoundedWeight:
 def _units(proxy: Proxied, observation: Seen, plan: Plan) -> Iterator[list[_Linear]]:
     """Yield the linears that read one tensor; record why other weights are rounded without factors."""
     units: Mapping[RangeGroup, list[_Linear]] = defaultdict(list)
-    for site in proxy.sites:
+    for site in proxy.planned(plan):
         entry, records = plan[site.path], observation.records[site.path].operands
         weight = next((o for o in entry.operands if o.quantized and o.role == "weight"), None)
         if weight is None or entry.kind == "embedding":

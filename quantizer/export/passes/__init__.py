@@ -20,6 +20,7 @@ from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
 from quantizer.export.passes.per_target.bytes_first import BytesFirst
 from quantizer.export.passes.per_target.kept_axes import KeptAxes
+from quantizer.export.passes.per_target.moves_of_codes import MovesOfCodes
 from quantizer.export.passes.per_target.rows_of_codes import RowsOfCodes
 from quantizer.export.passes.per_target.unfused_products import UnfusedProducts
 from quantizer.export.passes.per_target.unfused_reductions import FactorsBeforeReductions
@@ -27,6 +28,8 @@ from quantizer.export.passes.per_target.unfused_reductions import UnfusedReducti
 from quantizer.export.passes.per_target.unshared_products import BiasesApart
 from quantizer.export.passes.per_target.unshared_products import UnsharedProducts
 from quantizer.export.passes.per_target.unsigned_activations import UnsignedActivations
+from quantizer.export.passes.quantize_once import QuantizeOnce
+from quantizer.export.passes.rectify_before_quantize import RectifyBeforeQuantize
 from quantizer.export.passes.scale_before_quantize import ScaleBeforeQuantize
 from quantizer.export.passes.share_quantizers import ShareQuantizers
 from quantizer.export.passes.store_weights import StoreWeights
@@ -66,6 +69,8 @@ PASSES: tuple[GraphPass, ...] = (
     LayoutBeforeQuantize(),
     ScaleBeforeQuantize(),
     FoldChannelFactors(),
+    RectifyBeforeQuantize(),
+    QuantizeOnce(),
     ShareQuantizers(),
     ClampMasks(),
     DropUnreadNodes(),
@@ -100,6 +105,8 @@ def passes(target: TargetProfile | None = None, dtype: str = "float32") -> tuple
         asked += [BiasesApart(), UnsharedProducts()]
     if target is not None and target.kept_axes:
         asked.append(KeptAxes())
+    if target is not None and target.quantizes_outputs:
+        asked.append(MovesOfCodes())
     if target is not None and target.row_codes:
         asked.append(RowsOfCodes())
     return types, *PASSES, *asked, *(graph_passes[name] for name in graph_passes), NameNodes()

@@ -11,7 +11,7 @@ from typing import Any
 
 from quantizer.export.passes.base import take_out
 
-__all__ = ["ShareQuantizers"]
+__all__ = ["ShareQuantizers", "content"]
 
 _KINDS = ("QuantizeLinear", "DynamicQuantizeLinear", "DequantizeLinear")
 
@@ -46,7 +46,7 @@ def _alike(model: Any, kind: str) -> list[tuple[Any, Any]]:
         if node.op_type != kind or node.outputs[0].is_graph_output():
             continue
         attributes = tuple(sorted((name, str(value.value)) for name, value in node.attributes.items()))
-        key = (id(node.inputs[0]), *map(_content, node.inputs[1:]), attributes)
+        key = (id(node.inputs[0]), *map(content, node.inputs[1:]), attributes)
         if key in first:
             found.append((first[key], node))
         else:
@@ -54,7 +54,7 @@ def _alike(model: Any, kind: str) -> list[tuple[Any, Any]]:
     return found
 
 
-def _content(value: Any) -> Hashable:
+def content(value: Any) -> Hashable:
     """Return the key by which two scales or zero points are equal: their constant, else the value itself."""
     constant = None if value is None else value.const_value
     if constant is None:

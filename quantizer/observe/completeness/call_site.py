@@ -18,6 +18,7 @@ from quantizer.observe.completeness.called_object import called
 from quantizer.operations.catalogue import OPERATORS
 from quantizer.operations.catalogue import Operation
 from quantizer.proxy.generated_classes import REWRITER
+from quantizer.proxy.place import Place
 from quantizer.rewrite.live_names import LIVE
 
 __all__ = ["Caller", "callers", "innermost_frame"]
@@ -82,6 +83,10 @@ def callers(frame: types.FrameType | None) -> Iterator[Caller]:
     originals = {file.path: file for file in files.values()}
     while (frame := innermost_frame(frame)) is not None:
         code = frame.f_code
+        if _module(frame) == _RUNS_A_MODULE[1] and isinstance(frame.f_locals.get("self"), Place):
+            # It stands for a call in the text of the module around it.
+            frame = frame.f_back
+            continue
         if (code.co_name, _module(frame)) == _RUNS_A_MODULE:
             return
         rewritten = code.co_filename in files

@@ -35,6 +35,7 @@ from quantizer.operations.aten_products import PRODUCTS
 from quantizer.operations.aten_products import RECURRENT_KERNELS
 from quantizer.proxy.build import UnrewrittenSource
 from quantizer.proxy.site import Site
+from quantizer.proxy.site import SourceCall
 
 __all__ = ["CountedProduct", "Explanations", "ProductCounter", "Reason"]
 
@@ -198,7 +199,7 @@ class ProductCounter:
             self._frames = tuple(
                 (self._paths[id(module)], number)
                 for module, number in running
-                if id(module) in self._paths and not isinstance(module, Site)
+                if id(module) in self._paths and not isinstance(module, SourceCall)
             )
         return self._frames
 
