@@ -82,19 +82,22 @@ def _with_channels(config: QuantizerConfig) -> tuple[str, ...]:
     return ("linear",) if config.weights.rounding == "awq" else ()
 
 
-def sees_the_same(first: QuantizerConfig, second: QuantizerConfig) -> bool:
+def sees_the_same(first: QuantizerConfig, second: QuantizerConfig, *, convolves: bool = True) -> bool:
     """Return whether calibration sees the same with both configurations, so that its statistics serve either.
+
+    ``convolves``: whether the model may have convolutions, whose results are observed for some targets.
 
     The percentile of a range is taken from them later, and so is what the target of a backend wants.
     """
-    return _seen_with(first) == _seen_with(second)
+    results = not convolves or first.target.quantizes_outputs == second.target.quantizes_outputs
+    return results and _seen_with(first) == _seen_with(second)
 
 
 def _seen_with(config: QuantizerConfig) -> tuple[object, ...]:
     calibrator = calibrator_of(config, histogram=False)
     off = [kind for kind, switch in config.sites.model_dump().items() if switch is False]
     kept = (type(calibrator), calibrator.histogram is None, _kept(config), _with_channels(config))
-    return (config.target.quantizes_outputs, off, config.include, config.exclude, config.activations.all_experts, *kept)
+    return (off, config.include, config.exclude, config.activations.all_experts, *kept)
 
 
 def replays_batches(config: QuantizerConfig) -> bool:

@@ -230,7 +230,8 @@ class Pass:
         for value in values:
             self._outputs.read(value)
         # The result that comes next is that of this call.
-        self._made_of[threading.get_ident()] = {site.path}
+        begins = site.operation.kind == "conv" or (site.operation.kind == "residual_add" and followed)
+        self._made_of[threading.get_ident()] = {site.path} if begins else None
         self._calls[threading.get_ident()] = None
         record.calls += 1
         weights, lost = self._operands.weights(site, values)

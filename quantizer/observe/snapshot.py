@@ -74,7 +74,7 @@ def snapshot(seen: Seen) -> bytes:
         "only_zeros": seen.only_zeros,
         # Of inputs of one size there is nothing to know.
         **({"inputs": seen.inputs} if len(seen.inputs) > 1 else {}),
-        "sites": {path: _plain_site(record, places) for path, record in seen.records.items()},
+        "sites": {path: _plain_site(record, places) for path, record in seen.records.items() if _is_told(path, record)},
         "groups": [_plain_group(group, rows) for group in groups],
         "regions": seen.regions.plain(),
         "read_outside": seen.read_outside,
@@ -186,6 +186,11 @@ def _require_model(document: SeenDocument, paths: Collection[str], parameters: M
                     f"what was observed belongs to another model: the weight {weight.path!r} of {path}.{name} is not "
                     "there, or is smaller; calibrate this model afresh, with calib(model)"
                 )
+
+
+def _is_told(path: str, record: SiteStatistics) -> bool:
+    """Return whether a site is in a snapshot: of the sites of results those that were followed."""
+    return bool(record.operands) or not path.endswith(f".{OUTPUT}")
 
 
 def _plain_site(record: SiteStatistics, places: Mapping[RangeGroup, int]) -> dict[str, Any]:

@@ -133,6 +133,9 @@ class Seen:
         self.bias_shifts = other.bias_shifts
         migrated: dict[RangeGroup, RangeGroup] = {}
         for path, site in other.records.items():
+            if path not in self.records:
+                # A result that nothing followed, of a target that follows some.
+                continue
             self.records[path].left = site.left
             for name, record in site.operands.items():
                 mine = self.records[path].operands[name]

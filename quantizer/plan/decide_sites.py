@@ -144,8 +144,8 @@ def _refusal(
         return next((why for why in reasons if ReasonCode.of(why) is ReasonCode.TRANSFORMED), reasons[0]), None
     if record.left is not None:
         return record.left, None
-    alone = settings.profile.quantizes_outputs and kind == "residual_add" and not record.follows
-    if kind not in settings.profile.site_kinds or alone:
+    behind = settings.profile.quantizes_outputs and (kind == "output" or (kind == "residual_add" and record.follows))
+    if kind not in settings.profile.site_kinds and not behind:
         return ReasonCode.NO_GAIN.text(target=settings.profile.name), settings.profile.rule
     if isinstance(host, RecurrentLayer) and not host.is_cell:
         whole = settings.profile.recurrence_reason(host.kind, host.weights, projects=host.projects)

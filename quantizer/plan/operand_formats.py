@@ -95,4 +95,8 @@ def formats_for(
     problems += impossible(default, [rule.format for rule in rules], target)
     if problems:
         raise ConfigError(problems)
-    return Formats(default, found, target.zero_points if zero_point else frozenset())
+    asymmetric: Set[Kind] = target.zero_points if zero_point else frozenset()
+    if target.quantizes_outputs and "conv" in asymmetric:
+        # What is between convolutions has their formats.
+        asymmetric = {*asymmetric, "output", "residual_add"}
+    return Formats(default, found, asymmetric)

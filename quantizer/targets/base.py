@@ -34,11 +34,13 @@ _LARGE_TABLE = 2**18
 
 _OF_NO_PLAN = {"name", "graph_rules", "triton", "library", "packages", "file_magic", "file_domains"}
 _OF_NO_PLAN |= {"auto_rank", "ahead_of_time", "exact_variant", "weight_dtypes", "dynamic", "recurrences"}
+# A plan without any choice shows what they do.
+_OF_NO_PLAN |= {"float_convolutions", "quantizes_outputs"}
 
 TRANSPOSED = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
 
 FloatDtype = Literal["float16", "bfloat16", "float32"]
-SiteKind = Literal["linear", "conv", "matmul", "residual_add", "embedding", "output"]
+SiteKind = Literal["linear", "conv", "matmul", "residual_add", "embedding"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,8 @@ class TargetProfile:
         float_vectors: a product stays float if M is 1 for every batch size.
         float_convolutions: the names of operations (``conv_transpose2d``) for which it has no integer kernel.
         wrong_convolutions: the convolutions that stay float, since their results would be wrong; None: there are none.
+        quantizes_outputs: whether it runs a convolution in integers only where its result is quantized, and the adds
+            and other operators behind it where all their operands are.
         one_sided_adds: a residual add may be quantized on the side of its product only; the engine then reads the other
             operand as float.
         attention: the sizes with which attention is fused, by format; formats without an entry have no limit.
@@ -171,6 +175,7 @@ class TargetProfile:
     float_vectors: bool = False
     float_convolutions: frozenset[str] = frozenset()
     wrong_convolutions: WrongConvolutions | None = None
+    quantizes_outputs: bool = False
     one_sided_adds: bool = True
     attention: Mapping[str, AttentionLimits] = field(default_factory=dict)
     capabilities: frozenset[int] = frozenset()
@@ -196,11 +201,6 @@ class TargetProfile:
     auto_rank: int = 0
     exact_variant: str | None = None
     triton: TritonServer | None = None
-
-    @property
-    def quantizes_outputs(self) -> bool:
-        """True if it runs a convolution in integers only where its result is quantized."""
-        return "output" in self.site_kinds
 
     @property
     def reads_dynamic(self) -> bool:

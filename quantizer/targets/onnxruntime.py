@@ -21,7 +21,7 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
         float_dtype="float32",
         # Its fused integer kernels need U8 activations; with S8 half of the products stay float after DequantizeLinear.
         unsigned_activations="all",
-        zero_points=frozenset({"linear", "conv", "output", "residual_add"}),
+        zero_points=frozenset({"linear", "conv"}),
         # It computes the DQ of a whole table at each run: MiniLM takes 14.5 ms at 1 x 128, and 8.0 with the rows alone.
         row_codes=True,
         # DynamicQuantizeMatMul and MatMulIntegerToFloat. What it has for convolutions gains nothing.
@@ -31,9 +31,10 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
         recurrences=Recurrences(kinds=frozenset({"lstm"}), at_run_time=True, weights=2**15),
         activation_dtypes=frozenset({"int8", "uint8"}),
         weight_dtypes=frozenset({"int8", "int4"}),
-        # Quantized attention matmuls gained no speed. It has QLinearConv only for a convolution between DQ and Q, and
-        # its operators between convolutions take integers (adds, too) only if all their operands are.
-        site_kinds=frozenset({"linear", "conv", "embedding", "output", "residual_add"}),
+        # Quantized attention matmuls and adds gained no speed, apart from adds between convolutions.
+        site_kinds=frozenset({"linear", "conv", "embedding"}),
+        # It has QLinearConv only for a convolution between DQ and Q.
+        quantizes_outputs=True,
         float_convolutions=TRANSPOSED,
         graph_rules=GraphRules(
             severities={**ALWAYS, "gemm-bias": "warning", "signedness": "warning"},

@@ -60,7 +60,10 @@ class Calibrations:
             if known.config == config:
                 return known
         new = Quantizer(config)
-        like = next((known for known in self._known if sees_the_same(known.config, config)), None)
+        # The weight of a convolution has three axes or more.
+        convolves = any(parameter.dim() > 2 for parameter in model.parameters())
+        alike = (known for known in self._known if sees_the_same(known.config, config, convolves=convolves))
+        like = next(alike, None)
         if like is None:
             new.calibrate(model, batches)
         else:
