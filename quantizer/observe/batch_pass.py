@@ -200,6 +200,9 @@ class Pass:
         """Follow the result of a call to its readers, if it is one of an operation that computes in integers."""
         followed = self._made_of.pop(threading.get_ident(), None)
         record.calls += 1
+        if ".interpolate_" in site.path and self._outputs.site_of(value) is not None:
+            # Repeated values have the codes of those that are repeated.
+            followed = None
         if followed is None or not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
             if ReasonCode.NOT_OF_CONVOLUTION.text() not in record.reasons:
                 record.reasons.append(ReasonCode.NOT_OF_CONVOLUTION.text())

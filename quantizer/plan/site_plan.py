@@ -272,7 +272,8 @@ def without_orphans(plan: Plan) -> Plan:
 
 
 def _is_orphan(entry: SitePlan, plan: Plan) -> bool:
-    known = [plan[path].quantized and all(o.quantized for o in plan[path].operands) for path in entry.follows]
+    followed = [plan.get(path) for path in entry.follows]
+    known = [made is not None and made.quantized and all(o.quantized for o in made.operands) for made in followed]
     if entry.kind == "output":
         return not all(known)
     return entry.kind == "residual_add" and bool(known) and not any(known)

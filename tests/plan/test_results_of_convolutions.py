@@ -1,0 +1,94 @@
+"""Results of convolutions are quantized where the target runs a convolution in integers only between DQ and Q."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.plan.site_plan import with_fallback
+
+onnxruntime = pytest.importorskip("onnxruntime")
+
+
+class _Net(nn.Module):
+    """A residual block with normalizations, in place, and a branch with SiLU, squeeze-and-excitation and a cat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv0, self.bn0 = nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16)
+        self.conv1, self.bn1 = nn.Conv2d(16, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16)
+        self.conv2, self.conv3 = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1)
+        self.gate, self.last = nn.Conv2d(16, 16, 1), nn.Conv2d(32, 8, 1)
+        self.relu, self.silu, self.pool = nn.ReLU(inplace=True), nn.SiLU(inplace=True), nn.MaxPool2d(2)
+        self.up = nn.Upsample(scale_factor=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(self.relu(self.bn0(self.conv0(x))))
+        y = self.bn1(self.conv1(x))
+        y += x
+        y = self.silu(self.conv2(self.relu(y)))
+        y = y * torch.sigmoid(self.gate(y))
+        return self.last(torch.cat([self.up(y), self.up(self.conv3(x))], 1))
+
+
+@pytest.fixture(scope="module")
+def calibrated() -> tuple[nn.Module, Quantizer, list[Tensor]]:
+    torch.manual_seed(0)
+    model, data = _Net(), [torch.randn(4, 3, 16, 16) for _ in range(4)]
+    with torch.no_grad():
+        for batch in data:
+            model(batch)
+    q = Quantizer(backend="onnxruntime", preset="plain")
+    q.calibrate(model.eval(), data, progress=False)
+    return model, q, data
+
+
+def test_every_convolution_runs_in_integers_as_the_proxy_rounds(
+    calibrated: tuple[nn.Module, Quantizer, list[Tensor]], tmp_path: Path
+) -> None:
+    model, q, data = calibrated
+    frozen = q.quantize(model)
+    file = q.export(frozen, tmp_path / "model.onnx", data[0])
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.optimized_model_filepath = 3, str(tmp_path / "optimized.onnx")
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: data[0].numpy()})
+    expected = frozen(data[0]).detach()
+    error = (torch.from_numpy(found) - expected).square().sum() / expected.square().sum()
+    assert float(error) < 1e-4
+    onnx = pytest.importorskip("onnx")
+    kinds = Counter(node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node)
+    assert kinds["QLinearConv"] == 6
+    assert kinds["QLinearAdd"] == kinds["QLinearConcat"] == 1
+    assert kinds["QLinearMul"] == kinds["QLinearSigmoid"] == 2
+    assert not {"Conv", "FusedConv", "Add", "Relu", "Concat", "Mul"} & set(kinds)
+
+
+def test_a_result_goes_back_with_its_convolution(calibrated: tuple[nn.Module, Quantizer, list[Tensor]]) -> None:
+    _, q, _ = calibrated
+    plan = q.plan
+    (conv,) = (
+        path for path in plan if path.startswith("conv2.") and plan[path].quantized and plan[path].kind == "conv"
+    )
+    (group,) = {operand.group for operand in plan[conv].operands}
+    left = with_fallback(plan, {str(group): "asked for"})
+    assert plan[f"{conv}.output"].quantized
+    assert not left[conv].quantized
+    assert not left[f"{conv}.output"].quantized
+    assert not any(entry.quantized for path, entry in left.items() if path.startswith("silu."))
+
+
+def test_a_saved_plan_and_other_targets(calibrated: tuple[nn.Module, Quantizer, list[Tensor]], tmp_path: Path) -> None:
+    model, q, data = calibrated
+    q.save(tmp_path / "saved")
+    again = Quantizer.load(tmp_path / "saved")
+    assert torch.equal(again.quantize(model)(data[0]), q.quantize(model)(data[0]))
+    other = q.for_backend("openvino")
+    assert {entry.kind for entry in other.plan.values()} <= {"conv", "residual_add"}
+    assert any(entry.quantized for entry in other.plan.values())
