@@ -2,10 +2,10 @@
 
     python benchmarks/onnxruntime_convolutions.py [NET...] [--preset PRESET] [--rounds N]
 
-The engine is that of ``Quantizer(backend="onnxruntime")`` as it is by default; ``quantize_static`` makes a Q/DQ file
-with scales for each channel of a weight, UINT8 activations and INT8 weights, calibrated on the same batches. SQNR is that of
-the output, to PyTorch's in float, on batches that calibrated nothing. The time is that of one batch; each ratio is the
-median over rounds of the ratio within a round.
+The engine is that of ``Quantizer(backend="onnxruntime")`` as it is by default. ``quantize_static`` makes a Q/DQ file
+with scales for each channel of a weight, UINT8 activations and INT8 weights, calibrated on the same batches. SQNR is
+that of the output, to PyTorch's in float, on batches that calibrated nothing. The time is that of one batch; each ratio
+is the median over rounds of the ratio within a round.
 """
 
 from __future__ import annotations

@@ -219,7 +219,10 @@ class Pass:
         modes = [_python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
         try:
             with self._lock:
-                self._observe(site, site.operation.operands[0].name, value, seen)
+                self._observe(site, site.operation.operands[0].name, value, seen, 0)
+                assert seen.group is not None
+                # A result is read by other tensors than its own: rectified or moved, of one range with it.
+                seen.group.keep_together("")
         finally:
             for mode in reversed(modes):
                 _python_dispatch._push_mode(mode)

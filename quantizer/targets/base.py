@@ -40,7 +40,7 @@ _OF_NO_PLAN |= {"float_convolutions", "quantizes_outputs"}
 TRANSPOSED = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
 
 FloatDtype = Literal["float16", "bfloat16", "float32"]
-SiteKind = Literal["linear", "conv", "matmul", "residual_add", "embedding"]
+SiteKind = Literal["linear", "conv", "matmul", "residual_add", "embedding", "output"]
 
 
 @dataclass(frozen=True, kw_only=True)

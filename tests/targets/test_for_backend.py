@@ -26,7 +26,6 @@ from quantizer.plan.site_plan import plan_digest
 from quantizer.targets import profiles
 from quantizer.tasks import load_model
 from quantizer.tasks import load_tokenizer
-from tests.helpers import ConvNet
 from tests.helpers import Mlp
 from tests.helpers import assert_same
 from tests.helpers import batch
