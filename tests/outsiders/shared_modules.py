@@ -96,6 +96,50 @@ class _Product(nn.Module):
         return a @ b.mT
 
 
+class _SharedAttention(nn.Module):
+    """One encoder layer on two sequences, one of them with small values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
+
+    def attend(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).mT / 32**0.5
+        return x + self.out(scores.softmax(-1) @ self.v(x))
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return self.attend(a), self.attend(b / 10)
+
+
+class _Alternating(nn.Module):
+    """Two layers in turn, on values that shrink."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        found = []
+        for _ in range(3):
+            x = self.second(torch.relu(self.first(x / 5)))
+            found.append(x)
+        return found
+
+
+class _Function(nn.Module):
+    """One weight in a function that is called on several tensors, without a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16, 3, 3) / 12)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        def convolved(value: Tensor) -> Tensor:
+            return nn.functional.conv2d(value, self.weight, padding=1)
+
+        return [convolved(value) for value in (x, 30 * x, nn.functional.avg_pool2d(x, 2) / 30)]
+
+
 def _levels(rows: int) -> tuple[Tensor, ...]:
     return tuple(smooth(noise(rows, 3, size, size)) for size in (32, 16, 8))
 
@@ -107,5 +151,8 @@ CASES = {
     "heads": Case(net=_Heads, batch=lambda rows: smooth(noise(rows, 16, 32, 32))),
     "siamese": Case(net=_Siamese, batch=lambda rows: (noise(rows, 32), 30 * noise(rows, 32))),
     "repeated": Case(net=_Repeated, batch=lambda rows: noise(rows, 7, 32), sqnr=24),
+    "shared_attention": Case(net=_SharedAttention, batch=lambda rows: (noise(rows, 7, 32), noise(rows, 7, 32))),
+    "alternating": Case(net=_Alternating, batch=lambda rows: noise(rows, 32), sqnr=28),
+    "function": Case(net=_Function, batch=lambda rows: smooth(noise(rows, 16, 16, 16)), sqnr=34),
     "shared_matmul": Case(net=_SharedMatmul, batch=lambda rows: noise(rows, 7, 32)),
 }
