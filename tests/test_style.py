@@ -90,7 +90,8 @@ def _forbidden(file: Path) -> Iterator[str]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in calls:
             yield _at(file, node.lineno, f"{node.func.id}()")
         if isinstance(node, ast.Import | ast.ImportFrom):
-            if "pickle" in ast.unparse(node):
+            # The class of its errors reads nothing: copies raise it.
+            if "pickle" in ast.unparse(node) and ast.unparse(node) != "from pickle import PickleError":
                 yield _at(file, node.lineno, "pickle")
             if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
                 yield _at(file, node.lineno, "import *")

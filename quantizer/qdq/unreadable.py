@@ -56,7 +56,7 @@ def _checker_fault(path: Path) -> str | None:
     try:
         # By its path, for files over 2 GB.
         onnx.checker.check_model(os.fspath(path), full_check=True)
-    except Exception as fault:  # noqa: BLE001 - of its parts each has a class of its own, and that it raises tells enough
+    except Exception as fault:  # noqa: BLE001 - each part of the checker raises a class of its own
         return _line(fault)
     return None
 

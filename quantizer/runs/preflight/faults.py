@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Looks:
-    """What checks of several runs read of data and checkpoints: each is read once, and an error is raised each time."""
+    """Data and checkpoints that the checks of several runs read: each is read once; its error is raised each time."""
 
     def __init__(self) -> None:
         self._found: dict[Hashable, tuple[Any, QuantizerError | None]] = {}
