@@ -69,11 +69,17 @@ def _reached(values: list[Any], *, modules: bool = True) -> Iterator[Any]:
     waiting = list(values)
     while waiting:
         value = waiting.pop()
-        if isinstance(value, _LEAVES) or id(value) in seen or (isinstance(value, nn.Module) and not modules):
+        if _is_leaf(value) or id(value) in seen or (isinstance(value, nn.Module) and not modules):
             continue
         seen[id(value)] = value
         yield value
         waiting += _parts(value)
+
+
+def _is_leaf(value: Any) -> bool:
+    """Return whether nothing behind a value belongs to the model: a plain value, or a calibration that a hook holds."""
+    ours = type(value).__module__.partition(".")[0] == "quantizer" and not isinstance(value, nn.Module)
+    return ours or isinstance(value, _LEAVES)
 
 
 def _parts(value: Any) -> list[Any]:
@@ -110,6 +116,7 @@ class _Replacement:
     def __init__(self, twin: Twin) -> None:
         self._twin = twin
         self._visited: dict[int, Any] = {}
+        self._copies: dict[int, tuple[Any, Any]] = {}
 
     def inside(self, value: Any) -> None:
         """Replace the tensors inside of a module or another object that is the proxy's own."""
@@ -134,7 +141,7 @@ class _Replacement:
             return rebound(value, self._of_function_part)
         if isinstance(value, tuple | frozenset):
             return self._rebuilt(value, self.of)
-        if isinstance(value, _LEAVES) or id(value) in self._visited or not _reaches_tensors(value):
+        if _is_leaf(value) or id(value) in self._visited or not _reaches_tensors(value):
             return value
         if isinstance(value, list | deque | dict | set):
             self._visited[id(value)] = value
@@ -168,18 +175,20 @@ class _Replacement:
         """Return the copy of what a function holds that has twins inside; None if it has none."""
         if isinstance(value, Tensor):
             return self._twin(value)
-        if isinstance(value, (nn.Module, torch.jit.ScriptFunction, *_FUNCTIONS, *_LEAVES)):
+        if isinstance(value, (nn.Module, torch.jit.ScriptFunction, *_FUNCTIONS)) or _is_leaf(value):
             return None
+        if id(value) in self._visited:
+            return None  # the proxy's own, in which the tensors are replaced
         if not any(self._twin(tensor) is not None for tensor in _tensors_in([value])):
             return None
-        if id(value) not in self._visited:
+        if id(value) not in self._copies:
             # A copy in which tensors, modules and functions are the same ones.
             memo: dict[int, Any] = {}
             for part in _reached([value]):
                 if isinstance(part, (Tensor, nn.Module, *_FUNCTIONS)):
                     memo[id(part)] = part
-            self._visited[id(value)] = value, self.of(copy.deepcopy(value, memo))
-        return self._visited[id(value)][1]
+            self._copies[id(value)] = value, self.of(copy.deepcopy(value, memo))
+        return self._copies[id(value)][1]
 
 
 def _reaches_tensors(value: Any) -> bool:
