@@ -20,6 +20,7 @@ __all__ = [
     "SeenGroup",
     "SeenHistogram",
     "SeenOperand",
+    "SeenPart",
     "SeenSite",
     "SeenWeight",
     "seen_document",
