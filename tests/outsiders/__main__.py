@@ -32,7 +32,8 @@ def main(words: list[str]) -> None:
             engine = " ".join(f"{rows}:{value:.1f}" for rows, value in found.engine.items())
             frozen = min(found.frozen.values())
             share = "-" if found.integer is None else f"{found.integer:.2f}"
-            met = min(found.engine.values()) >= case.sqnr and (found.integer or 0) >= case.integer
+            least_db, least_share = (case.least(backend, figure) for figure in ("sqnr", "integer"))
+            met = min(found.engine.values()) >= least_db and (found.integer or 0) >= least_share
             seconds = time.perf_counter() - begun
             print(
                 f"{name:40s} {backend:12s} {'ok  ' if met else 'LOW '} frozen {frozen:5.1f} dB, engine {engine} dB, "
