@@ -149,7 +149,7 @@ class _Trial:
     def findings(self, groups: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Return what is wrong with the inputs of each group."""
         found: dict[str, list[str]] = {group: [] for group in groups}
-        sites = [site for site in self._proxied.sites if self._groups_of(site.path) & found.keys()]
+        sites = [site for site in self._proxied.planned(self._plan) if self._groups_of(site.path) & found.keys()]
         values: dict[tuple[str, str, int | None], list[Tensor]] = {}
 
         def visit(site_call: SiteCall) -> None:

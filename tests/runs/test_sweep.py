@@ -315,7 +315,7 @@ def test_a_ranking_is_made_once(at: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.promise("A kill while causes are looked for costs the causes alone")
-@pytest.mark.promise("Where their search fails, the row of the run has its figures and the error")
+@pytest.mark.promise("is an error of the run, beside its figures")
 @pytest.mark.nightly
 def test_killed_while_causes_are_looked_for(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -343,8 +343,9 @@ def test_killed_while_causes_are_looked_for(
         raise EngineError("no <such> batch")
 
     monkeypatch.setattr(one_run, "carry_out", counted)
-    monkeypatch.setattr(late_causes, "with_causes_of", fails)
-    # What fails then is told beside the figures, and tried again.
+    load = late_causes.Quantizer.load
+    monkeypatch.setattr(late_causes.Quantizer, "load", fails)
+    # What cannot be loaded then is told beside the figures, and tried again.
     assert main([*command, "--jobs", "1"]) == 1
     assert f"{FIRST}: only its causes are left" in capsys.readouterr().out
     assert carried == [SECOND]
@@ -352,6 +353,7 @@ def test_killed_while_causes_are_looked_for(
         rows = list(csv.DictReader(stream))
     assert all(row["error"] == "no <such> batch" and float(row["score"]) > 0 for row in rows)
     monkeypatch.setattr(late_causes, "with_causes_of", look)
+    monkeypatch.setattr(late_causes.Quantizer, "load", load)
     assert main(command) == 0
     assert carried == [SECOND]
     after = read_record(at / "swept" / FIRST / "report.json")
@@ -363,6 +365,34 @@ def test_killed_while_causes_are_looked_for(
     # Those of the run alone, whose quantizer was not read from its folder.
     assert main(["run", "tiny.yaml", "amp={}", "quantizer.activations.percentile=99.9", "--output", "alone"]) == 0
     assert read_record(at / "alone" / "report.json").causes == after.causes
+
+
+@pytest.mark.promise("Where their search fails, the run keeps its figures, a warning tells the error")
+@pytest.mark.nightly
+def test_a_search_for_causes_that_fails(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantizer.runs.sweep.late_causes.verdict_of", lambda record: Verdict("look at this", ()))
+    tried: list[Any] = []
+
+    def fails(*arguments: Any) -> Any:
+        tried.append(arguments)
+        raise AssertionError("no <such> operand")
+
+    monkeypatch.setattr(late_causes.Quantizer, "causes", fails)
+    command = ["run", "tiny.yaml", "amp={}", PERCENTILES, "--output", "swept"]
+    with pytest.warns(UserWarning, match="the search for causes failed; .* AssertionError: no <such> operand"):
+        assert main(command) == 0
+    assert len(tried) == 2
+    with (at / "swept" / "comparison.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["error"] for row in rows] == ["", ""]
+    assert all(float(row["score"]) > 0 for row in rows)
+    for name in (FIRST, SECOND):
+        record = read_record(at / "swept" / name / "report.json")
+        assert (record.causes, record.causes_problem) == ((), "AssertionError: no <such> operand")
+        assert "no &lt;such&gt; operand" in (at / "swept" / name / "report.html").read_text()
+    # It would fail again: only --force looks for them anew.
+    assert main(command) == 0
+    assert len(tried) == 2
 
 
 @pytest.mark.promise("The head of a task is fitted once, and the float model exported once, with `auto` too")
