@@ -9,7 +9,7 @@ from test_check_rules import Case
 
 trt = pytest.importorskip("tensorrt_rtx_bindings", reason="needs enginequant[tensorrt-rtx]")
 
-REFUSED = {"onnx-checker", "zero-point", "scale-value", "foreign-operator"}
+REFUSED = {"onnx-checker", "zero-point", "scale-value", "foreign-operator", "mixed-types", "element-type"}
 """Rules whose broken graphs TensorRT-RTX refuses to read. Those of other rules it builds, and they cost."""
 
 
