@@ -53,6 +53,7 @@ class Case:
         batches: batches of the calibration.
         backends: the backends that take it.
         config: keys of the ``quantizer`` section.
+        faults: what still goes wrong, by backend: such a case is expected to fail until it is mended.
         error: pattern of the error that quantizing it must raise, where no engine can be had.
     """
 
@@ -66,6 +67,7 @@ class Case:
     batches: int = 32
     backends: tuple[str, ...] = BACKENDS
     config: Mapping[str, Any] = field(default_factory=dict)
+    faults: Mapping[str, str] = field(default_factory=dict)
     error: str | None = None
 
     def least(self, backend: str, figure: str) -> float:

@@ -174,7 +174,11 @@ CASES = {
     "depthwise": Case(net=_chain(nn.Conv2d(32, 32, 3, 1, 1, groups=32)), batch=_picture),
     "dilated": Case(net=_chain(nn.Conv2d(32, 32, 3, 1, 2, dilation=2)), batch=_picture),
     "strided": Case(net=_chain(nn.Conv2d(32, 32, 3, 2, 1)), batch=_picture),
-    "padded_same": Case(net=_chain(nn.Conv2d(32, 32, 2, padding="same")), batch=_picture),
+    "padded_same": Case(
+        net=_chain(nn.Conv2d(32, 32, 2, padding="same")),
+        batch=_picture,
+        faults={"torch": "the torch engine runs a convolution that is padded unevenly in float, behind a padding"},
+    ),
     "padded_reflect": Case(net=_chain(nn.Conv2d(32, 32, 3, padding=1, padding_mode="reflect")), batch=_picture),
     "max_pool": Case(net=_chain(nn.MaxPool2d(2), nn.Conv2d(32, 32, 3)), batch=_picture),
     "average_pool": Case(net=_chain(nn.AvgPool2d(2), nn.Conv2d(32, 32, 3)), batch=_picture),

@@ -112,6 +112,10 @@ _SCORES = {
 
 CASES = {name: Case(net=lambda f=f: _Spread(f), batch=_tokens, integer=0.4) for name, f in _SCORES.items()} | {
     "decoder_queries": Case(net=_Decoder, batch=_tokens, integer=0.4),
-    "class_token": Case(net=_ClassToken, batch=_tokens),
+    "class_token": Case(
+        net=_ClassToken,
+        batch=_tokens,
+        faults={"openvino": "OpenVINO 2026.4 refuses a quantized linear that reads a token joined to a fixed length"},
+    ),
     "batched_weight": Case(net=_BatchedWeight, batch=_tokens, integer=0.4),
 }

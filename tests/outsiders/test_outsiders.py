@@ -32,7 +32,9 @@ def _pairs() -> Iterator[object]:
         for place, backend in enumerate(case.backends):
             # By the name, so that a new case moves no other one into the night.
             daily = (zlib.crc32(name.encode()) + place) % 3 == 0 and _ALL_REACHED
-            marks = () if daily else (pytest.mark.nightly,)
+            marks = [] if daily else [pytest.mark.nightly]
+            if backend in case.faults:
+                marks.append(pytest.mark.xfail(strict=True, reason=case.faults[backend]))
             yield pytest.param(case, backend, id=f"{name}-{backend}", marks=marks)
 
 
