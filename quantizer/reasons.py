@@ -85,6 +85,8 @@ class ReasonCode(_Template):
 
     NOT_OF_CONVOLUTION = "it is not the result of a convolution that is quantized"
 
+    EQUALIZED_BEHIND = "the equalized convolution that reads it rounds it: one quantizer serves both"
+
     # One operand.
     NO_VALUE = "no value of it was seen"
     ONLY_ZEROS = "all its values in calibration were 0, so that no range of it is known"

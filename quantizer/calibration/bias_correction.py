@@ -82,7 +82,7 @@ def corrected(proxy: Proxied, plan: Plan, observation: Seen, error: OutputError,
         logger.warning(
             "biases are not corrected, as a folder keeps no batch to measure their errors on: calibrate again for them"
         )
-        notes = {path: _NO_BATCH for path, entry in plan.items() if entry.quantized}
+        notes = {path: _NO_BATCH for path, entry in plan.items() if entry.quantized and entry.kind != "output"}
         return _with_shifts(plan, BiasShifts(shifts={}, notes=notes))
     known = observation.bias_shifts
     if known is None or known[0] != observation.batches:
@@ -178,7 +178,9 @@ def _measured(proxy: Proxied, plan: Plan, kept: ReplayBatches, dtype: torch.dtyp
         else:
             assert ready is not None
             errors, ready = _told(ready.run(plan, errors)), None
-    notes = {path: _NO_BIAS for path, entry in plan.items() if entry.quantized and entry.kind != "embedding"}
+    # A lookup adds nothing up, and what a result is of is corrected itself.
+    none = ("embedding", "output")
+    notes = {path: _NO_BIAS for path, entry in plan.items() if entry.quantized and entry.kind not in none}
     shifts: dict[str, Tensor] = {}
     for site in sites:
         calls = plan[site.path].calls_apart

@@ -6,6 +6,8 @@ Legend: W1 [C, ..] and W2 the weights of two convolutions, x [B, C, ..] what the
 The quantizer of x divides by s, and W2 * s is rounded. With one scale t for all channels W1 is rounded as W1 / s, so
 the scale of its channel i is t * s_i, which is how the plan holds it. Export moves 1 / s into the first convolution,
 and the file has one scale again. Everything between must treat each channel by itself.
+Where the target rounds the result of the first convolution too, the quantizer of x takes its place: the factors are in
+front of it, and the engine finds one quantizer behind the convolution, as without factors.
 A batch normalization between them is not part of W1 here: its folding gives the first weight a scale for each channel,
 equalized or not.
 
@@ -41,6 +43,7 @@ from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import PlanSettings
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import SitePlan
+from quantizer.reasons import ReasonCode
 
 __all__ = ["equalize_where_better"]
 
@@ -65,6 +68,7 @@ class _Pair:
         operand: the name of what it reads.
         axis: the axis of the channels in the second weight: 1, or 0 if each channel is convolved by itself.
         channels: the range of each channel of what it reads.
+        results: the sites that round the result of the first, which is x.
         factors: s [C], float64.
     """
 
@@ -75,6 +79,7 @@ class _Pair:
     operand: str
     axis: int
     channels: ChannelRange
+    results: Sequence[str]
     factors: Tensor
 
 
@@ -116,6 +121,8 @@ def equalize_where_better(
         return
     for pair in pairs:
         pair.first.spread = pair.read.smoothed = None
+        for result in pair.results:
+            observation.records[result].left = None
         pair.read.left = "not equalized: the output of the model comes out better without"
 
 
@@ -137,10 +144,15 @@ def _pair(plan: Plan, observation: Seen, path: str, name: str) -> _Pair | str:
     records = observation.records[path].operands
     read, second = records[name], weight_record(observation, path)
     group, before = read.group, read.layer_before
-    others = [] if group is None else [other for other in group.operands if other != f"{path}.{name}"]
+    sharing = {} if group is None else {other.rpartition(".")[0]: other for other in group.operands}
+    results = [other for other in sharing if other in plan and plan[other].kind == "output"]
+    # What is made of a result is rounded only where that is.
+    behind = (other for other, entry in plan.items() if any(result in entry.follows for result in results))
+    others = [other for other, full in sharing.items() if full != f"{path}.{name}" and other not in results]
+    others += behind
     if others:
-        return f"{others[0].rpartition('.')[0]} reads the same tensor"
-    if not before:
+        return f"{others[0]} reads the same tensor"
+    if not before or any(plan[result].follows != (before,) for result in results):
         return "no convolution is before it with nothing but operations on single channels between"
     if before not in plan or not _rounds_both(plan[before]):
         return f"{before} before it is not in low precision"
@@ -162,6 +174,7 @@ def _pair(plan: Plan, observation: Seen, path: str, name: str) -> _Pair | str:
         operand=name,
         axis=axis,
         channels=group.channels,
+        results=results,
         factors=torch.ones(channels, dtype=torch.float64),
     )
 
@@ -235,6 +248,8 @@ def _take(
                 low, high = seen.channels.low / factors, seen.channels.high / factors
                 each.calibrator.widen(float(low.min()), float(high.max()))
         pair.read.smoothed = group
+        for result in pair.results:
+            observation.records[result].left = ReasonCode.EQUALIZED_BEHIND.text()
         if not settings.per_channel:
             pair.first.spread = factors
 
