@@ -161,7 +161,8 @@ CASES = {
     "memory_channels_last": Case(net=_body, batch=_channels_last),
     "speech": Case(net=_Speech, batch=lambda rows: noise(rows, 20, 16)),
     "fields": Case(net=_Fields, batch=lambda rows: torch.randint(0, 500, (rows, 3, 5))),
-    "named": Case(net=_Named, batch=_named),
+    # A rare sum of both inputs lies beyond the calibrated range.
+    "named": Case(net=_Named, batch=_named, sqnr=22),
     "optional_left_out": Case(net=_Named, batch=lambda rows: noise(rows, 32)),
     "unused": Case(net=_Unused, batch=lambda rows: (noise(rows, 32), noise(rows, 4))),
     "token_ids_int32": Case(net=_Tokens, batch=lambda rows: torch.randint(0, 200, (rows, 9), dtype=torch.int32)),
