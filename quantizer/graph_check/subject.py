@@ -12,6 +12,8 @@ from quantizer.qdq.graph import is_dequantize
 from quantizer.qdq.graph import is_dynamic_quantize
 from quantizer.qdq.graph import is_quantize
 from quantizer.qdq.graph import maker
+from quantizer.qdq.graph import varying_inputs
+from quantizer.qdq.operand import MOVES
 from quantizer.qdq.operand import PRODUCTS
 from quantizer.qdq.operand import Operand
 from quantizer.qdq.operand import operands
@@ -19,6 +21,12 @@ from quantizer.targets.base import TargetProfile
 from quantizer.targets.graph_rules import GraphRules
 
 __all__ = ["Subject"]
+
+_BETWEEN_CODES = (
+    *MOVES,
+    *("Add", "Concat", "MaxPool", "AveragePool", "GlobalAveragePool", "Resize", "DepthToSpace", "SpaceToDepth"),
+)
+"""What a target that quantizes results computes in integers behind convolutions, between codes and codes."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,29 @@ class Subject:
     def products(self) -> list[tuple[Operand, Operand]]:
         """Operands of every product that is written with ONNX's own operators."""
         return [operands(node) for node in self.nodes if node.op_type in PRODUCTS and node.domain == ""]
+
+    @cached_property
+    def results(self) -> dict[Any, Any]:
+        """Every DQ behind a convolution, or an add or a move behind one, without which that is computed in floats.
+
+        Its value is that operator. Empty for a target that computes such operators in integers anyway.
+        """
+        found: dict[Any, Any] = {}
+        for node in self.dequantizes if self.target.quantizes_outputs else ():
+            before = maker(node.inputs[0])
+            made = maker(before.inputs[0]) if is_quantize(before) else None
+            if made is not None and made.op_type in ("Relu", "Clip"):
+                made = maker(made.inputs[0])
+            if made is None:
+                continue
+            if made.op_type == "Conv":
+                whole = all(operand.quantized for operand in operands(made))
+            else:
+                read = [maker(value) for value in varying_inputs(made)]
+                whole = made.op_type in _BETWEEN_CODES and all(map(is_dequantize, read)) and any(map(found.get, read))
+            if whole:
+                found[node] = made
+        return found
 
     @cached_property
     def attentions(self) -> list[Attention]:

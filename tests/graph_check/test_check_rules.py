@@ -127,6 +127,21 @@ def convolution(apart: bool, sizes: bool) -> Graph:
     return g
 
 
+def behind_convolution(add: bool, reader: bool) -> Graph:
+    """An add of a convolution's result and its input; ``add``: its result is rounded; ``reader``: its input is not."""
+    g = Graph("float32")
+    low = {"zero": 128, "kind": "uint8"}
+    x = g.rounded(g.input("x", ["batch", 32, 4, 4]), **low)
+    y = g.rounded(g.node("Relu", g.node("Conv", x, g.weight((32, 32, 1, 1), 0), g.floats(32))), **low)
+    g.output(g.node("Sigmoid", y if reader else x))
+    y = g.node("Add", x, y)
+    y = g.rounded(y, **low) if add else y
+    g.output(g.node("Sigmoid", g.rounded(g.node("MaxPool", y, kernel_shape=[1, 1]), **low) if add else y))
+    if add:
+        g.output(y)
+    return g
+
+
 def gathered(kept: bool) -> Graph:
     g = Graph("float32")
     x = g.rounded(g.input("x", ["batch", 32, 4, 4]), zero=128, kind="uint8")
@@ -490,6 +505,15 @@ CASES = [
         variant="output",
     ),
     Case(
+        "float-reader",
+        lambda: behind_convolution(add=True, reader=False),
+        lambda: behind_convolution(add=True, reader=True),
+        "DequantizeLinear_1",
+        "Sigmoid Sigmoid_7 computes with floats",
+        ONNXRUNTIME,
+        variant="convolution",
+    ),
+    Case(
         "cast-between",
         lambda: cast_before_product(True),
         lambda: cast_before_product(False),
@@ -832,6 +856,15 @@ CASES = [
         "an add gains nothing",
         ONNXRUNTIME,
         variant="add",
+    ),
+    Case(
+        "site-kind",
+        lambda: behind_convolution(add=False, reader=True),
+        lambda: behind_convolution(add=True, reader=True),
+        "Add_8",
+        "an add gains nothing",
+        ONNXRUNTIME,
+        variant="add-of-convolution",
     ),
     Case(
         "saturating-weight",

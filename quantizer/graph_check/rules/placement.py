@@ -80,7 +80,10 @@ def site_kind(subject: Subject) -> Iterator[Fault]:
             yield Fault(name_of(pair[0].product), problem, advice)
     if "residual_add" in kinds:
         return
+    integer = set(subject.results.values())
     for node in subject.nodes:
+        if node in integer:
+            continue
         activations = [value for value in node.inputs if not is_constant(value)] if node.op_type == "Add" else []
         if len(activations) == 2 and any(map(_rounded, activations)):
             problem = f"an add gains nothing from integer codes on {subject.target.name}"
