@@ -11,7 +11,7 @@ from torch import nn
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.recurrence.layer import RecurrentLayer
 from quantizer.proxy.recurrence.recurrence import Recurrence
-from quantizer.proxy.site import Site
+from quantizer.proxy.site import SourceCall
 
 __all__ = ["FUNCTIONS", "HIDDEN", "IMPLICIT", "is_ours", "own_functions", "reachable_attributes"]
 
@@ -21,7 +21,7 @@ FUNCTIONS = (types.FunctionType, property, staticmethod, classmethod)
 _LEFT_ALONE = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 # Children that instrumentation adds: a model's loops over its children must not see them.
-HIDDEN = (Site, OperandQuantizer, Recurrence, RecurrentLayer)
+HIDDEN = (SourceCall, OperandQuantizer, Recurrence, RecurrentLayer)
 
 # Python calls these without their name in the text, for example in a loop over a module.
 IMPLICIT = frozenset({"__iter__", "__len__", "__getitem__", "__contains__", "__reversed__"})
@@ -41,4 +41,5 @@ def reachable_attributes(cls: type, reachable: frozenset[str]) -> Iterator[tuple
 
 def is_ours(cls: type) -> bool:
     """Return whether the functions of ``cls`` may be rewritten."""
-    return cls is not object and cls not in (*_LEFT_ALONE, Site, OperandQuantizer, Recurrence)
+    left_alone = (*_LEFT_ALONE, OperandQuantizer, Recurrence)
+    return cls is not object and cls not in left_alone and not issubclass(cls, SourceCall)

@@ -95,11 +95,23 @@ def spread_as(weight: Tensor, value: Tensor) -> Tensor:
     if weight.dim() != value.dim():
         return weight
     sizes: list[Any] = [-1] * weight.dim()
-    for axis, size in enumerate(weight.shape):
+    for axis, size in enumerate(_fixed_shape(weight)):
         # A size of a graph is no int, and is not compared, which would fix it.
         if size == 1 and not (isinstance(value.shape[axis], int) and value.shape[axis] == 1):
             sizes[axis] = value.shape[axis]
     return weight if all(isinstance(size, int) and size == -1 for size in sizes) else weight.expand(sizes)
+
+
+def _fixed_shape(weight: Tensor) -> tuple[int, ...]:
+    """Return the shape of a stored weight, in numbers: in ``torch.jit.trace`` sizes are tensors of its graph."""
+    tracing = torch._C._get_tracing_state()
+    if tracing is None:
+        return tuple(weight.shape)
+    torch._C._set_tracing_state(None)  # type: ignore[arg-type]
+    try:
+        return tuple(weight.shape)
+    finally:
+        torch._C._set_tracing_state(tracing)
 
 
 def _require_alike(name: str, shape: tuple[int, ...], sample: Tensor, value: Tensor) -> None:

@@ -19,6 +19,7 @@ from quantizer import Quantizer
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
 from quantizer.plan.site_plan import OperandPlan
+from quantizer.reasons import ReasonCode
 
 
 def _operand(q: Quantizer, site: str, name: str) -> OperandPlan:
@@ -368,7 +369,10 @@ def test_nothing_but_zeros(calibrator: str, residual: object) -> None:
     q = Quantizer(preset="plain", activations={"calibrator": calibrator}, sites={"residual_add": residual})
     q.calibrate(model, [torch.zeros(8, 32)] * 2)
     with pytest.warns(UserWarning, match="every input of all 2 calibration batches is zero"):
-        assert float(_operand(q, "up.forward.linear_0", "input").scale) == 1.0  # type: ignore[arg-type]
+        operand = _operand(q, "up.forward.linear_0", "input")
+    # A range of nothing is none: values that come later would be cut off or coarse.
+    assert (operand.quantized, operand.scale, operand.reason) == (False, None, ReasonCode.ONLY_ZEROS.text())
+    assert [q.plan[name].quantized for name in ("up.forward.linear_0", "down.forward.linear_0")] == [False, True]
     frozen = q.quantize(model)
     assert frozen(torch.zeros(8, 32)).isfinite().all()
     assert frozen(torch.randn(8, 32)).isfinite().all()

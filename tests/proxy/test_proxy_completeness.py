@@ -304,9 +304,17 @@ def test_a_module_that_torchscript_compiled(compiled: Any) -> None:
 
 
 def test_a_cell_of_a_recurrence() -> None:
-    q = _calibrated(nn.LSTMCell(32, 16), torch.randn(3, 32))
+    x, state = torch.randn(3, 32), (torch.randn(3, 16), torch.randn(3, 16))
+    q = _calibrated(nn.LSTMCell(32, 16), (x, state))
     assert q.coverage.multiply_adds == 3 * 4 * 16 * (32 + 16)
     assert q.coverage.share == 1
+
+
+def test_a_cell_of_a_recurrence_whose_state_is_always_zero() -> None:
+    q = _calibrated(nn.LSTMCell(32, 16), torch.randn(3, 32))
+    assert q.coverage.multiply_adds == 3 * 4 * 16 * (32 + 16)
+    assert q.coverage.share == 0
+    assert "all its values in calibration were 0" in " ".join(q.coverage.text().split())
 
 
 def test_an_encoder_layer_of_torch() -> None:

@@ -24,7 +24,7 @@ from quantizer.rewrite.source_file import SourceFile
 
 NAMESPACE = {"__name__": "sample", "torch": torch, "nn": torch.nn, "F": functional}
 
-_OPERATORS = {"matmul": ast.MatMult, "add": ast.Add}
+_OPERATORS = {"matmul": ast.MatMult, "add": ast.Add, "mul": ast.Mult}
 
 
 def source_file(folder: Path, text: str, namespace: dict[str, Any] | None = None) -> SourceFile:
