@@ -107,11 +107,11 @@ def _fixed_shape(weight: Tensor) -> tuple[int, ...]:
     tracing = torch._C._get_tracing_state()
     if tracing is None:
         return tuple(weight.shape)
-    torch._C._set_tracing_state(None)  # type: ignore[arg-type]
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
         return tuple(weight.shape)
     finally:
-        torch._C._set_tracing_state(tracing)
+        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
 
 
 def _require_alike(name: str, shape: tuple[int, ...], sample: Tensor, value: Tensor) -> None:
