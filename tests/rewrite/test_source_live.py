@@ -173,7 +173,7 @@ def rewritten(tmp_path: Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ("return a * SCALE", "return a * _quantizer_live.SCALE"),
+        ("return a * SCALE", "return self.site_forward_mul_0(a, _quantizer_live.SCALE)"),
         ("return plain(a)", "return _quantizer_now(_quantizer_live.plain)(a)"),
         ("return later(a)", "return _quantizer_live.later(a)"),
         ("return Block(torch.zeros(len(a)))", "return Block(torch.zeros(len(a)))"),

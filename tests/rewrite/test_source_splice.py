@@ -81,7 +81,7 @@ from quantizer.rewrite.text_edits import find_symbol
         ("return (a, b) + c", "return (a, b) + c"),
         ("return -1 + a", "return -1 + a"),
         ("a += 1", "a += 1"),
-        ("return a - b * c / a // b % c", "return a - b * c / a // b % c"),
+        ("return a - b * c / a // b % c", "return a - s.mul_0(b, c) / a // b % c"),
     ],
 )
 def test_forms(tmp_path: Path, body: str, expected: str) -> None:
