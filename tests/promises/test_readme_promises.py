@@ -23,6 +23,10 @@ from torch import nn
 from quantizer import Quantizer
 
 NO_PROMISES = {
+    "The table of an `nn.EmbeddingBag` stays float.": "a limitation",
+    "With `backend: torch`, transposed convolutions and `Conv3d` stay float.": "a limitation",
+    "An OpenVINO engine keeps memory for the inputs and outputs": "a limitation",
+    "a file that was made for it may crash them, or worse.": "of libraries of others",
     "without it transformers warns of an unknown quantization type": "what transformers does without us",
     "is a stub that only warns": "of a package of others",
     "the streaming calibrators in `quantizer/calibrators/` instead of its own": "of a package of others",
