@@ -84,15 +84,15 @@ def test_its_own_scales_can_be_loaded_where_a_row_is_tiny() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "note"), [(nn.Conv2d(16, 16, 3), None), (nn.ConvTranspose2d(16, 16, 3, groups=2), ONE_SCALE)]
+    ("layer", "note"), [(nn.Conv2d(64, 64, 3), None), (nn.ConvTranspose2d(64, 64, 3, groups=2), ONE_SCALE)]
 )
 def test_a_convolution_says_where_one_scale_serves_all_channels(layer: nn.Module, note: str | None) -> None:
-    q = Quantizer(preset="plain", backend="openvino")
-    q.calibrate(nn.Sequential(layer).eval(), [torch.randn(2, 16, 8, 8)])
+    q = Quantizer(preset="plain", backend="tensorrt")
+    q.calibrate(nn.Sequential(layer).eval(), [torch.randn(2, 64, 8, 8)])
     (site,) = [entry for entry in q.plan.values() if entry.multiply_adds]
     weight = next(operand for operand in site.operands if operand.role == "weight")
     assert weight.quantized
-    assert weight.scales == (16 if note is None else 1)
+    assert weight.scales == (64 if note is None else 1)
     assert weight.note == note
 
 
