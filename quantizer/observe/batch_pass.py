@@ -211,18 +211,21 @@ class Pass:
         record.fit += 1
         record.follows |= followed
         if site.path not in self._watched.refused:
-            self._outputs.begin(value, site)
+            self._outputs.begin(value, site, record.calls - 1)
 
-    def _see_output(self, site: Site, value: Tensor) -> None:
-        """Observe a result that is read."""
+    def _see_output(self, site: Site, value: Tensor, call: int) -> None:
+        """Observe a result that is read, of a call by its number in the pass."""
         seen = self._record(site).operands.setdefault(site.operation.operands[0].name, OperandRecord())
         modes = [_python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
         try:
             with self._lock:
-                self._observe(site, site.operation.operands[0].name, value, seen, 0)
-                assert seen.group is not None
-                # A result is read by other tensors than its own: rectified or moved, of one range with it.
-                seen.group.keep_together("")
+                if seen.group is not None and call < len(seen.tensors or ()):
+                    known = self._groups.get(value)
+                    if known == (self._provenance.version(value), seen.group, seen.tensor_of(call)):
+                        return
+                    # Several tensors of one result, rectified or moved, are of one range.
+                    seen.group.keep_together("")
+                self._observe(site, site.operation.operands[0].name, value, seen, call)
         finally:
             for mode in reversed(modes):
                 _python_dispatch._push_mode(mode)

@@ -41,18 +41,19 @@ class OutputReaders:
     """The tensors of one pass that an output site rounds, or that are moved or rectified ones of such.
 
     Args:
-        observe: receives an output site and each tensor of it that is read by anything but a rectifier or a move.
+        observe: receives an output site, each tensor of it that is read by anything but a rectifier or a move, and the
+            number of the call in the pass that the tensor comes from.
     """
 
-    def __init__(self, observe: Callable[[Site, Tensor], None]) -> None:
+    def __init__(self, observe: Callable[[Site, Tensor, int], None]) -> None:
         self._observe = observe
         # As in OriginTracker: a new tensor may get the id of a deleted one.
-        self._sites: dict[int, tuple[weakref.ref[Tensor], Site]] = {}
+        self._sites: dict[int, tuple[weakref.ref[Tensor], Site, int]] = {}
         self._whole: set[int] = set()
 
-    def begin(self, value: Tensor, site: Site) -> None:
-        """Follow the result of a call."""
-        self._follow(value, site)
+    def begin(self, value: Tensor, site: Site, call: int) -> None:
+        """Follow the result of a call, by its number in the pass."""
+        self._follow(value, site, call)
         self._whole.add(id(value))
 
     def site_of(self, value: Any) -> Site | None:
@@ -74,10 +75,10 @@ class OutputReaders:
         site = self.site_of(value)
         if site is not None:
             self._whole.discard(id(value))
-            self._observe(site, value)
+            self._observe(site, value, self._sites[id(value)][2])
 
-    def computes(self, func: Any, args: Iterable[Any], inputs: Iterable[Tensor]) -> Site | None:
-        """Note that an operation reads tensors; return the output site that its result belongs to (None: to none)."""
+    def computes(self, func: Any, args: Iterable[Any], inputs: Iterable[Tensor]) -> tuple[Site, int] | None:
+        """Note that an operation reads tensors; return the output site and call of its result (None: of none)."""
         if not self._sites:
             return None
         followed = [(tensor, site) for tensor in inputs if (site := self.site_of(tensor)) is not None]
@@ -86,19 +87,19 @@ class OutputReaders:
         name = _name(func)
         if name in _MOVES or (name in _RECTIFIERS and _keeps_zero(name, list(args)[1:])):
             self._whole.discard(id(followed[0][0]))
-            return followed[0][1]
+            return followed[0][1], self._sites[id(followed[0][0])][2]
         for tensor, _ in followed:
             self.read(tensor)
         return None
 
-    def follow_results(self, result: Any, site: Site) -> None:
+    def follow_results(self, result: Any, site: Site, call: int) -> None:
         """Follow what a rectifier or a move made."""
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                self._follow(tensor, site)
+                self._follow(tensor, site, call)
 
-    def _follow(self, value: Tensor, site: Site) -> None:
-        self._sites[id(value)] = (weakref.ref(value), site)
+    def _follow(self, value: Tensor, site: Site, call: int) -> None:
+        self._sites[id(value)] = (weakref.ref(value), site, call)
 
 
 def _keeps_zero(name: str, limits: list[Any]) -> bool:

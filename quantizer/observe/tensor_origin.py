@@ -195,7 +195,7 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         followed = None if outputs is None or self._counter.in_site else outputs.computes(func, args, inputs)
         result = _filled(func, args, kwargs)
         if outputs is not None and followed is not None:
-            outputs.follow_results(result, followed)
+            outputs.follow_results(result, *followed)
         if _writes(func):
             for tensor in _tensors((*args[:1], kwargs.get("out"))):
                 if (memory := _memory(tensor)) is not None:

@@ -110,7 +110,8 @@ def test_each_call_is_as_near_to_float_as_a_copy_of_the_module(backend: str, fac
         figures.append(of(model, proxy, *levels(1, seed=1)[0]))
     shared, copied = figures
     assert shared == pytest.approx(copied, abs=0.1)
-    assert min(shared) > 35
+    # ONNX Runtime has results rounded too, to the range of the few values of the smallest level in calibration.
+    assert min(shared) > (27 if backend == "onnxruntime" else 35)
 
 
 def test_the_coverage_says_which_calls_have_ranges_of_their_own() -> None:
