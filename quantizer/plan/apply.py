@@ -37,6 +37,7 @@ from quantizer.proxy.site import move_beside_parameters
 from quantizer.proxy.weight import operand_of
 
 __all__ = [
+    "add_planned_outputs",
     "apply_factor",
     "apply_plan",
     "dropped_parameters",
@@ -61,7 +62,7 @@ def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     Raises:
         ProxyError: the proxy has other sites than the plan, so it was made from another model.
     """
-    add_output_sites(proxy, {path for path, entry in plan.items() if entry.kind == OUTPUT})
+    add_planned_outputs(proxy, plan)
     sites = {site.path: site for site in sites_of(proxy) if site.operation.name != OUTPUT or site.path in plan}
     missing = sorted(set(plan) ^ set(sites))
     if missing:
@@ -207,6 +208,11 @@ def dropped_parameters(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> list[s
         if planned.computation is None
     )
     return sorted({path for path, owner, name in weights if name not in owner._parameters})
+
+
+def add_planned_outputs(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
+    """Give a proxy the sites that a plan has for results."""
+    add_output_sites(proxy, {path for path, entry in plan.items() if entry.kind == OUTPUT})
 
 
 def is_frozen_by(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> bool:

@@ -373,3 +373,14 @@ def test_a_folder_with_scales_in_halves_still_loads(bert: Path, tmp_path: Path) 
     for name, value in halves.items():
         if name.endswith(".scale"):
             assert torch.equal(found[name], value.float()), name
+
+
+def test_a_net_with_quantized_results_is_loaded(tmp_path: Path) -> None:
+    shape = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    tf.ResNetForImageClassification(tf.ResNetConfig(**shape)).eval().save_pretrained(tmp_path / "float")
+    auto, images = tf.AutoModelForImageClassification, {"pixel_values": torch.rand(4, 3, 32, 32)}
+    proxy = quantized(ready(tmp_path / "float", auto, backend="onnxruntime", preset="plain"), images)
+    assert any(entry.kind == "output" for entry in quantizer_of(proxy).plan.values())
+    proxy.save_pretrained(tmp_path / "quantized")
+    again = auto.from_pretrained(tmp_path / "quantized")
+    assert torch.equal(again(**images).logits, proxy(**images).logits)

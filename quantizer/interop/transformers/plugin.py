@@ -36,6 +36,7 @@ from quantizer.numerics.packing import pack_pairs
 from quantizer.numerics.packing import packed_size
 from quantizer.numerics.packing import unpack_pairs
 from quantizer.numerics.qtype import qtype
+from quantizer.plan.apply import add_planned_outputs
 from quantizer.plan.apply import dropped_parameters
 from quantizer.plan.apply import frozen_skeleton
 from quantizer.plan.apply import is_frozen_by
@@ -112,6 +113,7 @@ class TransformersQuantizer(HfQuantizer):
             dropped = self._take(data, place)
             instrument(model)
             use_eager_attention(model)
+            add_planned_outputs(model, self.quantizer.plan)
             require_sites(model, self.quantizer.plan, place)
             frozen_skeleton(model, self.quantizer.plan, dropped)
             self.quantizer._session.scan_source(model)
