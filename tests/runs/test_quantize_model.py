@@ -380,6 +380,44 @@ def test_a_format_of_a_later_opset(monkeypatch: pytest.MonkeyPatch) -> None:
     assert onnx.TensorProto.INT4 in {constant.data_type for constant in file.graph.initializer}
 
 
+class Halves(nn.Module):
+    """A model that computes with the length of its batch as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.one(x[: len(x) // 2]))
+        out: Tensor = self.two(hidden) - self.two(x[len(x) // 2 :])
+        return out
+
+
+@pytest.mark.promise("`quantize_model` warns of it before the calibration, and the summary says so")
+@pytest.mark.promise("Its engine then takes this size alone, and a warning says so before the calibration")
+def test_a_model_that_fixes_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = [torch.randn(6, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    model = Halves().eval()
+    wanted = "the engine takes batches with a size of 6 along axis 0 of 'x' alone"
+
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt("before the calibration")
+
+    with monkeypatch.context() as early:
+        early.setattr(quantizer.Quantizer, "calibrate", stopped)
+        with (
+            pytest.warns(CalibrationWarning, match=wanted),
+            pytest.raises(KeyboardInterrupt, match="before the calibration"),
+        ):
+            quantizer.quantize_model(model, data, backend=ONNXRUNTIME, preset="plain")
+    with pytest.warns(CalibrationWarning, match=wanted):
+        result = quantizer.quantize_model(model, data, backend=ONNXRUNTIME, preset="plain")
+    assert wanted in " ".join(result.summary(1000).split())
+    assert result.engine(data[0]).shape == (3, 4)
+    with pytest.raises(EngineError, match="6"):
+        result.engine(data[0][:4])
+
+
 def test_settings_are_those_of_a_quantizer() -> None:
     with pytest.raises(ConfigError, match="bakend"):
         quantizer.quantize_model(_net(), _images(), bakend="openvino")
