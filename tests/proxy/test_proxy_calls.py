@@ -106,12 +106,11 @@ def test_each_call_is_as_near_to_float_as_a_copy_of_the_module(backend: str, fac
     figures = []
     for copies in (False, True):
         model = Pyramid(factor, copies).eval()
-        proxy = make_calibrated(model, levels(), backend=backend, activations=MAX).quantize(model)
+        proxy = make_calibrated(model, levels(16), backend=backend, activations=MAX).quantize(model)
         figures.append(of(model, proxy, *levels(1, seed=1)[0]))
     shared, copied = figures
     assert shared == pytest.approx(copied, abs=0.1)
-    # ONNX Runtime has results rounded too, to the range of the few values of the smallest level in calibration.
-    assert min(shared) > (27 if backend == "onnxruntime" else 35)
+    assert min(shared) > 35
 
 
 def test_the_coverage_says_which_calls_have_ranges_of_their_own() -> None:
