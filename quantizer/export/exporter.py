@@ -282,11 +282,12 @@ def _output_names(output: Any) -> list[str] | None:
 
     The other parts of a dataclass may be None or plain values, which no graph returns.
     """
-    fields = fields_of(output)
+    # Keys of a mapping may be of any kind, and two of them may be written alike: those are refused later.
+    fields = output if isinstance(output, Mapping) else fields_of(output)
     if fields is None:
         return None
-    names = [name for name, value in fields.items() if isinstance(value, Tensor)]
-    others = [value for name, value in fields.items() if name not in names]
+    names = [str(name) for name, value in fields.items() if isinstance(value, Tensor)]
+    others = [value for value in fields.values() if not isinstance(value, Tensor)]
     # The exporter would count the plain values of a mapping as outputs.
     if (others and isinstance(output, Mapping)) or any(isinstance(leaf, Tensor) for leaf in leaves(others)):
         return None

@@ -7,6 +7,7 @@ A frozen site computes with its stored codes, whatever tensor its call gets. Cod
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -59,6 +60,12 @@ class FrozenOperand:
             return
         weight = parameter if view is None else view.of(parameter)
         _require_alike(self._name, shape, _sample(weight), value)
+
+    def follow(self, replaced: Mapping[int, tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Look at the second of a pair of parameters where the first, by its id, was the one that was frozen."""
+        parameter = None if self._parameter is None else self._parameter()
+        if parameter is not None and id(parameter) in replaced:
+            self._parameter = weakref.ref(replaced[id(parameter)][1])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenOperand:
         return FrozenOperand()

@@ -14,6 +14,7 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.calibrators import make_calibrator
 from quantizer.errors import CalibrationError
+from quantizer.targets.base import TargetProfile
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)) * 1.0041
 
@@ -116,8 +117,10 @@ def test_a_product_of_a_sparse_matrix_stays_float_with_its_reason() -> None:
     ("channels", "groups", "axis"), [((8, 8), 8, 0), ((8, 24), 8, 0), ((8, 8), 1, 1), ((1, 6), 1, 1), ((8, 8), 2, None)]
 )
 def test_channels_of_a_transposed_convolution(
-    axes: int, channels: tuple[int, int], groups: int, axis: int | None
+    monkeypatch: pytest.MonkeyPatch, axes: int, channels: tuple[int, int], groups: int, axis: int | None
 ) -> None:
+    # No engine for CPUs has an integer kernel for it, and TensorRT takes more channels: a target that plans it.
+    monkeypatch.setattr(TargetProfile, "kernel_reason", lambda *_: None)
     torch.manual_seed(0)
     layer = getattr(nn, f"ConvTranspose{axes}d")(*channels, 3, stride=2, groups=groups)
     if axis is not None:

@@ -51,13 +51,19 @@ def _need_no_gradients(proxy: nn.Module) -> None:
 
     The memory of a parameter may be that of the user's model, whose own need of gradients does not change.
     """
-    fixed: dict[int, nn.Parameter] = {}
+    # With the parameter itself, which must live as long as its id is looked up.
+    fixed: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module in proxy.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.requires_grad:
                 if id(parameter) not in fixed:
-                    fixed[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
-                module._parameters[name] = fixed[id(parameter)]
+                    fixed[id(parameter)] = parameter, nn.Parameter(parameter.detach(), requires_grad=False)
+                module._parameters[name] = fixed[id(parameter)][1]
+    for site in sites_of(proxy):
+        for place in range(len(site.operation.operands)):
+            frozen = site.quantizer(place).frozen
+            if frozen is not None:
+                frozen.follow(fixed)
 
 
 def is_lowered(model: nn.Module) -> bool:
