@@ -180,3 +180,9 @@ def test_a_backend_is_named_in_its_own_files_alone() -> None:
         switches = [node for node in _nodes(file) if isinstance(node, ast.Compare | ast.Subscript | ast.MatchValue)]
         inside = [inner for node in switches for inner in ast.walk(node) if isinstance(inner, ast.Constant)]
         assert own or not [inner for inner in inside if inner.value in named], _at(file, 1, "asks for a backend's name")
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    # pytest imports test files by their name alone: the second of a name is not collected.
+    names = [file.name for file in TESTS if file.name.startswith("test_")]
+    assert not {name for name in names if names.count(name) > 1}
