@@ -49,14 +49,16 @@ def standard_output() -> Iterator[None]:
         stream.flush()
     except BrokenPipeError:
         raise
-    except OSError as error:
-        if error.filename is not None or not _fails(stream):
+    except (OSError, QuantizerError) as error:
+        # What was printed during the work is told as an error of the work.
+        refused = error.__cause__ if isinstance(error, QuantizerError) else error
+        if not isinstance(refused, OSError) or refused.filename is not None or not _fails(stream):
             raise
         # Python would try again at its end, and print a second error.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         raise QuantizerError(
-            f"standard output takes nothing more: {error.strerror}; make room, or write to another place"
+            f"standard output takes nothing more: {refused.strerror}; make room, or write to another place"
         ) from error
 
 

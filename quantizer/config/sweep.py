@@ -38,7 +38,7 @@ from quantizer.errors import ConfigError
 __all__ = ["Axis", "Sweep", "SweepRun", "read_sweep", "split_values"]
 
 _LONGEST = 150
-"""The most characters in the name of a run, which is that of its folder too, before a hash ends it."""
+"""The most bytes in the name of a run, which is that of its folder too, before a hash ends it."""
 
 _OPEN, _CLOSED, _QUOTES = "[{(", "]})", "'\""
 
@@ -284,9 +284,10 @@ def _name(stem: str, named: Mapping[KeyPath, str], values: Sequence[tuple[Axis, 
         plain = re.sub(r"[^\w.+=-]+", "_", _text(value)).strip("_")
         parts.append(f"{named[axis.path]}={plain}")
     whole = ",".join(parts)
-    if len(whole) <= _LONGEST:
+    encoded = whole.encode()
+    if len(encoded) <= _LONGEST:
         return whole
-    return f"{whole[:_LONGEST]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+    return f"{encoded[:_LONGEST].decode(errors='ignore')}-{hashlib.sha256(encoded).hexdigest()[:8]}"
 
 
 def _text(value: Any) -> str:

@@ -19,19 +19,25 @@ from quantizer.files.marker import MARKER
 from quantizer.files.place import checked_file
 from quantizer.files.place import require_room
 from quantizer.files.place import require_writable
+from quantizer.files.temporary import begun_in
+from quantizer.files.temporary import is_begun
+from quantizer.files.temporary import scratch
 from quantizer.files.temporary import scratch_folder
 from quantizer.files.temporary import temporary_beside
 from quantizer.files.whole import whole_file
 
 __all__ = [
     "MARKER",
+    "begun_in",
     "checked_file",
     "checked_folder",
+    "is_begun",
     "require_room",
     "require_sole_writer",
     "require_writable",
     "restore_folder",
     "said_complete",
+    "scratch",
     "scratch_folder",
     "temporary_beside",
     "whole_file",

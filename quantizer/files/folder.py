@@ -173,7 +173,7 @@ def _some(names: list[str]) -> str:
 
 def _filled(new: Path, fill: Callable[[Path], object], kind: str, folder: object) -> None:
     """Fill a new folder, mark it and sync it to disk."""
-    with system_errors_as(f"nothing was written to {folder}"):
+    with system_errors_as(f"nothing was written to {folder}", within=new):
         fill(new)
         write_marker(new, kind)
         settle(new)

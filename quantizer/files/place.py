@@ -32,6 +32,9 @@ __all__ = [
 _PROBE = 4096
 _DEEPEST = 256
 """How many folders may lie in one another: Python makes them by as many calls within each other."""
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Errors of the system that only writing has."""
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTEMPTY, errno.ETXTBSY)
 _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
@@ -236,11 +239,18 @@ def said_plainly(path: object) -> Iterator[None]:
 
 
 @contextmanager
-def system_errors_as(words: str, error: type[QuantizerError] = QuantizerError) -> Iterator[None]:
+def system_errors_as(words: str, error: type[QuantizerError] = QuantizerError, *, within: Path) -> Iterator[None]:
     """Turn errors of the operating system, including those in messages of libraries, into a ``QuantizerError``.
 
+    An error about another place than the one written names that place, and says whether it was read or written.
+
+    Args:
+        words: what failed if the system refused to write.
+        error: the class raised.
+        within: the folder that the block writes into.
+
     Raises:
-        QuantizerError: ``words`` and the reason of the system; ``error`` is the class raised.
+        QuantizerError: ``words`` and the reason of the system.
     """
     try:
         yield
@@ -250,4 +260,25 @@ def system_errors_as(words: str, error: type[QuantizerError] = QuantizerError) -
         refused = _system_error(other)
         if refused is None:
             raise
-        raise error(f"{words}: {refused.strerror or refused}") from other
+        raise error(_told(other, refused, words, within)) from other
+
+
+def _told(other: Exception, refused: OSError, words: str, within: Path) -> str:
+    """Return what a system error says: ``words`` and the reason if it came from writing into ``within``."""
+    reason = refused.strerror or str(refused)
+    if isinstance(refused.filename, str | bytes | os.PathLike):
+        place = os.fsdecode(refused.filename)
+        if _lies_in(place, within):
+            return f"{words}: {reason}"
+        # A file that can be read was refused for writing.
+        write = refused.errno in _WRITE_ERRORS or (refused.errno in _REFUSED and os.access(place, os.R_OK))
+        return f"{place} cannot be {'written' if write else 'read'}: {reason}; {words}"
+    if refused.errno in (*_WRITE_ERRORS, errno.EIO):
+        return f"{words}: {reason}"
+    return f"{type(other).__name__}: {(str(other).strip() or reason).splitlines()[0]}; {words}"
+
+
+def _lies_in(place: str, folder: Path) -> bool:
+    """Return whether a path is that of a folder or lies in it, by name or by its real place."""
+    paths = (Path(place).absolute(), Path(os.path.realpath(place)))
+    return any(path.is_relative_to(real) for path in paths for real in (folder, Path(os.path.realpath(folder))))

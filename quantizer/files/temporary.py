@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Container
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextlib import suppress
@@ -29,17 +30,22 @@ from quantizer.files.marker import discard
 __all__ = [
     "NEW",
     "OLD",
+    "begun_in",
+    "is_begun",
     "leftovers",
     "new_name",
     "other_writer",
     "remove_leftovers",
+    "scratch",
     "scratch_folder",
     "temporary_beside",
 ]
 
 NEW = ".part"
 OLD = ".old"
-_SCRATCH = re.compile(r"quantizer-(?P<machine>[0-9a-f]{8})-(?P<owner>[0-9]{1,9})-(?P<start>[0-9]+)-[0-9a-f]{8}")
+_OWNER = r"(?P<machine>[0-9a-f]{8})-(?P<owner>[0-9]{1,9})-(?P<start>[0-9]+)-[0-9a-f]{8}"
+_SCRATCH = re.compile(f"quantizer-{_OWNER}")
+_TEMPORARY = re.compile(rf"\.(?P<stem>.+)\.{_OWNER}(?P<ending>{re.escape(NEW)}|{re.escape(OLD)})", re.DOTALL)
 _UNCHANGED_S = 7 * 24 * 3600
 _LONGEST_NAME = 150
 _ENDED = ("Z", "X")
@@ -81,6 +87,16 @@ def scratch_folder() -> Path:
     return found
 
 
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """Yield a new folder as ``scratch_folder`` makes it, and remove it at the end."""
+    folder = scratch_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
 def _is_abandoned(folder: Path, name: re.Match[str]) -> bool:
     """Return whether a folder is this user's, and its process has ended."""
     if hasattr(os, "getuid") and folder.lstat().st_uid != os.getuid():
@@ -105,6 +121,16 @@ def leftovers(target: Path, ending: str) -> list[Path]:
     return [folder for folder, name in _temporaries(target, ending) if _is_left(folder, name)]
 
 
+def begun_in(folder: Path) -> frozenset[str]:
+    """Return for which names in a folder there are temporary folders, as ``is_begun`` takes them."""
+    return frozenset(name["stem"] for _, name in _all_temporaries(folder))
+
+
+def is_begun(target: Path, begun: Container[str]) -> bool:
+    """Return whether there were temporary folders of ``target`` when ``begun_in`` looked into its folder."""
+    return _stem(target) in begun
+
+
 def other_writer(target: Path) -> int | None:
     """Return the number of a process or thread of this machine that fills a folder for ``target`` now; None if none."""
     for folder, name in _temporaries(target, NEW):
@@ -115,18 +141,21 @@ def other_writer(target: Path) -> int | None:
 
 def _temporaries(target: Path, ending: str) -> list[tuple[Path, re.Match[str]]]:
     """Return the temporary folders of ``target`` with this ending, and the parts of their names."""
-    pattern = re.compile(
-        re.escape(f".{_stem(target)}.")
-        + r"(?P<machine>[0-9a-f]{8})-(?P<owner>[0-9]{1,9})-(?P<start>[0-9]+)-[0-9a-f]{8}"
-        + re.escape(ending)
-    )
-    found = []
-    with suppress(OSError), os.scandir(target.parent) as scan:
+    stem = _stem(target)
+    return [
+        (folder, name)
+        for folder, name in _all_temporaries(target.parent)
+        if name["stem"] == stem and name["ending"] == ending
+    ]
+
+
+def _all_temporaries(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
+    """Yield the temporary folders of all targets in a folder, and the parts of their names."""
+    with suppress(OSError), os.scandir(folder) as scan:
         for entry in scan:
-            match = pattern.fullmatch(entry.name)
+            match = _TEMPORARY.fullmatch(entry.name) if entry.name.endswith((NEW, OLD)) else None
             if match is not None and entry.is_dir(follow_symlinks=False):
-                found.append((Path(entry.path), match))
-    return found
+                yield Path(entry.path), match
 
 
 def _is_left(folder: Path, name: re.Match[str]) -> bool:

@@ -27,7 +27,10 @@ def whole_file(path: str | os.PathLike[str], error: type[QuantizerError] = Quant
         QuantizerError: the path cannot be that of a file, or writing failed; ``error`` is the class raised.
     """
     place = file_behind(path, error)
-    with system_errors_as(f"cannot write {path}", error), temporary_beside(place) as folder:
+    with (
+        system_errors_as(f"cannot write {path}", error, within=place.parent),
+        temporary_beside(place) as folder,
+    ):
         part = folder / place.name
         yield part
         settle(folder)

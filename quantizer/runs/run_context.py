@@ -64,6 +64,7 @@ __all__ = [
     "rows_of",
     "score_record",
     "sizes_of",
+    "require_names",
     "resume_files",
 ]
 
@@ -161,7 +162,7 @@ def resume_files(folder: Path, *, searches: bool, trains: bool, chooses: bool = 
         times=folder.with_name(f"{folder.name}.times.json"),
         engines=folder.with_name(f"{folder.name}.engines") if chooses else None,
     )
-    _require_names(folder)
+    require_names(folder)
     used = {"scores": kept.scores} if searches else {}
     used |= {"checkpoints": kept.training} if trains else {}
     used |= {"engines": kept.engines} if kept.engines is not None else {}
@@ -193,7 +194,7 @@ def resume_files(folder: Path, *, searches: bool, trains: bool, chooses: bool = 
             remove_engines(kept.engines)
 
 
-def _require_names(folder: Path) -> None:
+def require_names(folder: Path) -> None:
     """Raise if the files beside a folder would have longer names than its file system allows.
 
     Raises:

@@ -112,6 +112,14 @@ def test_keys_that_end_alike_are_written_in_full(file: str) -> None:
     assert both[0] == "quantizer.activations.percentile=99,quantizer.weights.percentile=99"
 
 
+def test_the_name_of_a_run_is_short_enough_for_a_folder(file: str) -> None:
+    for letter in ("a", "\u00e9", "\u6587", "\U00020000"):
+        first, second = names([file], f"data.calibration.path={letter * 100}1,{letter * 100}2")
+        assert first != second
+        assert len(first.encode()) <= 159
+        assert first.startswith(f"path={letter * 36}")
+
+
 def test_thousands_of_runs_are_counted_without_being_made(file: str) -> None:
     many = ",".join(map(str, range(1, 1001)))
     assert read_sweep([file], [f"engine.threads={many}", f"data.batch_size={many}"] * 2).count == 10**6

@@ -316,6 +316,56 @@ def test_a_full_disk(tmp_path: Path, error: Exception) -> None:
     assert names(tmp_path) == ["out"]
 
 
+def _read_missing(_: Path, elsewhere: Path) -> None:
+    (elsewhere / "weights").read_bytes()
+
+
+def _write_over_a_folder(_: Path, elsewhere: Path) -> None:
+    (elsewhere / "taken").mkdir()
+    (elsewhere / "taken").mkdir()
+
+
+def _full_elsewhere(_: Path, elsewhere: Path) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(elsewhere / "cache"))
+
+
+def _no_network(_: Path, __: Path) -> None:
+    raise OSError("We couldn't connect to the hub\nand more")
+
+
+def _library_reads(_: Path, __: Path) -> None:
+    raise RuntimeError("Error while loading: No such file or directory (os error 2)")
+
+
+def _write_inside(new: Path, _: Path) -> None:
+    (new / "none" / "engine").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (_read_missing, "ELSEWHERE/weights cannot be read: No such file or directory; nothing was written to OUT"),
+        (_write_over_a_folder, "ELSEWHERE/taken cannot be written: File exists; nothing was written to OUT"),
+        (_full_elsewhere, "ELSEWHERE/cache cannot be written: No space left on device; nothing was written to OUT"),
+        (_no_network, "OSError: We couldn't connect to the hub; nothing was written to OUT"),
+        (
+            _library_reads,
+            "RuntimeError: Error while loading: No such file or directory (os error 2); nothing was written to OUT",
+        ),
+        (_write_inside, "nothing was written to OUT: No such file or directory"),
+    ],
+)
+def test_an_error_of_the_work_names_its_own_place(
+    tmp_path: Path, work: Callable[[Path, Path], None], words: str
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with pytest.raises(QuantizerError) as told:
+        write_folder(tmp_path / "out", lambda new: work(new, elsewhere), kind=KIND)
+    assert str(told.value) == words.replace("ELSEWHERE", str(elsewhere)).replace("OUT", str(tmp_path / "out"))
+    assert names(tmp_path) == ["elsewhere"]
+
+
 def test_a_disk_that_is_full_before_is_told_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

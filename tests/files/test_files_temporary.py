@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,10 @@ from folders import names
 from folders import write
 
 from quantizer.errors import QuantizerError
+from quantizer.files import begun_in
+from quantizer.files import is_begun
 from quantizer.files import require_sole_writer
+from quantizer.files import scratch
 from quantizer.files import scratch_folder
 from quantizer.files import temporary
 from quantizer.files import temporary_beside
@@ -207,3 +211,41 @@ def test_a_folder_outlives_the_thread_that_made_it(tmp_path: Path, monkeypatch: 
     thread.join()
     scratch_folder()
     assert made[0].is_dir()
+
+
+def test_a_scratch_folder_is_removed_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def failed() -> None:
+        with scratch() as folder:
+            (folder / "engine").write_text("large")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failed()
+    assert not names(tmp_path)
+
+
+def test_no_temporary_folder_is_left_by_a_killed_process_for_ever() -> None:
+    # One in the folder of a run goes with it; one of tempfile's in the system's folder would stay.
+    package = Path(temporary.__file__).parents[1]
+    calls = [
+        f"{path.relative_to(package)}: {call}"
+        for path in sorted(package.rglob("*.py"))
+        for call in re.findall(r"(?:TemporaryDirectory|mkdtemp|NamedTemporaryFile|mkstemp)\(.*", path.read_text())
+        if "dir=" not in call
+    ]
+    assert not calls, "use quantizer.files.scratch"
+
+
+def test_which_targets_of_a_folder_are_begun(tmp_path: Path) -> None:
+    targets = [tmp_path / name for name in ("a", "a.b", "c,d=1.5", "n" * 200, "line\nbreak")]
+    assert not begun_in(tmp_path)
+    assert not begun_in(tmp_path / "none")
+    for target in targets:
+        new_name(target).mkdir()
+        (tmp_path / "plain.part").touch()
+    begun = begun_in(tmp_path)
+    assert len(begun) == len(targets)
+    assert all(is_begun(target, begun) for target in targets)
+    assert not any(is_begun(tmp_path / name, begun) for name in ("b", "plain", "a.b.c", "n" * 201))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,16 +21,22 @@ from tiny_run import tiny_run
 from quantizer.cli.main import main
 from quantizer.config import RunConfig
 from quantizer.config import load_run
+from quantizer.config.sweep import SweepRun
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import MissingDependencyError
 from quantizer.errors import QuantizerError
 from quantizer.errors import TaskError
 from quantizer.errors import install_command
+from quantizer.files import begun_in
+from quantizer.files import temporary
+from quantizer.files.temporary import new_name
+from quantizer.runs.preflight import run_ready
 from quantizer.runs.preflight.estimate import row_passes
 from quantizer.runs.preflight.estimate import run_estimate
 from quantizer.runs.preflight.faults import Faults
 from quantizer.runs.preflight.run_ready import ready_to_run
 from quantizer.runs.run_context import RunRows
+from quantizer.runs.sweep.ready import ready_to_sweep
 
 
 @pytest.fixture
@@ -133,6 +140,34 @@ def test_a_folder_that_holds_something_else(values: dict[str, Any], tmp_path: Pa
     (tmp_path / "done" / "thesis.tex").write_text("")
     with pytest.raises(QuantizerError, match=r"done .*nothing was changed: choose another folder"):
         _ready(values, tmp_path)
+
+
+def test_a_name_too_long_for_the_files_beside_it(values: dict[str, Any], tmp_path: Path) -> None:
+    values["output"] = str(tmp_path / ("n" * 244))
+    with pytest.raises(QuantizerError, match=r"its name has 244 bytes, .*: choose a name of at most 243 bytes"):
+        _ready(values, tmp_path)
+    values["output"] = str(tmp_path / ("n" * 256))
+    with pytest.raises(QuantizerError, match=r"n cannot be written: File name too long; choose another path$"):
+        _ready(values, tmp_path)
+
+
+def test_a_sweep_looks_into_its_folder_once(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _config(values, tmp_path)
+    folders: list[Path] = []
+    monkeypatch.setattr(run_ready, "begun_in", lambda folder: folders.append(folder) or begun_in(folder))
+    place = tmp_path / "swept"
+    runs = [SweepRun(name, config.model_copy(update={"output": str(place / name)})) for name in ("a", "b", "c")]
+    place.mkdir()
+    assert not ready_to_sweep(runs).faults
+    assert folders == [place]
+    # One of them is written by another process now.
+    written = new_name(place / "b")
+    parts = written.name.split("-")
+    parent = os.getppid()
+    (place / "-".join([parts[0], str(parent), str(temporary._started(parent)), *parts[3:]])).mkdir()
+    assert [*ready_to_sweep(runs).faults] == ["b"]
 
 
 def test_passes_are_counted_by_what_a_run_does(values: dict[str, Any], tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from quantizer.engines.inspection.multiply_adds import convolution_work
 from quantizer.engines.inspection.multiply_adds import matmul_work
 from quantizer.engines.inspection.onnx_graph import read_graph
 from quantizer.errors import EngineError
+from quantizer.files import scratch
 from quantizer.qdq.operand import MOVES
 
 __all__ = ["observed_layers"]
@@ -85,13 +85,13 @@ def observed_layers(
     Raises:
         EngineError: it does not run, or its profile is damaged.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        optimized = Path(folder) / "optimized.onnx"
+    with scratch() as folder:
+        optimized = folder / "optimized.onnx"
         settings.optimized_model_filepath = str(optimized)
         # In a file beside it: the graph stays below protobuf's limit of 2 GB and is quick to read.
         settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights.bin")
         settings.enable_profiling = True
-        settings.profile_file_prefix = str(Path(folder) / "profile")
+        settings.profile_file_prefix = str(folder / "profile")
         session = session_from(settings)
         run = prepared(session)
         for _ in range(WARMUP + runs):

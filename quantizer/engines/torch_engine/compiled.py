@@ -10,14 +10,12 @@ import atexit
 import hashlib
 import io
 import re
-import tempfile
 import threading
 import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from collections.abc import Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -31,6 +29,7 @@ from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.torch_engine.lowering.node_shapes import prepacking_without_data
 from quantizer.engines.trust import note_built
 from quantizer.errors import EngineError
+from quantizer.files import scratch
 
 __all__ = ["CompiledGraph", "compile_graph", "kernel_calls", "missing_compiler"]
 
@@ -82,12 +81,12 @@ def compile_graph(
     inputs = tuple(torch.from_numpy(arrays[spec.name]) for spec in specs)
     with (
         interrupts_end_the_block(),
-        tempfile.TemporaryDirectory(prefix="quantizer-") as folder,
+        scratch() as folder,
         torch.no_grad(),
         prepacking_without_data(),
         warnings.catch_warnings(),
     ):
-        path = Path(folder) / "compiled.pt2"
+        path = folder / "compiled.pt2"
         try:
             # Inductor warns of its own deprecated calls.
             warnings.simplefilter("ignore")
@@ -127,8 +126,8 @@ class CompiledGraph:
 
 
 def _loaded(package: bytes) -> Any:
-    with tempfile.TemporaryDirectory(prefix="quantizer-") as folder:
-        path = Path(folder) / "compiled.pt2"
+    with scratch() as folder:
+        path = folder / "compiled.pt2"
         path.write_bytes(package)
         try:
             # torch's own loading function unpickles what it finds beside the library; the runner does not.

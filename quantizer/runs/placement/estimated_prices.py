@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from quantizer.engines.estimate import estimated_inspection
 from quantizer.engines.estimate import gpu_of
 from quantizer.engines.inspection.place_times import place_times
 from quantizer.engines.inspection.product_names import product_names
+from quantizer.files import scratch
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import sites_of
 from quantizer.quantizer import Quantizer
@@ -56,8 +56,8 @@ def estimated_prices(
         CalibrationError: nothing was calibrated yet.
     """
     gpu_of(capability)
-    with tempfile.TemporaryDirectory() as folder:
-        quantized, low, plain = exported_pair(quantizer, model, example, Path(folder))
+    with scratch() as folder:
+        quantized, low, plain = exported_pair(quantizer, model, example, folder)
         return prices_of_files(
             quantizer.plan, quantized, low.onnx, plain.onnx, capability=capability, batch=batch, sequence=sequence
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from quantizer.engines.backends import build_engine
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.inspection.inspect_engine import runs_here
 from quantizer.errors import EngineError
+from quantizer.files import scratch
 from quantizer.quantizer import Quantizer
 from quantizer.runs.placement.exported_pair import exported_pair
 from quantizer.runs.placement.place_groups import GroupPlacer
@@ -58,8 +58,8 @@ def measured_prices(
             "estimated_prices() goes by a model of one"
         )
     times = TimeCache(None if cache is None else Path(cache))
-    with tempfile.TemporaryDirectory() as folder:
-        quantized, low, plain = exported_pair(quantizer, model, example, Path(folder))
+    with scratch() as folder:
+        quantized, low, plain = exported_pair(quantizer, model, example, folder)
 
         def build(onnx: Path, engine: Path) -> None:
             build_engine(name, onnx, engine, BuildOptions(dynamic={"batch": (batch,) * 3, "sequence": (sequence,) * 3}))
@@ -72,7 +72,7 @@ def measured_prices(
             timing=Timing(backend=name, batch=batch, sequence=sequence, threads=threads),
             cache=times,
             build=build,
-            folder=Path(folder),
+            folder=folder,
         )
         prices = placer.prices(quantizer, quantized, low, plain)
     if prices is None:

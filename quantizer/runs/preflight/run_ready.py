@@ -5,6 +5,7 @@ The model itself is not loaded. What only the loaded model can tell is checked r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ from quantizer.engines.candidates import cpu_candidates
 from quantizer.engines.int8_saturation import saturates
 from quantizer.errors import ConfigError
 from quantizer.errors import TaskError
+from quantizer.files import begun_in
 from quantizer.files import checked_folder
+from quantizer.files import is_begun
 from quantizer.files import require_sole_writer
 from quantizer.files import require_writable
 from quantizer.files import restore_folder
@@ -40,6 +43,7 @@ from quantizer.runs.preflight.packages import check_export_packages
 from quantizer.runs.preflight.packages import check_packages
 from quantizer.runs.progress.run_stages import earlier_run
 from quantizer.runs.run_context import RunRows
+from quantizer.runs.run_context import require_names
 from quantizer.runs.workload.function_source import check_functions
 from quantizer.targets import AUTO
 from quantizer.targets import profile
@@ -100,9 +104,15 @@ def ready_to_run(
     sections = {name: part for name in _ROWS if (part := getattr(config.data, name)) is not None}
     rows = _checked_data(faults, sections, looks)
     _check_model(faults, config, rows, looks)
-    restore_folder(folder)
-    faults.of(lambda: checked_folder(folder, kind, replace=force is not False))
-    faults.of(lambda: require_sole_writer(folder))
+    place = Path(os.path.realpath(folder))
+    # A sweep has thousands of runs in one folder.
+    begun = is_begun(place, looks.once(("begun", place.parent), partial(begun_in, place.parent)))
+    if begun:
+        restore_folder(folder)
+    if faults.passes(lambda: checked_folder(folder, kind, replace=force is not False)):
+        faults.of(lambda: require_names(folder))
+    if begun:
+        faults.of(lambda: require_sole_writer(folder))
     faults.of(lambda: require_writable(folder))
     faults.raise_all("the run cannot start")
     notes = list(_notes(config))

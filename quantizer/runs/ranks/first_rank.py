@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from dataclasses import is_dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from typing import TypeVar
 
@@ -18,6 +17,7 @@ from quantizer.common.distributed import get_world_size
 from quantizer.common.distributed import of_first_rank
 from quantizer.common.plain_values import decoded
 from quantizer.files import require_room
+from quantizer.files import scratch
 
 __all__ = ["from_first_rank", "own_place", "require_room_to_write"]
 
@@ -47,8 +47,8 @@ def own_place(folder: Path) -> Iterator[Path]:
     if get_rank() == 0:
         yield folder
         return
-    with TemporaryDirectory(prefix="quantizer-rank-") as scratch:
-        yield Path(scratch) / folder.name
+    with scratch() as beside:
+        yield beside / folder.name
 
 
 def require_room_to_write(folder: Path, size: int, what: str) -> None:
