@@ -219,9 +219,9 @@ def test_a_scratch_folder_is_removed_after_an_error(tmp_path: Path, monkeypatch:
     def failed() -> None:
         with scratch() as folder:
             (folder / "engine").write_text("large")
-            raise ZeroDivisionError
+            raise ZeroDivisionError("ours")
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError, match="ours"):
         failed()
     assert not names(tmp_path)
 

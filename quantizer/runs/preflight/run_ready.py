@@ -111,9 +111,9 @@ def ready_to_run(
         restore_folder(folder)
     if faults.passes(lambda: checked_folder(folder, kind, replace=force is not False)):
         faults.of(lambda: require_names(folder))
+        faults.of(lambda: require_writable(folder))
     if begun:
         faults.of(lambda: require_sole_writer(folder))
-    faults.of(lambda: require_writable(folder))
     faults.raise_all("the run cannot start")
     notes = list(_notes(config))
     if force is None and folder.exists():
