@@ -18,6 +18,7 @@ from quantizer.errors import CalibrationError
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.replay_batches import ReplayBatches
+from quantizer.observe.snapshot import seen_inputs
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.weight_scales import ScaledWeights
 
@@ -225,8 +226,14 @@ class PlanSource:
                 return ()
 
     def sizes(self) -> DataSizes | None:
-        """Return the open axes and the sizes of what calibration saw; None: nothing, or a folder that was loaded."""
-        return None if self.calibration is None else DataSizes.of_shapes(self.calibration.observation().inputs)
+        """Return the open axes and the sizes of what calibration saw; None: nothing, or always one size."""
+        match self._observed:
+            case CalibrationSession() as session:
+                return DataSizes.of_shapes(session.observation().inputs)
+            case bytes(snapshot):
+                return DataSizes.of_shapes(seen_inputs(snapshot))
+            case _:
+                return None
 
     def regions(self) -> Float32Modules:
         """Return the modules whose values float16 cannot hold; none for a model that was quantized in place."""

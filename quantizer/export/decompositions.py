@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 __all__ = ["replaced_in_place"]
 
 _aten = torch.ops.aten
+_OF_CONVOLUTION = len(_aten.convolution.default._schema.arguments)
 
 Arguments = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """An operator with what it is called with."""
@@ -56,6 +57,7 @@ def replaced_in_place() -> Iterator[None]:
         if get_ident() != thread:
             # Another thread may go on with the program that it exports, which is changed here.
             return _without_restrides(decompose(program, registry))
+        _without_settings(program)
         table = table_without(set(translated(registry)))
         if not all(_is_plain(node, table, preserved) for node in _nodes(program.graph_module)):
             return _without_restrides(decompose(program, registry))
@@ -70,6 +72,13 @@ def replaced_in_place() -> Iterator[None]:
 
     with patch.object(_fx_passes, "decompose_with_registry", decomposed):
         yield
+
+
+def _without_settings(program: Any) -> None:
+    """Replace convolutions with settings of cuDNN, which traced modules have, by those that have a translation."""
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.target is _aten._convolution.default:
+            node.target, node.args = _aten.convolution.default, node.args[:_OF_CONVOLUTION]
 
 
 def _without_restrides(program: Any) -> Any:

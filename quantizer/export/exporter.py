@@ -109,6 +109,7 @@ def export_onnx(
     if not _is_known_to_torch(output):
         _return_tensors(exported)
     bring_to_cpu(exported)
+    _mark_parameters(exported)
     args, keywords = _split(beside(exported, example), regions.io_dtype(dtype))
     _name_positional(exported, args)
     _check_output_names(names, [*inspect.signature(exported.forward).parameters, *keywords])
@@ -194,6 +195,16 @@ def _split(example: Any, dtype: torch.dtype | None) -> tuple[tuple[Any, ...], di
     if isinstance(example, tuple | list):
         return tuple(map(convert, example)), {}
     return (convert(example),), {}
+
+
+def _mark_parameters(model: nn.Module) -> None:
+    """Mark what parts compiled by TorchScript give as parameters, plain tensors, as the exporter wants them.
+
+    The mark is the one by which ``isinstance`` knows a parameter of another tensor class.
+    """
+    for parameter in model.parameters():
+        if not isinstance(parameter, nn.Parameter):
+            vars(parameter)["_is_param"] = True
 
 
 def _name_positional(model: nn.Module, args: tuple[Any, ...]) -> None:

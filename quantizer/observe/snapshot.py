@@ -12,8 +12,10 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Collection
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +29,7 @@ from torch import nn
 from quantizer.calibrators import Calibrator
 from quantizer.calibrators.histogram import BINS
 from quantizer.calibrators.histogram import Histogram
+from quantizer.common.data.sizes import InputShapes
 from quantizer.common.distributed import all_gather_bytes
 from quantizer.common.distributed import get_world_size
 from quantizer.common.plain_values import decoded
@@ -52,7 +55,7 @@ from quantizer.proxy.site import OUTPUT
 from quantizer.proxy.weight import Weight
 from quantizer.proxy.weight import WeightView
 
-__all__ = ["add_over_ranks", "restored", "snapshot"]
+__all__ = ["add_over_ranks", "restored", "seen_inputs", "snapshot"]
 
 _SITE_FIELDS = tuple(
     name for name in SiteStatistics.__slots__ if name not in ("reads", "operands", "experts", "follows")
@@ -98,23 +101,12 @@ def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callab
         CalibrationError: the snapshot is of another model.
         QuantizerError: the snapshot is damaged.
     """
-    try:
-        tensors = load(data)
-        counts = tensors["counts"]
-        if counts.dtype != torch.int64 or counts.shape[1:] != (BINS,) or bool((counts < 0).any()):
-            raise ValueError(
-                f"counts {counts.dtype} of shape {list(counts.shape)}, expected int64 [.., {BINS}], from 0"
-            )
-        document = seen_document(json_values(tensors["document"].numpy().tobytes()), len(counts))
+    with _read(data) as (document, counts):
         regions = Float32Modules.from_plain(document.regions)
         products = [CountedProduct.from_plain(v, f"products[{n}]") for n, v in enumerate(document.products)]
         lost = [product.site for product in products if product.site not in (None, *document.sites)]
         if lost:
             raise ValueError(f"products of {lost[0]!r}, which is no site")
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise QuantizerError(
-            f"what was observed cannot be read, it is damaged: {error}; calibrate afresh, with calib(model)"
-        ) from error
     parameters = named_tensors(proxy)
     _require_model(document, paths, parameters)
     seen = Seen(
@@ -133,6 +125,37 @@ def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callab
     for group in document.groups:
         _add_group(seen, group, counts, make)
     return seen
+
+
+def seen_inputs(data: bytes) -> tuple[InputShapes, ...]:
+    """Return the shapes of the inputs that a snapshot tells; none where all batches had one size.
+
+    Raises:
+        QuantizerError: the snapshot is damaged.
+    """
+    with _read(data) as (document, _):
+        return tuple(document.inputs)
+
+
+@contextmanager
+def _read(data: bytes) -> Iterator[tuple[SeenDocument, Tensor]]:
+    """Yield the document and the counts of a snapshot.
+
+    Raises:
+        QuantizerError: the snapshot is damaged, or the block finds that it is.
+    """
+    try:
+        tensors = load(data)
+        counts = tensors["counts"]
+        if counts.dtype != torch.int64 or counts.shape[1:] != (BINS,) or bool((counts < 0).any()):
+            raise ValueError(
+                f"counts {counts.dtype} of shape {list(counts.shape)}, expected int64 [.., {BINS}], from 0"
+            )
+        yield seen_document(json_values(tensors["document"].numpy().tobytes()), len(counts)), counts
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise QuantizerError(
+            f"what was observed cannot be read, it is damaged: {error}; calibrate afresh, with calib(model)"
+        ) from error
 
 
 def add_over_ranks(calibrators: Sequence[Calibrator]) -> None:

@@ -174,11 +174,14 @@ class Frames(nn.Module):
         return self.linear(torch.relu(self.conv(x.transpose(1, 2))).transpose(1, 2))
 
 
+@pytest.mark.parametrize("loaded", [False, True], ids=["", "loaded"])
 @pytest.mark.parametrize("anew", [False, True], ids=["calibrated", "for another backend"])
-def test_an_axis_that_varied_in_the_calibration_is_open(anew: bool, tmp_path: Path) -> None:
+def test_an_axis_that_varied_in_the_calibration_is_open(anew: bool, loaded: bool, tmp_path: Path) -> None:
     model = Frames().eval()
     q = Quantizer(preset="plain", backend="openvino" if anew else "onnxruntime")
     q.calibrate(model, [torch.randn(4, length, 16) for length in (20, 30)], progress=False)
+    if loaded:
+        q = Quantizer.load(q.save(tmp_path / "saved"))
     if anew:
         q = q.for_backend("onnxruntime")
     q.export(q.quantize(model), tmp_path / "net.onnx", torch.randn(4, 20, 16))

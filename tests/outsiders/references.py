@@ -109,6 +109,40 @@ class _Scripted(nn.Module):
         return self.b(self.sub(self.a(x)))
 
 
+class _Features(nn.Module):
+    """What TorchScript compiles: a loop, a normalization and a buffer beside parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.times = nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), 2
+        self.register_buffer("gain", torch.rand(8, 1) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = torch.relu(self.norm(self.conv(x)))
+        return x * self.gain
+
+
+class _ScriptedConvolutions(nn.Module):
+    """Convolutions around a part that TorchScript compiled, in three ways, which is called twice."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.a, self.b, part = nn.Conv1d(8, 32, 3, padding=1), nn.Conv1d(8, 32, 3, padding=1), _Features().eval()
+        self.c = nn.Conv1d(32, 8, 1)
+        self.sub = {
+            "script": lambda: torch.jit.script(part),
+            "trace": lambda: torch.jit.trace(part, torch.randn(2, 8, 16)),
+            "frozen": lambda: torch.jit.freeze(torch.jit.script(part)),
+        }[way]()
+        # What is compiled keeps its method as an attribute once it was read.
+        self.sub.forward  # noqa: B018
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.sub(self.c(torch.relu(self.a(x))))
+        return self.b(self.sub(y))
+
+
 def _vectors(rows: int) -> Tensor:
     return noise(rows, 7, 32)
 
@@ -134,4 +168,10 @@ CASES = {f"weight_by_{way}": Case(net=lambda way=way: _Referred(way), batch=_vec
     "scripted_part": Case(net=lambda: _Scripted("script"), batch=_vectors, integer=0.5),
     "scripted_relu": Case(net=lambda: _Scripted("script_of_relu"), batch=_vectors),
     "traced_part": Case(net=lambda: _Scripted("trace"), batch=_vectors, integer=0.5),
+    **{
+        f"convolutions_of_{way}": Case(
+            net=lambda way=way: _ScriptedConvolutions(way), batch=lambda rows: noise(rows, 8, 32), integer=0.5
+        )
+        for way in ("script", "trace", "frozen")
+    },
 }
