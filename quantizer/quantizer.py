@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -244,6 +245,7 @@ class Quantizer(QuantizerViews):
 
         Its plan equals, bit for bit, that of a quantizer configured for that backend and calibrated on the same data.
         What fell back is float there too, with its groups of that backend; what ``amp`` measured is not copied.
+        A backend that needs the ranges of results of convolutions, which this one's does not observe, is warned of.
         ``ranges`` (static or dynamic) replaces ``activations.ranges``. A loaded quantizer has no data: ranges that were
         chosen by running it stay, biases are not corrected, and a warning says both. Call ``quantize(model)`` first.
 
@@ -257,7 +259,19 @@ class Quantizer(QuantizerViews):
             other = Quantizer(self.config, backend=name, activations=activations)
             check_formats(other.config)
             other._session.inherit_from(self._session, self.config.backend)
+            warn_user(self._unobserved_results(other.config))
             return other
+
+    def _unobserved_results(self, other: QuantizerConfig) -> Iterator[str]:
+        """Yield a warning where the target of ``other`` needs ranges that this calibration did not observe."""
+        needed = other.target.quantizes_outputs and not self.config.target.quantizes_outputs
+        count = sum(entry.kind == "conv" and entry.quantized for entry in self._session.decided().values())
+        if needed and count:
+            yield (
+                f"{other.backend} runs a convolution in INT8 only if its result is quantized too. A calibration for "
+                f"{self.config.backend} observes no results, so most of the {count} convolutions may run in floating "
+                f'point. Calibrate with backend="{other.backend}", then call for_backend("{self.config.backend}")'
+            )
 
     def inherit(self, other: Quantizer) -> None:
         """Take the calibration of ``other``; of an equal configuration plan and ranking too: calibrate neither then."""

@@ -157,6 +157,10 @@ def _model(rows: Rows) -> Iterator[str]:
     versions = measured[-1]["versions"]
     shown = ", ".join(f"{name} {versions[name]}" for name in _VERSIONS if name in versions)
     yield _LINES.fill(f"Commit {_commits(measured)}, seed {first['seed']}; {shown}.") + "\n"
+    latest = max(row["day"] for row in measured)
+    again = [f"{row['name']} ({row['commit']})" for row in measured if row["day"] == latest]
+    if len(again) < len(measured):
+        yield _LINES.fill(f"Measured on {latest}: {', '.join(again)}. All other rows are older.") + "\n"
     paired = [name for name in ("label_flips", "mean_cosine", "kl_divergence", "sqnr_db") if name in first]
     heads = ["", "tool", *(f"batch {batch}, ms (speed-up)" for batch in _BATCHES), first["metric"], "to float", "95%"]
     heads += [name.replace("_", " ") for name in paired]

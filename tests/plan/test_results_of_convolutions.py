@@ -11,6 +11,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer import Quantizer
+from quantizer.errors import CalibrationWarning
 from quantizer.plan.site_plan import with_fallback
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -92,3 +93,18 @@ def test_a_saved_plan_and_other_targets(calibrated: tuple[nn.Module, Quantizer, 
     other = q.for_backend("openvino")
     assert {entry.kind for entry in other.plan.values()} <= {"conv", "residual_add"}
     assert any(entry.quantized for entry in other.plan.values())
+
+
+def test_a_calibration_without_results_warns_before_it_serves_a_target_that_needs_them() -> None:
+    model, data = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU()).eval(), [torch.randn(32, 3, 8, 8)]
+    q = Quantizer(backend="openvino", preset="plain")
+    q.calibrate(model, data, progress=False)
+    with pytest.warns(CalibrationWarning, match="observes no results, so most of the 1 convolutions"):
+        q.for_backend("onnxruntime")
+
+
+def test_linears_alone_serve_every_target(recwarn: pytest.WarningsRecorder) -> None:
+    q = Quantizer(backend="openvino", preset="plain")
+    q.calibrate(nn.Sequential(nn.Linear(16, 16)), [torch.randn(32, 16)], progress=False)
+    q.for_backend("onnxruntime")
+    assert not [found for found in recwarn if found.category is CalibrationWarning]
