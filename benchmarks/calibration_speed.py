@@ -30,6 +30,7 @@ from peers import nncf_model
 
 from quantizer import Quantizer
 from quantizer.calibrators import make_calibrator
+from quantizer.common.child_process import child_environment
 from quantizer.engines import interleaved_latency
 from quantizer.engines import load_engine
 from quantizer.export import export_onnx
@@ -101,8 +102,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
 def peak_mib(batches: int, calibrator: str) -> float:
     """The peak memory of a fresh process that calibrates on small batches."""
-    command = [sys.executable, "-c", _MEMORY, str(batches), calibrator]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    command = [sys.executable, "-P", "-c", _MEMORY, str(batches), calibrator]
+    environment = child_environment()
+    environment["PYTHONPATH"] += f"{os.pathsep}{Path(__file__).resolve().parent}"
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return float(done.stdout.split()[-1])
 
 

@@ -124,7 +124,8 @@ def _padded(batch: Batch) -> Batch:
 
 def by_processes(count: int, folder: Path) -> dict[str, object]:
     """Return what so many processes told of the same work."""
-    launcher = [] if count == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    launched = ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    launcher = [] if count == 1 else launched
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, *launcher, __file__, "--work", str(folder)], check=True, env=environment)
     told: dict[str, object] = json.loads((folder / "told.json").read_text(encoding="utf-8"))

@@ -30,7 +30,7 @@ class Environment:
     def install(self, *wanted: str) -> str | None:
         """Install packages by pip's words for them; return why not, or None."""
         options = ["--quiet", "--no-compile", "--no-cache-dir", "--disable-pip-version-check"]
-        return self._call("-m", "pip", "install", *options, "-c", str(self._constraints), *wanted)
+        return self._call("-P", "-m", "pip", "install", *options, "-c", str(self._constraints), *wanted)
 
     def run(self, script: Path, *arguments: str) -> str | None:
         """Run a script that may import the zoo and the tests' helpers; return why it failed, or None."""
@@ -60,7 +60,7 @@ class Environment:
 def environment(work: Path, log: Path) -> Iterator[Environment]:
     """An environment in a folder of ``work``, which is deleted at the end: it takes gigabytes."""
     with tempfile.TemporaryDirectory(dir=work, prefix="venv-") as folder:
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        subprocess.run([sys.executable, "-P", "-m", "venv", folder], check=True)
         yield Environment(Path(folder), log)
 
 

@@ -24,6 +24,7 @@ from tools import TOOLS
 from tools import Made
 from tools import onnx_session
 
+from quantizer.common.child_process import safe_children
 from quantizer.engines.measure.memory import peak_rss_mib
 from quantizer.report import collect_machine
 from quantizer.report import collect_versions
@@ -114,7 +115,7 @@ def _base(subject: Subject, path: Path) -> Predictions:
 def _in_fresh_process(made: Made, batch: Batch) -> dict[str, float]:
     """Return the seconds to load an engine, and the most memory in MiB of a process that runs it on a batch."""
     context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
+    with safe_children(), context.Pool(1) as pool:
         return pool.apply(_loaded_and_run, (made.load, batch))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,8 @@ from common import SHARED
 from page import Result
 from page import page
 
+from quantizer.common.child_process import child_environment
+from quantizer.common.child_process import python_command
 from quantizer.report import read_record
 
 _PAGE = Path(__file__).resolve().parents[2] / "docs" / "tasks.md"
@@ -122,7 +123,7 @@ def _words(case: Case, source: str, work: Path) -> list[str]:
 
 def _quantizer(*words: Sequence[str] | str) -> None:
     print(f"quantizer {' '.join(map(str, words))}", flush=True)
-    subprocess.run([sys.executable, "-m", "quantizer", *map(str, words)], check=True)
+    subprocess.run(python_command("quantizer", *words), check=True, env=child_environment())
 
 
 if __name__ == "__main__":

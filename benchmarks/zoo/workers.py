@@ -17,6 +17,8 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from quantizer.common.child_process import safe_children
+
 __all__ = ["Limits", "Work", "rows_of"]
 
 _PRELOADED = ["torch", "transformers", "transformers.models.auto.modeling_auto", "quantizer", "stages", "warm"]
@@ -55,7 +57,8 @@ def rows_of(keys: Sequence[str], work: Work, limits: Limits) -> Iterator[tuple[s
                 key = waiting.pop()
                 facts, told = context.Pipe(duplex=False)
                 process = context.Process(target=_limited, args=(work, key, told, limits.gib), daemon=True)
-                process.start()
+                with safe_children():
+                    process.start()
                 told.close()
                 running.append(_Running(key, process, facts, time.monotonic()))
             ready = wait([one.facts for one in running], timeout=1.0)

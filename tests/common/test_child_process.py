@@ -197,3 +197,22 @@ def test_one_module_starts_all_processes() -> None:
                 called = f"{node.value.id}.{node.attr}"
                 assert called not in ("sys.executable", "os.system", "os.popen"), f"{file}: {called}"
                 assert not called.startswith(("os.exec", "os.spawn", "os.posix_spawn", "os.fork")), f"{file}: {called}"
+
+
+def test_benchmarks_start_processes_as_safely() -> None:
+    """Scripts have their own folder first; modules, code and ``multiprocessing`` would have the current one."""
+    started = 0
+    for file in (PACKAGE.parent / "benchmarks").rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
+            words = node.elts if isinstance(node, ast.List) else node.args if isinstance(node, ast.Call) else []
+            plain = [word.value for word in words if isinstance(word, ast.Constant)]
+            starts = "sys.executable" in map(ast.unparse, words[:1]) or plain[1:2] in (
+                ["pip"],
+                ["torch.distributed.run"],
+            )
+            if starts and {"-m", "-c"} & {*plain}:
+                started += 1
+                assert plain[0] == "-P", f"{file}:{node.lineno}"
+        assert "get_context(" not in text or "with safe_children()" in text, file
+    assert started > 0
