@@ -14,6 +14,8 @@ from quantizer import Quantizer
 from quantizer.engines import BuildOptions
 from quantizer.engines import build_engine
 from quantizer.engines import inspect_engine
+from quantizer.engines import load_engine
+from tests.outsiders.case import sqnr
 
 _LAYERS = {
     ("Conv", 1): nn.Conv1d,
@@ -23,6 +25,7 @@ _LAYERS = {
     ("ConvTranspose", 2): nn.ConvTranspose2d,
     ("ConvTranspose", 3): nn.ConvTranspose3d,
 }
+_EAGER = BuildOptions(compiled=False)
 _SIZES = {1: (20,), 2: (9, 9), 3: (5, 6, 6)}
 _INSTALLED = [name for name in ("onnxruntime", "openvino", "torch") if importlib.util.find_spec(name)]
 _ALWAYS = {("onnxruntime", "Conv", 3, 1, 1), ("torch", "Conv", 3, 1, 1), ("openvino", "ConvTranspose", 2, 1, 1)}
@@ -47,3 +50,21 @@ def test_what_is_planned_is_what_runs_in_integers(
     build_engine(backend, file, tmp_path / "model.engine", BuildOptions())
     layers = inspect_engine(backend, tmp_path / "model.engine", batch=2).layers
     assert {layer.precision for layer in layers if layer.role == "product"} == {"int8" if planned else "fp32"}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("backend", _INSTALLED)
+def test_an_uneven_padding_keeps_no_convolution_from_integers(backend: str, tmp_path: Path) -> None:
+    convolutions = [nn.Conv2d(3, 16, 2, padding="same"), nn.Conv2d(16, 16, 4, padding="same", dilation=(1, 2))]
+    model = nn.Sequential(convolutions[0], nn.ReLU(), convolutions[1]).eval()
+    # Zero is not in the middle of the range, so codes are padded with a zero point other than 0.
+    data = [torch.rand(2, 3, 9, 9) * 3 - 1 for _ in range(4)]
+    q = Quantizer(backend=backend, preset="plain")
+    q.calibrate(model, data, progress=False)
+    frozen = q.quantize(model)
+    build_engine(backend, q.export(frozen, tmp_path / "model.onnx", data[0]), tmp_path / "e", _EAGER)
+    layers = inspect_engine(backend, tmp_path / "e", batch=2).layers
+    assert {layer.precision for layer in layers if layer.role == "product"} == {"int8"}
+    (found,) = load_engine(backend, tmp_path / "e")(data[1].numpy()).values()
+    with torch.no_grad():
+        assert sqnr(frozen(data[1]), torch.from_numpy(found)) > 40

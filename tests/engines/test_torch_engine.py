@@ -123,6 +123,27 @@ def test_convolutions(tmp_path: Path) -> None:
     assert _db_to_proxy(model, x, tmp_path) > 35
 
 
+class ReadTwice(nn.Module):
+    """Products whose result is read twice by one operation: doubled, and as query, key and value of one attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        y = self.b(y + y)
+        return self.c((y @ y.mT * 0.1).softmax(-1) @ y)
+
+
+def test_a_value_that_one_operation_reads_twice(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    assert _db_to_proxy(ReadTwice().eval(), torch.randn(2, 5, 16), tmp_path) > 40
+    layers = inspect_engine("torch", tmp_path / "m.engine", batch=2).layers
+    (attention,) = (layer for layer in layers if layer.role == "attention")
+    assert attention.multiply_adds == 2 * 5 * 5 * (16 + 16)
+
+
 @pytest.fixture(scope="module")
 def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A quantized file of two linears and what is between them."""

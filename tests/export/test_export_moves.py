@@ -118,6 +118,39 @@ def test_a_batch_norm_behind_a_convolution_is_folded(options: dict[str, Any]) ->
     np.testing.assert_allclose(given, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
+_CALLS = {
+    "one norm": ("", "g"),
+    "a norm for each call": ("", "p"),
+    "other signs": ("", "k"),
+    "no norm": ("e = Identity (d)", None),
+}
+
+
+@pytest.mark.parametrize(("between", "gain"), _CALLS.values(), ids=list(_CALLS))
+def test_a_convolution_that_is_called_twice_takes_a_batch_norm_for_each_call(between: str, gain: str | None) -> None:
+    norm = between if gain is None else f"e = BatchNormalization <epsilon = 0.01> (d, {gain}, h, m, v)"
+    text = f"w = DequantizeLinear <axis = 0> (q, t) c = Conv (x, w, b) {NORM} d = Conv (x, w, b) {norm} z = Relu (e)"
+    codes = np.random.default_rng(1).integers(-127, 128, (4, 2, 3, 3)).astype(np.int8)
+    gains = {"g": GAIN, "p": GAIN * 3, "k": -GAIN}
+    model = graph(
+        "float[2,2,5,5] x",
+        "float[N,C,H,W] y, float[N,C,H,W] z",
+        text,
+        q=codes,
+        t=single(0.1, 0.2, 0.3, 0.4),
+        b=single(0.5, -0.5, 1.0, 0.0),
+        **{name: values for name, values in gains.items() if name in ("g", gain)},
+        **STATISTICS,
+    )
+    expected = computed(model, x=IMAGE)
+    run_passes(model, [FoldBatchNorm()])
+    assert "BatchNormalization" not in operators(model)
+    for given, wanted in zip(computed(model, x=IMAGE), expected, strict=True):
+        np.testing.assert_allclose(given, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+    stored = {node.inputs[0].name for node in model.graph if node.op_type == "DequantizeLinear"}
+    assert len(stored) == (1 if gain in ("g", "p") else 2)
+
+
 @pytest.mark.parametrize(
     "options",
     [

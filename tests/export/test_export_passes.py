@@ -45,7 +45,12 @@ def operators(model: Any) -> list[str]:
 
 
 def linear(
-    scale: np.ndarray = SCALE, *, perm: tuple[int, ...] = (1, 0), readers: int = 1, float_weight: bool = False
+    scale: np.ndarray = SCALE,
+    *,
+    perm: tuple[int, ...] = (1, 0),
+    readers: int = 1,
+    calls: int = 1,
+    float_weight: bool = False,
 ) -> Any:
     """x [2, 4] times the transpose of a stored weight [3, 4], as ``F.linear`` exports it."""
     x = ir.Value(name="x", shape=ir.Shape([2, 4]), type=ir.TensorType(ir.DataType.FLOAT))
@@ -57,10 +62,12 @@ def linear(
     dequantize.outputs[0].shape = ir.Shape([3, 4])
     dequantize.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
     source = weight if float_weight else dequantize.outputs[0]
-    transpose = ir.Node("", "Transpose", [source], [ir.AttrInt64s("perm", perm)], name="t")
-    product = ir.Node("", "MatMul", [x, transpose.outputs[0]], name="m")
-    nodes = ([] if float_weight else [dequantize]) + [transpose, product]
-    outputs = [product.outputs[0]]
+    nodes, outputs = [] if float_weight else [dequantize], []
+    for _ in range(calls):
+        transpose = ir.Node("", "Transpose", [source], [ir.AttrInt64s("perm", perm)], name="t")
+        product = ir.Node("", "MatMul", [x, transpose.outputs[0]], name="m")
+        nodes += [transpose, product]
+        outputs.append(product.outputs[0])
     if readers > 1:
         other = ir.Node("", "Relu", [source], name="r")
         nodes.append(other)
@@ -105,6 +112,16 @@ def test_a_second_run_finds_nothing() -> None:
     model, entry = linear(), WeightsAsRead()
     entry.run(model)
     assert entry.run(model) == 0
+
+
+def test_the_weight_of_a_module_that_is_called_twice_is_turned_once() -> None:
+    model, entry = linear(calls=2), WeightsAsRead()
+    before = computed(linear(calls=2))
+    assert entry.run(model) == 2
+    assert entry.ensures(model) is None
+    assert operators(model) == ["DequantizeLinear", "MatMul", "MatMul"]
+    for old, new in zip(before, computed(model), strict=True):
+        assert np.array_equal(old, new)
 
 
 @pytest.mark.parametrize("options", [{"readers": 2}, {"float_weight": True}], ids=["another reader", "float weight"])

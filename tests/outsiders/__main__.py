@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
+from outsiders.case import faults_of
 from outsiders.case import reach
 from outsiders.test_outsiders import all_cases
 
 
 def main(words: list[str]) -> None:
-    """Print a line for each case and backend: SQNR at each number of samples, share in integers, seconds."""
+    """Print a line for each case and backend: what it reaches at each size, the seconds, and what falls short."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for name, case in all_cases():
@@ -29,15 +30,13 @@ def main(words: list[str]) -> None:
                 except Exception as error:  # noqa: BLE001 - whatever it is, it is printed, and the others go on
                     print(f"{name:40s} {backend:12s} {type(error).__name__}: {str(error)[:200]!r}", flush=True)
                     continue
-            engine = " ".join(f"{rows}:{value:.1f}" for rows, value in found.engine.items())
-            frozen = min(found.frozen.values())
+            short = faults_of(case, backend, found)
+            engine = " ".join(f"{size}:{value:.1f}" for size, value in found.engine.items())
             share = "-" if found.integer is None else f"{found.integer:.2f}"
-            least_db, least_share = (case.least(backend, figure) for figure in ("sqnr", "integer"))
-            met = min(found.engine.values()) >= least_db and (found.integer or 0) >= least_share
-            seconds = time.perf_counter() - begun
             print(
-                f"{name:40s} {backend:12s} {'ok  ' if met else 'LOW '} frozen {frozen:5.1f} dB, engine {engine} dB, "
-                f"integers {share} {' '.join(found.findings)[:80]} ({seconds:.1f} s)",
+                f"{name:40s} {backend:12s} {'LOW ' if short else 'ok  '} frozen {min(found.frozen.values()):5.1f} dB, "
+                f"engine {engine} dB, integers {share}, {found.conversions} conversions for {found.products} products "
+                f"({time.perf_counter() - begun:.1f} s) {'; '.join(short)}",
                 flush=True,
             )
 

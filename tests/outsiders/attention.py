@@ -132,7 +132,7 @@ CASES = (
         f"torch_{kind}": Case(net=lambda kind=kind: _Torch(kind), batch=_tokens, integer=0.4)
         for kind in ("causal", "float", "padding", "weights", "bare")
     }
-    | {name: Case(net=lambda f=f: _ByHand(f), batch=_tokens, sqnr=26, integer=0.4) for name, f in _BY_HAND.items()}
+    | {name: Case(net=lambda f=f: _ByHand(f), batch=_tokens, integer=0.4) for name, f in _BY_HAND.items()}
     | {
         "fourier": Case(net=_Fourier, batch=_tokens, backends=("onnxruntime",)),
         "encoder": Case(net=lambda: _Encoder(False), batch=_tokens, integer=0.4),

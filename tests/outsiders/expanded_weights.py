@@ -11,6 +11,16 @@ from torch import nn
 from outsiders.case import Case
 from outsiders.case import noise
 
+_SPREAD: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "expand": lambda w, rows: w.expand(rows, -1, -1),
+    "unsqueeze": lambda w, rows: w.unsqueeze(0).expand(rows, 5, 32),
+    "broadcast_to": lambda w, rows: w.broadcast_to(rows, 5, 32),
+    "repeat": lambda w, rows: w[None].repeat(rows, 1, 1),
+    "tile": lambda w, rows: w.tile(rows, 1, 1),
+    "repeat_interleave": lambda w, rows: w[None].repeat_interleave(rows, dim=0),
+    "scaled": lambda w, rows: w.expand(rows, -1, -1) * 0.3,
+}
+
 
 class _Spread(nn.Module):
     """Learned queries [5, 32] that look at [rows, 10, 32]."""
@@ -58,6 +68,63 @@ def _stack(q: Tensor, k: Tensor) -> Tensor:
 
 def _scaled(q: Tensor, k: Tensor) -> Tensor:
     return torch.bmm((q * 0.3).expand(k.shape[0], -1, -1), k.transpose(1, 2))
+
+
+class _Inside(nn.Module):
+    """Learned queries [5, 32] whose product stands in the forward itself, where it is a site with a weight."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.queries, self.key, self.out = nn.Parameter(torch.randn(5, 32)), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.spread = _SPREAD[way]
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.bmm(self.spread(self.queries, x.shape[0]), self.key(x).transpose(1, 2))
+        return self.out(torch.bmm((scores / 6).softmax(-1), x))
+
+
+class _InsideHeads(nn.Module):
+    """Queries split into heads, spread over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.key, self.out = nn.Parameter(torch.randn(5, 32)), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.queries.view(1, 5, 4, 8).expand(x.shape[0], -1, -1, -1).transpose(1, 2)
+        key = self.key(x).unflatten(-1, (4, 8)).permute(0, 2, 3, 1)
+        return self.out(
+            ((heads @ key / 3).softmax(-1) @ x.unflatten(-1, (4, 8)).transpose(1, 2)).transpose(1, 2).flatten(2)
+        )
+
+
+class _InsideEinsum(nn.Module):
+    """An einsum whose batch is not its first axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.key, self.out = nn.Parameter(torch.randn(5, 32)), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.einsum("qbd,bkd->bqk", self.queries[:, None].expand(-1, x.shape[0], -1), self.key(x))
+        return self.out(torch.bmm((scores / 6).softmax(-1), x))
+
+
+class _InsideMixture(nn.Module):
+    """One matrix for all samples, spread for ``baddbmm`` with a bias that is spread too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.b, self.out = (
+            nn.Parameter(torch.randn(32, 32) / 6),
+            nn.Parameter(torch.randn(32)),
+            nn.Linear(32, 32),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        y = torch.baddbmm(self.b.expand(rows, x.shape[1], -1), x, self.w.expand(rows, -1, -1))
+        return self.out(torch.relu(y))
 
 
 class _Decoder(nn.Module):
@@ -110,12 +177,24 @@ _SCORES = {
     "scaled_expand": _scaled,
 }
 
-CASES = {name: Case(net=lambda f=f: _Spread(f), batch=_tokens, integer=0.4) for name, f in _SCORES.items()} | {
-    "decoder_queries": Case(net=_Decoder, batch=_tokens, integer=0.4),
-    "class_token": Case(
-        net=_ClassToken,
-        batch=_tokens,
-        faults={"openvino": "OpenVINO 2026.4 refuses a quantized linear that reads a token joined to a fixed length"},
-    ),
-    "batched_weight": Case(net=_BatchedWeight, batch=_tokens, integer=0.4),
-}
+_INSIDE = {
+    "heads": _InsideHeads,
+    "einsum": _InsideEinsum,
+    "baddbmm": _InsideMixture,
+} | {way: lambda way=way: _Inside(way) for way in _SPREAD}
+
+CASES = (
+    {name: Case(net=lambda f=f: _Spread(f), batch=_tokens, integer=0.4) for name, f in _SCORES.items()}
+    | {
+        "decoder_queries": Case(net=_Decoder, batch=_tokens, integer=0.4),
+        "class_token": Case(
+            net=_ClassToken,
+            batch=_tokens,
+            faults={
+                "openvino": "OpenVINO 2026.4 refuses a quantized linear that reads a token joined to a fixed length"
+            },
+        ),
+        "batched_weight": Case(net=_BatchedWeight, batch=_tokens, integer=0.4),
+    }
+    | {f"inside_{name}": Case(net=net, batch=_tokens, integer=0.4) for name, net in _INSIDE.items()}
+)

@@ -70,5 +70,5 @@ CASES = {
     "lstm_both_ways": Case(net=lambda: _Recurrent(nn.LSTM, bidirectional=True), batch=_vectors, integer=0.3),
     "state_in_buffer": Case(net=_State, batch=_vectors),
     "filled_memory": Case(net=_Filled, batch=lambda rows: noise(rows, 32)),
-    "outlier_channel": Case(net=_Outliers, batch=_vectors, sqnr=26),
+    "outlier_channel": Case(net=_Outliers, batch=_vectors),
 }

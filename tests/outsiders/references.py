@@ -102,7 +102,11 @@ class _Scripted(nn.Module):
         self.sub = {
             "script": lambda: torch.jit.script(nn.Sequential(nn.Linear(32, 32), nn.ReLU())),
             "script_of_relu": lambda: torch.jit.script(nn.ReLU()),
+            "script_of_convolution": lambda: torch.jit.script(nn.Sequential(nn.Conv1d(7, 7, 1), nn.BatchNorm1d(7))),
             "trace": lambda: torch.jit.trace(nn.Linear(32, 32), torch.randn(2, 32)),
+            "trace_of_two": lambda: torch.jit.trace(
+                nn.Sequential(nn.Linear(32, 32), nn.GELU()).eval(), torch.randn(2, 32)
+            ),
         }[way]()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -167,6 +171,7 @@ CASES = {f"weight_by_{way}": Case(net=lambda way=way: _Referred(way), batch=_vec
     "weight_norm": Case(net=_WeightNorm, batch=_vectors),
     "scripted_part": Case(net=lambda: _Scripted("script"), batch=_vectors, integer=0.5),
     "scripted_relu": Case(net=lambda: _Scripted("script_of_relu"), batch=_vectors),
+    "scripted_convolution": Case(net=lambda: _Scripted("script_of_convolution"), batch=_vectors, integer=0.5),
     "traced_part": Case(net=lambda: _Scripted("trace"), batch=_vectors, integer=0.5),
     **{
         f"convolutions_of_{way}": Case(
@@ -174,4 +179,5 @@ CASES = {f"weight_by_{way}": Case(net=lambda way=way: _Referred(way), batch=_vec
         )
         for way in ("script", "trace", "frozen")
     },
+    "traced_parts": Case(net=lambda: _Scripted("trace_of_two"), batch=_vectors, integer=0.5),
 }

@@ -35,6 +35,20 @@ class _Levels(nn.Module):
         )
 
 
+class _LevelNorms(nn.Module):
+    """EfficientDet: one convolution for three levels, and a normalization for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.c = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 3, padding=1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(3))
+        for factor, norm in zip((1.0, 3.0, -2.0), self.norms, strict=True):
+            nn.init.constant_(norm.weight, factor)
+
+    def forward(self, *levels: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.relu(norm(self.c(self.stem(x)))) for norm, x in zip(self.norms, levels, strict=True))
+
+
 class _Heads(nn.Module):
     """The heads of a detector: one tower for five levels."""
 
@@ -148,11 +162,20 @@ CASES = {
     "levels_alike": Case(net=lambda: _Levels(1.0), batch=_levels, sqnr=34),
     "levels_factor_5": Case(net=lambda: _Levels(5.0), batch=_levels, sqnr=34),
     "levels_factor_20": Case(net=lambda: _Levels(20.0), batch=_levels, sqnr=34),
-    "heads": Case(net=_Heads, batch=lambda rows: smooth(noise(rows, 16, 32, 32))),
+    # The convolutions of ONNX Runtime have their results rounded too, four in a row.
+    "heads": Case(
+        net=_Heads, batch=lambda rows: smooth(noise(rows, 16, 32, 32)), by_backend={"onnxruntime": {"sqnr": 28}}
+    ),
     "siamese": Case(net=_Siamese, batch=lambda rows: (noise(rows, 32), 30 * noise(rows, 32))),
     "repeated": Case(net=_Repeated, batch=lambda rows: noise(rows, 7, 32), sqnr=24),
     "shared_attention": Case(net=_SharedAttention, batch=lambda rows: (noise(rows, 7, 32), noise(rows, 7, 32))),
-    "alternating": Case(net=_Alternating, batch=lambda rows: noise(rows, 32), sqnr=28),
+    "alternating": Case(net=_Alternating, batch=lambda rows: noise(rows, 32)),
     "function": Case(net=_Function, batch=lambda rows: smooth(noise(rows, 16, 16, 16)), sqnr=34),
-    "shared_matmul": Case(net=_SharedMatmul, batch=lambda rows: noise(rows, 7, 32)),
+    # Only OpenVINO gains from products of two activations in integers.
+    "shared_matmul": Case(
+        net=_SharedMatmul,
+        batch=lambda rows: noise(rows, 7, 32),
+        by_backend={"onnxruntime": {"integer": 0.8}, "torch": {"integer": 0.8}},
+    ),
+    "levels_norm_for_each": Case(net=_LevelNorms, batch=_levels),
 }

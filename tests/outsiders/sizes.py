@@ -8,6 +8,7 @@ from torch import nn
 
 from outsiders.case import Case
 from outsiders.case import noise
+from outsiders.case import smooth
 
 
 class _Base(nn.Module):
@@ -78,13 +79,85 @@ class _Exit(_Base):
         return self.o(y)
 
 
-def _tokens(rows: int) -> Tensor:
-    return noise(rows, 5, 32)
+class _Encoder(nn.Module):
+    """Any number of tokens, with positions of the length that comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, 64, 32) / 4)
+        self.qkv, self.out, self.o = nn.Linear(32, 96), nn.Linear(32, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.positions[:, : x.shape[1]]
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.o(x + self.out(torch.softmax(q @ k.mT / 32**0.5, -1) @ v))
+
+
+class _Pooled(nn.Module):
+    """The mean over the tokens, by their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.o = nn.Linear(32, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(torch.relu(self.l(x)).sum(1) / x.shape[1])
+
+
+class _Signal(nn.Module):
+    """Convolutions over time, strided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.o = nn.Conv1d(16, 32, 3, 2, 1), nn.Conv1d(32, 32, 3, 1, 1), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.b(torch.relu(self.a(x.transpose(1, 2)))))
+        return self.o(y.transpose(1, 2))
+
+
+class _Ids(nn.Module):
+    """Tokens by number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.a, self.b = nn.Embedding(200, 32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        return x + self.b(torch.relu(self.a(x)))
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.o = nn.GRU(32, 32, batch_first=True), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.layer(x)[0])
+
+
+class _Picture(nn.Module):
+    """A convolutional network for pictures of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.o = nn.Conv2d(3, 16, 3, 2, 1), nn.Conv2d(16, 32, 3, 1, 1), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(torch.relu(self.b(torch.relu(self.a(x)))).mean((2, 3)))
+
+
+def _tokens(rows: int, length: int = 5) -> Tensor:
+    return noise(rows, length, 32)
 
 
 def _graph(rows: int) -> tuple[Tensor, Tensor]:
     return noise(53, 16), torch.randint(0, 53, (2, 231))
 
+
+_SOME = (1, 3, 8)
+_LENGTHS = (4, 9, 16)
 
 _ONLY_EIGHT = (8,)
 """The model fixes the batch, so the file has the batch of the user."""
@@ -101,6 +174,22 @@ CASES = {
     "bag_mean": Case(net=lambda: _Bag("mean"), batch=lambda rows: torch.randint(0, 500, (rows, 5))),
     "bag_max": Case(net=lambda: _Bag("max"), batch=lambda rows: torch.randint(0, 500, (rows, 5))),
     "exit_by_value": Case(net=_Exit, batch=_tokens, error="depends on"),
-    "one_sample": Case(net=_Viewed, batch=_tokens, example_rows=1, batches=32),
+    "one_sample": Case(net=_Viewed, batch=_tokens, example_rows=1),
     "twelve_batches_of_three": Case(net=_Viewed, batch=_tokens, example_rows=3, batches=12),
+    "lengths_of_attention": Case(net=_Encoder, batch=_tokens, rows=_SOME, lengths=_LENGTHS),
+    "lengths_pooled": Case(net=_Pooled, batch=_tokens, rows=_SOME, lengths=_LENGTHS),
+    "lengths_of_a_signal": Case(
+        net=_Signal, batch=lambda rows, length: noise(rows, length, 16), rows=_SOME, lengths=(20, 33, 48)
+    ),
+    "lengths_of_ids": Case(
+        net=_Ids, batch=lambda rows, length: torch.randint(0, 200, (rows, length)), rows=_SOME, lengths=_LENGTHS
+    ),
+    "lengths_recurrent": Case(net=_Recurrent, batch=_tokens, rows=_SOME, lengths=_LENGTHS, integer=0.3),
+    "sizes_of_pictures": Case(
+        net=_Picture, batch=lambda rows, size: smooth(noise(rows, 3, size, size)), rows=_SOME, lengths=(24, 32, 41)
+    ),
+    "mixed_batches": Case(net=_Viewed, batch=_tokens, example_rows=(8, 8, 5)),
+    "mixed_batches_and_lengths": Case(
+        net=_Encoder, batch=_tokens, rows=_SOME, lengths=_LENGTHS, example_rows=(8, 3, 1, 2)
+    ),
 }

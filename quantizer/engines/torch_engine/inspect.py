@@ -156,7 +156,8 @@ def _precision(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> str:
 
 
 def _work(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> int | None:
-    shapes = [values[source].shape for source in node.all_input_nodes if source in values]
+    # By its place: a product may read one tensor twice.
+    shapes = [_shape(read, values) for read in node.args[:3] if isinstance(read, fx.Node) and read in values]
     made = values[node].shape
     if is_call(node, LINEAR, LINEAR_ADD):
         return made.numel() * shapes[0][-1]
@@ -168,7 +169,7 @@ def _work(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> int | None:
         transposed = bool(node.args[6])
         return convolution_work(shapes[1], shapes[0][1] if transposed else made[1], shapes[0] if transposed else made)
     if is_call(node, aten.scaled_dot_product_attention.default):
-        query, key, value = shapes[:3]
+        query, key, value = shapes
         return attention_work(query, key, value, made)
     return None
 

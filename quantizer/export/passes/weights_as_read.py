@@ -17,39 +17,44 @@ __all__ = ["WeightsAsRead"]
 
 
 class WeightsAsRead:
-    """``DQ(w [N, K], axis 0) -> Transpose -> MatMul`` becomes ``DQ(w' [K, N], axis 1) -> MatMul``."""
+    """``DQ(w [N, K], axis 0) -> Transpose -> MatMul`` becomes ``DQ(w' [K, N], axis 1) -> MatMul``.
+
+    A module that is called several times has a Transpose for each call, and one weight.
+    """
 
     def requires(self, model: Any) -> str | None:
         return None
 
     def run(self, model: Any) -> int:
         changed = 0
-        for transpose in _transposed_weights(model):
-            dequantize = transpose.inputs[0].producer()
-            if len(list(transpose.inputs[0].uses())) > 1:
-                continue  # other readers need the weight as it is
+        for dequantize, transposes in _transposed_weights(model):
             _turn(dequantize)
-            transpose.outputs[0].replace_all_uses_with(dequantize.outputs[0])
-            transpose.graph.remove(transpose, safe=True)
-            changed += 1
+            for transpose in transposes:
+                transpose.outputs[0].replace_all_uses_with(dequantize.outputs[0])
+                transpose.graph.remove(transpose, safe=True)
+                changed += 1
         return changed
 
     def ensures(self, model: Any) -> str | None:
-        left = [t.name for t in _transposed_weights(model) if len(list(t.inputs[0].uses())) == 1]
+        left = [transposes[0].name for _, transposes in _transposed_weights(model)]
         return f"a Transpose still stands behind a stored weight: {left[0]}" if left else None
 
 
-def _transposed_weights(model: Any) -> list[Any]:
+def _transposed_weights(model: Any) -> list[tuple[Any, list[Any]]]:
+    """Return the dequantizers of weights that nothing but Transposes reads, each with those."""
     found = []
     for node in model.graph:
-        if node.op_type != "Transpose" or node.inputs[0] is None or node.attributes["perm"].as_ints() != (1, 0):
+        if not is_dequantize(node) or node.outputs[0].is_graph_output() or len(node.inputs[0].shape or ()) != 2:
             continue
-        dequantize = node.inputs[0].producer()
-        if not is_dequantize(dequantize):
-            continue
-        if len(dequantize.inputs[0].shape) == 2 and all(map(_is_own, _matrices(dequantize))):
-            found.append(node)
+        readers = node.outputs[0].consumers()
+        # Other readers need the weight as it is.
+        if readers and all(map(_is_transpose, readers)) and all(map(_is_own, _matrices(node))):
+            found.append((node, list(readers)))
     return found
+
+
+def _is_transpose(node: Any) -> bool:
+    return bool(node.op_type == "Transpose" and node.attributes["perm"].as_ints() == (1, 0))
 
 
 def _matrices(dequantize: Any) -> list[Any]:

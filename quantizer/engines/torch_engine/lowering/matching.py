@@ -52,9 +52,11 @@ def is_call(value: Any, *targets: Any) -> TypeGuard[fx.Node]:
 def only_reader(node: fx.Node) -> fx.Node | None:
     """Return the one node that reads a value, once; None if it has more readers or none."""
     readers = list(node.users)
-    if len(readers) != 1 or sum(read is node for read in readers[0].all_input_nodes) != 1:
+    if len(readers) != 1:
         return None
-    return readers[0]
+    reads: list[fx.Node] = []
+    fx.node.map_arg((readers[0].args, readers[0].kwargs), reads.append)
+    return readers[0] if sum(read is node for read in reads) == 1 else None
 
 
 def constant(module: LoweredGraph, value: Any) -> torch.Tensor | None:

@@ -27,6 +27,7 @@ __all__ = ["lower_convolutions"]
 
 def lower_convolutions(module: LoweredGraph) -> int:
     """Replace every convolution with two dequantized operands; return how many there were."""
+    _pad_codes(module)
     found = 0
     for node in list(module.graph.nodes):
         if is_call(node, aten.convolution.default) and is_call(node.args[0], dequantize) and not node.args[6]:
@@ -36,6 +37,24 @@ def lower_convolutions(module: LoweredGraph) -> int:
                 _lower(module, node, *weight)
                 found += 1
     return found
+
+
+def _pad_codes(module: LoweredGraph) -> None:
+    """Pad codes with the zero point in place of their values with 0, where a convolution reads the padded values.
+
+    The kernels pad both ends alike, so a convolution that is padded unevenly has its padding before it.
+    """
+    for node in list(module.graph.nodes):
+        if not is_call(node, aten.constant_pad_nd.default) or not is_call(node.args[0], dequantize):
+            continue
+        if not any(is_call(reader, aten.convolution.default) for reader in node.users) or node.args[2] != 0:
+            continue
+        codes, scale, zero, *rest = node.args[0].args
+        with module.graph.inserting_before(node):
+            padded = module.graph.call_function(aten.constant_pad_nd.default, (codes, node.args[1], zero))
+            made = module.graph.call_function(dequantize, (padded, scale, zero, *rest))
+        padded.meta["onnx"] = node.meta.get("onnx", "")
+        replace(node, made)
 
 
 def _lower(module: LoweredGraph, node: fx.Node, codes: torch.Tensor, scales: torch.Tensor) -> None:

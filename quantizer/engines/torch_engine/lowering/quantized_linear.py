@@ -33,16 +33,32 @@ __all__ = ["lower_linears"]
 def lower_linears(module: LoweredGraph) -> int:
     """Replace every linear with two dequantized operands; return how many there were."""
     found = 0
+    packed: dict[fx.Node, fx.Node] = {}
     for node in list(module.graph.nodes):
         if is_call(node, aten.matmul.default) and is_call(node.args[0], dequantize):
             weight = quantized_weight(module, node.args[1], axis=1, rank=2)
             if weight is not None:
-                _lower(module, node, *weight)
+                _lower(module, node, *weight, packed)
                 found += 1
     return found
 
 
-def _lower(module: LoweredGraph, product: fx.Node, codes: torch.Tensor, scales: torch.Tensor) -> None:
+def _lower(
+    module: LoweredGraph,
+    product: fx.Node,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    packed: dict[fx.Node, fx.Node],
+) -> None:
+    """Lower one product.
+
+    Args:
+        module: the graph.
+        product: the product.
+        codes: of its weight.
+        scales: of its weight.
+        packed: weights that are packed already, by their dequantizer: a module that is called twice has one.
+    """
     reader, bias = only_reader(product), None
     last = product
     if is_call(reader, aten.add.Tensor):
@@ -52,17 +68,19 @@ def _lower(module: LoweredGraph, product: fx.Node, codes: torch.Tensor, scales: 
             last = reader
         else:
             bias = None
-    activation = product.args[0]
+    activation, weight = product.args[:2]
     assert isinstance(activation, fx.Node)
+    assert isinstance(weight, fx.Node)
     with module.graph.inserting_before(last):
-        # The kernel's own layout is made of [N, K].
-        stored = new_constant(module, "weight", codes.t().contiguous())
-        packed = module.graph.call_function(LINEAR_PREPACK, (stored, None))
+        if weight not in packed:
+            # The kernel's own layout is made of [N, K].
+            stored = new_constant(module, "weight", codes.t().contiguous())
+            packed[weight] = module.graph.call_function(LINEAR_PREPACK, (stored, None))
         arguments: tuple[Any, ...] = (
             activation.args[0],
             activation.args[1],
             activation.args[2],
-            packed,
+            packed[weight],
             new_constant(module, "scales", scales),
             new_constant(module, "zero_points", torch.zeros(len(scales), dtype=torch.int64)),
             None if bias is None else new_constant(module, "bias", bias.float()),

@@ -6,6 +6,9 @@ Legend: q [C, ..] the codes of the weight, t [C] their scales, b [C] the bias; g
 
 A scale is positive, so the sign goes into the codes. A channel with g = 0 gets codes of 0 and keeps its scale. The pair
 stays if a code has no negative (-128), or if a scale would be subnormal and lose its precision.
+
+A convolution that is called several times, with one normalization or one for each level, then has a dequantizer for
+each call: the scales are its own, and calls whose factors have the same signs share the codes.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import numpy as np
 from quantizer.export.passes.base import MatchPass
 from quantizer.export.passes.base import add_constant
 from quantizer.export.passes.base import drop_unread
+from quantizer.export.passes.base import insert_before
 from quantizer.export.passes.base import smallest_normal
 from quantizer.export.passes.base import take_out
 from quantizer.qdq.graph import attribute
@@ -77,9 +81,9 @@ class FoldBatchNorm(MatchPass[_Folded]):
         """Give the convolution new constants: the present ones may have other readers."""
         import onnx_ir
 
-        convolution, dequantize = found.convolution, found.convolution.inputs[1].producer()
+        convolution, dequantize = found.convolution, _own_dequantizer(model, found.convolution)
         step, scale = dequantize.inputs[:2]
-        dequantize.replace_input_with(0, add_constant(model, f"{step.name}_folded", found.codes, step.dtype))
+        dequantize.replace_input_with(0, _shared_constant(model, f"{step.name}_folded", found.codes, step.dtype))
         dequantize.replace_input_with(1, add_constant(model, f"{scale.name}_folded", found.scales, scale.dtype))
         dequantize.attributes["axis"] = onnx_ir.AttrInt64("axis", found.axis)
         old = convolution.inputs[2] if len(convolution.inputs) > 2 else None
@@ -91,10 +95,39 @@ class FoldBatchNorm(MatchPass[_Folded]):
         take_out(model, node, convolution.outputs[0])
 
 
+def _own_dequantizer(model: Any, convolution: Any) -> Any:
+    """Return the dequantizer of a weight, with no other reader: a new one if the present one has some."""
+    weight = convolution.inputs[1]
+    dequantize = weight.producer()
+    if len(list(weight.uses())) == 1:
+        return dequantize
+    attributes = list(dequantize.attributes.values())
+    made = insert_before(
+        model,
+        convolution,
+        "DequantizeLinear",
+        dequantize.inputs,
+        like=weight,
+        shape=weight.shape,
+        attributes=attributes,
+    )
+    made.producer().metadata_props.update(dequantize.metadata_props)
+    convolution.replace_input_with(1, made)
+    return made.producer()
+
+
+def _shared_constant(model: Any, name: str, array: np.ndarray[Any, Any], element: Any) -> Any:
+    """Return a constant of this name with these values: the one that is there, or a new one."""
+    known = model.graph.initializers.get(name)
+    if known is not None and np.array_equal(known.const_value.numpy(), array):
+        return known
+    return add_constant(model, name, array, element)
+
+
 def _stored(value: Any, axis: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
-    """Return codes and scales of a weight that one convolution reads, with one scale or one for each output channel."""
+    """Return codes and scales of a weight with one scale, or one for each output channel."""
     node = value.producer()
-    if not is_dequantize(node) or len(list(value.uses())) != 1:
+    if not is_dequantize(node):
         return None
     codes, scales = node.inputs[0].const_value, floats(node.inputs[1])
     if codes is None or scales is None or scales.ndim > 1 or (len(node.inputs) > 2 and node.inputs[2] is not None):
