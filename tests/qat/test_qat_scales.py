@@ -365,3 +365,43 @@ def test_checkpointing_gives_the_same_gradients(scales: Any, reentrant: bool) ->
         gradients.append([x.grad, *(p.grad for p in proxy.parameters())])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+class Checkpointed(nn.Module):
+    """Layers with dropout that are computed again for their gradients, in one of the ways of torch."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Dropout(0.2)) for _ in range(2))
+        self.last, self.way = nn.Linear(16, 4), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "sequential":
+            parts = nn.Sequential(*self.layers)
+            return self.last(torch.utils.checkpoint.checkpoint_sequential(parts, 2, x, use_reentrant=False))
+        for layer in self.layers:
+            reentrant = self.way == "reentrant"
+            run = torch.utils.checkpoint.checkpoint
+            x = layer(x) if self.way == "plain" else run(layer, x, use_reentrant=reentrant)
+        return self.last(x)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant", "sequential"])
+@pytest.mark.parametrize("scales", ["fixed", "average", "learned", None])
+def test_layers_that_are_computed_again_train_alike(scales: Any, way: str) -> None:
+    results = []
+    for tried in ("plain", way):
+        model = Checkpointed(tried)
+        # Without a calibration the first batches of the training are observed.
+        quantizer = calibrated(model.eval()) if scales else Quantizer(preset="plain", backend="openvino")
+        proxy = quantizer.qat(model, scales=scales or "fixed").train()
+        optimizer = torch.optim.SGD(proxy.parameters(), lr=0.1)
+        for seed in range(4):
+            torch.manual_seed(seed)
+            # The reentrant way gives no gradients to parameters where no input has one.
+            optimize(proxy, optimizer, data(seed).requires_grad_())
+        results.append([*model.parameters(), *quantizer.scales().values()])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
