@@ -12,6 +12,7 @@ from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.proxied import proxied
 from quantizer.calibration.session import merge_across_ranks
 from quantizer.calibration.settings import make_observation
+from quantizer.common.data.exported_program import refuse_compiled
 from quantizer.common.inference_mode import ordinary_tensors
 from quantizer.config import quantizer_config
 from quantizer.errors import CalibrationError
@@ -126,6 +127,7 @@ class QATCalibrate:
                 raise ProxyError("setup_model_qat() belongs inside the with block of its QATCalibrate")
             if not isinstance(model, nn.Module):
                 raise ProxyError(f"a torch.nn.Module is needed, got {type(model).__name__}")
+            refuse_compiled(model)
             if any(known.module is model for known, _ in self._calibrating):
                 raise ProxyError(f"this {type(model).__name__} is being calibrated already")
             if not is_proxy(model):

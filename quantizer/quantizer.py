@@ -18,6 +18,7 @@ from quantizer.common.data.doubts import doubts_of_calibration
 from quantizer.common.data.doubts import warn_user
 from quantizer.common.data.exported_program import Model
 from quantizer.common.data.exported_program import module_of
+from quantizer.common.data.exported_program import refuse_compiled
 from quantizer.common.data.sizes import DataSizes
 from quantizer.common.distributed import all_reduce_sum
 from quantizer.common.distributed import get_world_size
@@ -318,6 +319,7 @@ class Quantizer(QuantizerViews):
             ProxyError: ``quant_model`` is the proxy of ``calib()``, ``amp()`` or ``qat()``.
             ExportError: the model cannot be exported, or the file cannot be written.
         """
+        refuse_compiled(quant_model)
         with ordinary_tensors():
             return self._session.export(quant_model, Path(path), example, opset, dynamic_axes)
 

@@ -85,9 +85,12 @@ def _with_channels(config: QuantizerConfig) -> tuple[str, ...]:
 def sees_the_same(first: QuantizerConfig, second: QuantizerConfig, *, convolves: bool = True) -> bool:
     """Return whether calibration sees the same with both configurations, so that its statistics serve either.
 
-    ``convolves``: whether the model may have convolutions, whose results are observed for some targets.
-
     The percentile of a range is taken from them later, and so is what the target of a backend wants.
+
+    Args:
+        first: a configuration.
+        second: another one.
+        convolves: whether the model may have convolutions, whose results are observed for some targets.
     """
     results = not convolves or first.target.quantizes_outputs == second.target.quantizes_outputs
     return results and _seen_with(first) == _seen_with(second)

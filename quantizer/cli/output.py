@@ -11,6 +11,7 @@ from typing import TextIO
 
 from quantizer.errors import QuantizerError
 from quantizer.report.page.glossary import words_in
+from quantizer.report.tables.text import visible
 from quantizer.runs.ranks.launcher import launched
 
 __all__ = ["print_error", "standard_output"]
@@ -25,7 +26,7 @@ def print_error(error: QuantizerError) -> None:
     Of several processes, all but the first name themselves.
     """
     rank, _ = launched()
-    print(f"{'' if rank in ('0', '?') else f'rank {rank}: '}error: {error}", file=sys.stderr)
+    print(f"{'' if rank in ('0', '?') else f'rank {rank}: '}error: {visible(str(error))}", file=sys.stderr)
     for term, sentence in list(words_in(str(error)).items())[:_WORDS]:
         print(f"  ({term}: {sentence})", file=sys.stderr)
 

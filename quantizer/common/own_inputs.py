@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch import nn
 
@@ -59,10 +58,6 @@ def written_by(run: partial[Any]) -> list[str]:
 @contextmanager
 def given_copies(model: nn.Module) -> Iterator[None]:
     """Give a model copies of the tensors that it is called with in the block: its forward may write into them."""
-    if isinstance(model, torch.jit.ScriptModule):
-        # It takes no hook.
-        yield
-        return
     handle = model.register_forward_pre_hook(_copy_inputs, prepend=True, with_kwargs=True)
     try:
         yield

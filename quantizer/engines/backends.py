@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -57,9 +58,25 @@ def build_engine(
         EngineError: unknown backend; the ONNX file is missing, broken or refused; the engine cannot be written.
         MissingDependencyError: the backend's library is not installed.
     """
-    chosen = backend(name)
-    with unreadable_is(EngineError, Path(onnx_path)):
-        return chosen.build(Path(onnx_path), Path(engine_path), options or BuildOptions())
+    chosen, options, raised = backend(name), options or BuildOptions(), list[Exception]()
+    if (told := options.progress) is not None:
+
+        def progress(share: float, phase: str) -> None:
+            try:
+                told(share, phase)
+            except Exception as error:
+                raised.append(error)
+                raise
+
+        options = replace(options, progress=progress)
+    try:
+        with unreadable_is(EngineError, Path(onnx_path)):
+            return chosen.build(Path(onnx_path), Path(engine_path), options)
+    except EngineError as error:
+        if raised and error.__cause__ is raised[0]:
+            # The caller's own, not one of the file.
+            raise raised[0] from None
+        raise
 
 
 def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> Engine:

@@ -113,7 +113,7 @@ class Pass:
         self._calls: dict[int, Call | None] = {}
         self._weights = Weights()
         self._operands = CallOperands(self._weights, {}, self._provenance)
-        self._made_of: dict[int, set[str] | None] = {}
+        self._made_of: dict[int, tuple[str, set[str] | None]] = {}
         self._mask: Tensor | None = None
         # A model may run parts of itself in its own threads.
         self._lock = threading.RLock()
@@ -194,13 +194,13 @@ class Pass:
                 # An operand in float would have to be quantized first.
                 known = {site.path for site in outputs if site is not None}
                 followed = known if None not in outputs else None
-        self._made_of[threading.get_ident()] = followed
+        self._made_of[threading.get_ident()] = place.operation.name, followed
 
     def _see_result(self, site: Site, value: Any, record: SiteStatistics) -> None:
         """Follow the result of a call to its readers, if it is one of an operation that computes in integers."""
-        followed = self._made_of.pop(threading.get_ident(), None)
+        operation, followed = self._made_of.pop(threading.get_ident(), ("", None))
         record.calls += 1
-        if ".interpolate_" in site.path and self._outputs.site_of(value) is not None:
+        if operation == "interpolate" and self._outputs.site_of(value) is not None:
             # Repeated values have the codes of those that are repeated.
             followed = None
         if followed is None or not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
@@ -240,7 +240,7 @@ class Pass:
             self._outputs.read(value)
         # The result that comes next is that of this call.
         begins = site.operation.kind == "conv" or (site.operation.kind == "residual_add" and followed)
-        self._made_of[threading.get_ident()] = {site.path} if begins else None
+        self._made_of[threading.get_ident()] = site.operation.name, {site.path} if begins else None
         self._calls[threading.get_ident()] = None
         record.calls += 1
         weights, lost = self._operands.weights(site, values)

@@ -162,8 +162,7 @@ class RangeGroup:
 
     def _single(self) -> list[RangeGroup]:
         """Return the range of each tensor by itself."""
-        alone = replace(self, calibrator=self.calibrator.copy(), operands=[], parts=[])
-        return self.parts or [alone]
+        return self.parts or [replace(self, calibrator=self.calibrator.copy(), operands=[])]
 
     def _bound(self) -> None:
         if len(self.parts) > MOST_CALLS:

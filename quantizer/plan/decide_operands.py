@@ -313,8 +313,8 @@ def _is_rectified_output(group: RangeGroup, profile: TargetProfile) -> bool:
 
     With zero point 0 the codes are those behind the rectifier, which becomes part of the convolution.
     """
-    outputs = (name for name in group.operands if name.endswith(f".{OUTPUT}.input"))
-    return profile.quantizes_outputs and group.calibrator.minimum >= 0 and any(True for _ in outputs)
+    of_result = any(name.endswith(f".{OUTPUT}.input") for name in group.operands)
+    return profile.quantizes_outputs and group.calibrator.minimum >= 0 and of_result
 
 
 def _without_scale(

@@ -201,8 +201,7 @@ def skipped_sources(model: nn.Module) -> Iterator[UnrewrittenSource]:
     refused: set[str] = set()
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            owner = model.get_submodule(path.rpartition(".")[0])
-            if module is model or not isinstance(owner, torch.jit.ScriptModule):
+            if not isinstance(model.get_submodule(path.rpartition(".")[0]), torch.jit.ScriptModule):
                 yield UnrewrittenSource(
                     path=path, host_type=module.original_name, source=None, reason=ReasonCode.SCRIPTED.text()
                 )

@@ -64,7 +64,6 @@ def test_sizes_are_those_of_the_data() -> None:
     assert sizes.usual == {"batch": 8, "sequence": 20}
     assert sizes.ranges == {"batch": (5, 8, 8), "sequence": (20, 20, 40)}
     assert sizes.seen["sequence"] == (20, 40, 30)
-    assert sizes.varies("sequence")
     fixed = sizes.only({"x": {1: "sequence"}})
     assert fixed.axes == {"x": {1: "sequence"}}
     assert fixed.seen == {"batch": (8,), "sequence": (20, 40, 30)}

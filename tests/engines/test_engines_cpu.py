@@ -114,6 +114,19 @@ def test_compute_capability_is_not_for_a_cpu(name: str, qdq: Any, tmp_path: Path
         build_engine(name, qdq.path, tmp_path / "model.engine", BuildOptions(compute_capability="sm89"))
 
 
+class Cancelled(Exception):
+    """A caller's own, which says nothing about the file."""
+
+
+def test_an_exception_of_the_progress_callback_is_the_callers(name: str, qdq: Any, tmp_path: Path) -> None:
+    def cancel(share: float, phase: str) -> None:
+        raise Cancelled("by the caller")
+
+    with pytest.raises(Cancelled, match="by the caller"):
+        build_engine(name, qdq.path, tmp_path / "m.engine", BuildOptions(progress=cancel))
+    assert not (tmp_path / "m.engine").exists()
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_missing_library_names_the_extra(name: str, qdq: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)

@@ -165,6 +165,53 @@ def test_what_no_engine_has_is_refused(good: Path, tmp_path: Path, monkeypatch: 
     assert os.listdir(tmp_path) == ["m.engine"]
 
 
+def _returned(description: dict[str, Any], operator: str, *arguments: Any) -> None:
+    """Return the result of an operator on the engine's output."""
+    nodes = description["nodes"]
+    given = [nodes[-1]["args"][0][0], *arguments]
+    more = {"op": "call_function", "name": "more", "target": operator, "args": given, "kwargs": {"items": {}}}
+    nodes[-1:] = [{**more, "onnx": ""}, {**nodes[-1], "args": [[{"node": "more"}]]}]
+
+
+OUTPUTS: dict[str, Change] = {
+    "weights in a kernel's layout": lambda d: d["nodes"][-1].update(
+        args=[[{"node": next(node["name"] for node in d["nodes"] if "prepack" in node["target"])}]]
+    ),
+    "bfloat16": lambda d: _returned(d, "aten.to.dtype", {"dtype": "bfloat16"}),
+    "several tensors": lambda d: _returned(d, "aten.topk.default", 1),
+}
+
+
+@pytest.mark.parametrize("what", [*OUTPUTS])
+def test_outputs_that_are_no_arrays(good: Path, tmp_path: Path, what: str) -> None:
+    path = _changed(good, tmp_path / "m.engine", OUTPUTS[what])
+    with pytest.raises(EngineError, match=r"torch could not run the engine|did not make 1 tensors"):
+        load_engine("torch", path)(np.ones((3, 16), np.float32))
+    with pytest.raises(EngineError, match=r"torch could not run the engine|did not make 1 tensors"):
+        inspect_engine("torch", path)
+
+
+def test_an_input_that_is_larger_than_any_memory(good: Path, tmp_path: Path) -> None:
+    path = _changed(good, tmp_path / "m.engine", lambda d: d["inputs"][0].update(shape=[None, 2**62]))
+    with pytest.raises(EngineError, match=r"would have 4e\+19 values: a size in the file is wrong"):
+        inspect_engine("torch", path)
+
+
+def test_names_in_a_file_do_not_steer_the_terminal(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(description: dict[str, Any]) -> None:
+        for number, node in enumerate(description["nodes"]):
+            node["onnx"] = f"\x1b]0;owned\x07{number}"
+
+    assert main(["show", str(_changed(good, tmp_path / "m.engine", change))]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "\\x1b" in shown
+    assert main(["show", str(tmp_path / "\x1b]0;owned\x07")]) == 1
+    assert "\x1b" not in capsys.readouterr().err
+
+
 def test_an_archive_that_would_grow_is_refused(good: Path, tmp_path: Path) -> None:
     parts = {**_parts(good), "engine.json": b" " * 2**22 + _parts(good)["engine.json"]}
     path = _write(tmp_path / "m.engine", parts, zipfile.ZIP_DEFLATED)

@@ -25,6 +25,7 @@ from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
 from quantizer.export.passes.scale_before_quantize import ScaleBeforeQuantize
 from quantizer.export.passes.share_quantizers import ShareQuantizers
+from quantizer.export.passes.unspread_weights import UnspreadWeights
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")
@@ -555,3 +556,28 @@ def test_no_site_of_torchs_attention_is_lost(tmp_path: Path) -> None:
     # Nothing is left between the two products of the attention but the softmax.
     (softmax,) = [node for node in nodes if node.op_type == "Softmax"]
     assert makers[softmax.input[0]] == "MatMul"
+
+
+def spread_weight(weight: tuple[int, ...], lead: Any) -> Any:
+    """A MatMul of x [lead, 3, 4] by a stored weight that an Expand spreads to [lead, 4, 6]."""
+    nodes = "d = DequantizeLinear (w, s) e = Expand (d, sizes) y = MatMul (x, e)"
+    codes = np.arange(np.prod(weight), dtype=np.int8).reshape(weight)
+    model = graph("float[b, 3, 4] x, int64[3] sizes", "float[b, 3, 6] y", nodes, w=codes, s=np.float32(0.5))
+    (spread,) = (node.outputs[0] for node in model.graph if node.op_type == "Expand")
+    spread.shape, model.graph.inputs[0].shape = ir.Shape([lead, 4, 6]), ir.Shape([lead, 3, 4])
+    return model
+
+
+def test_a_weight_that_is_spread_over_the_batch_is_read_itself() -> None:
+    model, x = spread_weight((1, 4, 6), "b"), np.ones((2, 3, 4), np.float32)
+    (expected,) = computed(model, x=x, sizes=np.array([2, 4, 6]))
+    run_passes(model, [UnspreadWeights()])
+    assert operators(model) == ["DequantizeLinear", "MatMul"]
+    assert np.array_equal(computed(model, x=x, sizes=np.array([2, 4, 6]))[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("weight", "lead"), [((1, 4, 6), None), ((1, 1, 6), "b"), ((1, 4, 1), "b")], ids=["size unknown", "rows", "columns"]
+)
+def test_a_weight_that_may_be_spread_otherwise_stays(weight: tuple[int, ...], lead: Any) -> None:
+    assert unchanged(spread_weight(weight, lead), UnspreadWeights())

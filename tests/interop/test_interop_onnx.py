@@ -365,3 +365,11 @@ def test_opsets_that_are_not_known(tmp_path: Path, opset: int, match: str) -> No
     onnx.save(model, path)
     with pytest.raises(TaskError, match=match):
         quantizer.from_onnx(path)
+
+
+@pytest.mark.parametrize("stem", ["none", "true", "class", "1", "-"])
+def test_a_file_may_be_called_like_a_word_of_python(tmp_path: Path, stem: str) -> None:
+    text = '<ir_version: 10, opset_import: ["" : 20]> g (float[2, 4] x) => (float[2, 4] y) { y = Relu (x) }'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / f"{stem}.onnx")
+    model = quantizer.from_onnx(tmp_path / f"{stem}.onnx")
+    assert torch.equal(model(-torch.ones(2, 4)), torch.zeros(2, 4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer
+from quantizer import quantize_model
+from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.completeness.product_counter import Reason
@@ -301,6 +304,34 @@ def test_a_module_that_torchscript_compiled(compiled: Any) -> None:
     (left,) = q.coverage.escaped
     assert (left.path, left.detail) == ("compiled", "Sequential, compiled by TorchScript")
     assert "TorchScript compiled it, and no Python code of it is left" in " ".join(q.coverage.text().split())
+
+
+class Doubled(nn.Module):
+    """It writes into its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x.mul_(2))
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda module: torch.jit.trace(module, torch.randn(8, 32))])
+def test_a_model_that_torchscript_compiled_as_a_whole_is_refused(compiled: Any, tmp_path: Path) -> None:
+    """Before it is run: what it writes into would be the user's data."""
+    model, x, q = compiled(Doubled().eval()), torch.ones(8, 32), Quantizer(preset="plain", backend="openvino")
+    uses: list[Callable[[], Any]] = [
+        lambda: q.calibrate(model, [x]),
+        lambda: q.export(model, tmp_path / "m.onnx", x),
+        lambda: quantize_model(model, [x], preset="plain", backend="openvino"),
+    ]
+    for use in uses:
+        with pytest.raises(ProxyError, match=r"Doubled is compiled by torch.jit.*pass the module that was scripted"):
+            use()
+    assert torch.equal(x, torch.ones(8, 32))
 
 
 def test_a_cell_of_a_recurrence() -> None:

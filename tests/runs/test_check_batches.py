@@ -38,3 +38,8 @@ def test_a_model_that_mixes_samples_gets_whole_batches() -> None:
     batches = [{"x": torch.randn(4, 2)} for _ in range(16)]
     made = check_batches(ModuleFeed(batches), batches, [(4, 1), (1, 1)])
     assert [len(batch["x"]) for batch in made] == [4] * 8
+
+
+def test_whole_batches_have_enough_samples_whatever_their_size() -> None:
+    batches = [{"x": torch.randn(20, 2)} for _ in range(4)]
+    assert [len(batch["x"]) for batch in check_batches(ModuleFeed(batches), batches, [(20, 1)])] == [20, 20]

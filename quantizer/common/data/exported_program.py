@@ -11,7 +11,9 @@ from torch import fx
 from torch import nn
 from torch.export import ExportedProgram
 
-__all__ = ["Model", "module_of"]
+from quantizer.errors import ProxyError
+
+__all__ = ["Model", "module_of", "refuse_compiled"]
 
 Model: TypeAlias = nn.Module | ExportedProgram
 """What a ``Quantizer`` takes."""
@@ -23,12 +25,29 @@ def module_of(model: Model) -> nn.Module:
     """Return the module of a program, the same each time, with its parameters and their names; a module as it is.
 
     The checks of the program's guards are left out: its examples bind what it was exported for, not the data.
+
+    Raises:
+        ProxyError: see ``refuse_compiled``.
     """
     if not isinstance(model, ExportedProgram):
+        refuse_compiled(model)
         return model
     if model not in _MODULES:
         _MODULES[model] = _with_named_convolutions(model.module(check_guards=False))
     return _MODULES[model]
+
+
+def refuse_compiled(model: object) -> None:
+    """Raise for a model that is TorchScript as a whole, whose source is gone; a part of a model may be.
+
+    Raises:
+        ProxyError: as said.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ProxyError(
+            f"{model.original_name} is compiled by torch.jit, and no Python source of it is left to quantize: pass the "
+            "module that was scripted or traced"
+        )
 
 
 def _with_named_convolutions(module: fx.GraphModule) -> fx.GraphModule:

@@ -125,10 +125,6 @@ class DataSizes:
         """Return whether an axis of this dimension is open."""
         return any(dimension in opened.values() for opened in self.axes.values())
 
-    def varies(self, dimension: str) -> bool:
-        """Return whether a dimension has several sizes in the data."""
-        return len(set(self.seen[dimension])) > 1
-
     def only(self, axes: Axes) -> DataSizes:
         """Return the sizes with those axes alone, as where a model fixes others at the size of the first batch."""
         left = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+from math import prod
 from types import MappingProxyType
 
 import numpy as np
@@ -15,6 +16,9 @@ from quantizer.engines.dimensions import dimension_sizes
 from quantizer.errors import EngineError
 
 __all__ = ["made_up_inputs", "working_inputs"]
+
+_MOST = 2**40
+"""So many values no input has: a file that was damaged may ask for them."""
 
 
 def made_up_inputs(
@@ -34,6 +38,9 @@ def made_up_inputs(
         sequence: size of the other dynamic dimensions.
         whole: value of integer inputs.
         sizes: sizes of dynamic dimensions by name, where they are known; they come before the two.
+
+    Raises:
+        EngineError: an input would be larger than any memory.
     """
     random = np.random.default_rng(0)
     named = dimension_sizes([spec.dimensions for spec in specs], batch, sequence, sizes)
@@ -44,6 +51,8 @@ def made_up_inputs(
             size if size is not None else named.get(name, sequence if axis > 0 else batch)
             for axis, (size, name) in enumerate(zip(spec.shape, names, strict=True))
         ]
+        if prod(shape) > _MOST:
+            raise EngineError(f"input {spec} would have {prod(shape):.0e} values: a size in the file is wrong")
         values = random.standard_normal(shape) if spec.dtype.kind == "f" else np.full(shape, whole)
         arrays[spec.name] = values.astype(spec.dtype)
     return arrays

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from quantizer.engines.base import Array
 from quantizer.engines.base import Progress
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
@@ -86,17 +87,26 @@ class TorchEngine:
         try:
             with torch.inference_mode(), computing_threads(self._threads):
                 made = self._run(*tensors)
+            results = self._arrays(made, tensors)
         except _REFUSALS as error:
             raise EngineError(f"torch could not run the engine: {error}") from error
+        return in_kind(inputs, self.output_names, results)
+
+    def _arrays(self, made: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[Array]:
+        """Return outputs as arrays, each with memory of its own.
+
+        Raises:
+            RuntimeError, TypeError: a file asks for what is no array: weights in a kernel's layout, or bfloat16.
+        """
         if len(made) != len(self.output_names) or not all(isinstance(tensor, torch.Tensor) for tensor in made):
             raise EngineError(f"the engine did not make {len(self.output_names)} tensors: build it again")
-        taken = self._constants | {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        taken = self._constants | {tensor.untyped_storage().data_ptr() for tensor in given}
         results = []
         for tensor in made:
             place = tensor.untyped_storage().data_ptr()
             results.append(tensor.clone().numpy() if place in taken else tensor.numpy())
             taken.add(place)
-        return in_kind(inputs, self.output_names, results)
+        return results
 
 
 def checked_library(backend: str, compiled: bool | None) -> None:

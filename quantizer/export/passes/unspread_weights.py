@@ -42,11 +42,12 @@ class UnspreadWeights(MatchPass[_Spread]):
             dequantize = expand.inputs[0].producer()
             if not is_dequantize(dequantize) or not dequantize.inputs[0].is_initializer():
                 continue
-            shape = dequantize.inputs[0].shape
-            lead = list(value.shape)[:-_MATRIX]
-            ones = len(shape) == len(value.shape) and all(size == 1 for size in list(shape)[:-_MATRIX])
-            # Sizes of a batch are names, and the same name is the same size.
-            if ones and lead and list(other.shape)[:-_MATRIX] == lead:
+            shape, spread = list(dequantize.inputs[0].shape), list(value.shape)
+            lead = _lead(value)
+            ones = len(shape) == len(spread) and all(size == 1 for size in shape[:-_MATRIX])
+            # Sizes of a batch are names, and the same name is the same size; one without a name may be any.
+            known = None not in [getattr(size, "value", size) for size in lead]
+            if ones and known and lead and shape[-_MATRIX:] == spread[-_MATRIX:] and _lead(other) == lead:
                 return _Spread(index, dequantize)
         return None
 
@@ -58,6 +59,11 @@ class UnspreadWeights(MatchPass[_Spread]):
         if not spread.uses() and not spread.is_graph_output():
             spread.producer().graph.remove(spread.producer(), safe=True)
         _as_matrix(dequantize)
+
+
+def _lead(value: Any) -> list[Any]:
+    """Return the sizes of all axes before those of the matrix."""
+    return list(value.shape)[:-_MATRIX]
 
 
 def _as_matrix(dequantize: Any) -> None:

@@ -64,6 +64,8 @@ def module_of(graph: fx.Graph, root: nn.Module, source: str) -> OnnxModule:
     """
     code = graph.python_code("self")
     name = "".join(part.capitalize() for part in identifier(source.rpartition(".")[0] or source, set()).split("_"))
+    # Of a file called none.onnx it would be a word of Python.
+    name = f"{name}_" if keyword.iskeyword(name) else name
     text = f"class {name}:\n{textwrap.indent(code.src.strip(), '    ')}\n"
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     file = f"<onnx {source} {digest}>"

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from quantizer.report.tables.text import shorten
+from quantizer.report.tables.text import visible
 
 __all__ = ["print_labelled", "print_lines", "wrapped"]
 
@@ -48,7 +49,7 @@ def print_lines(
     rest = " " * len(first) if rest is None else rest
     for line in lines:
         for part in wrapped(line, console.width, first=first, rest=rest):
-            console.print(Text(part, style=style or ""), soft_wrap=True)
+            console.print(Text(visible(part), style=style or ""), soft_wrap=True)
 
 
 def print_labelled(label: str, line: str, console: Console, *, style: str | None = None, wrap: bool = True) -> None:
@@ -57,4 +58,4 @@ def print_labelled(label: str, line: str, console: Console, *, style: str | None
     for number, part in enumerate(parts):
         head = Text("" if number else label, style="bold")
         head.pad_right(_LABEL - len(head))
-        console.print(head + Text(part, style=style or ""), soft_wrap=True)
+        console.print(head + Text(visible(part), style=style or ""), soft_wrap=True)

@@ -22,6 +22,7 @@ from quantizer.report.tables.text import MISSING
 from quantizer.report.tables.text import plain
 from quantizer.report.tables.text import shorten
 from quantizer.report.tables.text import typeset
+from quantizer.report.tables.text import visible
 
 __all__ = ["Column", "html_table", "plain_text", "string_from_table", "text_table"]
 
@@ -141,7 +142,7 @@ class _Name:
 
 
 def _text_cell(column: Column, value: Any) -> Text | _Name:
-    words = "-" if value is None else column.show(value)
+    words = "-" if value is None else visible(column.show(value))
     # A name with line breaks has its room already.
     return _Name(words) if column.mono and "\n" not in words else Text(words)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 __all__ = [
@@ -25,10 +26,12 @@ __all__ = [
     "score",
     "seconds",
 ]
-__all__ += ["shape", "shorten", "significant", "signed", "times", "typeset"]
+__all__ += ["shape", "shorten", "significant", "signed", "times", "typeset", "visible"]
 
 MISSING = "\N{EN DASH}"
 """The text of a missing value on a page."""
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def score(value: float) -> str:
@@ -190,3 +193,8 @@ def typeset(line: str) -> str:
             bare = bare[:-1] + "\N{MULTIPLICATION SIGN}"
         words.append(head + bare)
     return " ".join(words)
+
+
+def visible(words: str) -> str:
+    """Return a text with its control characters as escapes: a name in a file from elsewhere steers no terminal."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], words)

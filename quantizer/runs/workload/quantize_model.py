@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from quantizer.common.data.doubts import warn_user
+from quantizer.common.data.exported_program import refuse_compiled
 from quantizer.common.data.sizes import BATCH
 from quantizer.common.data.sizes import SEQUENCE
 from quantizer.common.data.sizes import DataSizes
@@ -140,6 +141,7 @@ def _float_model(model: Any) -> nn.Module:
         what = "a proxy; pass the float model that it was made from" if isinstance(model, nn.Module) else repr(model)
         hint = ", where a file would end in .onnx" if isinstance(model, str | os.PathLike) else ""
         raise QuantizerError(f"quantize_model() takes a float model, a torch.nn.Module, and this is {what}{hint}")
+    refuse_compiled(model)
     return model
 
 
