@@ -105,6 +105,8 @@ class BuildOptions:
         dynamic: smallest, usual and largest size of each dynamic dimension, by its name in the ONNX file
             (``{"batch": (1, 8, 32)}``). TensorRT needs it, and OpenVINO compiles a model of its own for the usual
             sizes and for the smallest batch; engines on a CPU take any size.
+        only_sizes: with OpenVINO, the sizes of all dynamic dimensions, by name, that the engine takes, with a model of
+            its own for each; empty: it takes any, with one more model for those.
         compute_capability: with TensorRT-RTX, the GPU generations to build for ahead of time (``sm89``, or several in
             one engine); None builds one engine for all from compute capability 8.0 on.
         inference_precision: the type in which OpenVINO computes what is not quantized, ``float32`` or ``bfloat16``;
@@ -122,6 +124,7 @@ class BuildOptions:
     """
 
     dynamic: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    only_sizes: Sequence[Mapping[str, int]] = ()
     compute_capability: str | Sequence[str] | None = None
     inference_precision: str | None = None
     strip_weights: bool = False
@@ -143,7 +146,8 @@ class BuildOptions:
         """Raise if an option does not apply to the backend ``name``.
 
         Raises:
-            EngineError: an ``inference_precision`` that it lacks, or ``strip_weights`` where it cannot strip them.
+            EngineError: an ``inference_precision`` that it lacks, ``strip_weights`` where it cannot strip them, or
+                ``only_sizes`` where one model is for all.
         """
         target = profile(name)
         reason = None if self.inference_precision is None else target.precision_reason(self.inference_precision)
@@ -151,6 +155,8 @@ class BuildOptions:
             raise EngineError(f"inference_precision: {reason}")
         if self.strip_weights and (reason := target.stripping_reason()) is not None:
             raise EngineError(f"strip_weights: {reason}")
+        if self.only_sizes and not target.fixed_sizes:
+            raise EngineError(f"only_sizes: an engine of {name} has one model for all sizes; leave it out")
 
     @property
     def capabilities(self) -> tuple[str, ...]:

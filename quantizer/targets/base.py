@@ -33,7 +33,7 @@ _LARGE_TABLE = 2**18
 """The numbers of a table of embeddings from which codes save a noteworthy part of a file: 768 KiB."""
 
 _OF_NO_PLAN = {"name", "graph_rules", "triton", "library", "packages", "file_magic", "file_domains"}
-_OF_NO_PLAN |= {"auto_rank", "ahead_of_time", "exact_variant", "weight_dtypes", "dynamic", "recurrences"}
+_OF_NO_PLAN |= {"auto_rank", "fixed_sizes", "ahead_of_time", "exact_variant", "weight_dtypes", "dynamic", "recurrences"}
 # A plan without any choice shows what they do.
 _OF_NO_PLAN |= {"float_convolutions", "quantizes_outputs"}
 
@@ -158,6 +158,8 @@ class TargetProfile:
         file_magic: a regular expression that matches the first 256 bytes of its engine files; None: they are ONNX files
             or have no known beginning.
         file_domains: domains of operators that occur only in its engine files, if those are ONNX files.
+        fixed_sizes: whether its engines have models for fixed sizes of their inputs, so that one can do without that
+            for all sizes.
         ahead_of_time: the backend of the same library that builds for GPUs of other machines, if this one does not.
         auto_rank: its place among the backends of its device where ``auto`` measures nothing; the lowest comes first.
         exact_variant: the backend to use on CPUs that add products of bytes in 16 bits, if this one's files saturate
@@ -197,6 +199,7 @@ class TargetProfile:
     packages: tuple[str, ...] = ()
     file_magic: bytes | None = None
     file_domains: frozenset[str] = frozenset()
+    fixed_sizes: bool = False
     ahead_of_time: str | None = None
     auto_rank: int = 0
     exact_variant: str | None = None

@@ -78,6 +78,7 @@ OPENVINO = profiles.add("openvino")(
         library="openvino",
         packages=("openvino",),
         file_magic=rb"(?=.*;ov=).*meta=",
+        fixed_sizes=True,
         exact_variant="openvino-avx2",
         triton=TritonServer(
             chosen_by='backend: "openvino"',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -151,3 +152,31 @@ def test_damaged_ranges(tmp_path: Path, told: str) -> None:
     write_engine(path, memoryview(content), f"inference_precision {before[0]},{before[1]},{told} {names}")
     with pytest.raises(EngineError, match="is not an engine of backend openvino, or is cut short"):
         load_engine("openvino", path)
+
+
+def test_an_engine_can_have_models_for_some_sizes_alone(tmp_path: Path) -> None:
+    options = BuildOptions(only_sizes=({"batch": 4, "sequence": 16}, {"batch": 1, "sequence": 16}))
+    path = build_engine("openvino", written(tmp_path, "batch, sequence, 64"), tmp_path / "m.engine", options).path
+    engine = load_engine("openvino", path)
+    assert [spec.shape for spec in engine.inputs] == [(None, 16, 64)] * 2
+    for size in ((4, 16), (1, 16)):
+        arrays = given(*size)
+        np.testing.assert_allclose(engine(arrays)["y"], (arrays["x"] + arrays["z"]) @ WEIGHT, rtol=1e-4, atol=1e-4)
+    with pytest.raises(EngineError, match=r"no model for x \[3, 16, 64\], z .*; it takes x \[4, 16, 64\], z .* or x \[1"):
+        engine(given(3, 16))
+    with pytest.raises(EngineError, match=r"expected x: float32\[\?, 16, 64\]"):
+        engine(given(4, 17))
+    # It is inspected at a size that it has.
+    assert inspect_engine("openvino", path, batch=8, sequence=128).layers
+    one = replace(options, only_sizes=options.only_sizes[:1])
+    alone = load_engine("openvino", build_engine("openvino", tmp_path / "model.onnx", tmp_path / "o.engine", one).path)
+    assert alone.inputs[0].shape == (4, 16, 64)
+
+
+def test_sizes_alone_must_be_known_and_are_openvinos(tmp_path: Path) -> None:
+    path = written(tmp_path, "batch, rows, 64")
+    with pytest.raises(EngineError, match=r"only_sizes: \{'batch': 4\} does not tell the size of each axis"):
+        build_engine("openvino", path, tmp_path / "m.engine", BuildOptions(only_sizes=({"batch": 4},)))
+    with pytest.raises(EngineError, match="an engine of onnxruntime has one model for all sizes; leave it out"):
+        build_engine("onnxruntime", path, tmp_path / "m.engine", BuildOptions(only_sizes=({"batch": 4, "rows": 1},)))
+    assert not (tmp_path / "m.engine").exists()

@@ -62,6 +62,7 @@ def tried_build(
     """
     told = {
         "dynamic": dict(options.dynamic),
+        "only_sizes": [dict(sizes) for sizes in options.only_sizes],
         "inference_precision": options.inference_precision,
         "compiled": options.compiled,
     }

@@ -18,6 +18,7 @@ from quantizer.engines.dimensions import input_dimensions
 from quantizer.engines.dimensions import ranges_with_cache
 from quantizer.engines.error_hints import explain_error
 from quantizer.engines.openvino.fixed_shapes import fixed_shapes
+from quantizer.engines.openvino.fixed_shapes import shapes_at
 from quantizer.engines.openvino.signal_stack import kept_signal_stack
 from quantizer.errors import EngineError
 from quantizer.targets.openvino import DYNAMIC_BLOCK
@@ -37,7 +38,7 @@ class Models:
     """The compiled models of a file.
 
     Attributes:
-        compiled: an ``openvino.CompiledModel`` for inputs of all sizes.
+        compiled: an ``openvino.CompiledModel`` for inputs of all sizes; None: the engine takes those of ``fixed`` alone.
         dimensions: the name of each axis of each input, as far as it is known.
         fixed: those that were compiled for fixed shapes, by the shapes of all inputs.
         warnings: why one is missing although its shapes are known.
@@ -50,8 +51,13 @@ class Models:
     warnings: tuple[str, ...] = ()
     held: tuple[Array, ...] = ()
 
+    @property
+    def all(self) -> tuple[Any, ...]:
+        """All models, that for all sizes first."""
+        return (*(() if self.compiled is None else (self.compiled,)), *self.fixed.values())
+
     def of(self, arrays: Sequence[Array]) -> Any:
-        """Return the model that runs inputs of these shapes fastest."""
+        """Return the model that runs inputs of these shapes fastest; None: there is none."""
         return self.fixed.get(shapes_of(arrays), self.compiled)
 
 
@@ -65,16 +71,30 @@ def compile_models(
     onnx_path: Path,
     settings: Mapping[str, object],
     ranges: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    only_sizes: Sequence[Mapping[str, int]] = (),
 ) -> Models:
-    """Return the compiled models of an ONNX file; with ``ranges`` of its sizes also those for fixed shapes."""
+    """Return the compiled models of an ONNX file; with ``ranges`` of its sizes also those for fixed shapes.
+
+    Args:
+        ov: the library.
+        onnx_path: the file.
+        settings: those of the library.
+        ranges: smallest, usual and largest size of each dimension, by name.
+        only_sizes: sizes for which there is a model, and none for all others; empty: there is one.
+
+    Raises:
+        EngineError: the file is refused, or compiled wrongly.
+    """
     core = ov.Core()
     try:
         model = core.read_model(str(onnx_path))
         ports = {port_name(port): port.partial_shape for port in model.inputs}
-        compiled = _compiled(core, model, settings, onnx_path)
+        compiled = None if only_sizes else _compiled(core, model, settings, onnx_path)
     except RuntimeError as error:
         raise EngineError(f"OpenVINO refused {onnx_path}: {explain_error(onnx_path, reason(error))}") from error
     dimensions = _dimensions(onnx_path)
+    if only_sizes:
+        return Models(None, dimensions, _for_sizes(core, model, settings, onnx_path, ports, dimensions, only_sizes))
     ranges = ranges_with_cache(ranges, dimensions.values())
     fixed, warnings = {}, []
     for shapes in fixed_shapes(ports, dimensions, ranges, _weight_bytes(model)):
@@ -88,6 +108,29 @@ def compile_models(
         else:
             fixed[shapes_of(variant.inputs)] = variant
     return Models(compiled, dimensions, fixed, tuple(warnings))
+
+
+def _for_sizes(
+    core: Any,
+    model: Any,
+    settings: Mapping[str, object],
+    path: Path,
+    ports: Mapping[str, Sequence[Any]],
+    dimensions: Dimensions,
+    only_sizes: Sequence[Mapping[str, int]],
+) -> dict[Shapes, Any]:
+    fixed = {}
+    for sizes in only_sizes:
+        shapes = shapes_at(ports, dimensions, sizes)
+        if shapes is None:
+            raise EngineError(f"only_sizes: {dict(sizes)} does not tell the size of each axis of {path} that is open")
+        try:
+            model.reshape(dict(enumerate(shapes.values())))
+            variant = _compiled(core, model, settings, path)
+        except RuntimeError as error:
+            raise EngineError(f"OpenVINO refused {path} at {dict(sizes)}: {reason(error)}") from error
+        fixed[shapes_of(variant.inputs)] = variant
+    return fixed
 
 
 def _compiled(core: Any, model: Any, settings: Mapping[str, object], path: Path) -> Any:

@@ -6,7 +6,8 @@ loads one. (Its portable form, IR, is two files.) The export does not state the 
 compiled, nor the blocks of ranges at run time, and has to be loaded with the same; nor does it keep the names of
 dimensions. A line at the file's end holds all of them. Where the usual sizes of the inputs are known, further exports
 follow the first: the same model, each compiled for fixed shapes alone (``fixed_shapes.py``); what they have in common
-with it is in the file once (``shared_bytes.py``).
+with it is in the file once (``shared_bytes.py``). Where OpenVINO computes the model for all sizes wrongly, a file holds
+those for fixed shapes alone, and its line says so.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from itertools import pairwise
 from pathlib import Path
@@ -68,6 +70,8 @@ __all__ = ["OpenVINOBackend", "OpenVINOEngine"]
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 _EMULATED = "this CPU has no BF16 instructions: OpenVINO emulates them, which is slower than float32"
 _NOTE = "inference_precision "
+_ALONE = "fixed"
+"""The word in a file's line where each model in it is for fixed shapes."""
 _REFUSALS = (RuntimeError, TypeError, ValueError)
 """What the library raises for a damaged model: names may be no Unicode, and types may be none of numpy."""
 
@@ -93,12 +97,13 @@ class OpenVINOEngine:
             raise EngineError(f"OpenVINO cannot run the engine: {reason(error)} Build it again") from error
 
     def _prepare(self, models: Models) -> None:
-        compiled = models.compiled
-        self.inputs = tuple(_spec(port, models.dimensions) for port in compiled.inputs)
+        compiled, *fixed = models.all
+        same = zip(compiled.inputs, *(model.inputs for model in fixed), strict=True)
+        self.inputs = tuple(_spec(ports, models.dimensions) for ports in same)
         self.input_names = tuple(spec.name for spec in self.inputs)
         self.output_names = tuple(port_name(port) for port in compiled.outputs)
         # Each pool starts with a request: a model that cannot run is told when it is loaded.
-        self._requests = _requests(compiled)
+        self._requests = None if models.compiled is None else _requests(models.compiled)
         self._fixed = {shapes: _requests(model) for shapes, model in models.fixed.items()}
         self._held = models.held
 
@@ -106,6 +111,8 @@ class OpenVINOEngine:
         """Run it once; what it returns belongs to the caller."""
         arrays = checked_inputs(self.name, self.inputs, inputs)
         requests = self._fixed.get(tuple(array.shape for array in arrays.values()), self._requests)
+        if requests is None:
+            raise EngineError(f"{self.name} engine: it has no model for {_words(arrays)}; it takes {self._sizes()} alone")
         try:
             request = requests.take()
             # By position: a port may carry other names beside its own.
@@ -115,6 +122,10 @@ class OpenVINOEngine:
         requests.give_back(request)
         outputs = map(np.asarray, results.to_tuple())
         return in_kind(inputs, self.output_names, outputs)
+
+    def _sizes(self) -> str:
+        sizes = (zip(self.input_names, shapes, strict=True) for shapes in self._fixed)
+        return " or ".join(", ".join(f"{name} {list(shape)}" for name, shape in one) for one in sizes)
 
 
 class OpenVINOBackend:
@@ -144,10 +155,10 @@ class OpenVINOBackend:
         ov = import_library("openvino", "openvino")
         if options.progress:
             options.progress(0.0, "compile")
-        models = compile_models(ov, onnx_path, _settings(1, precision), options.dynamic)
-        parts = [model.export_model().getbuffer() for model in (models.compiled, *models.fixed.values())]
-        content, ranges = share_bytes(parts)
-        told = f"{precision},{models.compiled.get_property(GROUP)},{write_ranges(ranges)}"
+        models = compile_models(ov, onnx_path, _settings(1, precision), options.dynamic, options.only_sizes)
+        content, ranges = share_bytes([model.export_model().getbuffer() for model in models.all])
+        alone = f",{_ALONE}" if models.compiled is None else ""
+        told = f"{precision},{models.all[0].get_property(GROUP)},{write_ranges(ranges)}{alone}"
         write_engine(engine_path, content, f"{_NOTE}{told} {json.dumps(models.dimensions)}", cpu_instructions())
         if options.progress:
             options.progress(1.0, "compile")
@@ -188,11 +199,16 @@ class OpenVINOBackend:
         models = _loaded(path, threads, {"PERF_COUNT": True})
         specs = OpenVINOEngine(models).inputs
         inputs = made_up_inputs(specs, batch, sequence, sizes=sizes)
+        if (model := models.of(list(inputs.values()))) is None:
+            # Its sizes are those of the file, whatever others are usual.
+            shapes, model = next(iter(models.fixed.items()))
+            inputs = made_up_inputs([replace(s, shape=shape) for s, shape in zip(specs, shapes, strict=True)], 1, 1)
         try:
-            layers = observed_layers(models.of(list(inputs.values())), inputs, runs)
+            layers = observed_layers(model, inputs, runs)
         except _REFUSALS as error:
             raise EngineError(f"OpenVINO could not run {path} on made-up inputs: {reason(error)}") from error
-        note = run_note(shape_words([spec.shape for spec in specs], batch, sequence, sizes), threads, runs)
+        words = shape_words([spec.shape for spec in specs], batch, sequence, sizes)
+        note = run_note(words if models.compiled is not None else _words(inputs), threads, runs)
         return inspection_from_layers(self.name, layers, verified=True, note=note)
 
     def _check_options(self, options: BuildOptions) -> None:
@@ -223,6 +239,8 @@ def _loaded(
     blob, note = read_engine(path, verify=verify)
     told, _, names = note.removeprefix(_NOTE).partition(" ")
     precision, *rest = told.split(",")
+    if alone := rest[-1:] == [_ALONE]:
+        rest.pop()
     try:
         if not note.startswith(_NOTE) or precision not in _PRECISIONS:
             raise ValueError("the note of another backend")
@@ -234,7 +252,8 @@ def _loaded(
             "that it was built for; build it again from its ONNX file"
         ) from error
     settings = {**_settings(threads, precision), **group, **more}
-    compiled, *fixed = (_imported(path, part, settings) for part in parts)
+    models = [_imported(path, part, settings) for part in parts]
+    compiled, fixed = (None, models) if alone else (models[0], models[1:])
     try:
         variants = {shapes_of(model.inputs): model for model in fixed}
     except _REFUSALS as error:
@@ -292,11 +311,20 @@ def _requests(model: Any) -> Pool[Any]:
     return Pool(model.create_infer_request, model.create_infer_request())
 
 
-def _spec(port: Any, dimensions: Dimensions) -> TensorSpec:
-    sizes: Sequence[Any] = port.partial_shape
-    shape = tuple(None if size.is_dynamic else int(size.get_length()) for size in sizes)
+def _words(arrays: Mapping[str, Array]) -> str:
+    return ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+
+
+def _spec(ports: Sequence[Any], dimensions: Dimensions) -> TensorSpec:
+    """Return the input that all models have; ports: theirs, that of the model for all sizes first."""
+    port, shapes = ports[0], [_sizes(port) for port in ports]
+    shape = tuple(size if all(other[axis] == size for other in shapes) else None for axis, size in enumerate(shapes[0]))
     name = port_name(port)
     return TensorSpec(name, np.dtype(port.element_type.to_dtype()), shape, tuple(dimensions.get(name, ())))
+
+
+def _sizes(port: Any) -> list[int | None]:
+    return [None if size.is_dynamic else int(size.get_length()) for size in port.partial_shape]
 
 
 for _name in ("openvino", "openvino-avx2"):

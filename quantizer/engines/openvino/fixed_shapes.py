@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["MOST_BYTES", "fixed_shapes"]
+__all__ = ["MOST_BYTES", "fixed_shapes", "shapes_at"]
 
 MOST_BYTES = 2**29
 """The most bytes that further copies of a model's constants may take."""
@@ -41,11 +41,19 @@ def fixed_shapes(
     fewest = {name: ranges[name][_SMALLEST] if name == _BATCH else size for name, size in usual.items()}
     found: list[dict[str, list[int]]] = []
     for sizes in (usual, fewest):
-        shapes = {port: _shape(port_sizes, names.get(port, ()), sizes) for port, port_sizes in ports.items()}
-        known = {port: shape for port, shape in shapes.items() if shape is not None}
-        if len(known) == len(ports) and known not in found and (len(found) + 1) * weight_bytes <= MOST_BYTES:
-            found.append(known)
+        shapes = shapes_at(ports, names, sizes)
+        if shapes is not None and shapes not in found and (len(found) + 1) * weight_bytes <= MOST_BYTES:
+            found.append(shapes)
     return found if any(size.is_dynamic for port_sizes in ports.values() for size in port_sizes) else []
+
+
+def shapes_at(
+    ports: Mapping[str, Sequence[Any]], names: Mapping[str, Sequence[str]], sizes: Mapping[str, int]
+) -> dict[str, list[int]] | None:
+    """Return the shapes of the inputs at one size of each name; None: the size of an axis is not known."""
+    shapes = {port: _shape(port_sizes, names.get(port, ()), sizes) for port, port_sizes in ports.items()}
+    known = {port: shape for port, shape in shapes.items() if shape is not None}
+    return known if len(known) == len(ports) else None
 
 
 def _shape(port: Sequence[Any], names: Sequence[str], sizes: Mapping[str, int]) -> list[int] | None:
