@@ -278,7 +278,8 @@ class RunRecord(Record):
     model: ModelInfo
     """The model that the run started from."""
     fixed: tuple[str, ...] = ()
-    """Sizes of inputs that the model fixes and an engine has therefore alone, a sentence each; empty: none."""
+    """Sizes of inputs that an engine takes alone, a sentence each: the model fixes them, or the backend computes its
+    model for all sizes wrongly. Empty: none."""
     scores: tuple[Score, ...] = ()
     """Scores of float, proxy and engine or simulation; empty if nothing was evaluated."""
     outputs: tuple[OutputDistance, ...] = ()
@@ -286,6 +287,11 @@ class RunRecord(Record):
     float_engine_db: float | None = None
     """SQNR in dB of the float engine's worst output to the float model's in PyTorch; null: there is no difference, or
     it was not compared."""
+    engine_refused: str | None = None
+    """How wrong the engine's outputs are, at which size; such an engine is not in the folder. Null: they are right, or
+    were not compared."""
+    float_engine_refused: str | None = None
+    """The same of the engine of the float model."""
     latency: Latency | None = None
     """Latencies; null if they were not measured."""
     size: tuple[SizeEntry, ...] = ()
@@ -320,7 +326,7 @@ class RunRecord(Record):
     placement: Placement | None = None
     """What quantizing each group is worth in time; null where no engine was timed."""
     engine: EngineFile | None = None
-    """The engine; null if none was built."""
+    """The engine; null if none was built, or it was refused."""
     inspection: Inspection | None = None
     """The precision of each layer of the engine, or what the ONNX file asks for if the engine could not be observed;
     null if none was built."""

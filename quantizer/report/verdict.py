@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from quantizer.engines.inspection.check_precision import LEAST_SHARE
 from quantizer.report.output_record import ALIKE_DB
+from quantizer.report.output_record import FURTHER_DB
 from quantizer.report.output_record import OutputDistance
 from quantizer.report.output_record import worst_output
 from quantizer.report.placement_record import Placement
@@ -37,9 +38,11 @@ _DB, _FEW_DB = 20.0, 10.0
 THRESHOLDS = (
     f"A score may lose {_LOSS:.0%} of the float model's, and {_GREAT_LOSS:.0%} with a look at it; a larger loss that "
     f"chance can explain counts as one to look at. Without a score every output needs an SQNR of {_DB:g} dB, and "
-    f"{_FEW_DB:g} dB with a look at it. An engine in INT8 is to be faster than the one in float, and its outputs at "
-    f"least {_FEW_DB:g} dB from those of the quantized model in PyTorch: else it computes something else. A budget and "
-    "a speed that were asked for have to be met; a budget that is missed within noise is one to look at."
+    f"{_FEW_DB:g} dB with a look at it. An engine in INT8 is to be faster than the one in float. Its outputs have an "
+    f"SQNR of {ALIKE_DB:g} dB or more against those of the quantized model in PyTorch, or are at most {FURTHER_DB:g} "
+    "dB further from the float model than these, at each size that is compared: else it computes something else, and "
+    "is refused. A budget and a speed that were asked for have to be met; a budget that is missed within noise is one "
+    "to look at."
 )
 
 
@@ -137,13 +140,15 @@ def _loss(entry: Score, plain: Score) -> tuple[str, str]:
 
 def _engine(record: RunRecord) -> list[tuple[str, str]]:
     """Return a reason if the engine computes something else than the quantized model in PyTorch."""
-    if record.engine is None:
+    if record.engine is None and record.engine_refused is None:
         return []
-    if record.latency is None:
+    if record.latency is None and record.engine_refused is None:
         return [(LOOK, "the engine was built and did not run here")]
     apart = [one for one in record.outputs if not one.is_alike]
     reasons = [_lack(record)] if _lacks_precision(record) else []
-    if apart:
+    if record.engine_refused is not None:
+        reasons.append((NOT, f"the engine is refused, and was removed: {record.engine_refused}"))
+    elif apart:
         worst = min(apart, key=lambda one: one.engine_to_proxy_db or 0.0)
         several = len({(one.batch, one.sequence) for one in record.outputs}) > 1
         where = f" at {_size(worst)}" if several else ""
@@ -154,14 +159,17 @@ def _engine(record: RunRecord) -> list[tuple[str, str]]:
         )
         reasons.append((NOT if wrong else LOOK, said))
     if _float_is_wrong(record):
-        nothing = "no engine of this backend is right; take another backend" if apart else "do not deploy it"
+        none = bool(apart) or record.engine_refused is not None
+        kept = "do not deploy it" if record.float_engine_refused is None else "it was removed"
+        nothing = "no engine of this backend is right; take another backend" if none else kept
         found = f"the float engine is {decibels(record.float_engine_db or 0.0)} dB from the model in PyTorch: {nothing}"
-        reasons.append((NOT if apart else LOOK, found))
+        reasons.append((NOT if none else LOOK, found))
     return reasons
 
 
 def _float_is_wrong(record: RunRecord) -> bool:
-    return record.float_engine_db is not None and record.float_engine_db < ALIKE_DB
+    wrong = record.float_engine_db is not None and record.float_engine_db < ALIKE_DB
+    return wrong or record.float_engine_refused is not None
 
 
 def _lacks_precision(record: RunRecord) -> bool:

@@ -125,13 +125,16 @@ def measure_latency(
     )
 
 
-def with_deployed(choice: EngineChoice | None, latency: Latency | None, backend: str) -> EngineChoice | None:
+def with_deployed(
+    choice: EngineChoice | None, latency: Latency | None, backend: str, is_float_right: bool = True
+) -> EngineChoice | None:
     """Return a choice with the file of the run that is the fastest, now that groups may have gone back to float.
 
     Args:
         choice: what was tried; None: there was no choice.
         latency: the latency of the run's two engines.
         backend: the backend of both.
+        is_float_right: whether that in float is delivered.
     """
     entries = {} if latency is None else {entry.name: entry for entry in latency.engines}
     if choice is None or not {"float", "engine"} <= set(entries):
@@ -140,6 +143,8 @@ def with_deployed(choice: EngineChoice | None, latency: Latency | None, backend:
     ratio = entries["engine"].ratio_to_float
     if ratio >= 1:
         return replace(choice, deploy=f"{low}, {text.times(ratio)} as fast as {plain} beside it")
+    if not is_float_right:
+        return choice
     best, lost = choice.candidates[0], f"{plain}; the quantized {low} beside it has {text.times(ratio)} its speed"
     other = f"; {best.name} was faster than both" if best.is_float and best.backend != backend else ""
     return replace(choice, deploy=f"{lost}{other}")

@@ -28,6 +28,7 @@ from quantizer.report import RunRecord
 from quantizer.report import print_record
 from quantizer.report.tracking.trackers import print_tracked
 from quantizer.runs.convert.parts.configured import run_parts
+from quantizer.runs.outputs.right_engine import refusal
 from quantizer.runs.pick_backend import chooses
 from quantizer.runs.pick_backend import with_backend
 from quantizer.runs.placement.speed_goal import missed_speed
@@ -75,9 +76,18 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
             print_record(record, folder, console)
             print_tracked(config.report.track, record, folder, console)
     # Told to all, so that no process calls a run incomplete whose folder stands there.
+    if (refused := from_first_rank(partial(_refused, record), str | None)) is not None:
+        raise EngineError(
+            f"{refusal(refused)}. {folder} holds the report, the quantizer and model.onnx, of which `build_engine` "
+            "makes the engine without a comparison"
+        )
     if (missed := from_first_rank(lambda: record and missed_speed(record.placement), str | None)) is not None:
         raise EngineError(f"{missed}; {folder} holds it")
     return folder
+
+
+def _refused(record: RunRecord | None) -> str | None:
+    return None if record is None else record.engine_refused
 
 
 def carry_out(config: RunConfig, folder: Path, force: bool, console: Console, load: Load) -> RunRecord:

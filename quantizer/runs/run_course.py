@@ -6,15 +6,19 @@ the machine to itself the first process does alone, and tells the others what fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC
 from datetime import datetime
 from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any
+from typing import TypeVar
 
+import torch
 from torch import nn
 
 from quantizer.common.data.batches_of import in_several
@@ -23,7 +27,6 @@ from quantizer.config import AmpConfig
 from quantizer.config import RunConfig
 from quantizer.config import dump_yaml
 from quantizer.engines import BuildResult
-from quantizer.engines import Engine
 from quantizer.engines import Inspection
 from quantizer.engines import observe_engine
 from quantizer.engines import runs_here
@@ -46,7 +49,15 @@ from quantizer.runs.measure import with_deployed
 from quantizer.runs.outputs.check_batches import check_batches
 from quantizer.runs.outputs.check_batches import checked_shapes
 from quantizer.runs.outputs.compare_outputs import NOTHING_DB
+from quantizer.runs.outputs.compare_outputs import References
+from quantizer.runs.outputs.compare_outputs import WrongEngineError
+from quantizer.runs.outputs.compare_outputs import distances_of
 from quantizer.runs.outputs.compare_outputs import output_distances
+from quantizer.runs.outputs.output_check import OutputCheck
+from quantizer.runs.outputs.output_check import Tolerance
+from quantizer.runs.outputs.output_check import tolerance
+from quantizer.runs.outputs.right_engine import refusal
+from quantizer.runs.outputs.right_engine import right_engine
 from quantizer.runs.pick_backend import Picked
 from quantizer.runs.pick_backend import pick_backend
 from quantizer.runs.placement.run_placement import RunPlacement
@@ -81,6 +92,8 @@ QUANTIZER = "quantizer"
 
 _HISTOGRAMS = 6
 
+Value = TypeVar("Value")
+
 
 class RunCourse:
     """One run in progress.
@@ -90,6 +103,9 @@ class RunCourse:
         work: the model, the rows and the scores.
         budget: the budget of a search for fallback, checked on tuning rows that it does not see.
         fixed: which sizes the model fixes, in sentences.
+        outputs: how far the engine's outputs are from the float model's, at several sizes.
+        alone: the sizes that an engine takes alone, by its name, in sentences.
+        refused: why an engine is not delivered, by its name.
     """
 
     def __init__(
@@ -118,6 +134,11 @@ class RunCourse:
         self.engines = RunEngines(self.context, config, target)
         self.forms: dict[str, nn.Module] = {}
         self.built: dict[str, BuildResult] = {}
+        self.outputs: tuple[OutputDistance, ...] = ()
+        self.alone: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
+        self._compared: BuildResult | None = None
+        self._references = References([])
         self.training: TrainingResult | None = None
 
     def make(self, among: Sequence[str] | None) -> None:
@@ -169,21 +190,36 @@ class RunCourse:
         """Build the engines, and return what the next search may drop; None if the engine meets the budget."""
         form, trained = self.forms["proxy" if self.training is None else "qat"], self.training is not None
         self.built = self.engines.build(self.quantizer, form, trained=trained)
+        self._compare(form)
         chosen, engine = self.quantizer.chosen_fallback, self.engines.load().get("engine")
-        return self.budget.next_drop(engine, 0 if chosen is None else len(chosen.groups))
+        return self._scored(lambda: self.budget.next_drop(engine, 0 if chosen is None else len(chosen.groups)), None)
 
     def report(self) -> RunRecord:
         """Carry out what is left: save the quantizer, measure the engines, and write the reports."""
-        quantizer, forms, loaded, built = self.quantizer, self.forms, self.engines.load(), self.built
+        quantizer, forms, built = self.quantizer, self.forms, self.built
         quantizer.save(self.target / QUANTIZER)
         # An engine without the precision that was asked for is found before the time for its score is spent.
         inspection = self._inspect(built["engine"])
-        scores = self.scoring.scores({**forms, **nearest_form(loaded, quantizer, self.model)})
-        outputs = self._outputs(next(reversed(forms.values())), loaded.get("engine"))
-        float_engine_db = self._float_engine_db(loaded.get("float"))
+        near = nearest_form(self.engines.load(), quantizer, self.model)
+        plain = self.scoring.scores(forms)
+        scores = self._scored(lambda: self.scoring.scores({**forms, **near}), plain) if near else plain
+        float_engine_db = self._compare_float()
+        loaded = self.engines.load()
+        if "engine" in self.refused:
+            # Nobody runs the float engine of it alone.
+            loaded, built = {}, {name: one for name, one in built.items() if name != "engine"}
         latency = measure_latency(self.context, self.config, loaded, self.engines.float_name)
         record = self._record(scores, built, latency, inspection)
-        record = replace(record, outputs=outputs, float_engine_db=float_engine_db)
+        record = replace(
+            record,
+            outputs=self.outputs,
+            float_engine_db=float_engine_db,
+            fixed=(*self.fixed, *self.alone.values()),
+            engine_refused=self.refused.get("engine"),
+            float_engine_refused=self.refused.get("float"),
+        )
+        for name in self.refused:
+            self.built[name].path.unlink()
         # A sweep looks for them when the folder is in its place.
         if self.work.calibrations is None:
             record = with_causes_of(record, self.context, self.config, quantizer, self.rows.calibration)
@@ -266,30 +302,81 @@ class RunCourse:
             forms["proxy" if course is None else "qat"] = quantizer.quantize(self.model)
         return forms, course
 
-    def _outputs(self, proxy: nn.Module, engine: Engine | None) -> tuple[OutputDistance, ...]:
-        """Return how far the outputs are from the float model's, on samples of the evaluation, at several sizes."""
-        feed = self.context.feed
+    def _compare(self, proxy: nn.Module) -> None:
+        """Compare the engine's outputs with those of the proxy and the float model, at several sizes.
+
+        A model for all sizes that is wrong is replaced by such for fixed sizes. An engine that is wrong is refused.
+        """
+        if self.built["engine"] is self._compared:
+            return
+        feed, self.outputs = self.context.feed, ()
+        self.alone.pop("engine", None)
+        self.refused.pop("engine", None)
         with self.context.timer("compare the outputs"):
             batches = check_batches(feed, self.rows.evaluation or self.rows.calibration, checked_shapes(self.config))
+            self._references = References(batches, apart=feed.rows_apart)
             try:
-                return output_distances(self.model, proxy, engine, batches, apart=feed.rows_apart)
+                if not self.engines.runs_here:
+                    self.outputs = output_distances(self.model, proxy, None, batches, apart=feed.rows_apart)
+                else:
+                    checks = self._right("engine", proxy, tolerance(None, True, torch.float32))
+                    self.outputs = distances_of(checks, engine=True)
+            except WrongEngineError as wrong:
+                self.outputs = distances_of(wrong.checks, engine=True)
+                self._refuse(str(wrong))
             except EngineError as error:
                 # What was measured until here is not thrown away for it; the verdict says that nothing was compared.
                 self.context.timer.say(f"warning: {error}")
-                return ()
+        self.built = self.engines.built
+        self._compared = self.built["engine"]
 
-    def _float_engine_db(self, engine: Engine | None) -> float | None:
-        """Return how far the float engine's worst output is from PyTorch's at the usual size; None: there is none."""
-        if engine is None:
+    def _compare_float(self) -> float | None:
+        """Return the SQNR of the float engine's worst output at any size; None: there is no difference."""
+        if not self.engines.runs_here:
             return None
-        feed, usual = self.context.feed, checked_shapes(self.config)[:1]
-        batches = check_batches(feed, self.rows.evaluation or self.rows.calibration, usual)
+        precision = self.config.engine.inference_precision
+        computed = self.config.quantizer.target.torch_dtype if precision is None else getattr(torch, precision)
+        with self.context.timer("compare the float engine"):
+            try:
+                checks = self._right("float", self.model, tolerance(None, False, computed))
+            except WrongEngineError as wrong:
+                self.refused["float"] = str(wrong)
+                return wrong.decibels
+            except EngineError as error:
+                self.context.timer.say(f"warning: the float engine: {error}")
+                return NOTHING_DB
+        return min((one.sqnr_db for one in checks if one.sqnr_db is not None), default=None)
+
+    def _right(self, name: str, model: nn.Module, bound: Tolerance) -> tuple[OutputCheck, ...]:
+        """Return the checks of an engine that is right, as it is or, from now on, for fixed sizes."""
+        right = right_engine(
+            self.engines.load()[name],
+            self.built[name],
+            self._references,
+            (model, self.model),
+            bound,
+            partial(self.engines.build_for, name),
+        )
+        self.built = self.engines.built
+        if right.note is not None:
+            self.alone[name] = f"the {'engine' if name == 'engine' else 'float engine'} takes {right.note}"
+            self.context.timer.say(f"warning: {self.alone[name]}")
+        return right.checks
+
+    def _refuse(self, why: str) -> None:
+        self.refused["engine"] = why
+        self.engines.refuse()
+        self.context.timer.say(f"warning: {refusal(why)}")
+
+    def _scored(self, take: Callable[[], Value], otherwise: Value) -> Value:
+        """Return what scores an engine; where that needs a size that it does not take alone, it is refused."""
         try:
-            outputs = output_distances(self.model, self.model, engine, batches, apart=feed.rows_apart)
+            return take()
         except EngineError as error:
-            self.context.timer.say(f"warning: the float engine: {error}")
-            return NOTHING_DB
-        return min((one.sqnr_db for one in outputs if one.sqnr_db is not None), default=None)
+            if "engine" not in self.alone:
+                raise
+            self._refuse(f"{self.alone.pop('engine')}, and its score needs others: {error}")
+            return otherwise
 
     def _inspect(self, built: BuildResult) -> Inspection:
         """Return the precisions of the engine's layers; the verdict tells which of those asked for are missing."""
@@ -321,7 +408,6 @@ class RunCourse:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             config=config.model_dump(mode="json"),
             model=self.work.info,
-            fixed=self.fixed,
             scores=scores,
             latency=latency,
             size=sizes_of(built),
@@ -334,9 +420,11 @@ class RunCourse:
             measure=quantizer.sensitivity.measure if config.amp is not None else None,
             fallback=None if chosen is None else fallback_record(chosen, self.budget.asked, self.budget.checks, scores),
             training=None if course is None else course.record(self.context.task),
-            choice=with_deployed(self.choice, latency, config.quantizer.backend),
+            choice=with_deployed(self.choice, latency, config.quantizer.backend, "float" not in self.refused),
             placement=self.placement.record(quantizer),
-            engine=engine_file(config.quantizer.backend, built["engine"], ran=latency is not None, scored=bool(scores)),
+            engine=None
+            if "engine" not in built
+            else engine_file(config.quantizer.backend, built["engine"], ran=latency is not None, scored=bool(scores)),
             inspection=inspection,
             diff=quantizer.diff(self.model),
             versions=collect_versions(),

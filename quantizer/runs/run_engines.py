@@ -22,6 +22,7 @@ from quantizer.runs.measure import QUANTIZED_STEM
 from quantizer.runs.measure import build_options
 from quantizer.runs.measure import float_options
 from quantizer.runs.measure import run_sizes
+from quantizer.runs.outputs.right_engine import OnlySizes
 from quantizer.runs.placement.price_groups import EngineFiles
 from quantizer.runs.placement.price_groups import Timing
 from quantizer.runs.run_context import RunContext
@@ -54,12 +55,18 @@ class RunEngines:
         self._folder = folder
         self._built = built or {}
         self._loaded: dict[str, Engine] = {}
+        self._is_refused = False
         self._back: frozenset[str] | None = frozenset() if built else None
 
     @property
     def runs_here(self) -> bool:
         """True if this machine has the device of the engines."""
         return runs_here(self._config.quantizer.backend)
+
+    @property
+    def built(self) -> dict[str, BuildResult]:
+        """The engines ``engine`` and ``float``, as they were built last."""
+        return dict(self._built)
 
     @property
     def timing(self) -> Timing:
@@ -93,7 +100,7 @@ class RunEngines:
         if "engine" not in self._built or back is None or back != self._back:
             missing["engine"] = self.files(QUANTIZED_STEM)
         if not missing:
-            return dict(self._built)
+            return self.built
         opset, example, timer = self._config.export.opset, self._context.feed.example(), self._context.timer
         with timer("export"):
             if "float" in missing:
@@ -105,11 +112,12 @@ class RunEngines:
         with timer("build the engines"):
             for name, files in missing.items():
                 self._loaded.pop(name, None)
+                self._is_refused = self._is_refused and name != "engine"
                 self._built[name] = self.build_file(files.onnx, files.engine)
                 if name == "float" and self._context.floats is not None:
                     self._context.floats.keep(float_options(self._config), _graph_options(opset), self._built[name])
         self._back = back
-        return dict(self._built)
+        return self.built
 
     def _fetch_float(self) -> None:
         """Take the engine of the float model from a run before this one, if there was one with the same options."""
@@ -123,14 +131,27 @@ class RunEngines:
             self._config.quantizer.backend, onnx, engine, build_options(self._config, self._context)
         )
 
+    def build_for(self, name: str, only_sizes: OnlySizes) -> tuple[BuildResult, Engine]:
+        """Build an engine anew of its file, for some sizes alone, and load it."""
+        files, backend = self.files(FLOAT_STEM if name == "float" else QUANTIZED_STEM), self._config.quantizer.backend
+        options = replace(build_options(self._config, self._context), only_sizes=only_sizes)
+        built = self._context.timer.build(backend, files.onnx, files.engine, options)
+        self._built[name] = built
+        self._loaded[name] = load_engine(backend, built.path, threads=self._config.engine.threads)
+        return built, self._loaded[name]
+
+    def refuse(self) -> None:
+        """Let the quantized engine not be loaded any more: it computes wrongly."""
+        self._is_refused = True
+
     def load(self) -> dict[str, Engine]:
-        """Return the engines that were built; none if they need a GPU that is not here."""
+        """Return the engines that were built, but not a refused one; none if they need a GPU that is not here."""
         backend, threads = self._config.quantizer.backend, self._config.engine.threads
         if not self.runs_here:
             return {}
         for name in self._built.keys() - self._loaded.keys():
             self._loaded[name] = load_engine(backend, self._built[name].path, threads=threads)
-        return {name: self._loaded[name] for name in self._built}
+        return {name: self._loaded[name] for name in self._built if not (self._is_refused and name == "engine")}
 
     def adopt(self, name: str, onnx: Path, built: BuildResult, engine: Engine) -> None:
         """Take an engine that was built and loaded elsewhere of the same model, with the file that it was built of."""
@@ -174,6 +195,6 @@ def nearest_form(
 ) -> dict[str, nn.Module | Engine]:
     """Return the engine; if it cannot run here, a simulation of its half precision, but nothing for float32."""
     if engines:
-        return {"engine": engines["engine"]}
+        return {"engine": engines["engine"]} if "engine" in engines else {}
     half = quantizer.config.target.torch_dtype is not torch.float32
     return {"simulation": quantizer.simulate(model)} if half else {}

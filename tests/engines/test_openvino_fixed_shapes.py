@@ -162,7 +162,7 @@ def test_an_engine_can_have_models_for_some_sizes_alone(tmp_path: Path) -> None:
     for size in ((4, 16), (1, 16)):
         arrays = given(*size)
         np.testing.assert_allclose(engine(arrays)["y"], (arrays["x"] + arrays["z"]) @ WEIGHT, rtol=1e-4, atol=1e-4)
-    with pytest.raises(EngineError, match=r"no model for x \[3, 16, 64\], z .*; it takes x \[4, 16, 64\], z .* or x \[1"):
+    with pytest.raises(EngineError, match=r"no model for x \[3, 16, 64\], z .*; it takes x \[4, .* or x \[1"):
         engine(given(3, 16))
     with pytest.raises(EngineError, match=r"expected x: float32\[\?, 16, 64\]"):
         engine(given(4, 17))

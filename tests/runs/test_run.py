@@ -113,7 +113,7 @@ def at(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         # The file of one target is none for another.
         if self.config.backend != "openvino":
             return export(self, *arguments, **keywords)
-        return copied("model.onnx")(None, *arguments[1:])
+        return copied("model.onnx" if self.coverage.share else "float.onnx")(None, *arguments[1:])
 
     monkeypatch.setattr(Quantizer, "export", exported)
     monkeypatch.setattr(run_engines, "export_onnx", copied("float.onnx"))
@@ -195,11 +195,12 @@ def test_the_report_holds_every_part(place: Place) -> None:
         "quantize",
         "export",
         "build the engines",
+        "compare the outputs",
         "score the float",
         "score the proxy",
         "inspect the engine",
         "score the engine",
-        "compare the outputs",
+        "compare the float engine",
         "measure latency",
         "measure memory",
         "look for causes",
@@ -446,7 +447,7 @@ def test_an_engine_that_lacks_the_precision_gets_a_verdict(
 
 STAGES: dict[str, tuple[Any, str]] = {
     "load": (stages, "load_model"),
-    "data": (run_ready, "rows_of"),
+    "data": (run_ready, "_rows"),
     "calibrate": (Quantizer, "calibrate"),
     "amp": (Quantizer, "amp"),
     "fallback": (Quantizer, "fallback"),

@@ -38,7 +38,7 @@ class Models:
     """The compiled models of a file.
 
     Attributes:
-        compiled: an ``openvino.CompiledModel`` for inputs of all sizes; None: the engine takes those of ``fixed`` alone.
+        compiled: an ``openvino.CompiledModel`` for inputs of all sizes; None: those of ``fixed`` are all.
         dimensions: the name of each axis of each input, as far as it is known.
         fixed: those that were compiled for fixed shapes, by the shapes of all inputs.
         warnings: why one is missing although its shapes are known.

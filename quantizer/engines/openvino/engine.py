@@ -112,7 +112,9 @@ class OpenVINOEngine:
         arrays = checked_inputs(self.name, self.inputs, inputs)
         requests = self._fixed.get(tuple(array.shape for array in arrays.values()), self._requests)
         if requests is None:
-            raise EngineError(f"{self.name} engine: it has no model for {_words(arrays)}; it takes {self._sizes()} alone")
+            raise EngineError(
+                f"{self.name} engine: it has no model for {_words(arrays)}; it takes {self._sizes()} alone"
+            )
         try:
             request = requests.take()
             # By position: a port may carry other names beside its own.

@@ -102,7 +102,8 @@ def _print_paths(record: RunRecord, folder: Path, console: Console) -> None:
     """Print, a line each, where the engine and the report are, and what shows its layers."""
     if record.inspection is not None:
         print_labelled("layers", f"quantizer show {folder} --layers", console, wrap=False)
-    engine = "not built" if record.engine is None else str(folder / record.engine.path)
+    missing = "not built" if record.engine_refused is None else "refused, see the verdict"
+    engine = missing if record.engine is None else str(folder / record.engine.path)
     page = folder / "report.html"
     print_labelled("engine", engine, console, wrap=False)
     print_labelled("report", str(page if page.exists() else folder / "report.json"), console, wrap=False)

@@ -9,6 +9,7 @@ Shapes: B rows, S tokens, D width.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ from quantizer.runs.outputs.noise import float_noise
 from quantizer.runs.outputs.noise import rounds
 from quantizer.runs.outputs.output_check import OutputCheck
 from quantizer.runs.outputs.output_check import Tolerance
+from quantizer.runs.outputs.output_check import shape_words
 from quantizer.runs.run_context import as_predictor
 from quantizer.tasks import Batch
 from quantizer.tasks import batch_shape
@@ -50,6 +52,7 @@ __all__ = [
     "NOTHING_DB",
     "Reference",
     "References",
+    "WrongEngineError",
     "check_engine",
     "distances_of",
     "is_cache",
@@ -63,11 +66,31 @@ NOTHING_DB = -1000.0
 
 _EDGE_ROWS = 16
 """Of a larger batch, so many of the first and of the last samples are compared."""
+_MOST_VALUES = 2**26
+"""Further batches of a shape are left out where those before have so many values: 256 MiB in float32, of each model."""
 _NOISES = 8
 """How often the noise of float sums is drawn."""
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Outputs = dict[str, Floats]
+
+
+class WrongEngineError(EngineError):
+    """An engine computes something else than PyTorch.
+
+    Attributes:
+        found: how wrong it is and where, in few words.
+        decibels: the SQNR of its worst output against PyTorch's; ``NOTHING_DB``: it holds NaN, or the engine fails.
+        checks: all outputs at all shapes; none if one could not be compared.
+    """
+
+    def __init__(
+        self, message: str, found: str, decibels: float = NOTHING_DB, checks: Sequence[OutputCheck] = ()
+    ) -> None:
+        super().__init__(message)
+        self.found = found
+        self.decibels = decibels
+        self.checks = tuple(checks)
 
 
 @dataclass(frozen=True)
@@ -103,7 +126,11 @@ def reference_outputs(
         apart: whether each row is computed for itself, so that some of them stand for all; if not, all are run.
     """
     references = []
+    values: Counter[Any] = Counter()
     for batch in batches:
+        shape = _shape(batch)
+        if values[shape] > _MOST_VALUES:
+            continue
         count = len(next(iter(batch.values())))
         ends = tuple(sorted({*range(min(_EDGE_ROWS, count)), *range(max(0, count - _EDGE_ROWS), count)}))
         part = rows_at(batch, ends) if apart else batch
@@ -111,6 +138,7 @@ def reference_outputs(
             result = model(**part)
         noisy = cache(partial(_noisy, model, part, names))
         references.append(Reference(batch, ends if apart else None, _by_name(result, names), noisy))
+        values[shape] += sum(one.size for one in references[-1].outputs.values())
     return references
 
 
@@ -155,18 +183,35 @@ def check_engine(
         hint: what sets another one, in words, where something does.
 
     Raises:
-        EngineError: an output fails ``bound``, has NaN, or other infinite values than PyTorch's; or PyTorch's has NaN.
+        WrongEngineError: an output fails ``bound``, has NaN, or other infinite values than PyTorch's; or the engine
+            does not run at a shape.
+        EngineError: PyTorch's output has NaN.
     """
-    checks = []
-    for check, reference in _all_compared(f"{engine.name} engine", engine, expected, of_float):
-        if not bound.holds(check):
-            raise EngineError(
-                f"{_where(f'{engine.name} engine', check.output, reference)}: SQNR {check.sqnr_db:.1f} dB against "
-                f"PyTorch{_to_float(check, bound)}; expected an {bound}: the engine does not compute what the "
-                f"model computes{f'. {hint}' if hint else ''}"
-            )
-        checks += [] if is_cache(check.output) else [check]
+    what = f"{engine.name} engine"
+    compared = [check for check, _ in _all_compared(what, engine, expected, of_float)]
+    checks = [check for check in compared if not is_cache(check.output)]
+    if wrong := [check for check in compared if not bound.holds(check)]:
+        worst = min(wrong, key=lambda one: NOTHING_DB if one.sqnr_db is None else one.sqnr_db)
+        assert worst.sqnr_db is not None
+        raise WrongEngineError(
+            f"{_where(what, worst)}: SQNR {worst.sqnr_db:.1f} dB against PyTorch{_to_float(worst, bound)}; expected an "
+            f"{bound}: the engine does not compute what the model computes{_elsewhere(compared, wrong)}"
+            f"{f'. {hint}' if hint else ''}",
+            f"SQNR {worst.sqnr_db:.1f} dB at {worst.size}",
+            worst.sqnr_db,
+            checks,
+        )
     return checks
+
+
+def _elsewhere(compared: Sequence[OutputCheck], wrong: Sequence[OutputCheck]) -> str:
+    """Return at which sizes an engine is wrong, and at which it is right; empty if there is one size."""
+    bad = list(dict.fromkeys(check.size for check in wrong))
+    good = list(dict.fromkeys(check.size for check in compared if check.size not in bad))
+    if len(bad) + len(good) == 1:
+        return ""
+    right = f", and does at {', '.join(good)}" if good else ""
+    return f" at {', '.join(bad)}{right}"
 
 
 def _all_compared(
@@ -183,19 +228,28 @@ def _all_compared(
     of_tokens = token_outputs(expected)
     shapes: dict[Any, list[tuple[Reference, Reference]]] = {}
     for pair in zip(expected, of_float, strict=True):
-        shape = tuple((name, tuple(value.shape)) for name, value in pair[0].inputs.items())
-        shapes.setdefault(shape, []).append(pair)
+        shapes.setdefault(_shape(pair[0].inputs), []).append(pair)
     for pairs in shapes.values():
-        given = [_given(engine, reference) for reference, _ in pairs]
+        given = [_given(what, engine, reference) for reference, _ in pairs]
         for name in pairs[0][0].outputs:
             yield _compared(what, name, [one[name] for one in given], pairs, name in of_tokens), pairs[0][0]
 
 
-def _given(engine: Engine | None, reference: Reference) -> Outputs:
+def _shape(batch: Batch) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, tuple(value.shape)) for name, value in batch.items())
+
+
+def _given(what: str, engine: Engine | None, reference: Reference) -> Outputs:
     """Return an engine's outputs for the rows of a reference; those of the reference without one."""
     if engine is None:
         return reference.outputs
-    whole = _by_name(as_predictor(engine)(reference.inputs), engine.output_names)
+    try:
+        result = as_predictor(engine)(reference.inputs)
+    except EngineError as error:
+        size = shape_words(*batch_shape(reference.inputs))
+        found = f"it does not run at {size}"
+        raise WrongEngineError(f"{what}: {found}, where PyTorch does: {error}", found) from error
+    whole = _by_name(result, engine.output_names)
     return {name: reference.of_rows(whole[name]) for name in reference.outputs}
 
 
@@ -226,8 +280,9 @@ def _compared(
         return np.concatenate([_read(one, pair[0], of_tokens) for one, pair in zip(arrays, pairs, strict=True)])
 
     right_values, float_values = ([one.outputs[name] for one in column] for column in zip(*pairs, strict=True))
-    got, right, float_right = _finite(_where(what, name, first), read(values), read(right_values), read(float_values))
     batch, sequence = batch_shape(first.inputs)
+    place = f"{what}, {shape_words(batch, sequence)}, output {name!r}"
+    got, right, float_right = _finite(place, read(values), read(right_values), read(float_values))
     check = OutputCheck(
         batch=batch,
         sequence=sequence,
@@ -244,9 +299,8 @@ def _compared(
     return replace(check, noise_float_db=min((one for one in noisy if one is not None), default=None))
 
 
-def _where(what: str, name: str, reference: Reference) -> str:
-    batch, sequence = batch_shape(reference.inputs)
-    return f"{what}, batch {batch}{'' if sequence is None else f' x sequence {sequence}'}, output {name!r}"
+def _where(what: str, check: OutputCheck) -> str:
+    return f"{what}, {check.size}, output {check.output!r}"
 
 
 def output_distances(
@@ -314,7 +368,8 @@ def _finite(where: str, got: Floats, right: Floats, float_right: Floats) -> tupl
     """Return the outputs with zeros in place of infinite values, on which engine and reference must agree.
 
     Raises:
-        EngineError: they do not agree, or an output has NaN.
+        WrongEngineError: they do not agree, or the engine's has NaN.
+        EngineError: PyTorch's output has NaN.
     """
     if np.isnan(right).any() or np.isnan(float_right).any():
         raise EngineError(
@@ -322,7 +377,8 @@ def _finite(where: str, got: Floats, right: Floats, float_right: Floats) -> tupl
         )
     infinite = np.isinf(got) | np.isinf(right)
     if np.isnan(got).any() or not np.array_equal(got[infinite], right[infinite]):
-        raise EngineError(f"{where}: it holds NaN or infinite values where PyTorch's does not, or lacks infinite ones")
+        found = "it holds NaN or infinite values where PyTorch's does not, or lacks infinite ones"
+        raise WrongEngineError(f"{where}: {found}", found)
     infinite |= np.isinf(float_right)
     without = [np.where(infinite, np.float32(0), values) for values in (got, right, float_right)]
     return without[0], without[1], without[2]

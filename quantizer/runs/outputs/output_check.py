@@ -10,7 +10,7 @@ from quantizer.report.output_record import ALIKE_DB
 from quantizer.report.output_record import FURTHER_DB
 from quantizer.report.output_record import is_no_further
 
-__all__ = ["OutputCheck", "Tolerance", "tolerance"]
+__all__ = ["OutputCheck", "Tolerance", "shape_words", "tolerance"]
 
 HALF_DB = 30.0
 """Float16 has 11 bits: 66 dB for one rounding, and a network has hundreds."""
@@ -44,6 +44,11 @@ class OutputCheck:
     cosine: float
     noise_float_db: float | None = None
 
+    @property
+    def size(self) -> str:
+        """The shape in words."""
+        return shape_words(self.batch, self.sequence)
+
     def is_no_further(self, decibels: float) -> bool:
         """Return whether the engine is at most so much further from the float model than PyTorch is."""
         return is_no_further(self.float_db, (self.proxy_float_db, self.noise_float_db), decibels)
@@ -73,6 +78,11 @@ class Tolerance:
         if distance.sqnr_db is None or distance.sqnr_db >= self.decibels:
             return True
         return self.beyond_db is not None and distance.is_no_further(self.beyond_db)
+
+
+def shape_words(batch: int, sequence: int | None) -> str:
+    """Return a shape in words: ``batch 8``, or ``batch 8 x sequence 128``."""
+    return f"batch {batch}{'' if sequence is None else f' x sequence {sequence}'}"
 
 
 def tolerance(asked: float | None, quantized: bool, float_dtype: torch.dtype) -> Tolerance:

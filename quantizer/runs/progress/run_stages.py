@@ -80,6 +80,7 @@ def run_stages(config: RunConfig, *, chooses: bool) -> Iterator[str]:
     changed = fallback is not None or config.qat is not None
     if changed or not placed:
         yield from ("export", "build the engines")
+    yield "compare the outputs"
     if searches and here and config.qat is None:
         yield CHECK_BY_FUNCTION if function else CHECK_ON_ROWS
     if fallback is not None and fallback.min_speedup is not None and here:
@@ -90,8 +91,8 @@ def run_stages(config: RunConfig, *, chooses: bool) -> Iterator[str]:
     yield "inspect the engine"
     if scored and here and (changed or not chooses):
         yield "score the engine"
-    yield "compare the outputs"
     if here:
+        yield "compare the float engine"
         yield "measure latency"
         yield "measure memory"
     if config.amp is not None and config.qat is None:

@@ -12,8 +12,10 @@ from quantizer.common.paths import is_folder
 from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import yaml_values
 from quantizer.engines import load_engine
+from quantizer.errors import EngineError
 from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
+from quantizer.report import read_record
 from quantizer.runs.convert.folder import CONFIG
 from quantizer.runs.run_engines import FLOAT_STEM
 from quantizer.runs.run_engines import QUANTIZED_STEM
@@ -46,7 +48,7 @@ def load(
 
     Raises:
         QuantizerError: the folder is not that of a run, is of a model in several parts, or is damaged.
-        EngineError: the engine does not load on this machine, or holds native code that is not trusted.
+        EngineError: the engine was refused, does not load on this machine, or holds native code that is not trusted.
         MissingDependencyError: the library of its backend is not installed.
     """
     path = Path(folder)
@@ -58,6 +60,7 @@ def load(
             f"quantizer.runs.convert.load_converted({json.dumps(str(path))}).generate([...])"
         )
     file = path / f"{FLOAT_STEM if float_engine else QUANTIZED_STEM}.engine"
+    _check_refused(path, file, float_engine=float_engine)
     engine = load_engine(backend, file, threads=measured if threads is None else threads, verify=verify, trust=trust)
     call = CallForm.read(path) or CallForm.by_names(path.absolute().name, engine.input_names, engine.output_names)
     return EngineModule(engine, call)
@@ -85,6 +88,21 @@ def _settings(folder: Path) -> tuple[str, int]:
             f"{config} cannot be read ({type(error).__name__}: {error}); it is damaged: save the result again"
         ) from error
     return backend, threads
+
+
+def _check_refused(folder: Path, file: Path, *, float_engine: bool) -> None:
+    """Raise if an engine is missing since the run refused it.
+
+    Raises:
+        EngineError: it does.
+    """
+    report = folder / "report.json"
+    if is_file(file) or not is_file(report):
+        return
+    record = read_record(report)
+    why = record.float_engine_refused if float_engine else record.engine_refused
+    if why is not None:
+        raise EngineError(f"{folder} holds no {file.name}: the run refused it: {why}")
 
 
 def _hint(folder: Path) -> str:

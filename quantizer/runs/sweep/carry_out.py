@@ -20,6 +20,7 @@ from quantizer.report.compare.comparison import Comparison
 from quantizer.report.compare.comparison import compare
 from quantizer.report.page.compare_page import write_comparison
 from quantizer.report.tables import text
+from quantizer.runs.outputs.right_engine import refusal
 from quantizer.runs.placement.speed_goal import missed_speed
 from quantizer.runs.preflight.faults import require_package
 from quantizer.runs.sweep.launchers import in_jobs
@@ -183,8 +184,10 @@ def _compared(run: SweepRun, folder: Path, outcome: Outcome) -> ComparedRun:
         found = read_run(place, run.name)
     except QuantizerError as unreadable:
         return failed_run(run.name, place, _plain(run.config), str(unreadable))
-    missed = None if found.record is None else missed_speed(found.record.placement)
-    wrong = "; ".join(filter(None, [outcome.error, missed]))
+    record = found.record
+    refused = None if record is None or record.engine_refused is None else refusal(record.engine_refused)
+    missed = None if record is None else missed_speed(record.placement)
+    wrong = "; ".join(filter(None, [outcome.error, refused, missed]))
     return found.with_error(wrong) if wrong else found
 
 

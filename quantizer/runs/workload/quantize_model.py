@@ -32,10 +32,12 @@ from quantizer.config.data_section import MODULE
 from quantizer.config.feasibility import least_opset
 from quantizer.config.load import fallback_config
 from quantizer.errors import ConfigError
+from quantizer.errors import EngineError
 from quantizer.errors import QuantizerError
 from quantizer.files import scratch_folder
 from quantizer.proxy.build import is_proxy
 from quantizer.report.shown_setting import GIVEN_IN_PYTHON
+from quantizer.runs.outputs.right_engine import refusal
 from quantizer.runs.run import carry_out
 from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.batch_shapes import fitted
@@ -97,7 +99,8 @@ def quantize_model(
         ConfigError: the configuration has problems; all of them are listed.
         CalibrationError: there is no data, or a batch does not fit the model's arguments.
         TaskError: the model fails on the first batch.
-        QuantizerError: an ONNX file cannot be read, the model cannot be exported, or no engine is right and runs here.
+        EngineError: no engine is right and runs here; or that of the backend that was named is wrong.
+        QuantizerError: an ONNX file cannot be read, or the model cannot be exported.
     """
     with ordinary_tensors():
         model = _float_model(model)
@@ -115,7 +118,10 @@ def quantize_model(
             folder = parent / type(model).__name__[:_LONGEST_NAME]
             scorer = partial(FunctionScorer, function=score, call=call, higher_is_better=higher_is_better)
             work = partial(module_workload, plain, wanted.model.source, batches, scorer)
-            return QuantizedModel(plain, call, carry_out(wanted, folder, False, console, work), folder)
+            record = carry_out(wanted, folder, False, console, work)
+            if record.engine_refused is not None:
+                raise EngineError(refusal(record.engine_refused))
+            return QuantizedModel(plain, call, record, folder)
         except BaseException:
             shutil.rmtree(parent)
             raise

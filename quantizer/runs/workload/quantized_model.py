@@ -12,6 +12,7 @@ from torch import nn
 
 from quantizer.common.once_property import once_property
 from quantizer.engines import load_engine
+from quantizer.errors import EngineError
 from quantizer.files import write_folder
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord
@@ -70,8 +71,10 @@ class QuantizedModel:
         """The engine of the float model, of the same backend, called as the model is.
 
         Raises:
-            EngineError: it runs on another device.
+            EngineError: it runs on another device, or was refused as it is wrong.
         """
+        if self.record.float_engine_refused is not None:
+            raise EngineError(f"the float engine is refused: {self.record.float_engine_refused}")
         return self._engine(FLOAT_STEM)
 
     @once_property
