@@ -136,7 +136,7 @@ def test_an_engine_that_is_wrong_at_one_size_is_refused(
     plant(monkeypatch, QUANTIZED_STEM, lambda rows: rows == 2)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(run_course, "with_causes_of", lambda record, *_: record)
-    with pytest.raises(EngineError) as refused:
+    with pytest.raises(EngineError, match="the engine is refused") as refused:
         _quantized(_net(), (32,), backend)
     said = str(refused.value)
     assert f"the engine is refused: {backend} engine, batch 2, output" in said
