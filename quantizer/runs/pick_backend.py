@@ -156,7 +156,7 @@ def pick_backend(
     batch = context.feed.inputs.filled(context.feed.samples(rows), report.latency_batch, report.latency_sequence)
     variants = variants_of(config, among)
     with tempfile.TemporaryDirectory(dir=folder) as scratch, context.timer("choose the engine"):
-        checked = check_batches(context.feed, rows, checked_shapes(config))
+        checked = check_batches(context.feed, context.feed.samples(rows), checked_shapes(config))
         maker = _Maker(context, config, calibrated, scoring, batch, checked, Path(scratch), kept)
         tried, out = maker.all(variants)
         engines = {name: one.engine for name, one in tried.items()}

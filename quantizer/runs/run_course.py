@@ -313,7 +313,8 @@ class RunCourse:
         self.alone.pop("engine", None)
         self.refused.pop("engine", None)
         with self.context.timer("compare the outputs"):
-            batches = check_batches(feed, self.rows.evaluation or self.rows.calibration, checked_shapes(self.config))
+            samples = feed.samples(self.rows.evaluation or self.rows.calibration)
+            batches = check_batches(feed, samples, checked_shapes(self.config))
             self._references = References(batches, apart=feed.rows_apart)
             try:
                 if not self.engines.runs_here:

@@ -125,6 +125,9 @@ class Feed(Protocol):
     def batches(self, rows: Sequence[Any], limit: int | None = None) -> list[Batch]:
         """Return rows as at most ``limit`` batches, in their own order."""
 
+    def compared(self, samples: Sequence[Any], batch: int, sequence: int | None) -> Batch:
+        """Return a batch of that size on which an engine's outputs are compared with PyTorch's."""
+
     def example(self) -> Batch:
         """Return a small batch for export."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -148,7 +149,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 @pytest.mark.promise(
     "quantizes for both engines from that one calibration, builds them, holds their outputs to PyTorch's at "
-    "three shapes, times them, and writes `converted/my-model` with a folder for each."
+    "several shapes, times them, and writes `converted/my-model` with a folder for each."
 )
 def test_the_folder_holds_what_a_server_needs(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {path.name for path in place.done.iterdir()} == {
@@ -182,13 +183,13 @@ def test_the_folder_holds_what_a_server_needs(place: Place, monkeypatch: pytest.
         assert check["allowed"] == 0.5
         assert check["rows"] == len(load_rows("text-csv", path=place.folder / "calibration.csv")) // 3
         shapes = [(check["batch"], check["sequence"]) for check in config["checks"]]
-        assert shapes == [(1, 16), (2, 24), (4, 32)]
+        assert set(shapes) > {(1, 16), (2, 24), (4, 32)}
         assert config["verified"].startswith("outputs agree with PyTorch's: SQNR of 30 dB or more, or at most 3 dB")
 
 
 @pytest.mark.promise(
     "quantizes for both engines from that one calibration, builds them, holds their outputs to PyTorch's at "
-    "three shapes, times them, and writes `converted/my-model` with a folder for each."
+    "several shapes, times them, and writes `converted/my-model` with a folder for each."
 )
 def test_the_record_has_latency_and_scores_of_each_backend(place: Place) -> None:
     record = _read(place.done / "conversion.json")
@@ -211,9 +212,9 @@ def test_each_backend_has_a_report_with_a_verdict(
         record = read_record(folder / "report.json")
         assert [entry.name for entry in record.latency.engines] == ["float", "engine"]  # type: ignore[union-attr]
         assert [score.which for score in record.scores] == ["float", "proxy", "engine"]
-        assert [(one.output, one.batch, one.sequence) for one in record.outputs] == [
+        assert {(one.output, one.batch, one.sequence) for one in record.outputs} > {
             ("logits", *shape) for shape in ((1, 16), (2, 24), (4, 32))
-        ]
+        }
         assert record.coverage
         assert record.inspection is not None
         page = (folder / "report.html").read_text(encoding="utf-8")
@@ -401,7 +402,7 @@ def test_an_engine_that_computes_something_else_is_refused(
     monkeypatch.setattr(stage_timer, "build_engine", _with_a_wrong_scale(stage_timer.build_engine))
     code, said = convert("--quantization", "--calibration", place.data("calibration"), "--rows", "12", *SIZES)
     assert code == 1
-    assert "openvino engine, batch 1 x sequence 16, output 'logits': SQNR " in said
+    assert re.search(r"openvino engine, batch \d+ x sequence \d+, output 'logits': SQNR ", said)
     assert " dB against the float model where PyTorch has " in said
     assert "expected an SQNR of 30 dB or more, or at most 3 dB further from the float model than PyTorch" in said
     # The times of engines stay, for a conversion that repeats this one.
@@ -410,7 +411,7 @@ def test_an_engine_that_computes_something_else_is_refused(
 
 STEPS = [
     (stage_timer, "build_engine"),
-    (maker, "check_engine"),
+    (maker, "right_engine"),
     (steps, "measure_latency"),
     (maker, "export_onnx"),
 ]

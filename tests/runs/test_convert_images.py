@@ -121,7 +121,7 @@ def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
             ("logits", "float32", ["batch", len(CLASSES)]),
         ]
         assert config["quantization"]["rows"] == 12
-        assert [(check["batch"], check["sequence"]) for check in config["checks"]] == [(1, None), (2, None), (4, None)]
+        assert {(check["batch"], check["sequence"]) for check in config["checks"]} >= {(1, None), (2, None), (4, None)}
 
 
 def test_the_record_has_latency_and_scores_of_each_backend(place: Place) -> None:

@@ -29,10 +29,11 @@ from quantizer.runs.convert.folder import ONNX
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.outputs.compare_outputs import References
-from quantizer.runs.outputs.compare_outputs import check_engine
 from quantizer.runs.outputs.output_check import OutputCheck
 from quantizer.runs.outputs.output_check import Tolerance
 from quantizer.runs.outputs.output_check import tolerance
+from quantizer.runs.outputs.right_engine import OnlySizes
+from quantizer.runs.outputs.right_engine import right_engine
 from quantizer.runs.placement.place_groups import GroupPlacer
 from quantizer.runs.placement.price_groups import EngineFiles
 from quantizer.runs.placement.price_groups import TimeCache
@@ -69,6 +70,8 @@ class Made:
         engine: the engine; None: it does not run here.
         checks: its outputs against PyTorch's.
         prices: the times of its groups; None: they were not measured.
+        only_sizes: the sizes that the engine takes; empty: all.
+        sizes: these in a sentence, with the reason; None: it takes all.
     """
 
     variant: Variant
@@ -80,6 +83,8 @@ class Made:
     engine: Engine | None = None
     checks: tuple[OutputCheck, ...] = ()
     prices: Prices | None = None
+    only_sizes: OnlySizes = ()
+    sizes: str | None = None
 
 
 class EngineMaker:
@@ -90,7 +95,7 @@ class EngineMaker:
         facts: the inputs that all backends share.
         context: the model and its task.
         batches: the calibration batches.
-        checked_on: the batches of the output check, one for each shape.
+        checked_on: the batches of the output check, of several shapes.
         timed_on: those that engines are timed on.
         tuning: the labelled rows for ``max_drop``.
         scratch: a folder for files that are not kept.
@@ -318,16 +323,33 @@ class EngineMaker:
         if made.engine is None:
             return made
         with self.stage("check the outputs against PyTorch"):
-            plain = self.references.of(self.context.model, made.engine.output_names)
-            expected = plain if made.quantized is None else self.references.of(made.quantized, made.engine.output_names)
-            found = check_engine(
+            right = right_engine(
                 made.engine,
-                expected,
-                plain,
+                made.built,
+                self.references,
+                (self.context.model if made.quantized is None else made.quantized, self.context.model),
                 self.tolerance(made.variant),
+                # Of several candidates those are better that take all sizes.
+                None if self.asked.chooses else partial(self._built_for, made),
                 "Nothing was written; --tolerance sets another bound",
             )
-        return replace(made, checks=tuple(found))
+        sizes = None if right.note is None else f"the engine takes {right.note}"
+        if sizes is not None:
+            self.stage.say(f"warning: {sizes}")
+        return replace(
+            made,
+            engine=right.engine,
+            built=right.built,
+            checks=right.checks,
+            only_sizes=right.only_sizes,
+            sizes=sizes,
+        )
+
+    def _built_for(self, made: Made, only_sizes: OnlySizes) -> tuple[BuildResult, Engine]:
+        name, options = made.variant.backend, replace(self.options(made.variant), only_sizes=only_sizes)
+        with self.stage("build the engine"):
+            built = self.stage.build(name, made.onnx, made.built.path, options)
+        return built, load_engine(name, built.path, threads=self.asked.threads)
 
 
 def _in_float(variant: Variant) -> Variant:

@@ -11,6 +11,7 @@ from quantizer.runs.convert.request import SEQUENCE_LENGTHS
 from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.convert.request import Sizes
 from quantizer.runs.convert.request import convertible_tasks
+from quantizer.runs.outputs.check_batches import check_shapes
 from quantizer.runs.written_sizes import WRITTEN_BATCH_SIZES
 from quantizer.tasks import read_checkpoint
 from quantizer.tasks import require_labels
@@ -63,6 +64,13 @@ class ConversionInputs:
     def shapes(self) -> list[tuple[int, int | None]]:
         """The rows and tokens of the least, the usual and the largest shape, without repetitions."""
         return list(dict.fromkeys(zip(self.batch, self.sequence or (None, None, None), strict=True)))
+
+    @property
+    def checked_shapes(self) -> list[tuple[int, int]]:
+        """The rows and tokens at which engines are compared: those of ``shapes``, and some between."""
+        sequence = self.sequence or (1, 1, 1)
+        between = check_shapes(self.batch, sequence, (self.batch[1], sequence[1]))
+        return list(dict.fromkeys([*between, *zip(self.batch, sequence, strict=True)]))
 
     @property
     def usual(self) -> int:

@@ -66,6 +66,7 @@ class BackendResult:
         not_verified: the reason why the engine was not run here; None: it ran and was checked.
         tolerance: the condition on its outputs.
         serving: the files for servers.
+        sizes: the sizes that the engine takes alone, in a sentence; None: it takes all.
     """
 
     backend: str
@@ -81,6 +82,7 @@ class BackendResult:
     chosen_on: str | None
     not_verified: str | None
     tolerance: str
+    sizes: str | None = None
     checks: tuple[OutputCheck, ...] = ()
     latency: tuple[ShapeLatency, ...] = ()
     scores: tuple[Score, ...] = ()

@@ -59,6 +59,7 @@ from quantizer.runs.convert.stages import conversion_outlook
 from quantizer.runs.convert.summary import print_result
 from quantizer.runs.convert.summary import print_summary
 from quantizer.runs.measure import NOT_VERIFIED
+from quantizer.runs.outputs.check_batches import check_batches
 from quantizer.runs.outputs.compare_outputs import distances_of
 from quantizer.runs.outputs.compare_outputs import output_distances
 from quantizer.runs.preflight import check_rows
@@ -69,7 +70,9 @@ from quantizer.runs.run_context import load_context
 from quantizer.runs.run_context import resume_files
 from quantizer.runs.saved.kept_engines import KeptEngines
 from quantizer.runs.scoring import Scoring
+from quantizer.runs.serving import ServingFiles
 from quantizer.targets import profile
+from quantizer.tasks import batch_shape
 from quantizer.tasks import save_processor
 from quantizer.tasks import tasks
 from quantizer.tasks.datasets.rows import content_of
@@ -177,7 +180,7 @@ class _Run:
         self.batches = in_several(self.task.sample_batches, self.calibration)
         samples = held_out or self.calibration
         self.timed_batches = [self.task.inputs.filled(samples, *shape) for shape in facts.shapes]
-        self.check_batches = [self.task.compared(samples, *shape) for shape in facts.shapes]
+        self.check_batches = check_batches(self.task, samples, facts.checked_shapes)
         self.scoring = Scoring(self.context, self.evaluation, _RESAMPLES)
         self.calibrated: Quantizer | None = None
         self.done = _Done()
@@ -247,7 +250,9 @@ class _Run:
                 models[plain.variant.name] = plain.engine
             models["engine"] = made.engine
             with self.stage("measure latency"):
-                latency = tuple(measure_latency(models, batch, self.asked.threads) for batch in self.timed_batches)
+                # An engine for some sizes alone has the usual one.
+                timed_on = [self.timed_batches[self.facts.usual]] if made.only_sizes else self.timed_batches
+                latency = tuple(measure_latency(models, batch, self.asked.threads) for batch in timed_on)
         self._deliver(maker, made, folder, latency)
 
     def _chosen(self, maker: EngineMaker) -> None:
@@ -284,7 +289,9 @@ class _Run:
             inference_precision=made.variant.precision,
             quantization=facts,
             signature=signature,
-            serving=serving_files(maker, made, folder, signature),
+            sizes=made.sizes,
+            # A server reads the file, and would compile the model for all sizes.
+            serving=ServingFiles() if made.only_sizes else serving_files(maker, made, folder, signature),
             onnx_bytes=(folder / ONNX).stat().st_size,
             engine_bytes=made.built.size_bytes,
             build_seconds=made.built.seconds,
@@ -320,7 +327,8 @@ class _Run:
         outputs = distances_of(made.checks, engine=True)
         if not outputs:
             with self.stage("compare the outputs"):
-                outputs = output_distances(self.model, made.quantized, made.engine, [self.check_batches[place]])
+                usual = [one for one in self.check_batches if batch_shape(one) == batch_shape(self.check_batches[0])]
+                outputs = output_distances(self.model, made.quantized, made.engine, usual)
         with self.stage("inspect the engine"):
             inspection = inspect_file(
                 folder / ENGINE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from quantizer.engines import backend
@@ -10,11 +11,13 @@ from quantizer.runs.convert.engine_maker import EngineMaker
 from quantizer.runs.convert.engine_maker import Made
 from quantizer.runs.convert.folder import ENGINE
 from quantizer.runs.convert.folder import ONNX
+from quantizer.runs.outputs.compare_outputs import Reference
 from quantizer.runs.serving import Expected
 from quantizer.runs.serving import ServedEngine
 from quantizer.runs.serving import ServingFiles
 from quantizer.runs.serving import model_name
 from quantizer.runs.serving import write_serving_files
+from quantizer.tasks import batch_shape
 
 __all__ = ["serving_files"]
 
@@ -48,7 +51,15 @@ def _expected(maker: EngineMaker, made: Made, signature: Signature) -> Expected:
     """Return PyTorch's outputs, with which an engine is compared where it runs."""
     names, model = [value.name for value in signature.outputs], maker.context.model
     return Expected(
-        outputs=maker.references.of(model if made.quantized is None else made.quantized, names),
-        of_float=maker.references.of(model, names),
+        outputs=_one_a_shape(maker.references.of(model if made.quantized is None else made.quantized, names)),
+        of_float=_one_a_shape(maker.references.of(model, names)),
         bound=maker.tolerance(made.variant),
     )
+
+
+def _one_a_shape(references: Sequence[Reference]) -> list[Reference]:
+    """Return the first reference of each shape, a case of the script: its inputs and outputs are files."""
+    by_shape: dict[object, Reference] = {}
+    for one in references:
+        by_shape.setdefault(batch_shape(one.inputs), one)
+    return list(by_shape.values())

@@ -33,6 +33,8 @@ def print_result(result: BackendResult, console: Console) -> None:
         far = [_decibels(value) for value in (check.sqnr_db, check.float_db, check.proxy_float_db)]
         table.add_row(_shape(check), Text(check.output), *far, f"{check.cosine:.4f}")
     console.print(table)
+    if result.sizes:
+        print_lines([result.sizes], console, first="")
     names = list(result.latency[0].milliseconds)
     told = f"latency in ms, median of rounds that take turns; speed-up over {names[-2]}"
     print_lines([told], console, first="")

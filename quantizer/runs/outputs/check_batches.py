@@ -49,23 +49,24 @@ def checked_shapes(config: RunConfig) -> list[tuple[int, int]]:
     return check_shapes(dynamic.batch, dynamic.sequence, (report.latency_batch, report.latency_sequence))
 
 
-def check_batches(feed: Feed, rows: Sequence[Any], shapes: Sequence[tuple[int, int]]) -> list[Batch]:
+def check_batches(feed: Feed, samples: Sequence[Any], shapes: Sequence[tuple[int, int]]) -> list[Batch]:
     """Return batches of ``shapes``, as many of each as have ``LEAST_SAMPLES`` samples between them.
 
     Args:
         feed: makes the batches.
-        rows: what they are made of, without labels; the batches of a module that was given in Python.
+        samples: what they are made of, without labels; the batches of a module that was given in Python.
         shapes: batch sizes with lengths. A module keeps the lengths of its own batches.
     """
-    samples = feed.samples(rows)
     if isinstance(feed, ModuleFeed):
-        return list(_of_module(feed, samples or [feed.example()], list(dict.fromkeys(size for size, _ in shapes))))
+        return list(
+            _of_module(feed, list(samples) or [feed.example()], list(dict.fromkeys(size for size, _ in shapes)))
+        )
     made = []
     has_lengths = _has_lengths(feed, samples, [sequence for _, sequence in shapes])
     for size, sequence in dict.fromkeys((size, sequence if has_lengths else shapes[0][1]) for size, sequence in shapes):
         for start in range(0, LEAST_SAMPLES if samples else 1, size):
             turn = start % len(samples) if samples else 0
-            made.append(feed.inputs.filled([*samples[turn:], *samples[:turn]], size, sequence))
+            made.append(feed.compared([*samples[turn:], *samples[:turn]], size, sequence))
     return made
 
 

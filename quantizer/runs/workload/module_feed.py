@@ -142,6 +142,10 @@ class ModuleFeed:
         """Return the first batch at this size, its entries again and again where it has fewer."""
         return self.filled(self._batches, batch, sequence)
 
+    def compared(self, samples: Sequence[Batch], batch: int, sequence: int | None) -> Batch:
+        """Return the first sample at this size; see ``filled``."""
+        return self.filled(samples, batch, sequence)
+
     # As the inputs of a model
 
     def order(self, samples: Sequence[Batch]) -> list[int]:
