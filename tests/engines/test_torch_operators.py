@@ -16,6 +16,7 @@ from onnx import numpy_helper
 from quantizer.engines import BuildOptions
 from quantizer.engines import build_engine
 from quantizer.engines import load_engine
+from quantizer.errors import EngineError
 
 _INDICES = {
     "ScatterND": np.array([[2], [0]]),
@@ -23,10 +24,11 @@ _INDICES = {
 }
 
 _ALONE: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("Acos", "Asin", "Asinh", "Atan", "Atanh", "Cosh", "Sinh", "Tan", "Selu", "Softsign")},
+    **{name: {} for name in ("Acos", "Asin", "Asinh", "Atan", "Atanh", "Cosh", "Sinh", "Tan", "Softsign")},
     "Acosh": {},
     "Celu": {"alpha": 0.5},
     "ThresholdedRelu": {"alpha": 0.2},
+    "Selu": {"alpha": 2.0, "gamma": 3.0},
     "ArgMax": {"axis": 1},
     "ArgMin": {"axis": 1, "keepdims": 0},
 }
@@ -78,3 +80,46 @@ def test_values_are_scattered(tmp_path: Path, name: str, reduction: str) -> None
     constants = {"places": _INDICES[name], "new": new}
     x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
     _assert_like_onnx_runtime(tmp_path, _files(tmp_path, node, constants, TensorProto.FLOAT), x)
+
+
+def test_an_index_of_one_hot_counts_from_the_end_too(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Cast", ["x"], ["i"], to=TensorProto.INT64)]
+    nodes.append(helper.make_node("OneHot", ["i", "depth", "values"], ["y"]))
+    tensors = {"depth": np.array(3), "values": np.array([0.5, 2], np.float32)}
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(value, name) for name, value in tensors.items()],
+    )
+    file = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), file)
+    build_engine("torch", file, tmp_path / "m.engine", BuildOptions(compiled=False))
+    _assert_like_onnx_runtime(tmp_path, file, np.array([[0, 2, -1, -3], [1, -2, 3, -4]], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "attributes", "said"),
+    [
+        ("IsInf", {"detect_negative": 0}, "its attribute detect_negative = 0 is not supported"),
+        ("ArgMax", {"select_last_index": 1}, "its attribute select_last_index = 1 is not supported"),
+        ("ReduceL1", {"noop_with_empty_axes": 1}, "a reduction of no axis is not supported"),
+        ("ReduceSumSquare", {"noop_with_empty_axes": 1}, "a reduction of no axis is not supported"),
+    ],
+)
+def test_an_attribute_that_would_be_passed_over_is_refused(
+    tmp_path: Path, name: str, attributes: dict[str, Any], said: str
+) -> None:
+    """Without a look at it the result would be another one."""
+    kind = {"IsInf": TensorProto.BOOL, "ArgMax": TensorProto.INT64}.get(name, TensorProto.FLOAT)
+    with pytest.raises(EngineError, match=said):
+        _files(tmp_path, helper.make_node(name, ["x"], ["y"], **attributes), {}, kind)
+
+
+def test_a_pooling_of_distant_neighbours_is_refused(tmp_path: Path) -> None:
+    text = '<ir_version: 9, opset_import: ["" : 20]> g (float[1, 2, 8, 8] x) => (float[1, 2, 6, 6] y) '
+    text += "{ y = AveragePool <kernel_shape = [2, 2], dilations = [2, 2]> (x) }"
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    with pytest.raises(EngineError, match="dilations are not supported"):
+        build_engine("torch", tmp_path / "m.onnx", tmp_path / "m.engine", BuildOptions(compiled=False))

@@ -30,7 +30,7 @@ _ATEN = """
     minimum.default mish.default mul.Scalar mul.Tensor neg.default pad.default permute.default pixel_shuffle.default
     pow.Tensor_Tensor prod.dim_int reciprocal.default relu.default remainder.Tensor repeat.default reshape.default
     rms_norm.default rnn_relu.input rnn_tanh.input round.default scalar_tensor.default
-    scaled_dot_product_attention.default scatter.src scatter_reduce.two select.int selu.default sigmoid.default
+    scaled_dot_product_attention.default scatter.src scatter_reduce.two select.int sigmoid.default
     sign.default sin.default sinh.default slice.Tensor softmax.int softplus.default split_with_sizes.default
     sqrt.default square.default squeeze.default squeeze.dims stack.default sub.Tensor sum.dim_IntList sym_numel.default
     sym_size.int tan.default tanh.default tensor_split.sections threshold.default to.dtype topk.default transpose.int

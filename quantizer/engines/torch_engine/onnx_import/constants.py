@@ -12,7 +12,7 @@ from quantizer.engines.torch_engine.onnx_import.graph_builder import GraphBuilde
 from quantizer.engines.torch_engine.onnx_import.graph_builder import OnnxNode
 from quantizer.engines.torch_engine.onnx_import.graph_builder import Sizes
 from quantizer.engines.torch_engine.onnx_import.graph_builder import Value
-from quantizer.engines.torch_engine.onnx_import.graph_builder import operators
+from quantizer.engines.torch_engine.onnx_import.graph_builder import translated
 
 __all__ = ["as_constant", "folded"]
 
@@ -26,8 +26,7 @@ def folded(node: OnnxNode) -> tuple[Value, ...] | None:
     if not read or node.operator in _LEFT or not all(isinstance(value, Constant) for value in read):
         return None
     build = GraphBuilder(origin=node.name)
-    made = operators[node.operator](build, node)
-    outputs = made if isinstance(made, tuple) else (made,)
+    outputs = translated(build, node)
     build.graph.output(tuple(value for value in outputs if isinstance(value, fx.Node)))
     with torch.no_grad():
         computed = iter(fx.Interpreter(LoweredGraph(build.graph, build.constants)).run())

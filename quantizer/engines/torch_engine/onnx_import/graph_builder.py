@@ -15,6 +15,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
+from functools import cache
 from typing import Any
 from typing import TypeAlias
 
@@ -26,7 +27,17 @@ from quantizer.common.registry import Registry
 from quantizer.engines.torch_engine.onnx_import.shapes import Shape
 from quantizer.errors import EngineError
 
-__all__ = ["Constant", "GraphBuilder", "OnnxNode", "Sizes", "Value", "as_tensor", "operators"]
+__all__ = [
+    "Attributes",
+    "Constant",
+    "GraphBuilder",
+    "OnnxNode",
+    "Sizes",
+    "Value",
+    "as_tensor",
+    "operators",
+    "translated",
+]
 
 _MOST_SIZES = 64
 _NO_LETTERS = re.compile(r"\W+", re.ASCII)
@@ -50,6 +61,47 @@ class Constant:
 
 Value: TypeAlias = fx.Node | Constant | Sizes
 
+_WITHOUT_EFFECT = frozenset(
+    [
+        *("kernel_shape", "hidden_size", "num_outputs"),  # sizes that other parts of the node tell as well
+        *("momentum", "seed"),  # of training
+        *("saturate", "stash_type", "sorted", "activation_alpha", "activation_beta"),
+    ]
+)
+"""Attributes that need not be read: what an engine computes does not depend on them, or only in its last digits."""
+_IN_SOME_FORMS: dict[str, frozenset[str]] = {
+    "Concat": frozenset({"axis"}),  # of sizes
+    "Gemm": frozenset({"beta"}),  # without a bias
+    "LayerNormalization": frozenset({"axis"}),  # the shape of the scale tells it
+    "RMSNormalization": frozenset({"axis"}),
+    "Reshape": frozenset({"allowzero"}),  # of sizes
+    "Resize": frozenset({"nearest_mode", "cubic_coeff_a", "extrapolation_value"}),  # of one mode each
+    **dict.fromkeys(("AveragePool", "Conv", "ConvTranspose", "MaxPool"), frozenset({"pads"})),  # not with auto_pad
+}
+"""Attributes that count in some forms of an operator alone."""
+_QUANTIZERS = frozenset({"DequantizeLinear", "DynamicQuantizeLinear", "QuantizeLinear"})
+
+
+class Attributes(dict[str, Any]):
+    """Attributes of a node by name, which remember those that were asked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value, and remember the question."""
+        self.read.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.read.add(str(name))
+        return super().__contains__(name)
+
 
 @dataclass(frozen=True, slots=True)
 class OnnxNode:
@@ -65,7 +117,7 @@ class OnnxNode:
     name: str
     operator: str
     inputs: tuple[Value | None, ...]
-    attributes: Mapping[str, Any]
+    attributes: Attributes
     outputs: tuple[str, ...]
     shapes: tuple[Shape | None, ...]
 
@@ -86,6 +138,32 @@ class OnnxNode:
 Translation: TypeAlias = Callable[["GraphBuilder", OnnxNode], Value | tuple[Value, ...]]
 
 operators: Registry[Translation] = Registry("ONNX operator")
+
+
+def translated(build: GraphBuilder, node: OnnxNode) -> tuple[Value, ...]:
+    """Return what a node computes, by the function that is registered for its operator.
+
+    Raises:
+        EngineError: it cannot be imported, or has an attribute that this function does not know.
+    """
+    made = operators[node.operator](build, node)
+    known = node.attributes.read | _WITHOUT_EFFECT | _IN_SOME_FORMS.get(node.operator, frozenset())
+    for name, value in node.attributes.items() if node.operator not in _QUANTIZERS else ():
+        if name not in known and value != _default(node.operator, name):
+            raise node.fault(f"its attribute {name} = {value!r} is not supported, only the default of ONNX")
+    return made if isinstance(made, tuple) else (made,)
+
+
+@cache
+def _default(operator: str, name: str) -> Any:
+    """Return the default of an attribute in ONNX; None if there is none."""
+    import onnx
+
+    known = onnx.defs.get_schema(operator).attributes.get(name)
+    if known is None or not known.default_value.type:
+        return None
+    value = onnx.helper.get_attribute_value(known.default_value)
+    return value.decode() if isinstance(value, bytes) else value
 
 
 @dataclass

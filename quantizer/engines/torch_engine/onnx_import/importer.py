@@ -17,11 +17,13 @@ from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.torch_engine.onnx_import import operators as _operators
 from quantizer.engines.torch_engine.onnx_import.constants import as_constant
 from quantizer.engines.torch_engine.onnx_import.constants import folded
+from quantizer.engines.torch_engine.onnx_import.graph_builder import Attributes
 from quantizer.engines.torch_engine.onnx_import.graph_builder import Constant
 from quantizer.engines.torch_engine.onnx_import.graph_builder import GraphBuilder
 from quantizer.engines.torch_engine.onnx_import.graph_builder import OnnxNode
 from quantizer.engines.torch_engine.onnx_import.graph_builder import Value
 from quantizer.engines.torch_engine.onnx_import.graph_builder import operators
+from quantizer.engines.torch_engine.onnx_import.graph_builder import translated
 from quantizer.engines.torch_engine.onnx_import.opset import in_known_opset
 from quantizer.engines.torch_engine.onnx_import.shapes import inferred_shapes
 from quantizer.engines.torch_engine.onnx_import.simplify import simplified
@@ -141,14 +143,13 @@ class _Reader:
             name,
             node.op_type,
             tuple(self.values[read] for read in node.input),
-            {held.name: _attribute(self.onnx, held) for held in node.attribute},
+            Attributes({held.name: _attribute(self.onnx, held) for held in node.attribute}),
             tuple(node.output),
             tuple(self._shapes.get(read) for read in node.input),
         )
         made = folded(found)
         if made is None:
-            of_node = operators[node.op_type](self.build, found)
-            made = of_node if isinstance(of_node, tuple) else (of_node,)
+            made = translated(self.build, found)
         values = dict(zip(node.output, map(as_constant, node.output, made), strict=False))
         self.values.update(values)
         if node.op_type != "Constant":

@@ -58,7 +58,6 @@ _UNARY = {
     "Reciprocal": aten.reciprocal.default,
     "Relu": aten.relu.default,
     "Round": aten.round.default,
-    "Selu": aten.selu.default,
     "Sigmoid": aten.sigmoid.default,
     "Sign": aten.sign.default,
     "Sin": aten.sin.default,
@@ -88,6 +87,8 @@ _BINARY = {
     "Sum": aten.add.Tensor,
     "Xor": aten.logical_xor.default,
 }
+_SELU = (1.67326319217681884765625, 1.05070102214813232421875)
+"""The defaults of ONNX: slope of the exponential part, and factor of the whole."""
 _OF_SIZES = {
     "Add": operator.add,
     "Sub": operator.sub,
@@ -188,6 +189,12 @@ def _elu(build: GraphBuilder, node: OnnxNode) -> Value:
 @operators.add("Celu")
 def _celu(build: GraphBuilder, node: OnnxNode) -> Value:
     return build.call(aten.celu.default, build.tensor(node.inputs[0]), node.attributes.get("alpha", 1.0))
+
+
+@operators.add("Selu")
+def _selu(build: GraphBuilder, node: OnnxNode) -> Value:
+    alpha, gamma = node.attributes.get("alpha", _SELU[0]), node.attributes.get("gamma", _SELU[1])
+    return build.call(aten.elu.default, build.tensor(node.inputs[0]), alpha, gamma)
 
 
 @operators.add("ThresholdedRelu")

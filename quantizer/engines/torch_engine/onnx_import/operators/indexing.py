@@ -141,13 +141,17 @@ def _range(build: GraphBuilder, node: OnnxNode) -> Value:
 def _one_hot(build: GraphBuilder, node: OnnxNode) -> Value:
     depth = build.needed_sizes(node, 1)[0]
     off_on = build.tensor(node.inputs[2])
-    hits = build.call(
-        aten.eq.Tensor,
-        build.call(aten.unsqueeze.default, build.tensor(node.inputs[0]), node.attributes.get("axis", -1)),
-        build.call(aten.arange.default, depth),
-    )
     if node.attributes.get("axis", -1) != -1:
         raise node.fault("an axis other than the last is not supported")
+    indices = build.call(aten.unsqueeze.default, build.tensor(node.inputs[0]), -1)
+    places = build.call(aten.arange.default, depth)
+    # An index below 0 counts from the end.
+    from_end = build.call(aten.add.Scalar, indices, depth)
+    hits = build.call(
+        aten.logical_or.default,
+        build.call(aten.eq.Tensor, indices, places),
+        build.call(aten.eq.Tensor, from_end, places),
+    )
     return build.call(
         aten.where.self,
         hits,

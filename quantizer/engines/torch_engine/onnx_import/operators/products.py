@@ -127,6 +127,8 @@ def _average_pool(build: GraphBuilder, node: OnnxNode) -> Value:
     if pads[: len(kernel)] != pads[len(kernel) :]:
         raise node.fault("uneven padding is not supported")
     given, window = _window(build, node, len(kernel))
+    if any(step != 1 for step in window["dilation"]):
+        raise node.fault("dilations are not supported")
     ceil, counted = bool(node.attributes.get("ceil_mode", 0)), bool(node.attributes.get("count_include_pad", 0))
     target = {1: aten.avg_pool1d.default, 2: aten.avg_pool2d.default, 3: aten.avg_pool3d.default}[len(kernel)]
     return build.call(target, given, kernel, window["stride"], window["padding"], ceil, counted)

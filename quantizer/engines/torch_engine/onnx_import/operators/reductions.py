@@ -28,16 +28,29 @@ _REDUCTIONS = {
 def _axes(build: GraphBuilder, node: OnnxNode) -> list[int] | None:
     if node.input(1) is not None:
         return build.needed_sizes(node, 1)
-    return node.attributes.get("axes")
+    found: list[int] | None = node.attributes.get("axes")
+    return found
+
+
+def _axes_to_reduce(build: GraphBuilder, node: OnnxNode) -> list[int] | None:
+    """Return the axes of a reduction that is more than a sum of values; None: all.
+
+    Raises:
+        EngineError: it reduces no axis, and computes something of each value all the same.
+    """
+    axes = _axes(build, node) or None
+    if node.attributes.get("noop_with_empty_axes", 0) and axes is None:
+        raise node.fault("a reduction of no axis is not supported")
+    return axes
 
 
 def _reduction(target: Any) -> Callable[[GraphBuilder, OnnxNode], Value]:
     def translate(build: GraphBuilder, node: OnnxNode) -> Value:
         axes = _axes(build, node)
-        given = build.tensor(node.inputs[0])
-        if not axes and node.attributes.get("noop_with_empty_axes", 0):
+        given, kept = build.tensor(node.inputs[0]), bool(node.attributes.get("keepdims", 1))
+        if node.attributes.get("noop_with_empty_axes", 0) and not axes:
             return given
-        return build.call(target, given, list(axes or ()), bool(node.attributes.get("keepdims", 1)))
+        return build.call(target, given, list(axes or ()), kept)
 
     return translate
 
@@ -48,7 +61,7 @@ for _name, _target in _REDUCTIONS.items():
 
 def _norm(order: int) -> Callable[[GraphBuilder, OnnxNode], Value]:
     def translate(build: GraphBuilder, node: OnnxNode) -> Value:
-        axes, kept = _axes(build, node), bool(node.attributes.get("keepdims", 1))
+        axes, kept = _axes_to_reduce(build, node), bool(node.attributes.get("keepdims", 1))
         return build.call(aten.linalg_vector_norm.default, build.tensor(node.inputs[0]), order, axes, kept)
 
     return translate
@@ -61,13 +74,13 @@ operators.add("ReduceL2")(_norm(2))
 @operators.add("ReduceSumSquare")
 def _reduce_sum_square(build: GraphBuilder, node: OnnxNode) -> Value:
     squares = build.call(aten.square.default, build.tensor(node.inputs[0]))
-    axes, kept = _axes(build, node), bool(node.attributes.get("keepdims", 1))
+    axes, kept = _axes_to_reduce(build, node), bool(node.attributes.get("keepdims", 1))
     return build.call(aten.sum.dim_IntList, squares, axes, kept)
 
 
 @operators.add("ReduceLogSumExp")
 def _reduce_log_sum_exp(build: GraphBuilder, node: OnnxNode) -> Value:
-    axes, kept = _axes(build, node), bool(node.attributes.get("keepdims", 1))
+    axes, kept = _axes_to_reduce(build, node), bool(node.attributes.get("keepdims", 1))
     if axes is None:
         raise node.fault("a reduction without axes is not supported; state its axes")
     return build.call(aten.logsumexp.default, build.tensor(node.inputs[0]), axes, kept)
@@ -75,7 +88,7 @@ def _reduce_log_sum_exp(build: GraphBuilder, node: OnnxNode) -> Value:
 
 @operators.add("ReduceProd")
 def _reduce_prod(build: GraphBuilder, node: OnnxNode) -> Value:
-    given, axes = node.inputs[0], _axes(build, node)
+    given, axes = node.inputs[0], _axes_to_reduce(build, node)
     if isinstance(given, Sizes):
         return _product_of_sizes(build, given, bool(node.attributes.get("keepdims", 1)))
     if axes is None or len(axes) != 1:
