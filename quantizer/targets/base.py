@@ -145,6 +145,8 @@ class TargetProfile:
             ``qdq/shared_products.py``, and add the bias of a convolution behind it.
         kept_axes: whether its files keep the axis that an index takes out behind a convolution, and squeeze it behind
             that, see ``qdq/gathered_axes.py``.
+        joins_whole: whether its files quantize a join with a constant part as a whole, see
+            ``export/passes/per_target/joined_constants.py``.
         row_codes: whether its files look up rows of a table in codes, and dequantize those; otherwise they dequantize a
             whole table, which some engines do at each run.
         zero_points: the kinds of site whose activations are UINT8 with a zero point of their own where INT8 is asked
@@ -190,6 +192,7 @@ class TargetProfile:
     unfused_products: bool = False
     unshared_products: bool = False
     kept_axes: bool = False
+    joins_whole: bool = False
     row_codes: bool = False
     zero_points: frozenset[SiteKind] = frozenset()
     dynamic: DynamicRanges | None = None

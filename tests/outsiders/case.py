@@ -160,7 +160,7 @@ class Reached:
         engine: SQNR of the engine in dB, by the size.
         integer: share of multiply-adds in integers; None: the engine has no products.
         findings: errors that the check of the file found.
-        products: layers that multiply.
+        products: layers that multiply; a fused attention counts as its two products.
         conversions: layers that only quantize, dequantize or cast.
     """
 
@@ -207,13 +207,14 @@ def reach(case: Case, backend: str, folder: Path) -> Reached:
     right = {size: _call(model, batch) for size, batch in measured.items()}
     form = CallForm.of(model, next(iter(right.values())))
     engine = EngineModule(load_engine(backend, folder / "model.engine"), form)
-    inspection = inspect_file(folder / "model.engine", backend)
+    sizes = {"batch": max(case.rows)} | ({"sequence": case.lengths[-1]} if case.lengths else {})
+    inspection = inspect_file(folder / "model.engine", backend, **sizes)
     reached = Reached(
         frozen={size: sqnr(right[size], _call(frozen, batch)) for size, batch in measured.items()},
         engine={size: sqnr(right[size], _call(engine, batch)) for size, batch in measured.items()},
         integer=inspection.low_share(),
         findings=tuple(map(str, findings)),
-        products=sum(share.products for share in inspection.shares),
+        products=sum(share.products for share in inspection.shares) + inspection.attention_fused,
         conversions=inspection.quantizers + inspection.casts,
     )
     before.assert_unchanged(model)

@@ -187,12 +187,9 @@ CASES = (
     {name: Case(net=lambda f=f: _Spread(f), batch=_tokens, integer=0.4) for name, f in _SCORES.items()}
     | {
         "decoder_queries": Case(net=_Decoder, batch=_tokens, integer=0.4),
-        "class_token": Case(
-            net=_ClassToken,
-            batch=_tokens,
-            faults={
-                "openvino": "OpenVINO 2026.4 refuses a quantized linear that reads a token joined to a fixed length"
-            },
+        "class_token": Case(net=_ClassToken, batch=_tokens),
+        "class_token_and_lengths": Case(
+            net=_ClassToken, batch=lambda rows, length: noise(rows, length, 32), rows=(1, 3, 8), lengths=(4, 10, 16)
         ),
         "batched_weight": Case(net=_BatchedWeight, batch=_tokens, integer=0.4),
     }

@@ -45,7 +45,8 @@ class _LevelNorms(nn.Module):
         for factor, norm in zip((1.0, 3.0, -2.0), self.norms, strict=True):
             nn.init.constant_(norm.weight, factor)
 
-    def forward(self, *levels: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, p3: Tensor, p4: Tensor, p5: Tensor) -> tuple[Tensor, ...]:
+        levels = (p3, p4, p5)
         return tuple(torch.relu(norm(self.c(self.stem(x)))) for norm, x in zip(self.norms, levels, strict=True))
 
 

@@ -163,21 +163,30 @@ _MADE: dict[str, Callable[[Tensor], Tensor]] = {
     "full": lambda x: torch.full((1, 1, 32), 0.5),
 }
 
+_CASTS = "scattered"
+"""The casts that a forward asks for are layers that convert."""
+
+_MADE_FLOAT = "converted"
+"""A cast makes the tensor."""
+
 CASES = (
     {
-        "cast_double": Case(net=lambda: _Cast(torch.float64), batch=_vectors, integer=0.6),
-        "cast_half": Case(net=lambda: _Cast(torch.float16), batch=_vectors, integer=0.6),
-        "cast_bfloat16": Case(net=lambda: _Cast(torch.bfloat16), batch=_vectors, integer=0.6),
-        "autocast": Case(net=_Autocast, batch=_vectors, integer=0.6),
+        "cast_double": Case(net=lambda: _Cast(torch.float64), batch=_vectors, integer=0.6, speed=_CASTS),
+        "cast_half": Case(net=lambda: _Cast(torch.float16), batch=_vectors, integer=0.6, speed=_CASTS),
+        "cast_bfloat16": Case(net=lambda: _Cast(torch.bfloat16), batch=_vectors, integer=0.6, speed=_CASTS),
+        "autocast": Case(net=_Autocast, batch=_vectors, integer=0.6, speed=_CASTS),
         "float16": Case(net=lambda: _Half(torch.float16), batch=lambda rows: noise(rows, 32).half()),
         "bfloat16": Case(net=lambda: _Half(torch.bfloat16), batch=lambda rows: noise(rows, 32).bfloat16()),
         "float64": Case(net=lambda: _Half(torch.float64), batch=lambda rows: noise(rows, 32).double()),
-        "mixed_halves": Case(net=_MixedHalves, batch=_vectors, integer=0.6),
+        "mixed_halves": Case(net=_MixedHalves, batch=_vectors, integer=0.6, speed=_CASTS),
         "mask_mean": Case(
             net=_MaskMean,
             batch=lambda rows: (noise(rows, 6, 32), torch.arange(6) < 5 - torch.arange(rows)[:, None] % 3),
+            speed=_MADE_FLOAT,
         ),
-        "one_hot": Case(net=_OneHot, batch=lambda rows: (noise(rows, 5, 32), torch.randint(0, 32, (rows,)))),
+        "one_hot": Case(
+            net=_OneHot, batch=lambda rows: (noise(rows, 5, 32), torch.randint(0, 32, (rows,))), speed=_MADE_FLOAT
+        ),
         "positions": Case(net=_Positions, batch=_vectors),
         "upcast": Case(net=_Upcast, batch=_vectors),
         "baddbmm": Case(net=lambda: _Scaled(1.0, 0.01), batch=_vectors, integer=0.4),
@@ -185,12 +194,13 @@ CASES = (
         "no_grad": Case(net=_NoGrad, batch=_vectors),
         "inference_mode": Case(net=_InferenceMode, batch=_vectors),
     }
-    | {f"made_{name}": Case(net=lambda f=f: _Made(f), batch=_vectors) for name, f in _MADE.items()}
+    | {f"made_{name}": Case(net=lambda f=f: _Made(f), batch=_vectors, speed=_MADE_FLOAT) for name, f in _MADE.items()}
     | {
         f"cast_{kind}_{str(dtype).removeprefix('torch.')}": Case(
             net=lambda dtype=dtype, kind=kind: _CastOf(dtype, kind),
             batch=_vectors,
             integer=0.4,
+            speed=_CASTS,
         )
         for kind in ("linear", "conv", "einsum", "addmm", "attention", "embedding")
         for dtype in (torch.float64, torch.bfloat16, torch.float16)

@@ -19,6 +19,7 @@ from quantizer.export.passes.gemm_to_matmul import GemmToMatMul
 from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
 from quantizer.export.passes.per_target.bytes_first import BytesFirst
+from quantizer.export.passes.per_target.joined_constants import JoinedConstants
 from quantizer.export.passes.per_target.kept_axes import KeptAxes
 from quantizer.export.passes.per_target.moves_of_codes import MovesOfCodes
 from quantizer.export.passes.per_target.rows_of_codes import RowsOfCodes
@@ -43,6 +44,7 @@ __all__ = [
     "FoldChannelFactors",
     "GraphPass",
     "BiasesApart",
+    "JoinedConstants",
     "KeptAxes",
     "RowsOfCodes",
     "FactorsBeforeReductions",
@@ -105,6 +107,8 @@ def passes(target: TargetProfile | None = None, dtype: str = "float32") -> tuple
         asked += [BiasesApart(), UnsharedProducts()]
     if target is not None and target.kept_axes:
         asked.append(KeptAxes())
+    if target is not None and target.joins_whole:
+        asked.append(JoinedConstants())
     if target is not None and target.quantizes_outputs:
         asked.append(MovesOfCodes())
     if target is not None and target.row_codes:
