@@ -39,6 +39,7 @@ _LONGEST = (
     "test_goldens.py",
     "test_run.py",
     "test_torture.py",
+    "test_outsiders.py",
 )
 
 

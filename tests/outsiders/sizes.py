@@ -169,7 +169,13 @@ CASES = {
     "halves": Case(net=_Halves, batch=_tokens, rows=_ONLY_EIGHT),
     "viewed": Case(net=_Viewed, batch=_tokens),
     "viewed_as_eight": Case(net=_ViewedAsEight, batch=_tokens, rows=_ONLY_EIGHT),
-    "graph": Case(net=_Graph, batch=_graph, rows=(1,), example_rows=1),
+    "graph": Case(
+        net=_Graph,
+        batch=_graph,
+        rows=(1,),
+        example_rows=1,
+        faults={"torch": "torch engines take no ScatterND, which index_add is in ONNX, with indices of unknown length"},
+    ),
     "bag_sum": Case(net=lambda: _Bag("sum"), batch=lambda rows: torch.randint(0, 500, (rows, 5))),
     "bag_mean": Case(net=lambda: _Bag("mean"), batch=lambda rows: torch.randint(0, 500, (rows, 5))),
     "bag_max": Case(net=lambda: _Bag("max"), batch=lambda rows: torch.randint(0, 500, (rows, 5))),
@@ -177,7 +183,8 @@ CASES = {
     "one_sample": Case(net=_Viewed, batch=_tokens, example_rows=1),
     "twelve_batches_of_three": Case(net=_Viewed, batch=_tokens, example_rows=3, batches=12),
     "lengths_of_attention": Case(net=_Encoder, batch=_tokens, rows=_SOME, lengths=_LENGTHS),
-    "lengths_pooled": Case(net=_Pooled, batch=_tokens, rows=_SOME, lengths=_LENGTHS),
+    # The number of tokens, by which the sum is divided, is cast to a float.
+    "lengths_pooled": Case(net=_Pooled, batch=_tokens, rows=_SOME, lengths=_LENGTHS, speed="converted"),
     "lengths_of_a_signal": Case(
         net=_Signal, batch=lambda rows, length: noise(rows, length, 16), rows=_SOME, lengths=(20, 33, 48)
     ),
