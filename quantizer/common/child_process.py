@@ -7,6 +7,7 @@ file named ``socket.py`` or ``torch.py`` there would be executed. Whoever starts
 from __future__ import annotations
 
 import os
+import site
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,10 @@ def child_environment() -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
     # An empty entry would be the current folder.
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *entries]), "PYTHONSAFEPATH": "1"}
+    # Python finds an installed package by itself; in PYTHONPATH its folder would come before the standard library.
+    if root not in (*site.getsitepackages(), site.getusersitepackages()):
+        entries = [root, *entries]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(entries), "PYTHONSAFEPATH": "1"}
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import site
 import subprocess
 import sys
 from collections.abc import Callable
@@ -182,6 +183,15 @@ def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
         assert os.environ["PYTHONSAFEPATH"] == "1"
         assert os.environ["PYTHONPATH"].endswith(f"{os.pathsep}/a")
     assert dict(os.environ) == before
+
+
+def test_an_installed_package_is_not_put_before_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The folder of installed packages may hold backports with names of the standard library.
+    root = str(PACKAGE.parent)
+    assert root in child_environment()["PYTHONPATH"].split(os.pathsep)
+    monkeypatch.setattr(site, "getsitepackages", lambda: [root])
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    assert child_environment()["PYTHONPATH"] == "/elsewhere"
 
 
 def test_one_module_starts_all_processes() -> None:
