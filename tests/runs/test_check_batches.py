@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
+from torch import nn
 
+from quantizer.engines import TensorSpec
 from quantizer.runs.outputs.check_batches import LEAST_SAMPLES
 from quantizer.runs.outputs.check_batches import check_batches
 from quantizer.runs.outputs.check_batches import check_shapes
+from quantizer.runs.outputs.compare_outputs import WrongEngineError
+from quantizer.runs.outputs.compare_outputs import check_engine
+from quantizer.runs.outputs.compare_outputs import reference_outputs
+from quantizer.runs.outputs.output_check import OutputCheck
+from quantizer.runs.outputs.output_check import Tolerance
+from quantizer.runs.outputs.output_check import tolerance
 from quantizer.runs.workload.module_feed import ModuleFeed
 
 
@@ -43,3 +54,78 @@ def test_a_model_that_mixes_samples_gets_whole_batches() -> None:
 def test_whole_batches_have_enough_samples_whatever_their_size() -> None:
     batches = [{"x": torch.randn(20, 2)} for _ in range(4)]
     assert [len(batch["x"]) for batch in check_batches(ModuleFeed(batches), batches, [(20, 1)])] == [20, 20]
+
+
+class _Off:
+    """An engine of ``x -> x`` whose outputs are wrong by some power, at some numbers of samples."""
+
+    name, device, output_names, input_names = "fake", "cpu", ("y",), ("x",)
+    inputs = (TensorSpec("x", np.dtype(np.float32), (None, None)),)
+
+    def __init__(self, rows: int, decibels: float) -> None:
+        self._rows, self._scale = rows, 10 ** (-decibels / 20)
+
+    def __call__(self, inputs: Any) -> dict[str, Any]:
+        """Run it."""
+        x = np.asarray(inputs["x"])
+        return {"y": x * np.float32(1 + self._scale) if len(x) == self._rows else x}
+
+
+class _Same(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the input, with an error of 16.4 dB if it is the quantized model."""
+        return {"y": x * (1 + self.error)}
+
+    def __init__(self, error: float = 0.0) -> None:
+        super().__init__()
+        self.error = error
+
+
+def _checks(engine: _Off, bound: Tolerance, proxy_db: float | None = None) -> list[OutputCheck]:
+    torch.manual_seed(0)
+    batches = [{"x": torch.randn(4, 16)} for _ in range(16)]
+    feed = ModuleFeed(batches)
+    feed.rows_apart = True
+    made = check_batches(feed, batches, check_shapes((1, 4, 32), (1, 1, 1), (4, 1)))
+    float_model = _Same() if proxy_db is None else _Same(10 ** (-proxy_db / 20))
+    plain = reference_outputs(float_model, made, ["y"])
+    return check_engine(engine, reference_outputs(_Same(), made, ["y"]), plain, bound)
+
+
+INT8, BF16, FP32 = (
+    tolerance(None, quantized, kind)
+    for quantized, kind in ((True, torch.float32), (False, torch.bfloat16), (False, torch.float32))
+)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 11, 32])
+@pytest.mark.parametrize(
+    ("bound", "least"), [(INT8, 30.0), (BF16, 30.0), (FP32, 60.0)], ids=["int8", "bfloat16", "float32"]
+)
+def test_the_rule_that_is_printed_holds_at_each_size(rows: int, bound: Tolerance, least: float) -> None:
+    assert str(bound).startswith(f"SQNR of {least:g} dB or more")
+    assert len(_checks(_Off(rows, least + 0.1), bound)) == 5
+    with pytest.raises(
+        WrongEngineError, match=f"batch {rows}, .*: SQNR {least - 0.1:.1f} dB.*{bound}.* at batch {rows},"
+    ):
+        _checks(_Off(rows, least - 0.1), bound)
+
+
+def test_an_engine_with_less_than_3_db_further_is_right_and_one_with_more_is_not() -> None:
+    # The quantized model is 16.4 dB from the float model, and the engine another 16.4 dB to the other side: 6 dB.
+    assert _checks(_Off(1, 26.0), INT8, proxy_db=16.4)
+    with pytest.raises(WrongEngineError, match=r"batch 1, .*at most 3 dB further from the float model than PyTorch"):
+        _checks(_Off(1, 3.6), INT8, proxy_db=16.4)
+
+
+def test_one_sample_of_many_does_not_condemn_a_float_engine() -> None:
+    class _OneSample(_Off):
+        def __call__(self, inputs: Any) -> dict[str, Any]:
+            x = np.asarray(inputs["x"])
+            self._calls = getattr(self, "_calls", 0) + (len(x) == 1)
+            return {"y": x * np.float32(1.05) if len(x) == 1 and self._calls == 1 else x}
+
+    # That sample alone has 26 dB, and 32 samples 41.
+    (one,) = [check for check in _checks(_OneSample(1, 0), BF16) if check.batch == 1]
+    assert one.sqnr_db is not None
+    assert 30 < one.sqnr_db < 50
