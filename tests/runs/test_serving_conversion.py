@@ -261,19 +261,13 @@ def test_an_engine_for_a_gpu_comes_with_its_check(place: Place, tmp_path: Path) 
     # Its engines are not those of Triton's TensorRT.
     assert "triton" not in files
     assert not (folder / "triton").exists()
-    assert sorted(os.listdir(folder / "gpu")) == [
-        "1x16",
-        "2x24",
-        "4x32",
-        "compare.py",
-        "config.pbtxt",
-        "settings.sh",
-    ]
+    cases = ["1x16", "2x24", "4x32"]
+    assert set(os.listdir(folder / "gpu")) > {*cases, "compare.py", "config.pbtxt", "settings.sh"}
     config = read(folder / "gpu")
     assert config["platform"] == ["tensorrt_plan"]
     assert config["output"] == [{"name": ["logits"], "data_type": ["TYPE_FP16"], "dims": [2]}]
     model = load_model(str(place.folder / "model"), "sequence-classification")
-    for case in ("1x16", "2x24", "4x32"):
+    for case in cases:
         rows, tokens = map(int, case.split("x"))
         told = json.loads((folder / "gpu" / case / "case.json").read_text(encoding="utf-8"))
         assert told["tolerance"]["decibels"] == 30
