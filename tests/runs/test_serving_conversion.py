@@ -261,8 +261,9 @@ def test_an_engine_for_a_gpu_comes_with_its_check(place: Place, tmp_path: Path) 
     # Its engines are not those of Triton's TensorRT.
     assert "triton" not in files
     assert not (folder / "triton").exists()
-    cases = ["1x16", "2x24", "4x32"]
-    assert set(os.listdir(folder / "gpu")) > {*cases, "compare.py", "config.pbtxt", "settings.sh"}
+    cases = [path.name for path in (folder / "gpu").iterdir() if path.is_dir()]
+    assert set(cases) > {"1x16", "2x24", "4x32"}
+    assert set(os.listdir(folder / "gpu")) == {*cases, "compare.py", "config.pbtxt", "settings.sh"}
     config = read(folder / "gpu")
     assert config["platform"] == ["tensorrt_plan"]
     assert config["output"] == [{"name": ["logits"], "data_type": ["TYPE_FP16"], "dims": [2]}]
@@ -296,4 +297,4 @@ def test_an_engine_for_a_gpu_comes_with_its_check(place: Place, tmp_path: Path) 
         timeout=60,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("logits: ok: SQNR") == 3
+    assert done.stdout.count("logits: ok: SQNR") == len(cases)
