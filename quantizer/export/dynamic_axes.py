@@ -14,7 +14,7 @@ from quantizer.common.data.sizes import Axes
 from quantizer.common.data.sizes import DataSizes
 from quantizer.errors import ExportError
 
-__all__ = ["asked_axes", "check_dynamic", "dynamic_shapes", "hint", "usual_axes"]
+__all__ = ["asked_axes", "check_dynamic", "dynamic_shapes", "hint", "usual_axes", "widened"]
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,27 @@ def asked_axes(axes: Axes, inputs: Mapping[str, Any]) -> Axes:
                     "one dimension has one length: give them two names"
                 )
     return axes
+
+
+def widened(inputs: Mapping[str, Any], sizes: DataSizes) -> dict[str, Any]:
+    """Return an example with no open axis of size 1 where the data has larger ones.
+
+    torch takes what broadcasts at size 1 for a property of the model, and fixes the axis.
+    """
+    usual = {
+        dimension: min(size for size in seen if size > 1)
+        for dimension, seen in sizes.seen.items()
+        if max(seen, default=1) > 1 and any(_is_one(inputs.get(name), axis) for name, axis in _places(sizes, dimension))
+    }
+    return sizes.resized(inputs, usual)
+
+
+def _places(sizes: DataSizes, dimension: str) -> list[tuple[str, int]]:
+    return [(name, axis) for name, opened in sizes.axes.items() for axis, word in opened.items() if word == dimension]
+
+
+def _is_one(value: Any, axis: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > axis and value.shape[axis] == 1
 
 
 def dynamic_shapes(inputs: Mapping[str, Any], sizes: DataSizes) -> dict[str, Any]:

@@ -30,11 +30,13 @@ from quantizer.common.structure import leaves
 from quantizer.errors import ExportError
 from quantizer.errors import MissingDependencyError
 from quantizer.export.bring_to_cpu import bring_to_cpu
+from quantizer.export.compiled_parts import call_compiled_parts
 from quantizer.export.dynamic_axes import asked_axes
 from quantizer.export.dynamic_axes import check_dynamic
 from quantizer.export.dynamic_axes import dynamic_shapes
 from quantizer.export.dynamic_axes import hint
 from quantizer.export.dynamic_axes import usual_axes
+from quantizer.export.dynamic_axes import widened
 from quantizer.export.embedding_bags import bags_as_reductions
 from quantizer.export.onnx_storage import write_onnx
 from quantizer.export.optimize import optimize
@@ -109,6 +111,7 @@ def export_onnx(
     if not _is_known_to_torch(output):
         _return_tensors(exported)
     bring_to_cpu(exported)
+    call_compiled_parts(exported)
     _mark_parameters(exported)
     args, keywords = _split(beside(exported, example), regions.io_dtype(dtype))
     _name_positional(exported, args)
@@ -117,6 +120,8 @@ def export_onnx(
     inputs = _named(exported, args, keywords)
     asked = isinstance(axes, Mapping)
     sizes = DataSizes(asked_axes(axes, inputs), {}) if isinstance(axes, Mapping) else usual_axes(inputs, axes, data)
+    inputs = widened(inputs, sizes)
+    args, keywords = tuple(inputs[name] for name in [*inputs][: len(args)]), {name: inputs[name] for name in keywords}
     dynamic = _renamed(dynamic_shapes(inputs, sizes), parameters)
     with_one_type(exported, dtype, bool(regions.masked))
     program = _export(exported, args, _renamed(keywords, parameters), opset, dynamic, names)

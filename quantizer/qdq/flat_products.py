@@ -2,8 +2,9 @@
 
 OpenVINO 2026.4 makes one kernel of a network with products of two axes where its sizes are fixed and small (``Linear,
 ReLU, * factors, Linear`` of 64 channels, or with a batch norm), and no digit of what that computes is right. With three
-axes, with Tanh, Sigmoid or Gelu between, or without factors, all are. Factors that are not all positive are another
-case, see ``scales_by_negatives``.
+axes, with Tanh, Sigmoid or Gelu between, or with ReLU and no factors, all are. The scales of a weight are such factors,
+too, where neither a bias nor an activation keeps them from the Q: ``Linear, Linear`` without a bias. Factors that are
+not all positive are another case, see ``scales_by_negatives``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ __all__ = ["scales_by_negatives", "scales_flat_product"]
 _BETWEEN = frozenset(
     ["Add", "BatchNormalization", "Cast", "Clip", "Div", "Identity", "LeakyRelu", "Mul", "PRelu", "Relu", "Sub"]
 )
+
+_LINEAR = frozenset(["Add", "Cast", "Clip", "Div", "Identity", "Mul", "Sub"])
+"""What leaves the scales of a weight where a Q takes them into itself, but for a bias that differs between channels. A
+Clip may be wider than the range of the Q."""
+_SUMS = frozenset(["Add", "Sub"])
 
 
 def scales_by_negatives(quantize: Any) -> bool:
@@ -54,15 +60,22 @@ def scales_flat_product(quantize: Any) -> bool:
     """Return whether a Q rounds a product of two axes multiplied by factors of channels, but for its bias."""
     if not is_quantize(quantize):
         return False
-    value, factors, last = quantize.inputs[0], [], None
+    value, factors, last, linear = quantize.inputs[0], [], None, True
     while (node := maker(value)) is not None and node.op_type in _BETWEEN:
         varying = varying_inputs(node)
         if len(varying) != 1:
             return False
         others = [given for given in node.inputs if given not in (None, varying[0])]
         factors.append(any(map(has_several_numbers, others)))
+        linear = linear and node.op_type in _LINEAR and not (node.op_type in _SUMS and any(map(_differ, others)))
         value, last = varying[0], node
-    if node is None or node.op_type not in MATMULS or last is None:
+    if node is None or node.op_type not in MATMULS:
         return False
-    flat = node.outputs[0].shape is not None and len(node.outputs[0].shape) == 2
-    return flat and any(factors[:-1] if last.op_type == "Add" else factors)
+    if node.outputs[0].shape is None or len(node.outputs[0].shape) != 2:
+        return False
+    return linear or any(factors[:-1] if last is not None and last.op_type == "Add" else factors)
+
+
+def _differ(value: Any) -> bool:
+    array = constant(value)
+    return array is None or bool((array != array.flat[0]).any())

@@ -17,6 +17,7 @@ from quantizer.qdq.graph import has_several_numbers
 from quantizer.qdq.graph import is_quantize
 from quantizer.qdq.graph import maker
 from quantizer.qdq.graph import varying_inputs
+from quantizer.qdq.moved_scales import has_moved_scales
 from quantizer.qdq.operand import PRODUCTS
 
 __all__ = ["BY_NUMBER", "misreads_channels", "misreads_channels_before"]
@@ -79,7 +80,12 @@ def _transposed(value: Any) -> bool:
 
 
 def _scaled_by_channel(value: Any) -> bool:
-    """Return whether a value is multiplied by constants of several numbers, or added to such other than a bias."""
+    """Return whether a value is multiplied by constants of several numbers, or added to such other than a bias.
+
+    The scales of a weight are such constants where nothing keeps them in the product.
+    """
+    if has_moved_scales(value):
+        return True
     while (node := maker(value)) is not None and node.op_type in _LINEAR:
         varying = varying_inputs(node)
         if len(varying) != 1:

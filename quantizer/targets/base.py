@@ -143,8 +143,8 @@ class TargetProfile:
             before it is rounded, see ``qdq/flat_products.py``.
         unshared_products: whether its files pass a quantized product that several nodes read through a Clip, see
             ``qdq/shared_products.py``, and add the bias of a convolution behind it.
-        kept_axes: whether its files keep the axis that an index takes out behind a convolution, and squeeze it behind
-            that, see ``qdq/gathered_axes.py``.
+        kept_axes: whether its files keep the axis that an index takes out behind a product, and squeeze it behind that,
+            and keep a concatenation apart from a Q with a zero point, see ``qdq/gathered_axes.py``.
         joins_whole: whether its files quantize a join with a constant part as a whole, see
             ``export/passes/per_target/joined_constants.py``.
         row_codes: whether its files look up rows of a table in codes, and dequantize those; otherwise they dequantize a

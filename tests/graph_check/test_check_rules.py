@@ -151,6 +151,32 @@ def gathered(kept: bool) -> Graph:
     return g
 
 
+def indexed_product(kept: bool) -> Graph:
+    g = Graph("float32")
+    x = g.rounded(g.input("x", ["batch", 5, 32]), zero=128, kind="uint8")
+    y = g.node("Gather", g.node("MatMul", x, g.weight((32, 8), 1)), g.constant(np.array([1] if kept else 1)), axis=1)
+    g.output(g.node("Squeeze", y, g.constant(np.array([1]))) if kept else y)
+    return g
+
+
+def joined_tokens(apart: bool) -> Graph:
+    g = Graph("float32")
+    x = g.input("x", ["batch", 5, 32])
+    y = g.node("Relu", g.node("Concat", x, x, axis=1))
+    y = g.node("Max", y, y) if apart else y
+    g.output(g.node("MatMul", g.rounded(y, zero=128, kind="uint8"), g.weight((32, 8), 1)))
+    return g
+
+
+def flat_chain(apart: bool) -> Graph:
+    g = Graph("float32")
+    x = g.rounded(g.input("x", ["batch", 32]), zero=128, kind="uint8")
+    y = g.node("MatMul", x, g.weight((32, 32), 1))
+    y = g.node("Max", y, y) if apart else y
+    g.output(g.node("MatMul", g.rounded(y, zero=128, kind="uint8"), g.weight((32, 8), 1)))
+    return g
+
+
 def negative_factors(apart: bool) -> Graph:
     g = Graph("float32")
     y = g.node("Mul", g.input("x", ["batch", 32]), g.constant(np.array([-1, 1] * 16, np.float32)))
@@ -794,6 +820,33 @@ CASES = [
         "Gather_5",
         "openvino gives its result one axis too many",
         OPENVINO,
+    ),
+    Case(
+        "gathered-axis",
+        lambda: indexed_product(False),
+        lambda: indexed_product(True),
+        "Gather_4",
+        "openvino gives its result one axis too many",
+        OPENVINO,
+        variant="index of a product",
+    ),
+    Case(
+        "gathered-axis",
+        lambda: joined_tokens(False),
+        lambda: joined_tokens(True),
+        "QuantizeLinear_2",
+        "openvino joins its zero point along the axis of the Concat before it",
+        OPENVINO,
+        variant="concatenation",
+    ),
+    Case(
+        "fused-product",
+        lambda: flat_chain(False),
+        lambda: flat_chain(True),
+        "QuantizeLinear_4",
+        "where sizes are fixed and small, openvino computes what it rounds wrongly",
+        OPENVINO,
+        variant="chain",
     ),
     Case(
         "fused-product",

@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import model_branches as _branches
+import model_habits as _habits
 import model_types as _types
 import torch
 from hypothesis import strategies as st
+from model_blocks import Answer
+from model_steps import IMAGE
+from model_steps import SEQUENCE
 from model_steps import SIZES
 from model_steps import add_step
 from model_text import ModelText
@@ -28,7 +32,7 @@ from tests.helpers import imported
 __all__ = ["DrawnModel", "drawn_models"]
 
 # Importing the files registers their steps.
-del _branches, _types
+del _branches, _habits, _types
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="drawn-models-")
 _MOST_STEPS = 6
@@ -48,6 +52,8 @@ class DrawnModel:
         style: how inputs are passed: ``tensor``, ``tuple`` or ``mapping``.
         backend: of the quantizer.
         training: the model is in train mode when it is handed over.
+        longer: by how much the open axes of each batch are longer than ``inputs`` says.
+        open_axes: the axes of a row of each input that may be longer; none: the model holds its sizes as numbers.
     """
 
     text: str
@@ -59,6 +65,8 @@ class DrawnModel:
     style: str
     backend: str
     training: bool
+    longer: tuple[int, ...] = (0,)
+    open_axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -79,12 +87,14 @@ class DrawnModel:
                     buffer.add_(torch.rand_like(buffer) * 0.5)
         return made.to(self.dtype).train(self.training)
 
-    def tensors(self, number: int, rows: int) -> dict[str, Tensor]:
-        """The inputs of a batch by name, new ones at every call."""
+    def tensors(self, number: int, rows: int, longer: int | None = None) -> dict[str, Tensor]:
+        """The inputs of a batch by name, new ones at every call; ``longer`` stands for that of the batch."""
         generator = torch.Generator().manual_seed(1000 * self.seed + number)
+        more = self.longer[number % len(self.longer)] if longer is None else longer
         found = {}
         for name, shape in self.inputs.items():
-            sizes = (rows, *shape)
+            opened = self.open_axes.get(name, ())
+            sizes = (rows, *(size + more * (axis in opened) for axis, size in enumerate(shape)))
             if name == "x" and self.vocabulary is not None:
                 found[name] = torch.randint(self.vocabulary, sizes, generator=generator)
             else:
@@ -107,8 +117,11 @@ class DrawnModel:
         batch = self.batch(number, rows)
         torch.manual_seed(self.seed)
         if isinstance(batch, dict):
-            return model(**batch)
-        return model(*batch) if isinstance(batch, tuple) else model(batch)
+            result = model(**batch)
+        else:
+            result = model(*batch) if isinstance(batch, tuple) else model(batch)
+        # torch looks into all other outputs by itself.
+        return {"Answer": vars(result)} if isinstance(result, Answer) else result
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """What Hypothesis shows: the source with its line breaks."""
@@ -118,6 +131,7 @@ class DrawnModel:
         facts = (
             f"# seed {self.seed}, {self.dtype}, rows {self.rows}, inputs {self.inputs}, passed as {self.style}",
             f"# vocabulary {self.vocabulary}, {self.backend}, {self.options}, training={self.training}",
+            f"# open axes {self.open_axes}, longer by {self.longer}",
         )
         return "\n".join(("", *facts, self.text))
 
@@ -150,8 +164,20 @@ def drawn_models(draw: st.DrawFn) -> DrawnModel:
     for _ in range(draw(st.integers(1, _MOST_STEPS))):
         add_step(model, draw)
     model.result = draw(
-        st.sampled_from(("x", "(x, x.mean())", "{'out': x, 'more': [x * 2]}", "x, None", "{'last': (x,)}"))
+        st.sampled_from(
+            (
+                "x",
+                "(x, x.mean())",
+                "{'out': x, 'more': [x * 2]}",
+                "x, None",
+                "{'last': (x,)}",
+                "blocks.Answer(x, more=[x * 2])",
+                "blocks.Registered(x)",
+            )
+        )
     )
+    rows = draw(st.sampled_from(((2, 3), (1, 1), (16, 4, 1), (5,), (3, 8))))
+    mixed = model.varies and draw(st.booleans())
     return DrawnModel(
         text=model.text(),
         inputs=model.inputs,
@@ -160,12 +186,23 @@ def drawn_models(draw: st.DrawFn) -> DrawnModel:
         dtype=draw(
             st.sampled_from((torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64))
         ),
-        rows=draw(st.sampled_from(((2, 3), (1, 1), (16, 4, 1), (5,), (3, 8)))),
+        rows=rows,
         style=draw(st.sampled_from(("tensor", "mapping", "tuple"))),
         backend=draw(st.sampled_from(("openvino", "tensorrt", "onnxruntime"))),
         training=draw(st.booleans()),
+        longer=(0, 3, 1) if mixed else (0,),
+        open_axes={name: _open_axes(name, shape, model.vocabulary) for name, shape in model.inputs.items()}
+        if mixed
+        else {},
         options=draw(st.sampled_from(OPTIONS)),
     )
+
+
+def _open_axes(name: str, shape: tuple[int, ...], vocabulary: int | None) -> tuple[int, ...]:
+    """Return the axes of a row of an input that are not its width."""
+    if name == "x" and vocabulary is not None:
+        return (0,)
+    return (1, 2) if len(shape) == IMAGE else (0,) if len(shape) == SEQUENCE else ()
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (

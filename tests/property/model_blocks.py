@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 __all__ = [
     "BLOCKS",
+    "Answer",
     "Checkpointed",
     "Counting",
     "Decorated",
@@ -24,12 +27,32 @@ __all__ = [
     "Gated",
     "Mapped",
     "Normed",
+    "Registered",
     "Remembering",
     "Residual",
     "Static",
     "Tied",
     "Twice",
 ]
+
+
+@dataclass
+class Answer:
+    """An output with names, of which torch knows nothing."""
+
+    value: Any
+    more: Any = None
+
+
+@dataclass
+class Registered:
+    """One that torch can look into."""
+
+    value: Any
+    more: Any = None
+
+
+pytree.register_dataclass(Registered)
 
 
 class Residual(nn.Module):

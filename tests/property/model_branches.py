@@ -107,7 +107,9 @@ def view_of_sequence(model: ModelText, draw: st.DrawFn) -> None:
         changes |= {"x.flatten(1)": (tokens * width,), "x.mT[:, :, :, None]": (width, tokens, 1)}
     change = draw(st.sampled_from(list(changes)))
     model.do(f"x = {change}")
-    model.shape = changes[change]
+    if ".mT" in change or "flatten" in change:
+        model.fix_sizes()
+    model.reduce(changes[change]) if len(changes[change]) == ROW else model.resize(changes[change])
 
 
 @step(ROW)
@@ -139,7 +141,10 @@ def view_of_image(model: ModelText, draw: st.DrawFn) -> None:
         changes |= {"x.flatten(1)": (model.size,)}
     change = draw(st.sampled_from(list(changes)))
     model.do(f"x = {change}")
-    model.shape = changes[change]
+    if change == "x.flatten(1)":
+        model.fix_sizes()
+    model.reduce(changes[change]) if len(changes[change]) == ROW else model.resize(changes[change])
+    model.is_as_long = False
 
 
 @step(*ANY)
@@ -150,7 +155,9 @@ def second_input(model: ModelText, draw: st.DrawFn) -> None:
     if len(model.shape) == SEQUENCE:
         uses += ["(x @ other.mT).softmax(-1) @ other", "F.scaled_dot_product_attention(x, other, other)"]
     use = one_of(draw, *uses)
+    if not model.is_as_long:
+        model.fix_sizes()
     model.inputs["other"] = model.shape
     model.do(f"x = {use}")
     if "cat" in use:
-        model.shape = (2 * model.shape[0], *model.shape[1:])
+        model.shape, model.is_as_long = (2 * model.shape[0], *model.shape[1:]), False

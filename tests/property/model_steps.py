@@ -131,6 +131,7 @@ def strided_convolution(model: ModelText, draw: st.DrawFn) -> None:
     else:
         layer = model.part("conv", f"nn.Conv2d({old}, {width}, 2, stride=2, padding=1, bias={flag(draw)})")
         model.shape = (width, height // 2 + 1, breadth // 2 + 1)
+    model.is_as_long = False
     model.do(f"x = {layer}(x)")
 
 

@@ -30,6 +30,9 @@ class ModelText:
         inputs: the shape of one row of each input by name; ``x`` is the first.
         vocabulary: how many ids there are where ``x`` is one of token ids; None where it is of floats.
         result: what forward returns.
+        varies: all sizes of the first input but its width may be larger than drawn: forward holds none as a number.
+        follows: the sizes of ``x`` but its width follow those of the first input.
+        is_as_long: they are those of the first input.
     """
 
     def __init__(self, shape: tuple[int, ...], vocabulary: int | None = None) -> None:
@@ -37,6 +40,7 @@ class ModelText:
         self.inputs = {"x": shape}
         self.vocabulary = vocabulary
         self.result = "x"
+        self.varies = self.follows = self.is_as_long = len(shape) > 1 or vocabulary is not None
         self._functions: dict[str, None] = {}
         self._made: list[str] = []
         self._forward: list[str] = []
@@ -55,6 +59,19 @@ class ModelText:
     def size(self) -> int:
         """How many numbers a row has."""
         return math.prod(self.shape)
+
+    def fix_sizes(self) -> None:
+        """Say that forward has a size of ``x`` as a number, beside its width."""
+        self.varies = self.varies and not self.follows
+        self.follows = False
+
+    def reduce(self, shape: tuple[int, ...]) -> None:
+        """Set the shape of ``x`` to one that the sizes of the first input do not change."""
+        self.shape, self.follows, self.is_as_long = shape, False, False
+
+    def resize(self, shape: tuple[int, ...]) -> None:
+        """Set the shape of ``x`` to one with sizes of its own, beside its width."""
+        self.shape, self.is_as_long = shape, self.is_as_long and shape[:-1] == self.shape[:-1]
 
     def name(self, stem: str) -> str:
         """A name that is not taken."""

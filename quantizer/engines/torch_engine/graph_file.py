@@ -15,6 +15,8 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,7 +117,7 @@ class _Description:
 
 
 def _pack(file: GraphFile) -> bytes:
-    constants = {str(name): tensor.contiguous() for name, tensor in file.module.named_buffers()}
+    constants = dict(_apart((str(name), tensor.contiguous()) for name, tensor in file.module.named_buffers()))
     description = {
         "format": _FORMAT,
         "torch": file.torch_version,
@@ -135,6 +137,15 @@ def _pack(file: GraphFile) -> bytes:
         else:
             archive.writestr(COMPILED, file.compiled)
     return stream.getvalue()
+
+
+def _apart(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors of which no two share memory, as safetensors asks: a weight may be read by several products."""
+    seen: set[int] = set()
+    for name, tensor in tensors:
+        place = tensor.untyped_storage().data_ptr()
+        yield name, tensor.clone() if place in seen else tensor
+        seen.add(place)
 
 
 def unpack(content: bytes) -> GraphFile:

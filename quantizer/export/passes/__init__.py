@@ -20,6 +20,7 @@ from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
 from quantizer.export.passes.per_target.bytes_first import BytesFirst
 from quantizer.export.passes.per_target.joined_constants import JoinedConstants
+from quantizer.export.passes.per_target.kept_axes import ConcatsBeforeQuantize
 from quantizer.export.passes.per_target.kept_axes import KeptAxes
 from quantizer.export.passes.per_target.moves_of_codes import MovesOfCodes
 from quantizer.export.passes.per_target.rows_of_codes import RowsOfCodes
@@ -41,6 +42,7 @@ from quantizer.targets import TargetProfile
 
 __all__ = [
     "PASSES",
+    "ConcatsBeforeQuantize",
     "FoldChannelFactors",
     "GraphPass",
     "BiasesApart",
@@ -106,7 +108,7 @@ def passes(target: TargetProfile | None = None, dtype: str = "float32") -> tuple
     if target is not None and target.unshared_products:
         asked += [BiasesApart(), UnsharedProducts()]
     if target is not None and target.kept_axes:
-        asked.append(KeptAxes())
+        asked += [KeptAxes(), ConcatsBeforeQuantize()]
     if target is not None and target.joins_whole:
         asked.append(JoinedConstants())
     if target is not None and target.quantizes_outputs:

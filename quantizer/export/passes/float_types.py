@@ -8,6 +8,7 @@ makes in float32 in a model of half floats. ONNX has no promotion of types: a no
   the type that the forward asked for. The codes and their sums are the same.
 - Of any other node with several float types the operands are cast to the type of the file, or to float32 if none has
   that.
+- An output in bfloat16 is cast to float32: no array of numpy, in which engines give their outputs, has that type.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class FloatTypes:
         changed = sum(map(self._known, list(model.graph.initializers.values())))
         for node in model.graph.all_nodes():
             changed += self._constants(node)
-        changed += self._graph(model, model.graph)
+        changed += self._graph(model, model.graph) + _widened_outputs(model.graph)
         if changed:
             # Without the casts between them, nodes that read one tensor may be the same.
             from onnx_ir.passes.common import CommonSubexpressionEliminationPass
@@ -97,7 +98,8 @@ class FloatTypes:
             for group in type_groups(node, opset):
                 if len(types := _float_types(node, group.inputs)) > 1:
                     return f"{node.name} reads several float types: {', '.join(sorted(types))}"
-        return None
+        wrong = [value.name for value in model.graph.outputs if element(value) == "BFLOAT16"]
+        return f"the output {wrong[0]} is in bfloat16" if wrong else None
 
     # -- types that the target lacks ----------------------------------------------------------------------------------
 
@@ -168,6 +170,18 @@ class FloatTypes:
         return changed
 
 
+def _widened_outputs(graph: Any) -> int:
+    """Let a graph give float32 where it would give bfloat16, and return how often."""
+    wide = [place for place, value in enumerate(graph.outputs) if element(value) == "BFLOAT16"]
+    for place in wide:
+        value = graph.outputs[place]
+        cast = _cast(value.producer(), value, "FLOAT")
+        cast.outputs[0].name, value.name = value.name, f"{value.name}.bfloat16"
+        graph.append(cast)
+        graph.outputs[place] = cast.outputs[0]
+    return len(wide)
+
+
 def _is_same_cast(node: Any) -> bool:
     """Return whether a node is a Cast to the type that its input has."""
     if node.op_type != "Cast" or element(node.inputs[0]) not in _FLOATS or node.outputs[0].is_graph_output():
@@ -235,7 +249,8 @@ def _cast(graph_node: Any, value: Any, kind: str) -> Any:
     import onnx_ir
 
     made = onnx_ir.Node("", "Cast", [value], [onnx_ir.AttrInt64("to", int(onnx_ir.DataType[kind]))])
-    made.metadata_props.update(graph_node.metadata_props)
+    # What a file holds as a constant or takes as an input has no node.
+    made.metadata_props.update({} if graph_node is None else graph_node.metadata_props)
     made.outputs[0].shape = value.shape
     _set_type(made.outputs[0], kind)
     return made

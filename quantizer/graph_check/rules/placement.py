@@ -13,6 +13,7 @@ from quantizer.qdq.attention import mask_adds
 from quantizer.qdq.flat_products import scales_by_negatives
 from quantizer.qdq.flat_products import scales_flat_product
 from quantizer.qdq.gathered_axes import gathers_axis
+from quantizer.qdq.gathered_axes import joins_before
 from quantizer.qdq.graph import attribute
 from quantizer.qdq.graph import is_constant
 from quantizer.qdq.graph import is_dequantize
@@ -178,11 +179,16 @@ def shared_product(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("gathered-axis")
 def gathered_axis(subject: Subject) -> Iterator[Fault]:
-    """Keep the axis that an index takes out behind a quantized convolution, where the target needs it."""
+    """Keep the axis that an index takes out behind a quantized product, and zero points out of a concatenation."""
     for node in subject.nodes if subject.target.kept_axes else ():
         if gathers_axis(node):
             problem = f"{subject.target.name} gives its result one axis too many, and refuses it or crashes"
             yield Fault(name_of(node), problem, "give it an index of one element, and a Squeeze of that axis behind it")
+        elif joins_before(node):
+            problem = (
+                f"{subject.target.name} joins its zero point along the axis of the Concat before it, and refuses it"
+            )
+            yield Fault(name_of(node), problem, "read the input of the Q twice, which keeps the two apart: Max(y, y)")
 
 
 def _fused_with(quantize: Any) -> Any:

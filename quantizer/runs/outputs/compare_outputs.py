@@ -413,7 +413,8 @@ def _read(values: Floats, reference: Reference, of_tokens: bool) -> Floats:
     if mask is not None and of_tokens:
         kept = reference.of_rows(mask).numpy().astype(bool)
         return np.asarray(values[kept].reshape(int(kept.sum()), -1))
-    return values.reshape(len(values), -1)
+    # A number for the whole batch, such as a loss, is a vector of one.
+    return values.reshape(len(values), -1) if values.ndim else values.reshape(1, 1)
 
 
 def _by_name(result: Any, names: Sequence[str]) -> Outputs:

@@ -1,4 +1,4 @@
-"""Pass that keeps the axis that an index takes out behind a convolution, for a target that would lose another one."""
+"""Passes that keep the axes of scales and zero points, for a target that would give them those of another tensor."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from quantizer.export.passes.base import add_constant
 from quantizer.export.passes.base import drop_unread
 from quantizer.export.passes.base import insert_before
 from quantizer.qdq.gathered_axes import gathers_axis
+from quantizer.qdq.gathered_axes import joins_before
 from quantizer.qdq.graph import attribute
 from quantizer.qdq.graph import constant
 
-__all__ = ["KeptAxes"]
+__all__ = ["ConcatsBeforeQuantize", "KeptAxes"]
 
 
 class KeptAxes(MatchPass[int]):
     """``Gather(x, 3)`` becomes ``Gather(x, [3]) -> Squeeze``, with the same values."""
 
-    left = "an index behind a convolution still takes out its axis"
+    left = "an index behind a product still takes out its axis"
 
     def match(self, node: Any) -> int | None:
         """Return the index that a node reads of its axis; None for a node that stays."""
@@ -49,3 +50,17 @@ class KeptAxes(MatchPass[int]):
         model.graph.remove(node, safe=True)
         drop_unread(model, index)
         taken.name = name
+
+
+class ConcatsBeforeQuantize(MatchPass[Any]):
+    """``Concat -> Q`` becomes ``Concat -> Max(both inputs) -> Q``, with the same values."""
+
+    left = "a concatenation can still be joined behind the Q"
+
+    def match(self, node: Any) -> Any | None:
+        """Return what a Q rounds, if a concatenation of places makes it; None for any other node."""
+        return node.inputs[0] if joins_before(node) else None
+
+    def apply(self, model: Any, node: Any, found: Any) -> None:
+        same = insert_before(model, node, "Max", [found, found], like=found, shape=found.shape)
+        node.replace_input_with(0, same)

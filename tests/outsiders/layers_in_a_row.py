@@ -1,0 +1,129 @@
+"""Linear layers whose result goes straight on: to another layer, an index, a mean, a concatenation; other outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from outsiders.case import Case
+from outsiders.case import noise
+
+
+class _Chain(nn.Module):
+    """Layers [32, 32] without a bias, and what is computed between two of them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor], bias: bool = False, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32, bias=bias) for _ in range(layers)])
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = self.between(layer(x))
+        return self.layers[-1](x)
+
+
+class _Joined(nn.Module):
+    """A layer of tokens that were joined."""
+
+    def __init__(self, join: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.join = nn.Linear(32, 32), nn.Linear(32, 32), join
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.join(self.first(x), x))
+
+
+class _Output(nn.Module):
+    def __init__(self, output: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.layer, self.output = nn.Linear(32, 16), output
+
+    def forward(self, x: Tensor) -> object:
+        return self.output(self.layer(x))
+
+
+class _Compiled(nn.Module):
+    """A block of TorchScript with blocks in it."""
+
+    def __init__(self, traced: bool) -> None:
+        super().__init__()
+        block = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.GELU(), nn.Linear(32, 32)))
+        self.block = torch.jit.trace(block, torch.randn(2, 32)) if traced else torch.jit.script(block)
+        self.out = nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.block(x))
+
+
+class _TiedDouble(nn.Module):
+    """One weight of two products in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layer.weight.double()
+        return (torch.relu(x.double() @ weight.t()) @ weight.t()).float()
+
+
+def _rows(rows: int) -> Tensor:
+    return noise(rows, 32)
+
+
+def _tokens(rows: int) -> Tensor:
+    return noise(rows, 5, 32)
+
+
+_FLAT = {
+    "nothing": lambda x: x,
+    "factor": lambda x: x * 0.3,
+    "shift": lambda x: x / 0.3 - 1,
+    "wide_clamp": lambda x: x.clamp(-50, 50),
+}
+_OVER_TOKENS = {
+    "first": lambda x: x[:, 0],
+    "last_scaled": lambda x: (x * 0.5)[:, -1],
+    "first_negative": lambda x: (-x)[:, 0],
+    "two": lambda x: x[:, 0] + x[:, 1],
+    "rest_first": lambda x: x[:, 1:][:, 0],
+    "mean": lambda x: x.mean(1),
+    "sum": lambda x: x.sum(1),
+}
+_JOINS = {
+    "tokens": lambda y, x: torch.cat((y, x), 1),
+    "relu_of_tokens": lambda y, x: torch.relu(torch.cat((y, x), 1)),
+    "class_token": lambda y, x: torch.cat((torch.zeros_like(x[:, :1]), y), 1),
+    "single_tokens": lambda y, x: torch.cat((y[:, :1], x[:, :1]), 1),
+    "stack": lambda y, x: torch.stack((y, x), 1),
+    "roll": lambda y, x: y.roll(1, 1),
+    "transposed": lambda y, x: torch.cat((y.mT, x.mT), 2).mT,
+    "channels": lambda y, x: torch.cat((y, x), -1)[..., ::2],
+}
+
+CASES = {
+    **{
+        f"flat_{name}": Case(net=lambda between=between: _Chain(between, layers=3), batch=_rows)
+        for name, between in _FLAT.items()
+    },
+    "flat_relu": Case(
+        net=lambda: _Chain(torch.relu, layers=3),
+        batch=_rows,
+        faults={"onnxruntime": "a layer without a bias runs in float where a ReLU follows it"},
+    ),
+    **{
+        f"tokens_{name}": Case(net=lambda between=between: _Chain(between), batch=_tokens)
+        for name, between in _OVER_TOKENS.items()
+    },
+    "tokens_first_scaled_bias": Case(net=lambda: _Chain(lambda x: (x * 0.5)[:, 0], bias=True), batch=_tokens),
+    **{f"joined_{name}": Case(net=lambda join=join: _Joined(join), batch=_tokens) for name, join in _JOINS.items()},
+    "output_bfloat16": Case(net=lambda: _Output(lambda x: x.bfloat16()), batch=_rows),
+    "output_number": Case(net=lambda: _Output(lambda x: (x, x.square().mean())), batch=_rows),
+    "compiled_scripted": Case(net=lambda: _Compiled(False), batch=_tokens, integer=0.1),
+    "compiled_traced": Case(net=lambda: _Compiled(True), batch=_tokens, integer=0.1),
+    "tied_double": Case(net=_TiedDouble, batch=_rows),
+}
