@@ -346,13 +346,13 @@ def _export(
                 dynamo=True,
                 opset_version=opset,
                 dynamic_shapes=_with_containers(dynamic, (*args, *keywords.values())),
-                output_names=output_names,
                 custom_translation_table=translations(opset),
                 verbose=False,
                 optimize=False,
             )
             assert program is not None
-            optimize(program.model)
+            # The names come last: the exporter would name an input for the output that returns it.
+            optimize(program.model, output_names)
             return program
         except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
             if (reason := _reason(error)) is not None:

@@ -8,6 +8,7 @@ first, and where that does not match, with no other, so that it never did anythi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["optimize"]
 
 
-def optimize(model: onnx_ir.Model) -> None:
-    """Fold constants, apply the rules of onnxscript, and join equal constants and nodes, in place.
+def optimize(model: onnx_ir.Model, output_names: Sequence[str] | None = None) -> None:
+    """Fold constants, apply the rules of onnxscript, join equal constants and nodes, and name the outputs, in place.
 
     Args:
         model: what ``torch.onnx.export(optimize=False)`` made.
+        output_names: the names of the outputs; None: as the exporter named them.
     """
     import onnx_ir
     import onnx_ir.passes.common as common
@@ -35,6 +37,25 @@ def optimize(model: onnx_ir.Model) -> None:
         def call(self, model: onnx_ir.Model) -> onnx_ir.passes.PassResult:
             return optimizer.fold_constants(model, onnx_shape_inference=True)
 
+    class NameOutputs(onnx_ir.passes.InPlacePass):
+        """Give each output a value of its own, with its own name, and let the inputs keep theirs.
+
+        An output that is an input, or another output, becomes an Identity of it. ``OutputFixPass`` gives the Identity
+        the name of the input, and the input another one.
+        """
+
+        def call(self, model: onnx_ir.Model) -> onnx_ir.passes.PassResult:
+            inputs = {value.name: value for value in model.graph.inputs}
+            common.OutputFixPass()(model)
+            for output in model.graph.outputs:
+                if output.name in inputs:
+                    output.name = f"{output.name}_output"
+            for name, value in inputs.items():
+                value.name = name
+            for output, name in zip(model.graph.outputs, output_names or (), strict=False):
+                output.name = name
+            return onnx_ir.passes.PassResult(model, modified=True)
+
     unused = common.RemoveUnusedFunctionsPass()  # type: ignore[no-untyped-call]
     cleaned = (common.RemoveUnusedNodesPass(), unused, common.RemoveUnusedOpsetsPass())
     onnx_ir.passes.Sequential(
@@ -45,7 +66,7 @@ def optimize(model: onnx_ir.Model) -> None:
         common.LiftSubgraphInitializersToMainGraphPass(),
         common.DeduplicateInitializersPass(),
         common.CommonSubexpressionEliminationPass(),
-        common.OutputFixPass(),
+        NameOutputs(),
         common.NameFixPass(),
     )(model)
     onnx_fusions.fuse(model)

@@ -59,7 +59,7 @@ class WatchedTensor:
 
     def is_of(self, module: nn.Module, name: str) -> bool:
         """Return whether a module still has the tensor or its memory: a cast gives the module its own."""
-        tensor, held = self._tensor(), module._parameters.get(name)
+        tensor, held = self._tensor(), dict(module._parameters.items()).get(name)
         if tensor is held or tensor is None or held is None or tensor.layout is not torch.strided:
             return held is tensor
         return held.layout is torch.strided and held.untyped_storage()._cdata == tensor.untyped_storage()._cdata
@@ -79,9 +79,6 @@ def watch(proxy: nn.Module, verb: str, wanted: Callable[[Tensor], bool]) -> None
     """
     checks: list[tuple[nn.Module, _Check]] = []
     for path, module in proxy.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            # Its copy has tensors of its own.
-            continue
         watched = {
             name: WatchedTensor(f"{path}.{name}" if path else name, parameter)
             for name, parameter in module._parameters.items()
@@ -89,9 +86,10 @@ def watch(proxy: nn.Module, verb: str, wanted: Callable[[Tensor], bool]) -> None
         }
         if watched:
             checks.append((module, _Check(watched, verb)))
-            module.register_forward_pre_hook(LocalHook(checks[-1][1]))
+            if not isinstance(module, torch.jit.ScriptModule):
+                module.register_forward_pre_hook(LocalHook(checks[-1][1]))
     if any(module is not proxy for module, _ in checks):
-        # Other modules may read a parameter whose own module is never called.
+        # Other modules may read a parameter whose own module is never called; TorchScript runs no hooks of its parts.
         proxy.register_forward_pre_hook(LocalHook(partial(_check_all, checks)))
 
 

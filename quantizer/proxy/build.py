@@ -142,11 +142,26 @@ def _copied(model: nn.Module, copies: dict[int, Any]) -> nn.Module:
             f"{shared or 'the model'} gives itself as its copy (its __deepcopy__ or __reduce_ex__ says so), so a proxy "
             "would change the model's own; let it give a copy, with the same tensors if it wants"
         )
+    _copy_compiled_tensors(model, copied, copies)
     twins = {id(module): copies[id(module)] for module in model.modules() if id(module) in copies}
     for module in copied.modules():
         # deepcopy does not copy functions: one that refers to a module would go on with the user's.
         rebind_kept(module, lambda value: twins.get(id(value)))
     return copied
+
+
+def _copy_compiled_tensors(model: nn.Module, copied: nn.Module, copies: dict[int, Any]) -> None:
+    """Give the copies of TorchScript modules the tensors that ``copies`` has for theirs, and copies of the others.
+
+    TorchScript copies all tensors, also those that are to be shared, and its copy of a parameter is not a leaf.
+    """
+    ours = dict(copied.named_modules())
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            for theirs, own in ((module._parameters, ours[path]._parameters), (module._buffers, ours[path]._buffers)):
+                for name, tensor in theirs.items():
+                    if tensor is not None and (id(tensor) in copies or tensor.is_leaf):
+                        own[name] = copy.deepcopy(tensor, copies)
 
 
 def instrument(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from torch import nn
 from torch.utils import _pytree
 
 from quantizer import Quantizer
+from quantizer.common.structure import leaves
+from quantizer.engines import BuildOptions
+from quantizer.engines import build_engine
+from quantizer.engines import load_engine
 from quantizer.errors import ExportError
 
 pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
@@ -121,6 +126,52 @@ def test_inputs(make: Any, inputs: Callable[[int], Any], names: list[str] | None
 def test_outputs_are_named_by_their_keys(keys: Any, tmp_path: Path) -> None:
     session = _agrees(Keyed(*keys), (a(),), (a(3),), tmp_path, "openvino")
     assert [node.name for node in session.get_outputs()] == [str(key) for key in keys]
+
+
+@dataclass
+class Pair:
+    """A result beside the input."""
+
+    result: Any
+    given: Any
+
+
+class Returned(_Net):
+    """Returns its input, and a result twice, in a form that is given."""
+
+    def __init__(self, form: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, x: Tensor) -> Any:
+        """Compute one of them."""
+        return self.form(x, self.linear(x).relu())
+
+
+_FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], list[str]]] = {
+    "a tuple": (lambda x, y: (y, x), ["relu", "x_output"]),
+    "first, and each twice": (lambda x, y: (x, y, y, x), ["x_output", "relu", "relu_alias_2", "x_alias_3"]),
+    "a dictionary": (lambda x, y: {"a": y, "given": x, "b": y, "more": x}, ["a", "given", "b", "more"]),
+    "a dataclass": (lambda x, y: Pair(y, x), ["result", "given"]),
+}
+
+
+@pytest.mark.parametrize(("form", "outputs"), _FORMS.values(), ids=_FORMS)
+def test_an_input_that_is_returned_keeps_its_name(form: Any, outputs: list[str], tmp_path: Path) -> None:
+    quantizer, model, path = Quantizer(preset="plain", backend="openvino"), Returned(form).eval(), tmp_path / "m.onnx"
+    quantizer.calibrate(model, [a()], progress=False)
+    quantizer.export(quantizer.quantize(model), path, a())
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    assert [node.name for node in session.get_inputs()] == ["x"]
+    assert [node.name for node in session.get_outputs()] == outputs
+    x = a(3)
+    for backend in ("openvino", "onnxruntime", "torch"):
+        built = build_engine(backend, path, tmp_path / backend, BuildOptions(compiled=False))
+        engine = load_engine(backend, built.path)
+        assert engine.output_names == tuple(outputs)
+        given, is_input = engine({"x": x.numpy()}), leaves(form(True, False))
+        for name, is_it in zip(outputs, is_input, strict=True):
+            assert np.array_equal(given[name], x.numpy()) == is_it, (backend, name)
 
 
 @pytest.mark.parametrize(("keys", "what"), [(("x", "y"), "'x' has the name of an input"), ((1, "1"), "of another out")])
