@@ -141,12 +141,16 @@ class TargetProfile:
             other channels, see ``qdq/reductions.py``.
         unfused_products: whether its files pass what it would multiply by factors of channels wrongly through a Max
             before it is rounded, see ``qdq/flat_products.py``.
+        unfused_rectifiers: whether its files rectify a product by a Max, see
+            ``export/passes/per_target/unfused_rectifiers.py``.
         unshared_products: whether its files pass a quantized product that several nodes read through a Clip, see
             ``qdq/shared_products.py``, and add the bias of a convolution behind it.
         kept_axes: whether its files keep the axis that an index takes out behind a product, and squeeze it behind that,
             and keep a concatenation apart from a Q with a zero point, see ``qdq/gathered_axes.py``.
         joins_whole: whether its files quantize a join with a constant part as a whole, see
             ``export/passes/per_target/joined_constants.py``.
+        even_pairs: whether its files store INT4 weights with an odd number of inputs as INT8, see
+            ``export/passes/per_target/pairs_of_codes.py``.
         row_codes: whether its files look up rows of a table in codes, and dequantize those; otherwise they dequantize a
             whole table, which some engines do at each run.
         zero_points: the kinds of site whose activations are UINT8 with a zero point of their own where INT8 is asked
@@ -190,9 +194,11 @@ class TargetProfile:
     unfused_reductions: frozenset[str] = frozenset()
     misread_reductions: frozenset[str] = frozenset()
     unfused_products: bool = False
+    unfused_rectifiers: bool = False
     unshared_products: bool = False
     kept_axes: bool = False
     joins_whole: bool = False
+    even_pairs: bool = False
     row_codes: bool = False
     zero_points: frozenset[SiteKind] = frozenset()
     dynamic: DynamicRanges | None = None

@@ -35,6 +35,7 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
         site_kinds=frozenset({"linear", "conv", "embedding"}),
         # It has QLinearConv only for a convolution between DQ and Q.
         quantizes_outputs=True,
+        unfused_rectifiers=True,
         float_convolutions=TRANSPOSED,
         graph_rules=GraphRules(
             severities={**ALWAYS, "gemm-bias": "warning", "signedness": "warning"},

@@ -50,6 +50,7 @@ OPENVINO = profiles.add("openvino")(
         unshared_products=True,
         kept_axes=True,
         joins_whole=True,
+        even_pairs=True,
         # It keeps no table in codes that a DQ reads, but one that a Gather does: MiniLM's engine is 68 MiB, not 169.
         row_codes=True,
         # Those kernels subtract whatever zero point there is. A residual add shares its operand with a linear or a

@@ -82,6 +82,21 @@ def test_values_are_scattered(tmp_path: Path, name: str, reduction: str) -> None
     _assert_like_onnx_runtime(tmp_path, _files(tmp_path, node, constants, TensorProto.FLOAT), x)
 
 
+@pytest.mark.parametrize(
+    "picked", ['ScatterND <reduction = "add"> (x, one, x)', "GatherND (x, one)", "GatherND (x, two)"]
+)
+def test_indices_that_are_computed(tmp_path: Path, picked: str) -> None:
+    """Their last axis says how many axes of the data they are for."""
+    text = f"""<ir_version: 9, opset_import: ["" : 20]> g (float[rows, 4] x) => (float y)
+        <int64[1] a = {{0}}, int64[1] b = {{1}}, int64[1] c = {{2}}, int64[1] along = {{1}}> {{
+            i = Cast <to = 7> (x) one = Slice (i, a, b, along) two = Slice (i, a, c, along) y = {picked} }}"""
+    model, file = onnx.parser.parse_model(text), tmp_path / "m.onnx"
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    onnx.save(model, file)
+    build_engine("torch", file, tmp_path / "m.engine", BuildOptions(compiled=False))
+    _assert_like_onnx_runtime(tmp_path, file, np.array([[2, 1, 0, 5], [0, 3, 1, 1], [1, 0, 7, 2]], np.float32))
+
+
 def test_an_index_of_one_hot_counts_from_the_end_too(tmp_path: Path) -> None:
     nodes = [helper.make_node("Cast", ["x"], ["i"], to=TensorProto.INT64)]
     nodes.append(helper.make_node("OneHot", ["i", "depth", "values"], ["y"]))

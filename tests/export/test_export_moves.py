@@ -24,6 +24,8 @@ from quantizer.export.passes.folding.fold_channel_factors import FoldChannelFact
 from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
 from quantizer.export.passes.per_target.joined_constants import JoinedConstants
+from quantizer.export.passes.per_target.pairs_of_codes import PairsOfCodes
+from quantizer.export.passes.per_target.unfused_rectifiers import UnfusedRectifiers
 from quantizer.export.passes.scale_before_quantize import ScaleBeforeQuantize
 from quantizer.export.passes.share_quantizers import ShareQuantizers
 from quantizer.export.passes.unspread_weights import UnspreadWeights
@@ -37,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
 def graph(inputs: str, outputs: str, nodes: str, **constants: np.ndarray) -> Any:
     """A model from ONNX's text form, with constants by name."""
-    text = f'<ir_version: 10, opset_import: ["" : 20]> g ({inputs}) => ({outputs}) {{ {nodes} }}'
+    text = f'<ir_version: 10, opset_import: ["" : 21]> g ({inputs}) => ({outputs}) {{ {nodes} }}'
     proto = onnx.parser.parse_model(text)
     for name, array in constants.items():
         proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
@@ -514,6 +516,81 @@ def test_a_join_with_a_token_is_rounded_as_a_whole(nodes: str) -> None:
 )
 def test_a_join_that_stays(model: Any) -> None:
     assert unchanged(model, JoinedConstants())
+
+
+# -- weights of 4 bits with an odd number of inputs --------------------------------------------------------------------
+
+_FOUR_BITS = {
+    "a MatMul": ((5, 4), "y = MatMul (x, d)"),
+    "a Gemm": ((5, 4), "y = Gemm (x, d)"),
+    "a turned Gemm": ((4, 5), "y = Gemm <transB = 1> (x, d)"),
+    "behind a Transpose": ((4, 5), "t = Transpose <perm = [1, 0]> (d) y = MatMul (x, t)"),
+}
+
+
+def four_bits(inputs: int, shape: tuple[int, ...], product: str) -> Any:
+    """A product [3, inputs] with a weight of INT4."""
+    array = (np.arange(int(np.prod(shape))).reshape(shape) % 15 - 7).astype(ir.DataType.INT4.numpy())
+    zero = np.zeros((), ir.DataType.INT4.numpy())
+    nodes = f"d = DequantizeLinear (w, s, z) {product}"
+    return graph(f"float[3,{inputs}] x", "float[3,M] y", nodes, s=single(0.5), w=array, z=zero)
+
+
+@pytest.mark.parametrize(("shape", "product"), _FOUR_BITS.values(), ids=_FOUR_BITS)
+def test_a_weight_of_4_bits_with_an_odd_number_of_inputs_is_stored_in_bytes(shape: Any, product: str) -> None:
+    model, x = four_bits(5, shape, product), np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
+    (expected,) = computed(model, x=x)
+    run_passes(model, [PairsOfCodes()])
+    (codes,) = (node.inputs[0] for node in model.graph if node.op_type == "DequantizeLinear")
+    assert codes.dtype is ir.DataType.INT8
+    assert not {"w", "z"}.intersection(model.graph.initializers)
+    (given,) = computed(model, x=x)
+    assert np.array_equal(given, expected)
+    even = tuple(6 if size == 5 else 5 for size in shape)
+    assert unchanged(four_bits(6, even, product), PairsOfCodes())
+
+
+# -- rectifiers behind a product ---------------------------------------------------------------------------------------
+
+_RECTIFIERS = {
+    "Relu": ("r = Relu (p)", ["MatMul", "Max"]),
+    "Clip": ("r = Clip (p, low, high)", ["MatMul", "Max", "Clip"]),
+    "Clip from above": ("r = Clip (p, , high)", ["MatMul", "Max", "Clip"]),
+}
+
+
+def rectified(rectifier: str, zero: int, product: str = "p = MatMul (d, v)", last: str = "y = Identity (e)") -> Any:
+    """A product of two DQ, a rectifier, and a Q/DQ pair with a zero point."""
+    nodes = f"""q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) v = DequantizeLinear (w, s)
+        {product} {rectifier} k = QuantizeLinear (r, s, o) e = DequantizeLinear (k, s, o) {last}"""
+    constants = {"s": single(0.05), "z": np.array(128, np.uint8), "o": np.array(zero, np.uint8)}
+    weight = (np.arange(16).reshape(4, 4) % 7 - 3).astype(np.int8)
+    limits = {"low": single(-0.1), "high": single(0.2)}
+    return graph("float[3,4] x", "float[3,4] y", nodes, w=weight, **constants, **limits)
+
+
+@pytest.mark.parametrize(("rectifier", "expected"), _RECTIFIERS.values(), ids=_RECTIFIERS)
+def test_a_rectifier_behind_a_product_is_kept_apart(rectifier: str, expected: list[str]) -> None:
+    model, x = rectified(rectifier, 128), np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    (before,) = computed(model, x=x)
+    run_passes(model, [UnfusedRectifiers()])
+    assert [name for name in operators(model) if name in ("MatMul", "Max", "Clip", "Relu")] == expected
+    (given,) = computed(model, x=x)
+    assert np.array_equal(given, before)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        rectified("r = Relu (p)", 0),
+        rectified("r = Relu (p)", 128, product="m = MatMul (d, v) p = Add (m, s)"),
+        rectified("r = Relu (p)", 128, last="y = Add (e, p)"),
+        rectified("r = Sigmoid (p)", 128),
+    ],
+    ids=["a Q that rectifies", "a bias", "another reader", "no rectifier"],
+)
+def test_a_rectifier_that_stays(model: Any) -> None:
+    assert unchanged(model, UnfusedRectifiers())
 
 
 # -- what nobody reads -------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch import nn
 
@@ -24,6 +25,18 @@ class _Chain(nn.Module):
         for layer in self.layers[:-1]:
             x = self.between(layer(x))
         return self.layers[-1](x)
+
+
+class _Kept(nn.Module):
+    """A layer without a bias whose rectified result a layer and an addition read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(32, 32, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.first(x).relu()
+        return self.second(held) + held
 
 
 class _Joined(nn.Module):
@@ -110,11 +123,10 @@ CASES = {
         f"flat_{name}": Case(net=lambda between=between: _Chain(between, layers=3), batch=_rows)
         for name, between in _FLAT.items()
     },
-    "flat_relu": Case(
-        net=lambda: _Chain(torch.relu, layers=3),
-        batch=_rows,
-        faults={"onnxruntime": "a layer without a bias runs in float where a ReLU follows it"},
-    ),
+    "flat_relu": Case(net=lambda: _Chain(torch.relu, layers=3), batch=_rows),
+    "flat_relu6": Case(net=lambda: _Chain(F.relu6, layers=3), batch=_rows),
+    "flat_clamp": Case(net=lambda: _Chain(lambda x: x.clamp(-0.5, 0.5), layers=3), batch=_rows),
+    "flat_relu_kept": Case(net=_Kept, batch=_rows),
     **{
         f"tokens_{name}": Case(net=lambda between=between: _Chain(between), batch=_tokens)
         for name, between in _OVER_TOKENS.items()

@@ -177,7 +177,6 @@ CASES = {
         batch=_graph,
         rows=(1,),
         example_rows=1,
-        faults={"torch": "torch engines take no ScatterND, which index_add is in ONNX, with indices of unknown length"},
     ),
     "bag_sum": Case(net=lambda: _Bag("sum"), batch=lambda rows: torch.randint(0, 500, (rows, 5))),
     "bag_mean": Case(net=lambda: _Bag("mean"), batch=lambda rows: torch.randint(0, 500, (rows, 5))),

@@ -178,6 +178,15 @@ CASES = (
         "float16": Case(net=lambda: _Half(torch.float16), batch=lambda rows: noise(rows, 32).half()),
         "bfloat16": Case(net=lambda: _Half(torch.bfloat16), batch=lambda rows: noise(rows, 32).bfloat16()),
         "float64": Case(net=lambda: _Half(torch.float64), batch=lambda rows: noise(rows, 32).double()),
+        "four_bits_odd": Case(
+            net=lambda: nn.Sequential(nn.Linear(32, 17), nn.ReLU(), nn.Linear(17, 32)),
+            batch=_vectors,
+            sqnr=15.0,
+            integer=0.0,
+            speed="scattered",
+            backends=("openvino", "onnxruntime"),
+            config={"formats": [{"weights": "int4", "activations": "float"}]},
+        ),
         "mixed_halves": Case(net=_MixedHalves, batch=_vectors, integer=0.6, speed=_CASTS),
         "mask_mean": Case(
             net=_MaskMean,

@@ -23,8 +23,10 @@ from quantizer.export.passes.per_target.joined_constants import JoinedConstants
 from quantizer.export.passes.per_target.kept_axes import ConcatsBeforeQuantize
 from quantizer.export.passes.per_target.kept_axes import KeptAxes
 from quantizer.export.passes.per_target.moves_of_codes import MovesOfCodes
+from quantizer.export.passes.per_target.pairs_of_codes import PairsOfCodes
 from quantizer.export.passes.per_target.rows_of_codes import RowsOfCodes
 from quantizer.export.passes.per_target.unfused_products import UnfusedProducts
+from quantizer.export.passes.per_target.unfused_rectifiers import UnfusedRectifiers
 from quantizer.export.passes.per_target.unfused_reductions import FactorsBeforeReductions
 from quantizer.export.passes.per_target.unfused_reductions import UnfusedReductions
 from quantizer.export.passes.per_target.unshared_products import BiasesApart
@@ -48,9 +50,11 @@ __all__ = [
     "BiasesApart",
     "JoinedConstants",
     "KeptAxes",
+    "PairsOfCodes",
     "RowsOfCodes",
     "FactorsBeforeReductions",
     "UnfusedProducts",
+    "UnfusedRectifiers",
     "UnfusedReductions",
     "UnsharedProducts",
     "UnsignedActivations",
@@ -111,8 +115,12 @@ def passes(target: TargetProfile | None = None, dtype: str = "float32") -> tuple
         asked += [KeptAxes(), ConcatsBeforeQuantize()]
     if target is not None and target.joins_whole:
         asked.append(JoinedConstants())
+    if target is not None and target.even_pairs:
+        asked.append(PairsOfCodes())
     if target is not None and target.quantizes_outputs:
         asked.append(MovesOfCodes())
     if target is not None and target.row_codes:
         asked.append(RowsOfCodes())
+    if target is not None and target.unfused_rectifiers:
+        asked.append(UnfusedRectifiers())
     return types, *PASSES, *asked, *(graph_passes[name] for name in graph_passes), NameNodes()

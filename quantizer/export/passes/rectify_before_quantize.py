@@ -19,7 +19,7 @@ from quantizer.qdq.graph import is_quantize
 from quantizer.qdq.graph import pair_before
 from quantizer.qdq.graph import scalar
 
-__all__ = ["RectifyBeforeQuantize"]
+__all__ = ["RectifyBeforeQuantize", "is_within", "starts_at_zero"]
 
 _CLOSE = 1e-5
 """How far, relatively, the largest code may be beyond the limit of a Clip: rounding of the scale."""
@@ -40,15 +40,15 @@ class RectifyBeforeQuantize(MatchPass[tuple[Any, Any]]):
         scale = floats(pair[0].inputs[1])
         if scale is None or scale.ndim != 0:
             return None
-        if _starts_at_zero(pair[0]):
-            return pair if node.op_type == "Relu" or _is_beyond(node, float(scale) * UINT8.qmax) else None
+        if starts_at_zero(pair[0]):
+            return pair if node.op_type == "Relu" or is_within(node, float(scale) * UINT8.qmax) else None
         alone = all(len(list(entry.outputs[0].uses())) == 1 for entry in pair)
         return pair if node.op_type == "Relu" and alone else None
 
     def apply(self, model: Any, node: Any, found: tuple[Any, Any]) -> None:
         quantize, dequantize = found
         result = dequantize.outputs[0]
-        if _starts_at_zero(quantize):
+        if starts_at_zero(quantize):
             take_out(model, node, result)
             return
         moved = node.outputs[0]
@@ -63,15 +63,15 @@ class RectifyBeforeQuantize(MatchPass[tuple[Any, Any]]):
         return changed
 
 
-def _starts_at_zero(quantize: Any) -> bool:
+def starts_at_zero(quantize: Any) -> bool:
     """Return whether the codes of a Q are unsigned, with zero point 0."""
     zero = quantize.inputs[2].const_value if len(quantize.inputs) > 2 and quantize.inputs[2] is not None else None
     array = None if zero is None else zero.numpy()
     return array is not None and array.dtype == np.uint8 and array.size == 1 and int(array.reshape(())) == 0
 
 
-def _is_beyond(clip: Any, largest: float) -> bool:
-    """Return whether a Clip changes nothing between 0 and ``largest``."""
+def is_within(clip: Any, largest: float) -> bool:
+    """Return whether all values from 0 to ``largest`` are within the limits of a Clip."""
     low, high = (clip.inputs[place] if len(clip.inputs) > place else None for place in (1, 2))
     lower, upper = (None if limit is None else scalar(limit) for limit in (low, high))
     if (low is not None and lower is None) or (high is not None and upper is None):

@@ -50,28 +50,32 @@ def _gather_elements(build: GraphBuilder, node: OnnxNode) -> Value:
 def _gather_nd(build: GraphBuilder, node: OnnxNode) -> Value:
     if node.attributes.get("batch_dims", 0):
         raise node.fault("batch_dims other than 0 are not supported")
-    data, indices, rank = build.tensor(node.inputs[0]), build.tensor(node.inputs[1]), node.ranks[0]
-    return build.call(aten.index.Tensor, data, _picks(build, node, indices, rank))
+    data, indices = build.tensor(node.inputs[0]), build.tensor(node.inputs[1])
+    return build.call(aten.index.Tensor, data, _picks(build, node, indices))
 
 
-def _picks(build: GraphBuilder, node: OnnxNode, indices: Any, rank: int | None) -> list[Any]:
+def _picks(build: GraphBuilder, node: OnnxNode, indices: Any) -> list[Any]:
     """Return the index into each axis from a table of indices, whose last axis holds the index of one element."""
-    count = _last_size(node.inputs[1], rank)
+    count = _last_size(node)
     if count is None:
         raise node.fault("the length of its indices is not known; export the model again")
     return [build.call(aten.select.int, indices, -1, place) for place in range(count)]
 
 
-def _last_size(value: Value | None, rank: int | None) -> int | None:
+def _last_size(node: OnnxNode) -> int | None:
+    """Return the size of the last axis of the indices, which is how many axes of the data they are for."""
+    value, shape = node.inputs[1], node.shapes[1]
     if isinstance(value, Constant):
         return int(value.array.shape[-1])
+    if shape and isinstance(shape[-1], int):
+        return shape[-1]
     if isinstance(value, torch.fx.Node) and value.target is aten.cat.default:
         # What the exporter writes: indices of one axis each, side by side.
         parts = value.args[0]
         return len(parts) if isinstance(parts, list | tuple) else None
     if isinstance(value, torch.fx.Node) and value.target is aten.unsqueeze.default and value.args[1] == -1:
         return 1  # what it writes for a slice that is assigned to: indices of the first axis
-    return rank
+    return None
 
 
 _REDUCTIONS = {"add": "sum", "mul": "prod", "min": "amin", "max": "amax"}
@@ -84,8 +88,7 @@ def _scatter_nd(build: GraphBuilder, node: OnnxNode) -> Value:
     if reduction not in ("none", "add"):
         raise node.fault(f"a reduction by {reduction!r} is not supported; 'none' and 'add' are")
     data, indices, updates = (build.tensor(value) for value in node.inputs[:3])
-    # Indices that are not sized for all axes of the data would be taken for a table of whole elements.
-    picks = _picks(build, node, indices, None)
+    picks = _picks(build, node, indices)
     return build.call(aten.index_put.default, data, picks, updates, reduction == "add")
 
 
