@@ -36,6 +36,8 @@ _OF_NO_PLAN = {"name", "graph_rules", "triton", "library", "packages", "file_mag
 _OF_NO_PLAN |= {"auto_rank", "fixed_sizes", "ahead_of_time", "exact_variant", "weight_dtypes", "dynamic", "recurrences"}
 # A plan without any choice shows what they do.
 _OF_NO_PLAN |= {"float_convolutions", "quantizes_outputs"}
+# Of files alone.
+_OF_NO_PLAN |= {"even_pairs", "unfused_rectifiers"}
 
 TRANSPOSED = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
 
