@@ -203,7 +203,8 @@ def reach(case: Case, backend: str, folder: Path) -> Reached:
     findings = [found for found in check_file(file, backend) if found.severity == "error"]
     # Without a compiler: Inductor takes half a minute, and computes the same graph. OpenVINO compiles models of their
     # own for the usual and the least batch.
-    opened = {"batch": (1, case.example_rows, max(case.example_rows, *case.rows))}
+    usual = len(pytree.tree_leaves(batches[0])[0])
+    opened = {"batch": (1, usual, max(usual, *case.rows))}
     build_engine(backend, file, folder / "model.engine", BuildOptions(compiled=False, dynamic=opened))
     measured = case.measured(calibration)
     right = {size: _call(model, batch) for size, batch in measured.items()}

@@ -6,6 +6,7 @@ import hashlib
 import sys
 import tempfile
 import types
+import warnings
 from dataclasses import dataclass
 from dataclasses import field
 from functools import cached_property
@@ -78,7 +79,10 @@ class DrawnModel:
     def model(self) -> nn.Module:
         """A new model, the same at every call."""
         torch.manual_seed(self.seed)
-        made: nn.Module = self.module.Made()
+        with warnings.catch_warnings():
+            # Models of users are still traced and scripted.
+            warnings.filterwarnings("ignore", message="`torch.jit", category=DeprecationWarning)
+            made: nn.Module = self.module.Made()
         vars(made)["kind"] = self.dtype
         with torch.no_grad():
             for name, buffer in made.named_buffers():

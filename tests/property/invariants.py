@@ -317,7 +317,8 @@ def coverage_counts_all_products(drawn: DrawnModel, folder: Path) -> None:
 
 def another_backend_is_one_of_its_own(drawn: DrawnModel, folder: Path) -> None:
     """A quantizer for another backend is what a calibration for it gives."""
-    other = "tensorrt" if drawn.backend != "tensorrt" else "onnxruntime"
+    # ONNX Runtime needs results of convolutions, which a calibration for another backend does not observe.
+    other = "tensorrt" if drawn.backend != "tensorrt" else "openvino"
     model = drawn.model()
     derived, own = _calibrated(drawn, model).for_backend(other), _calibrated(drawn, model, other)
     _assert_same_plan(derived.plan, own.plan)

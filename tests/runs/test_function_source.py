@@ -167,7 +167,7 @@ def test_a_run_of_functions(capsys: pytest.CaptureFixture[str]) -> None:
     save_file(weights, "w.safetensors")
     assert main(["run", "run.yaml", "model.weights=w.safetensors", "--output", "out"]) == 0
     said, record = capsys.readouterr().out, _record()
-    assert "[2/14] " in said
+    assert "[2/15] " in said
     assert "verdict " in said
     assert str(Path("out/model.engine").absolute()) in said.replace("\n", "")
     assert [score.which for score in record.scores] == ["float", "proxy", "engine"]

@@ -125,6 +125,7 @@ def search(files: dict[str, Any], expected: Expected, tmp_path: Path, monkeypatc
             path = self.files(stem).engine
             path.write_bytes(b"engine")
             built[name] = BuildResult(path=path, size_bytes=6, seconds=0.0)
+        self._built = built
         return built
 
     # Of 16 rows the accuracy has 17 values, the distance from the float outputs has many.
@@ -135,6 +136,7 @@ def search(files: dict[str, Any], expected: Expected, tmp_path: Path, monkeypatc
     unseen = Inspection(backend="openvino", verified=False, note="nothing was built")
     monkeypatch.setattr(pipeline.RunCourse, "_inspect", lambda *_: unseen)
     monkeypatch.setattr(RunEngines, "load", lambda *_: {})
+    monkeypatch.setattr(RunEngines, "runs_here", False)
     monkeypatch.setattr(RunPlacement, "price", lambda *_: None)
     return search
 

@@ -15,6 +15,7 @@ from quantizer.runs.workload.module_feed import ModuleFeed
 from quantizer.tasks import Batch
 from quantizer.tasks import Feed
 from quantizer.tasks import rows_at
+from quantizer.tasks.inputs import TextInputs
 
 __all__ = ["LEAST_SAMPLES", "check_batches", "check_shapes", "checked_shapes"]
 
@@ -55,12 +56,15 @@ def check_batches(feed: Feed, samples: Sequence[Any], shapes: Sequence[tuple[int
     Args:
         feed: makes the batches.
         samples: what they are made of, without labels; the batches of a module that was given in Python.
-        shapes: batch sizes with lengths. A module keeps the lengths of its own batches.
+        shapes: batch sizes with lengths. A module keeps the lengths of its own batches. No length is beyond the
+            positions of the model.
     """
     if isinstance(feed, ModuleFeed):
         return list(
             _of_module(feed, list(samples) or [feed.example()], list(dict.fromkeys(size for size, _ in shapes)))
         )
+    if isinstance(feed.inputs, TextInputs) and (longest := feed.inputs.max_positions) is not None:
+        shapes = [(size, min(sequence, longest)) for size, sequence in shapes]
     made = []
     has_lengths = _has_lengths(feed, samples, [sequence for _, sequence in shapes])
     for size, sequence in dict.fromkeys((size, sequence if has_lengths else shapes[0][1]) for size, sequence in shapes):

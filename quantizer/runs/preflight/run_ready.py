@@ -104,9 +104,8 @@ def ready_to_run(
     sections = {name: part for name in _ROWS if (part := getattr(config.data, name)) is not None}
     rows = _checked_data(faults, sections, looks)
     _check_model(faults, config, rows, looks)
-    place = Path(os.path.realpath(folder))
     # A sweep has thousands of runs in one folder.
-    begun = is_begun(place, looks.once(("begun", place.parent), partial(begun_in, place.parent)))
+    begun = "\0" not in str(folder) and _is_begun(Path(os.path.realpath(folder)), looks)
     if begun:
         restore_folder(folder)
     if faults.passes(lambda: checked_folder(folder, kind, replace=force is not False)):
@@ -144,6 +143,11 @@ def faults_of(sections: Mapping[str, Section]) -> list[str]:
     if "quantizer" in known:
         faults.of(lambda: check_run(config))
     return faults.texts
+
+
+def _is_begun(place: Path, looks: Looks) -> bool:
+    """Return whether another run is being written to a place, with one look into its folder for all runs there."""
+    return is_begun(place, looks.once(("begun", place.parent), partial(begun_in, place.parent)))
 
 
 def _check_packages(faults: Faults, config: RunConfig) -> None:
