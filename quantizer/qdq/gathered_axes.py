@@ -1,9 +1,9 @@
 """Indices that take out an axis behind a product, which an engine computes with another number of axes.
 
 OpenVINO 2026.4 moves the scales of a quantized convolution [1, C, 1, 1], or of a linear layer [1, 1, N] without a bias
-(``x = self.linear(x)[:, 0]``), behind a Gather. Where the index is one number,
-the result has one axis less than they have, and the product of both one too many: it refuses the file, ends the
-process, or adds an axis to an output. An index of one element keeps the axis, and a Squeeze behind it takes it out.
+(``x = self.linear(x)[:, 0]``), behind a Gather. Where the index is one number, the result has one axis less than the
+scales, and the product of both has one axis too many: OpenVINO refuses the file, ends the process, or adds an axis to
+an output. An index of one element keeps the axis, and a Squeeze behind it takes it out.
 """
 
 from __future__ import annotations

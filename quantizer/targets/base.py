@@ -149,8 +149,6 @@ class TargetProfile:
             ``qdq/shared_products.py``, and add the bias of a convolution behind it.
         kept_axes: whether its files keep the axis that an index takes out behind a product, and squeeze it behind that,
             and keep a concatenation apart from a Q with a zero point, see ``qdq/gathered_axes.py``.
-        joins_whole: whether its files quantize a join with a constant part as a whole, see
-            ``export/passes/per_target/joined_constants.py``.
         even_pairs: whether its files store INT4 weights with an odd number of inputs as INT8, see
             ``export/passes/per_target/pairs_of_codes.py``.
         row_codes: whether its files look up rows of a table in codes, and dequantize those; otherwise they dequantize a
@@ -199,7 +197,6 @@ class TargetProfile:
     unfused_rectifiers: bool = False
     unshared_products: bool = False
     kept_axes: bool = False
-    joins_whole: bool = False
     even_pairs: bool = False
     row_codes: bool = False
     zero_points: frozenset[SiteKind] = frozenset()

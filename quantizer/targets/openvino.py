@@ -49,7 +49,6 @@ OPENVINO = profiles.add("openvino")(
         unfused_products=True,
         unshared_products=True,
         kept_axes=True,
-        joins_whole=True,
         even_pairs=True,
         # It keeps no table in codes that a DQ reads, but one that a Gather does: MiniLM's engine is 68 MiB, not 169.
         row_codes=True,

@@ -23,7 +23,7 @@ from quantizer.export.passes.folding.fold_batch_norm import FoldBatchNorm
 from quantizer.export.passes.folding.fold_channel_factors import FoldChannelFactors
 from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
-from quantizer.export.passes.per_target.joined_constants import JoinedConstants
+from quantizer.export.passes.per_target.kept_axes import ConcatsBeforeQuantize
 from quantizer.export.passes.per_target.pairs_of_codes import PairsOfCodes
 from quantizer.export.passes.per_target.unfused_rectifiers import UnfusedRectifiers
 from quantizer.export.passes.scale_before_quantize import ScaleBeforeQuantize
@@ -481,26 +481,26 @@ def test_a_mask_of_several_numbers() -> None:
     np.testing.assert_array_equal(weights.graph.initializers["mask"].const_value.numpy(), mask)
 
 
-# -- joins with a constant part ----------------------------------------------------------------------------------------
+# -- joins that a Q with a zero point rounds ---------------------------------------------------------------------------
 
 _PAIR = "q = QuantizeLinear (c, s, z) d = DequantizeLinear (q, s, z)"
 TOKEN = {"token": np.ones((1, 1, 4), np.float32), "w": np.eye(4, dtype=np.float32), "n": np.array([2, 1, 4])}
+TOKEN["wide"] = np.ones((8, 4), np.float32)
 
 
-def joined(nodes: str, axis: int = 1, last: str = "y = MatMul (d, w)") -> Any:
+def joined(nodes: str, axis: int = 1, last: str = "y = MatMul (d, w)", zero: int = 7) -> Any:
     text = f"{nodes} c = Concat <axis = {axis}> (t, x) {_PAIR} {last}"
-    return graph("float[2,3,4] x", "float[A,B,C] y", text, **TOKEN, **STEP, **ZERO)
+    point = {"z": np.array(zero, np.uint8)}
+    return graph("float[2,3,4] x", "float[A,B,C] y", text, **TOKEN, **STEP, **point)
 
 
-@pytest.mark.parametrize("nodes", ["t = Expand (token, n)", "e = Expand (token, n) t = Identity (e)"])
-def test_a_join_with_a_token_is_rounded_as_a_whole(nodes: str) -> None:
+@pytest.mark.parametrize("nodes", ["t = Expand (token, n)", "e = Expand (token, n) t = Identity (e)", "t = Relu (x)"])
+def test_a_join_is_rounded_as_a_whole(nodes: str) -> None:
     model, x = joined(nodes), np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
     (expected,) = computed(model, x=x)
-    run_passes(model, [JoinedConstants()])
+    run_passes(model, [ConcatsBeforeQuantize()])
     names = operators(model)
-    assert names[names.index("Concat") :] == [
-        *("Concat", "Unsqueeze", "QuantizeLinear", "DequantizeLinear", "Squeeze", "MatMul")
-    ]
+    assert names[names.index("Concat") :] == ["Concat", "Max", "QuantizeLinear", "DequantizeLinear", "MatMul"]
     (given,) = computed(model, x=x)
     assert np.array_equal(given, expected)
 
@@ -508,14 +508,14 @@ def test_a_join_with_a_token_is_rounded_as_a_whole(nodes: str) -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        joined("t = Relu (x)"),
-        joined("t = Concat <axis = 0> (token, token)", axis=2),
+        joined("t = Expand (token, n)", zero=0),
+        joined("t = Relu (x)", axis=2, last="y = MatMul (d, wide)"),
         joined("t = Expand (token, n)", last="y = Relu (d)"),
     ],
-    ids=["computed parts", "along the channels", "no product"],
+    ids=["no zero point", "along the channels", "no product"],
 )
 def test_a_join_that_stays(model: Any) -> None:
-    assert unchanged(model, JoinedConstants())
+    assert unchanged(model, ConcatsBeforeQuantize())
 
 
 # -- weights of 4 bits with an odd number of inputs --------------------------------------------------------------------

@@ -19,7 +19,6 @@ from quantizer.export.passes.gemm_to_matmul import GemmToMatMul
 from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
 from quantizer.export.passes.per_target.bytes_first import BytesFirst
-from quantizer.export.passes.per_target.joined_constants import JoinedConstants
 from quantizer.export.passes.per_target.kept_axes import ConcatsBeforeQuantize
 from quantizer.export.passes.per_target.kept_axes import KeptAxes
 from quantizer.export.passes.per_target.moves_of_codes import MovesOfCodes
@@ -48,7 +47,6 @@ __all__ = [
     "FoldChannelFactors",
     "GraphPass",
     "BiasesApart",
-    "JoinedConstants",
     "KeptAxes",
     "PairsOfCodes",
     "RowsOfCodes",
@@ -113,8 +111,6 @@ def passes(target: TargetProfile | None = None, dtype: str = "float32") -> tuple
         asked += [BiasesApart(), UnsharedProducts()]
     if target is not None and target.kept_axes:
         asked += [KeptAxes(), ConcatsBeforeQuantize()]
-    if target is not None and target.joins_whole:
-        asked.append(JoinedConstants())
     if target is not None and target.even_pairs:
         asked.append(PairsOfCodes())
     if target is not None and target.quantizes_outputs:
