@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from quantizer.qdq.graph import Step
 from quantizer.qdq.graph import constant
 from quantizer.qdq.graph import has_several_numbers
 from quantizer.qdq.graph import is_quantize
-from quantizer.qdq.graph import maker
-from quantizer.qdq.graph import varying_inputs
+from quantizer.qdq.graph import steps_before
 from quantizer.qdq.operand import MATMULS
 
 __all__ = ["scales_by_negatives", "scales_flat_product"]
@@ -28,6 +28,8 @@ _LINEAR = frozenset(["Add", "Cast", "Clip", "Div", "Identity", "Mul", "Sub"])
 """What leaves the scales of a weight where a Q takes them into itself, but for a bias that differs between channels. A
 Clip may be wider than the range of the Q."""
 _SUMS = frozenset(["Add", "Sub"])
+_FACTORS = {"BatchNormalization": 1, "Div": 1, "Mul": 1}
+"""How many of the constants of an operator are factors: the first ones."""
 
 
 def scales_by_negatives(quantize: Any) -> bool:
@@ -38,17 +40,9 @@ def scales_by_negatives(quantize: Any) -> bool:
     """
     if not is_quantize(quantize):
         return False
-    value = quantize.inputs[0]
-    while (node := maker(value)) is not None and node.op_type in _BETWEEN:
-        varying = varying_inputs(node)
-        if len(varying) != 1:
-            return False
-        others = [given for given in node.inputs if given not in (None, varying[0])]
-        factors = {"BatchNormalization": others[:1], "Div": others, "Mul": others}.get(node.op_type, [])
-        if any(has_several_numbers(one) and not _positive(one) for one in factors):
-            return True
-        value = varying[0]
-    return False
+    steps, _ = steps_before(quantize.inputs[0], _BETWEEN)
+    factors = [factor for step in steps for factor in step.constants[: _FACTORS.get(step.node.op_type, 0)]]
+    return any(has_several_numbers(factor) and not _positive(factor) for factor in factors)
 
 
 def _positive(value: Any) -> bool:
@@ -60,20 +54,21 @@ def scales_flat_product(quantize: Any) -> bool:
     """Return whether a Q rounds a product of two axes multiplied by factors of channels, but for its bias."""
     if not is_quantize(quantize):
         return False
-    value, factors, last, linear = quantize.inputs[0], [], None, True
-    while (node := maker(value)) is not None and node.op_type in _BETWEEN:
-        varying = varying_inputs(node)
-        if len(varying) != 1:
-            return False
-        others = [given for given in node.inputs if given not in (None, varying[0])]
-        factors.append(any(map(has_several_numbers, others)))
-        linear = linear and node.op_type in _LINEAR and not (node.op_type in _SUMS and any(map(_differ, others)))
-        value, last = varying[0], node
+    steps, node = steps_before(quantize.inputs[0], _BETWEEN)
     if node is None or node.op_type not in MATMULS:
         return False
     if node.outputs[0].shape is None or len(node.outputs[0].shape) != 2:
         return False
-    return linear or any(factors[:-1] if last is not None and last.op_type == "Add" else factors)
+    if all(map(_leaves_scales, steps)):
+        return True
+    scaling = steps[:-1] if steps[-1].node.op_type == "Add" else steps
+    return any(has_several_numbers(one) for step in scaling for one in step.constants)
+
+
+def _leaves_scales(step: Step) -> bool:
+    """Return whether a step leaves the scales of a weight where a Q takes them into itself."""
+    kind = step.node.op_type
+    return kind in _LINEAR and not (kind in _SUMS and any(map(_differ, step.constants)))
 
 
 def _differ(value: Any) -> bool:

@@ -15,7 +15,7 @@ from quantizer.qdq.graph import attribute
 from quantizer.qdq.graph import constant
 from quantizer.qdq.graph import is_quantize
 from quantizer.qdq.graph import maker
-from quantizer.qdq.graph import varying_inputs
+from quantizer.qdq.graph import steps_before
 from quantizer.qdq.moved_scales import has_moved_scales
 from quantizer.qdq.operand import MOVES
 from quantizer.qdq.operand import PRODUCTS
@@ -57,12 +57,7 @@ def joins_before(quantize: Any) -> bool:
     """
     if not is_quantize(quantize) or not _has_zero_point(quantize):
         return False
-    value = quantize.inputs[0]
-    while (node := maker(value)) is not None and node.op_type in _JOINED:
-        varying = varying_inputs(node)
-        if len(varying) != 1:
-            return False
-        value = varying[0]
+    _, node = steps_before(quantize.inputs[0], _JOINED)
     if node is None or node.op_type != "Concat":
         return False
     if node.outputs[0].shape is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Iterator
 from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from quantizer.numerics.qtype import QTYPES
 __all__ = [
     "HALVES",
     "WIDTHS",
+    "Step",
     "attribute",
     "block_size",
     "constant",
@@ -31,6 +34,7 @@ __all__ = [
     "readers",
     "scalar",
     "shape",
+    "steps_before",
     "steps_type",
     "varying_inputs",
 ]
@@ -189,6 +193,35 @@ def paired(node: Any) -> Iterator[tuple[Any, Any]]:
 def varying_inputs(node: Any) -> list[Any]:
     """Return the inputs of a node that depend on the model's."""
     return [given for given in node.inputs if given is not None and not is_constant(given)]
+
+
+class Step(NamedTuple):
+    """A node that makes a value of one other value and of constants.
+
+    Attributes:
+        node: the node.
+        read: the value that it reads.
+        constants: its other inputs.
+    """
+
+    node: Any
+    read: Any
+    constants: list[Any]
+
+
+def steps_before(value: Any, operators: Collection[str]) -> tuple[list[Step], Any | None]:
+    """Return the steps of these operators that make a value, the last one first, and the node before them.
+
+    That node is None where an input of the model is before them, or where one of these operators reads several values.
+    """
+    steps: list[Step] = []
+    while (node := maker(value)) is not None and node.op_type in operators:
+        varying = varying_inputs(node)
+        if len(varying) != 1:
+            return steps, None
+        (value,) = varying
+        steps.append(Step(node, value, [given for given in node.inputs if given not in (None, value)]))
+    return steps, node
 
 
 def has_several_numbers(value: Any) -> bool:

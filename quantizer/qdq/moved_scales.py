@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from quantizer.qdq.graph import has_several_numbers
-from quantizer.qdq.graph import maker
-from quantizer.qdq.graph import varying_inputs
+from quantizer.qdq.graph import steps_before
 from quantizer.qdq.operand import MATMULS
 from quantizer.qdq.operand import operands
 
@@ -22,14 +21,8 @@ _LINEAR = frozenset(["Add", "Cast", "Div", "Identity", "Mul", "Neg", "Slice", "S
 
 def has_moved_scales(value: Any) -> bool:
     """Return whether a value is a product times the scales of its weight's channels, which can still be moved."""
-    steps = []
-    while (node := maker(value)) is not None and node.op_type in _LINEAR:
-        varying = varying_inputs(node)
-        if len(varying) != 1:
-            return False
-        steps.append(node.op_type)
-        value = varying[0]
-    if node is None or node.op_type not in MATMULS or steps == ["Add"]:
+    steps, node = steps_before(value, _LINEAR)
+    if node is None or node.op_type not in MATMULS or [step.node.op_type for step in steps] == ["Add"]:
         return False
     found = list(operands(node))
     return all(one.quantized for one in found) and any(has_several_numbers(one.dequantize.inputs[1]) for one in found)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from quantizer.qdq.graph import Step
 from quantizer.qdq.graph import attribute
 from quantizer.qdq.graph import constant
 from quantizer.qdq.graph import has_several_numbers
 from quantizer.qdq.graph import is_quantize
 from quantizer.qdq.graph import maker
+from quantizer.qdq.graph import steps_before
 from quantizer.qdq.graph import varying_inputs
 from quantizer.qdq.moved_scales import has_moved_scales
 from quantizer.qdq.operand import PRODUCTS
@@ -86,16 +88,13 @@ def _scaled_by_channel(value: Any) -> bool:
     """
     if has_moved_scales(value):
         return True
-    while (node := maker(value)) is not None and node.op_type in _LINEAR:
-        varying = varying_inputs(node)
-        if len(varying) != 1:
-            return False
-        is_bias = node.op_type == "Add" and getattr(maker(varying[0]), "op_type", "") in PRODUCTS
-        others = [given for given in node.inputs if given not in (None, varying[0])]
-        if node.op_type not in _PASSED and not is_bias and any(map(has_several_numbers, others)):
-            return True
-        value = varying[0]
-    return False
+    steps, _ = steps_before(value, _LINEAR)
+    scaling = [step for step in steps if step.node.op_type not in _PASSED and not _adds_bias(step)]
+    return any(has_several_numbers(one) for step in scaling for one in step.constants)
+
+
+def _adds_bias(step: Step) -> bool:
+    return step.node.op_type == "Add" and getattr(maker(step.read), "op_type", "") in PRODUCTS
 
 
 def _followed(value: Any) -> tuple[bool, bool]:

@@ -130,7 +130,7 @@ class _Unused(nn.Module):
         return self.b(torch.relu(self.a(x)))
 
 
-class _Tokens(nn.Module):
+class TokensByNumber(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table, self.a, self.b = nn.Embedding(200, 32), nn.Linear(32, 64), nn.Linear(64, 32)
@@ -189,6 +189,6 @@ CASES = {
     "named": Case(net=_Named, batch=_named),
     "optional_left_out": Case(net=_Named, batch=lambda rows: noise(rows, 32)),
     "unused": Case(net=_Unused, batch=lambda rows: (noise(rows, 32), noise(rows, 4))),
-    "token_ids_int32": Case(net=_Tokens, batch=lambda rows: torch.randint(0, 200, (rows, 9), dtype=torch.int32)),
+    "token_ids_int32": Case(net=TokensByNumber, batch=lambda rows: torch.randint(0, 200, (rows, 9), dtype=torch.int32)),
     "wide_spread": Case(net=_Complex, batch=lambda rows: torch.rand(rows, 32).mul(14).exp()),
 }

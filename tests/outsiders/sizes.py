@@ -9,6 +9,7 @@ from torch import nn
 from outsiders.case import Case
 from outsiders.case import noise
 from outsiders.case import smooth
+from outsiders.inputs import TokensByNumber
 
 
 class _Base(nn.Module):
@@ -116,18 +117,6 @@ class _Signal(nn.Module):
         return self.o(y.transpose(1, 2))
 
 
-class _Ids(nn.Module):
-    """Tokens by number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.a, self.b = nn.Embedding(200, 32), nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.table(ids)
-        return x + self.b(torch.relu(self.a(x)))
-
-
 class _Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +182,10 @@ CASES = {
         net=_Signal, batch=lambda rows, length: noise(rows, length, 16), rows=_SOME, lengths=(20, 33, 48)
     ),
     "lengths_of_ids": Case(
-        net=_Ids, batch=lambda rows, length: torch.randint(0, 200, (rows, length)), rows=_SOME, lengths=_LENGTHS
+        net=TokensByNumber,
+        batch=lambda rows, length: torch.randint(0, 200, (rows, length)),
+        rows=_SOME,
+        lengths=_LENGTHS,
     ),
     "lengths_recurrent": Case(net=_Recurrent, batch=_tokens, rows=_SOME, lengths=_LENGTHS, integer=0.3),
     "sizes_of_pictures": Case(
