@@ -27,7 +27,8 @@ class Candidate(Record):
     score_difference: float | None = None
     """Its score less that of the float model, on the rows with labels; null where there are none."""
     sqnr_db: float | None = None
-    """The least SQNR of its outputs in dB against the float model's in PyTorch; null if they are equal or it failed."""
+    """The least SQNR of its outputs in dB against the float model's in PyTorch at the shapes of the choice; null if
+    they are equal or it failed."""
     verdict: str = ""
     """Why it was chosen, or why not."""
 

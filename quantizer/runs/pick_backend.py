@@ -46,6 +46,7 @@ from quantizer.runs.outputs.check_batches import check_batches
 from quantizer.runs.outputs.check_batches import checked_shapes
 from quantizer.runs.outputs.compare_outputs import References
 from quantizer.runs.outputs.compare_outputs import check_engine
+from quantizer.runs.outputs.output_check import far_from_float
 from quantizer.runs.outputs.output_check import tolerance
 from quantizer.runs.placement.rough_plan import RoughTrials
 from quantizer.runs.placement.rough_plan import rough_engine
@@ -250,10 +251,11 @@ class _Maker:
         expected = plain if proxy is None else self._references.of(proxy, engine.output_names)
         computed = torch.float32 if variant.precision is None else getattr(torch, variant.precision)
         checks = check_engine(engine, expected, plain, tolerance(None, proxy is not None, computed))
-        far = [check.float_db for check in checks if check.float_db is not None]
+        # At the size that is timed, the first: texts of others may be longer than all that calibrated.
+        timed = [check for check in checks if check.size == checks[0].size]
         found = replace(
             candidate,
-            sqnr_db=min(far, default=None),
+            sqnr_db=far_from_float(timed),
             score_difference=self._kept.difference(built.path, partial(self._scoring.difference, variant.name, engine)),
         )
         return _Tried(variant, found, onnx, built, engine)

@@ -88,6 +88,10 @@ def test_the_run_goes_on_with_the_fastest(
     chosen, *_, plain = record.choice.candidates
     assert plain.score_difference == 0
     assert chosen.score_difference == record.scores[-1].difference
+    # Outputs are compared at other sizes too, and further from float there.
+    timed = next(one for one in record.outputs if f"{one.batch} x {one.sequence}" == record.choice.shapes[0])
+    assert chosen.sqnr_db == pytest.approx(timed.sqnr_db)
+    assert chosen.sqnr_db > min(one.sqnr_db for one in record.outputs if one.sqnr_db is not None)
     # The chosen engine was scored once, as the rows of the choice.
     assert [stage.name for stage in record.stages].count("score the float") == 1
     assert "score the engine" not in [stage.name for stage in record.stages]

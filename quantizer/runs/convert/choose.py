@@ -38,6 +38,7 @@ from quantizer.runs.convert.folder import ENGINE
 from quantizer.runs.convert.folder import ONNX
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.measure import measure_latency
+from quantizer.runs.outputs.output_check import far_from_float
 from quantizer.runs.placement.rough_plan import RoughTrials
 from quantizer.runs.run_context import engine_inputs
 from quantizer.runs.scoring import Scoring
@@ -120,9 +121,9 @@ class Chooser:
         except FAILURES as error:
             self._drop(failed(record, error))
         else:
-            far = [check.float_db for check in made.checks if check.float_db is not None]
             self._made[variant.name] = made
-            self._records[variant.name] = replace(record, sqnr_db=min(far, default=None), score_difference=difference)
+            far = far_from_float(made.checks)
+            self._records[variant.name] = replace(record, sqnr_db=far, score_difference=difference)
 
     def deliver(self, made: Made, folder: Path) -> None:
         """Move an engine and its ONNX file into a folder of their own, which is made."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from quantizer.report.output_record import ALIKE_DB
 from quantizer.report.output_record import FURTHER_DB
 from quantizer.report.output_record import is_no_further
 
-__all__ = ["OutputCheck", "Tolerance", "shape_words", "tolerance"]
+__all__ = ["OutputCheck", "Tolerance", "far_from_float", "shape_words", "tolerance"]
 
 HALF_DB = 30.0
 """Float16 has 11 bits: 66 dB for one rounding, and a network has hundreds."""
@@ -78,6 +79,11 @@ class Tolerance:
         if distance.sqnr_db is None or distance.sqnr_db >= self.decibels:
             return True
         return self.beyond_db is not None and distance.is_no_further(self.beyond_db)
+
+
+def far_from_float(checks: Iterable[OutputCheck]) -> float | None:
+    """Return the least SQNR of outputs against the float model's, in dB; None: they are equal."""
+    return min((check.float_db for check in checks if check.float_db is not None), default=None)
 
 
 def shape_words(batch: int, sequence: int | None) -> str:

@@ -55,6 +55,7 @@ from quantizer.runs.convert.parts.result import parts_config
 from quantizer.runs.convert.parts.served import serve_parts
 from quantizer.runs.convert.result import quantization_facts
 from quantizer.runs.measure import NOT_VERIFIED
+from quantizer.runs.outputs.output_check import far_from_float
 from quantizer.runs.preflight import require_tools
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_course import QUANTIZER
@@ -207,8 +208,7 @@ class PartsCourse:
                 except FAILURES as error:
                     record = failed(record, error)
                 else:
-                    far = [check.float_db for check in one.checks if check.float_db is not None]
-                    record = replace(record, sqnr_db=min(far, default=None))
+                    record = replace(record, sqnr_db=far_from_float(one.checks))
                 records[variant.name] = record
                 seconds = sum(stage.seconds for stage in self.stage.done[before:])
                 self.stage.tell(candidate_line(record, [one.name for one in variants], seconds))
