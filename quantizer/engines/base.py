@@ -263,19 +263,18 @@ def checked_inputs(engine: str, specs: Sequence[TensorSpec], inputs: Any) -> dic
         EngineError: one is missing or unknown, is no array, or has another type or shape than its spec; or two of them
             differ in a dimension of one name.
     """
-    expected = ", ".join(str(spec) for spec in specs)
     names = [spec.name for spec in specs]
     if not isinstance(inputs, Mapping):
         if len(specs) != 1:
             raise EngineError(
                 f"{engine} engine: it has {len(specs)} inputs and was given one {type(inputs).__name__}; it takes a "
-                f"mapping of {expected}"
+                f"mapping of {_listed(specs)}"
             )
         inputs = {names[0]: inputs}
     if wrong := [name for name in names if name not in inputs]:
-        raise EngineError(f"{engine} engine: input {', '.join(map(repr, wrong))} is missing; it takes {expected}")
+        raise EngineError(f"{engine} engine: input {', '.join(map(repr, wrong))} is missing; it takes {_listed(specs)}")
     if wrong := [name for name in inputs if name not in names]:
-        raise EngineError(f"{engine} engine: it has no input {', '.join(map(repr, wrong))}; it takes {expected}")
+        raise EngineError(f"{engine} engine: it has no input {', '.join(map(repr, wrong))}; it takes {_listed(specs)}")
     arrays: dict[str, Array] = {}
     for spec in specs:
         array = _array(engine, spec, inputs[spec.name])
@@ -289,6 +288,10 @@ def checked_inputs(engine: str, specs: Sequence[TensorSpec], inputs: Any) -> dic
         arrays[spec.name] = array
     _check_shared(engine, specs, arrays)
     return arrays
+
+
+def _listed(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(str(spec) for spec in specs)
 
 
 def _array(engine: str, spec: TensorSpec, value: Any) -> Array:

@@ -64,16 +64,25 @@ class Place(SourceCall):
         return result.copy_(rounded)
 
     def _computed(self, output: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
-        if self.source.operation != "silu" or not output.active or not output.quantizer(0).enabled:
+        share = _SHARES.get(self.source.operation)
+        if share is None or not output.active or not output.quantizer(0).enabled:
             return function(*args, **keywords)
-        # An engine computes it as x * sigmoid(x), with integers of both.
+        # An engine multiplies integers of both.
         given, *rest = [*args, *keywords.values()]
-        result = given * _rounded_share(torch.sigmoid(given))
+        result = given * _rounded_share(share(given))
         return given.copy_(result) if any(rest) else result
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without observer: copies and pickles have none."""
         return {**super().__getstate__(), "observer": None}  # type: ignore[no-untyped-call]
+
+
+_SHARES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": torch.sigmoid,
+    "hardswish": nn.functional.hardsigmoid,
+    "mish": lambda x: torch.tanh(nn.functional.softplus(x)),
+}
+"""Operations that multiply x by a share of it, 0 to 1, and what computes the share."""
 
 
 def _rounded_share(x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
 from quantizer.export.passes.per_target.kept_axes import ConcatsBeforeQuantize
 from quantizer.export.passes.per_target.pairs_of_codes import PairsOfCodes
+from quantizer.export.passes.per_target.plain_softplus import PlainSoftplus
 from quantizer.export.passes.per_target.unfused_rectifiers import UnfusedRectifiers
 from quantizer.export.passes.scale_before_quantize import ScaleBeforeQuantize
 from quantizer.export.passes.share_quantizers import ShareQuantizers
@@ -591,6 +592,34 @@ def test_a_rectifier_behind_a_product_is_kept_apart(rectifier: str, expected: li
 )
 def test_a_rectifier_that_stays(model: Any) -> None:
     assert unchanged(model, UnfusedRectifiers())
+
+
+# -- large values of a softplus ----------------------------------------------------------------------------------------
+
+_CHOSEN = "g = Greater (x, t) s = Softplus (x) w = Where (g, x, s) y = Tanh (w)"
+
+
+def test_a_softplus_computes_large_values_itself() -> None:
+    model = graph("float[3,4] x", "float[3,4] y", _CHOSEN, t=single(20.0))
+    x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32) * 30
+    (before,) = computed(model, x=x)
+    run_passes(model, [PlainSoftplus()])
+    assert operators(model) == ["Softplus", "Tanh"]
+    assert not model.graph.initializers
+    assert np.array_equal(computed(model, x=x)[0], before)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "threshold"),
+    [
+        (_CHOSEN, 5.0),
+        (_CHOSEN.replace("(g, x, s)", "(g, s, x)"), 20.0),
+        (_CHOSEN.replace("w = W", "y = W")[:-13], 20.0),
+    ],
+    ids=["a low threshold", "the other way", "an output"],
+)
+def test_a_softplus_with_other_choices_stays(nodes: str, threshold: float) -> None:
+    assert unchanged(graph("float[3,4] x", "float[3,4] y", nodes, t=single(threshold)), PlainSoftplus())
 
 
 # -- what nobody reads -------------------------------------------------------------------------------------------------

@@ -53,16 +53,8 @@ def _vectors(rows: int) -> Tensor:
     return noise(rows, 7, 32)
 
 
-_OF_SEVERAL_OPERATORS = ("hardswish", "mish", "softplus")
-"""Activations that a file spells out: on ONNX Runtime each operator dequantizes the codes of the convolution again."""
-
 CASES = {
-    f"conv_{name}": Case(
-        net=lambda act=act: _convolutions(act),
-        batch=_picture,
-        by_backend={"onnxruntime": {"speed": "scattered"}} if name in _OF_SEVERAL_OPERATORS else {},
-    )
-    for name, act in _ACTIVATIONS.items()
+    f"conv_{name}": Case(net=lambda act=act: _convolutions(act), batch=_picture) for name, act in _ACTIVATIONS.items()
 } | {
     f"linear_{name}": Case(net=lambda act=act: _linears(act), batch=_vectors)
     for name, act in _ACTIVATIONS.items()

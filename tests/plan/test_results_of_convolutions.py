@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,47 @@ def test_every_convolution_runs_in_integers_as_the_proxy_rounds(
     assert kinds["QLinearAdd"] == kinds["QLinearConcat"] == 1
     assert kinds["QLinearMul"] == kinds["QLinearSigmoid"] == 2
     assert not {"Conv", "FusedConv", "Add", "Relu", "Concat", "Mul"} & set(kinds)
+
+
+_SHARES = {
+    "hardswish": (nn.Hardswish, "HardSigmoid"),
+    "mish": (nn.Mish, "Tanh"),
+    "silu in place": (lambda: nn.SiLU(inplace=True), "QLinearSigmoid"),
+    "hardswish in place": (lambda: nn.Hardswish(inplace=True), "HardSigmoid"),
+}
+
+
+class _Gate(nn.Module):
+    """Squeeze-and-excitation with a hard sigmoid, as MobileNetV3 has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * nn.functional.hardsigmoid(x)
+
+
+@pytest.mark.parametrize(("made", "share"), [*_SHARES.values(), (_Gate, "HardSigmoid")], ids=[*_SHARES, "gate"])
+def test_an_activation_that_scales_its_input_multiplies_integers(
+    made: Callable[[], nn.Module], share: str, tmp_path: Path
+) -> None:
+    onnx = pytest.importorskip("onnx")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), made(), nn.Conv2d(8, 8, 3), made(), nn.Conv2d(8, 8, 1)).eval()
+    data = [torch.randn(4, 3, 12, 12) for _ in range(4)]
+    q = Quantizer(backend="onnxruntime", preset="plain")
+    q.calibrate(model, data, progress=False)
+    frozen = q.quantize(model)
+    file = q.export(frozen, tmp_path / "model.onnx", data[0])
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.optimized_model_filepath = 3, str(tmp_path / "optimized.onnx")
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    kinds = Counter(node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node)
+    assert kinds["QLinearConv"] == 3
+    assert kinds["QLinearMul"] == kinds[share] == 2
+    # One DQ before each share that is no kernel of integers, and one at the end.
+    assert kinds["DequantizeLinear"] == (1 if share.startswith("QLinear") else 3)
+    assert not {"Mul", "HardSwish", "Where", "Greater"} & set(kinds)
+    (found,) = session.run(None, {session.get_inputs()[0].name: data[0].numpy()})
+    expected = frozen(data[0]).detach()
+    assert (torch.from_numpy(found) - expected).square().sum() < 1e-4 * expected.square().sum()
 
 
 def test_a_result_goes_back_with_its_convolution(calibrated: tuple[nn.Module, Quantizer, list[Tensor]]) -> None:

@@ -23,6 +23,7 @@ from quantizer.export.passes.per_target.kept_axes import ConcatsBeforeQuantize
 from quantizer.export.passes.per_target.kept_axes import KeptAxes
 from quantizer.export.passes.per_target.moves_of_codes import MovesOfCodes
 from quantizer.export.passes.per_target.pairs_of_codes import PairsOfCodes
+from quantizer.export.passes.per_target.plain_softplus import PlainSoftplus
 from quantizer.export.passes.per_target.rows_of_codes import RowsOfCodes
 from quantizer.export.passes.per_target.unfused_products import UnfusedProducts
 from quantizer.export.passes.per_target.unfused_rectifiers import UnfusedRectifiers
@@ -49,6 +50,7 @@ __all__ = [
     "BiasesApart",
     "KeptAxes",
     "PairsOfCodes",
+    "PlainSoftplus",
     "RowsOfCodes",
     "FactorsBeforeReductions",
     "UnfusedProducts",
@@ -114,7 +116,7 @@ def passes(target: TargetProfile | None = None, dtype: str = "float32") -> tuple
     if target is not None and target.even_pairs:
         asked.append(PairsOfCodes())
     if target is not None and target.quantizes_outputs:
-        asked.append(MovesOfCodes())
+        asked += [MovesOfCodes(), PlainSoftplus()]
     if target is not None and target.row_codes:
         asked.append(RowsOfCodes())
     if target is not None and target.unfused_rectifiers:
