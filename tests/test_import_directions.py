@@ -115,6 +115,25 @@ def test_imports_go_one_way() -> None:
     assert not [found for file in FILES for found in _against_the_order(file)]
 
 
+OF_ONE_ENGINE = {
+    # The importer of ONNX graphs is that of torch engines.
+    *(f"interop/onnx/{name}.py" for name in ("weighted", "as_modules", "from_onnx")),
+    # A server's configuration repeats what ONNX Runtime is told when it loads the file.
+    "runs/serving/model_config.py",
+}
+
+
+def test_what_serves_every_backend_imports_none_of_them() -> None:
+    libraries = tuple(f"quantizer.engines.{name}" for name in ("onnxruntime", "openvino", "tensorrt", "torch_engine"))
+    found = {
+        path
+        for file in FILES
+        if not (path := file.as_posix().rpartition("/quantizer/")[2]).startswith("engines/")
+        and any(name.startswith(libraries) for _, name in imports(file))
+    }
+    assert found == OF_ONE_ENGINE
+
+
 def _outside_of_their_room(file: Path) -> Iterator[str]:
     for line, name in imports(file):
         top = name.partition(".")[0]

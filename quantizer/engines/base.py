@@ -25,6 +25,7 @@ from quantizer.errors import EngineError
 from quantizer.targets import profile
 
 __all__ = [
+    "MOST_COPIED_BYTES",
     "Array",
     "Backend",
     "BuildOptions",
@@ -35,6 +36,9 @@ __all__ = [
     "checked_inputs",
     "shown",
 ]
+
+MOST_COPIED_BYTES = 2**29
+"""The most bytes that further copies of a model's constants may take, where an engine has models for fixed sizes."""
 
 Array = npt.NDArray[Any]
 

@@ -10,15 +10,20 @@ is right. With fixed sizes the multiplication often becomes part of another kern
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from quantizer.qdq.graph import constant
 from quantizer.qdq.graph import is_constant
+from quantizer.qdq.graph import is_quantize
 from quantizer.qdq.graph import varying_inputs
 from quantizer.qdq.operand import PRODUCTS
 from quantizer.qdq.operand import operands
 
-__all__ = ["is_shared_product"]
+__all__ = ["is_shared_product", "sized_biases"]
+
+_SIZED = frozenset({"Resize", "Shape", "Size"})
+"""Operators with which a file computes with the sizes of its tensors."""
 
 
 def is_shared_product(node: Any) -> bool:
@@ -35,6 +40,21 @@ def is_shared_product(node: Any) -> bool:
             return False
         value = readers[0].outputs[0]
     return bool(len(readers) + value.is_graph_output() > 1)
+
+
+def sized_biases(nodes: Iterable[Any]) -> list[Any]:
+    """Return the convolutions of a graph whose bias the engine may lose, as the file computes with sizes and rounds.
+
+    OpenVINO reads a convolution with a bias as a convolution, its shape, and an addition of the bias in that shape.
+    Where the file itself computes with a size, it then takes the size from there, which makes a second reader of the
+    convolution. The addition is no part of its kernel any more but of the Q behind it, where all channels get the bias
+    of the first.
+    """
+    nodes = list(nodes)
+    if not any(node.op_type in _SIZED for node in nodes) or not any(map(is_quantize, nodes)):
+        return []
+    convolutions = [node for node in nodes if node.op_type in ("Conv", "ConvTranspose")]
+    return [node for node in convolutions if len(node.inputs) > 2 and is_constant(node.inputs[2])]
 
 
 def _scales(node: Any) -> bool:

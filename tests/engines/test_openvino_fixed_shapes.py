@@ -101,7 +101,7 @@ def test_a_large_model_has_fewer_copies(tmp_path: Path, monkeypatch: pytest.Monk
     if beside:
         onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights", size_threshold=0)
     for copies in (0, 1, 2):
-        monkeypatch.setattr(fixed_shapes, "MOST_BYTES", (copies + 1) * WEIGHT.nbytes - 1)
+        monkeypatch.setattr(fixed_shapes, "MOST_COPIED_BYTES", (copies + 1) * WEIGHT.nbytes - 1)
         built = build_engine("openvino", path, tmp_path / f"{copies}.engine", USUAL).path
         assert len(_loaded(built, 1).fixed) == copies
 

@@ -20,6 +20,7 @@ from quantizer.export.passes import BiasesApart
 from quantizer.export.passes import UnfusedProducts
 from quantizer.export.passes import UnsharedProducts
 from quantizer.export.passes import run_passes
+from quantizer.graph_check import check_file
 from quantizer.qdq.shared_products import is_shared_product
 from quantizer.targets import profile
 
@@ -217,6 +218,49 @@ def test_all_channels_keep_their_bias_and_factors(readers: Readers, tmp_path: Pa
     assert nearness(file, readers, tmp_path, apart=True) > 40
     file = File("Conv", np.random.default_rng(3).normal(size=C).astype(np.float32))
     assert nearness(file, readers, tmp_path, apart=False) < 20
+
+
+def resized(file: File, value: str) -> list[str]:
+    """A rounded value, and one of other sizes beside it."""
+    scales = file.constant(np.float32([1, 1, 2, 2]))
+    return [by_itself(file, value), file.node("Resize", value, "", scales, mode="nearest")]
+
+
+def behind_integers(file: File, value: str) -> list[str]:
+    """What ``sizes_beside`` reads, with the bias in integers, as other tools write it."""
+    (conv,) = (node for node in file.nodes if node.op_type == "Conv")
+    held = file.constant(np.arange(C, dtype=np.int32)), file.constant(np.float32(0.01)), file.constant(np.int32(0))
+    conv.input[2] = "bias"
+    file.nodes.insert(0, onnx.helper.make_node("DequantizeLinear", list(held), ["bias"], "bias"))
+    return sizes_beside(file, value)
+
+
+def in_floats(file: File, value: str) -> list[str]:
+    """A file without a QuantizeLinear that computes with a size."""
+    file.nodes[:] = [
+        onnx.helper.make_node("Conv", ["x", file.constant(np.ones((C, C, 1, 1), np.float32)), "c2"], ["y"])
+    ]
+    file.held["c2"] = np.ones(C, np.float32)
+    return ["y", file.node("Cast", file.node("Shape", "x"), to=1)]
+
+
+@pytest.mark.parametrize(
+    ("readers", "biases"),
+    [(sizes_beside, 1), (resized, 1), (behind_integers, 1), (by_factors, 0), (in_floats, 0)],
+)
+def test_the_check_finds_the_biases_that_the_pass_sets_apart(readers: Readers, biases: int, tmp_path: Path) -> None:
+    file = File("Conv", np.random.default_rng(3).normal(size=C).astype(np.float32))
+    model = file.ir(readers(file, file.result))
+
+    def faults() -> int:
+        ir.save(model, tmp_path / "model.onnx")
+        return sum("may lose its bias" in str(found) for found in check_file(tmp_path / "model.onnx", "openvino"))
+
+    assert faults() == biases
+    run_passes(model, [pass_ := BiasesApart()])
+    assert pass_.run(model) == faults() == 0
+    assert sum(node.op_type == "Conv" and len(node.inputs) == 2 for node in model.graph) == biases
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
 
 
 @pytest.mark.parametrize(

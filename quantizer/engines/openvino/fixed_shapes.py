@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["MOST_BYTES", "fixed_shapes", "shapes_at"]
+from quantizer.engines.base import MOST_COPIED_BYTES
 
-MOST_BYTES = 2**29
-"""The most bytes that further copies of a model's constants may take."""
+__all__ = ["fixed_shapes", "shapes_at"]
 
 _SMALLEST, _USUAL = 0, 1
 _BATCH = "batch"
@@ -42,7 +41,7 @@ def fixed_shapes(
     found: list[dict[str, list[int]]] = []
     for sizes in (usual, fewest):
         shapes = shapes_at(ports, names, sizes)
-        if shapes is not None and shapes not in found and (len(found) + 1) * weight_bytes <= MOST_BYTES:
+        if shapes is not None and shapes not in found and (len(found) + 1) * weight_bytes <= MOST_COPIED_BYTES:
             found.append(shapes)
     return found if any(size.is_dynamic for port_sizes in ports.values() for size in port_sizes) else []
 

@@ -142,7 +142,7 @@ def insert_before(
     made = onnx_ir.Node("", operator, inputs, attributes)
     made.metadata_props.update(node.metadata_props)
     made.outputs[0].shape, made.outputs[0].type = shape, like.type
-    model.graph.insert_before(node, made)
+    node.graph.insert_before(node, made)
     return made.outputs[0]
 
 

@@ -28,6 +28,7 @@ from quantizer.qdq.reductions import BY_NUMBER
 from quantizer.qdq.reductions import misreads_channels
 from quantizer.qdq.reductions import misreads_channels_before
 from quantizer.qdq.shared_products import is_shared_product
+from quantizer.qdq.shared_products import sized_biases
 
 __all__ = [
     "fused_product",
@@ -170,11 +171,9 @@ def shared_product(subject: Subject) -> Iterator[Fault]:
         if is_shared_product(node):
             problem = f"several nodes read it, and it has no bias: {subject.target.name} can scale twice what they read"
             yield Fault(name_of(node), problem, advice)
-    sizes = any(node.op_type == "Shape" for node in subject.nodes) and any(map(is_quantize, subject.nodes))
-    for node in subject.nodes if subject.target.unshared_products and sizes else ():
-        if node.op_type in ("Conv", "ConvTranspose") and len(node.inputs) > 2 and is_constant(node.inputs[2]):
-            problem = f"{subject.target.name} may lose its bias where the file computes with sizes (Shape)"
-            yield Fault(name_of(node), problem, "write the bias as an Add behind it")
+    for node in sized_biases(subject.nodes) if subject.target.unshared_products else ():
+        problem = f"{subject.target.name} may lose its bias where the file computes with sizes (Shape, Size, Resize)"
+        yield Fault(name_of(node), problem, "write the bias as an Add behind it")
 
 
 @rules.add("gathered-axis")

@@ -12,7 +12,7 @@ from torch import nn
 
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
-from quantizer.engines.openvino.fixed_shapes import MOST_BYTES
+from quantizer.engines.base import MOST_COPIED_BYTES
 from quantizer.errors import EngineError
 from quantizer.runs.outputs.compare_outputs import References
 from quantizer.runs.outputs.compare_outputs import WrongEngineError
@@ -135,7 +135,7 @@ def _sizes_alone(engine: Engine, batches: Sequence[Batch], built: BuildResult) -
         if sizes is None:
             return ()
         found += [] if sizes in found else [sizes]
-    return tuple(found[: 1 + MOST_BYTES // max(built.size_bytes, 1)])
+    return tuple(found[: 1 + MOST_COPIED_BYTES // max(built.size_bytes, 1)])
 
 
 def _sizes(engine: Engine, batch: Batch) -> dict[str, int] | None:

@@ -9,17 +9,16 @@ import numpy as np
 from quantizer.export.passes.base import MatchPass
 from quantizer.export.passes.base import add_constant
 from quantizer.export.passes.base import drop_unread
+from quantizer.export.passes.base import insert_before
 from quantizer.export.passes.base import largest_number
-from quantizer.qdq.graph import floats
+from quantizer.qdq.graph import constant
 from quantizer.qdq.shared_products import is_shared_product
+from quantizer.qdq.shared_products import sized_biases
 
 __all__ = ["BiasesApart", "UnsharedProducts"]
 
 _LIMIT = 2.0**100
 """No sum of products of bytes, times a scale, is as large: the Clip changes no value."""
-
-_SIZED = frozenset({"Resize", "Shape", "Size"})
-"""Operators with which a file computes with the sizes of its tensors."""
 
 
 class UnsharedProducts(MatchPass[Any]):
@@ -48,36 +47,43 @@ class UnsharedProducts(MatchPass[Any]):
         _insert_behind(model, node, same)
 
 
-class BiasesApart(MatchPass[Any]):
+class BiasesApart:
     """``Conv(x, w, b)`` becomes ``Conv(x, w) -> Add(b)`` in files that compute with sizes, with the same values.
 
-    OpenVINO reads the first as a convolution, its shape, and an addition of the bias in that shape. Where the file
-    itself computes with a size, it then takes the size from there, which makes a second reader of the convolution. The
-    addition is no part of its kernel any more but of the Q behind it, where all channels get the bias of the first.
+    See ``sized_biases`` for what OpenVINO does to the bias.
     """
 
-    left = "the bias of a convolution can still be read through its shape"
+    def requires(self, model: Any) -> str | None:
+        return None
 
-    def match(self, node: Any) -> Any | None:
-        """Return the bias of a convolution, if it is a constant."""
-        if node.op_type not in ("Conv", "ConvTranspose") or len(node.inputs) < 3:
-            return None
-        sizes = any(other.op_type in _SIZED for other in node.graph)
-        return node.inputs[2] if sizes and floats(node.inputs[2]) is not None else None
+    def run(self, model: Any) -> int:
+        found = sized_biases(model.graph.all_nodes())
+        for node in found:
+            _set_apart(model, node)
+        return len(found)
 
-    def apply(self, model: Any, node: Any, found: Any) -> None:
-        import onnx_ir
+    def ensures(self, model: Any) -> str | None:
+        left = next((node.name for node in sized_biases(model.graph.all_nodes())), None)
+        return None if left is None else f"the bias of a convolution can still be read through its shape: {left}"
 
-        result = node.outputs[0]
-        spatial = [1] * (len(node.inputs[1].shape) - 2)
-        bias = floats(found)
-        assert bias is not None
-        added = add_constant(model, f"{found.name}.channels", bias.reshape(1, -1, *spatial), found.dtype)
-        node.resize_inputs(2)
-        drop_unread(model, found)
-        add = onnx_ir.Node("", "Add", [result, added])
-        add.metadata_props.update(node.metadata_props)
-        _insert_behind(model, node, add)
+
+def _set_apart(model: Any, node: Any) -> None:
+    """Move the bias of a convolution into an Add behind it."""
+    import onnx_ir
+
+    result, bias = node.outputs[0], node.inputs[2]
+    channels = [1, -1, *[1] * (len(node.inputs[1].shape) - 2)]
+    held = constant(bias)
+    node.resize_inputs(2)
+    if held is None:
+        sizes = add_constant(model, f"{bias.name}.sizes", np.array(channels, np.int64), onnx_ir.DataType.INT64)
+        added = insert_before(model, node, "Reshape", [bias, sizes], like=bias, shape=None)
+    else:
+        added = add_constant(model, f"{bias.name}.channels", held.reshape(channels), result.dtype)
+        drop_unread(model, bias)
+    add = onnx_ir.Node("", "Add", [result, added])
+    add.metadata_props.update(node.metadata_props)
+    _insert_behind(model, node, add)
 
 
 def _insert_behind(model: Any, node: Any, reader: Any) -> None:
@@ -88,4 +94,4 @@ def _insert_behind(model: Any, node: Any, reader: Any) -> None:
         result.name, found.name = found.name, f"{found.name}.product"
     found.replace_all_uses_with(result, replace_graph_outputs=True)
     reader.replace_input_with(0, found)
-    model.graph.insert_after(node, reader)
+    node.graph.insert_after(node, reader)
