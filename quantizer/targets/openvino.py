@@ -71,6 +71,7 @@ OPENVINO = profiles.add("openvino")(
                 "fused-product": "warning",
                 "shared-product": "warning",
                 "gathered-axis": "error",
+                "odd-pairs": "error",
             },
             own_domains=frozenset({"com.microsoft"}),
             refused=frozenset({"QGemm"}),

@@ -97,6 +97,44 @@ def test_indices_that_are_computed(tmp_path: Path, picked: str) -> None:
     _assert_like_onnx_runtime(tmp_path, file, np.array([[2, 1, 0, 5], [0, 3, 1, 1], [1, 0, 7, 2]], np.float32))
 
 
+_COUNTED = {
+    "gathered": "y = GatherElements <axis = 1> (x, i)",
+    "gathered by constants": "y = GatherElements <axis = -1> (x, c)",
+    "rows": "t = Relu (x) r = Transpose <perm = [1, 0]> (t) y = Gather <axis = 0> (r, a)",
+    "columns": "y = Gather <axis = 1> (x, i)",
+    "scattered": 'y = ScatterElements <axis = 1, reduction = "add"> (x, i, x)',
+    "several axes": "one = Unsqueeze (a, last) y = GatherND (x, one)",
+}
+
+
+@pytest.mark.parametrize("picked", _COUNTED.values(), ids=_COUNTED)
+def test_indices_that_count_from_the_end(tmp_path: Path, picked: str) -> None:
+    text = f"""<ir_version: 9, opset_import: ["" : 20]> g (float[rows, 4] x) => (float y)
+        <int64[1] last = {{-1}}, int64[3] a = {{-1, 0, -3}}, int64[3, 2] c = {{-1, 0, -4, 1, 3, -2}}> {{
+            i = Cast <to = 7> (x) {picked} }}"""
+    model, file = onnx.parser.parse_model(text), tmp_path / "m.onnx"
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    onnx.save(model, file)
+    build_engine("torch", file, tmp_path / "m.engine", BuildOptions(compiled=False))
+    _assert_like_onnx_runtime(tmp_path, file, np.array([[-1, 1, 0, -3], [0, 3, -4, 1], [1, 0, -2, 2]], np.float32))
+
+
+@pytest.mark.parametrize(("opset", "count"), [(18, 2), (20, 2), (21, 4), (21, 2)])
+def test_groups_are_normalized_with_numbers_for_each_group_or_channel(tmp_path: Path, opset: int, count: int) -> None:
+    channels = 4 if opset < 21 else count
+    random = np.random.default_rng(0)
+    held = {name: random.standard_normal(count).astype(np.float32) for name in ("scale", "bias")}
+    node = helper.make_node("GroupNormalization", ["x", "scale", "bias"], ["y"], num_groups=2)
+    given = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", channels, 3, 5])
+    made = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    tensors = [numpy_helper.from_array(value, name) for name, value in held.items()]
+    graph, file = helper.make_graph([node], "g", [given], [made], tensors), tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=9), file)
+    build_engine("torch", file, tmp_path / "m.engine", BuildOptions(compiled=False))
+    x = random.standard_normal((2, channels, 3, 5)).astype(np.float32)
+    _assert_like_onnx_runtime(tmp_path, file, x)
+
+
 def test_an_index_of_one_hot_counts_from_the_end_too(tmp_path: Path) -> None:
     nodes = [helper.make_node("Cast", ["x"], ["i"], to=TensorProto.INT64)]
     nodes.append(helper.make_node("OneHot", ["i", "depth", "values"], ["y"]))

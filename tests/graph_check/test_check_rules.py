@@ -114,6 +114,13 @@ def shared_product(apart: bool) -> Graph:
     return g
 
 
+def four_bits(inputs: int, kind: str = "int4") -> Graph:
+    """A product of floats with a weight of ``inputs`` rows."""
+    g = Graph("float32", opset=21)
+    g.output(g.node("MatMul", g.input("x", ["batch", inputs]), g.weight((inputs, 32), 1, kind)))
+    return g
+
+
 def convolution(apart: bool, sizes: bool) -> Graph:
     """A convolution with a bias that is rounded, and the number of rows beside it."""
     g = Graph("float32")
@@ -879,6 +886,23 @@ CASES = [
         "Conv_3",
         "several nodes read it, and it has no bias: openvino can scale twice what they read",
         OPENVINO,
+    ),
+    Case(
+        "odd-pairs",
+        lambda: four_bits(33),
+        lambda: four_bits(34),
+        "DequantizeLinear_0",
+        "a weight of 4 bits with an odd number of inputs: openvino mixes up its rows",
+        OPENVINO,
+    ),
+    Case(
+        "odd-pairs",
+        lambda: four_bits(33),
+        lambda: four_bits(33, "int8"),
+        "DequantizeLinear_0",
+        "a weight of 4 bits with an odd number of inputs",
+        OPENVINO,
+        variant="bytes",
     ),
     Case("mask-range", lambda: half_mask(-65504), lambda: half_mask(-30000), "Mul_5", "the constant -65504"),
     Case(

@@ -10,9 +10,10 @@ from quantizer.graph_check.subject import Subject
 from quantizer.qdq.graph import attribute
 from quantizer.qdq.graph import name_of
 from quantizer.qdq.graph import shape
+from quantizer.qdq.odd_pairs import has_odd_pairs
 from quantizer.qdq.operand import Operand
 
-__all__ = ["activation_channels", "float_weight", "turned_weight", "weight_axis"]
+__all__ = ["activation_channels", "float_weight", "odd_pairs", "turned_weight", "weight_axis"]
 
 
 def _weights(subject: Subject) -> Iterator[Operand]:
@@ -44,6 +45,14 @@ def turned_weight(subject: Subject) -> Iterator[Fault]:
         if moved:
             problem = f"stands between the DequantizeLinear of a weight and {name_of(weight.product)}"
             yield Fault(name_of(moved[0]), problem, "store the weight as the product reads it: [K, N] for MatMul")
+
+
+@rules.add("odd-pairs")
+def odd_pairs(subject: Subject) -> Iterator[Fault]:
+    """Store a weight of 4 bits with an odd number of inputs in bytes where the target mixes up its rows."""
+    for node in filter(has_odd_pairs, subject.nodes) if subject.target.even_pairs else ():
+        problem = f"a weight of 4 bits with an odd number of inputs: {subject.target.name} mixes up its rows"
+        yield Fault(name_of(node), problem, "store the same codes as INT8 (UINT8 for UINT4), or add an input of zeros")
 
 
 @rules.add("weight-axis")

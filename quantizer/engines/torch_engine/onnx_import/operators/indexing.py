@@ -31,7 +31,7 @@ def _gather(build: GraphBuilder, node: OnnxNode) -> Value:
     if isinstance(node.inputs[1], Constant) and node.inputs[1].array.ndim == 0:
         return build.call(aten.select.int, data, axis, int(node.inputs[1].array))
     indices = build.tensor(node.inputs[1])
-    if axis == 0 and node.ranks[0] == 2:
+    if axis == 0 and node.ranks[0] == 2 and not _counts_from_the_end(node.inputs[1]):
         return build.call(aten.embedding.default, data, indices)
     if axis < 0:
         if node.ranks[0] is None:
@@ -43,7 +43,23 @@ def _gather(build: GraphBuilder, node: OnnxNode) -> Value:
 @operators.add("GatherElements")
 def _gather_elements(build: GraphBuilder, node: OnnxNode) -> Value:
     axis = node.attributes.get("axis", 0)
-    return build.call(aten.gather.default, build.tensor(node.inputs[0]), axis, build.tensor(node.inputs[1]))
+    data = build.tensor(node.inputs[0])
+    return build.call(aten.gather.default, data, axis, _from_the_start(build, node, data, axis))
+
+
+def _counts_from_the_end(indices: Value | None) -> bool:
+    return isinstance(indices, Constant) and bool((indices.array < 0).any())
+
+
+def _from_the_start(build: GraphBuilder, node: OnnxNode, data: Any, axis: int) -> Any:
+    """Return indices of an axis without those that count from its end, which ONNX has and torch's kernels refuse."""
+    given = node.inputs[1]
+    indices = build.tensor(given)
+    if isinstance(given, Constant) and not _counts_from_the_end(given):
+        return indices
+    below = build.call(aten.lt.Tensor, indices, build.buffer("zero", torch.tensor(0)))
+    size = build.call(aten.sym_size.int, data, axis)
+    return build.call(aten.where.self, below, build.call(aten.add.Scalar, indices, size), indices)
 
 
 @operators.add("GatherND")
@@ -94,8 +110,9 @@ def _scatter_nd(build: GraphBuilder, node: OnnxNode) -> Value:
 
 @operators.add("ScatterElements")
 def _scatter_elements(build: GraphBuilder, node: OnnxNode) -> Value:
-    data, indices, updates = (build.tensor(value) for value in node.inputs[:3])
+    data, updates = build.tensor(node.inputs[0]), build.tensor(node.inputs[2])
     axis, reduction = node.attributes.get("axis", 0), node.attributes.get("reduction", "none")
+    indices = _from_the_start(build, node, data, axis)
     if reduction == "none":
         return build.call(aten.scatter.src, data, axis, indices, updates)
     if reduction not in _REDUCTIONS:

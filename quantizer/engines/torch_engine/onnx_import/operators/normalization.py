@@ -8,6 +8,7 @@ from quantizer.engines.torch_engine.onnx_import.graph_builder import Constant
 from quantizer.engines.torch_engine.onnx_import.graph_builder import GraphBuilder
 from quantizer.engines.torch_engine.onnx_import.graph_builder import OnnxNode
 from quantizer.engines.torch_engine.onnx_import.graph_builder import Value
+from quantizer.engines.torch_engine.onnx_import.graph_builder import as_tensor
 from quantizer.engines.torch_engine.onnx_import.graph_builder import operators
 
 __all__: list[str] = []
@@ -49,9 +50,21 @@ def _batch_norm(build: GraphBuilder, node: OnnxNode) -> Value:
 
 @operators.add("GroupNormalization")
 def _group_norm(build: GraphBuilder, node: OnnxNode) -> Value:
-    given, weight, bias = (build.tensor(value) for value in node.inputs)
+    given, weight, bias = node.inputs
     groups, epsilon = node.attributes["num_groups"], node.attributes.get("epsilon", 1e-5)
-    return build.call(aten.group_norm.default, given, groups, weight, bias, epsilon)
+    weight, bias = (_of_channels(build, node, value, groups) for value in (weight, bias))
+    return build.call(aten.group_norm.default, build.tensor(given), groups, weight, bias, epsilon)
+
+
+def _of_channels(build: GraphBuilder, node: OnnxNode, value: Value | None, groups: int) -> Value:
+    """Return a number for each channel: until opset 20 there was one for each group."""
+    shape = node.shapes[0]
+    channels = shape[1] if shape is not None and len(shape) > 1 else None
+    if not isinstance(value, Constant) or value.array.size != groups or channels == groups:
+        return build.tensor(value)
+    if not isinstance(channels, int):
+        raise node.fault("the number of its channels is not known; export the model again at opset 21 or later")
+    return build.buffer(value.name, as_tensor(value.array.repeat(channels // groups)))
 
 
 @operators.add("InstanceNormalization")
