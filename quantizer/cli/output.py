@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextlib import suppress
+from typing import Any
 from typing import TextIO
 
 from quantizer.errors import QuantizerError
@@ -45,15 +47,17 @@ def standard_output() -> Iterator[None]:
     # What the encoding of the terminal lacks, as that of LC_ALL=C does, is written as an escape.
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="backslashreplace")
+    refusals: list[OSError] = []
     try:
-        yield
-        stream.flush()
+        with _watched(stream, refusals):
+            yield
+            stream.flush()
     except BrokenPipeError:
         raise
     except (OSError, QuantizerError) as error:
         # What was printed during the work is told as an error of the work.
         refused = error.__cause__ if isinstance(error, QuantizerError) else error
-        if not isinstance(refused, OSError) or refused.filename is not None or not _fails(stream):
+        if not isinstance(refused, OSError) or not any(refused is one for one in refusals):
             raise
         # Python would try again at its end, and print a second error.
         with suppress(OSError, ValueError):
@@ -63,10 +67,26 @@ def standard_output() -> Iterator[None]:
         ) from error
 
 
-def _fails(stream: TextIO) -> bool:
-    """Return whether a stream fails to take one line more."""
+@contextmanager
+def _watched(stream: TextIO, refusals: list[OSError]) -> Iterator[None]:
+    """Collect the errors with which a stream refuses what is written, so that no other error is taken for one."""
+
+    def watched(method: Callable[..., int | None]) -> Callable[..., int | None]:
+        def call(*args: Any) -> int | None:
+            try:
+                return method(*args)
+            except OSError as error:
+                refusals.append(error)
+                raise
+
+        return call
+
+    # The stream itself stays, as others hold it.
+    held = vars(stream)
+    before = dict(held)
+    held.update(write=watched(stream.write), flush=watched(stream.flush))
     try:
-        print(file=stream, flush=True)
-    except OSError:
-        return True
-    return False
+        yield
+    finally:
+        del held["write"], held["flush"]
+        held.update({name: before[name] for name in ("write", "flush") if name in before})

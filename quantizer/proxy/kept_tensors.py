@@ -26,6 +26,8 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, Enum, torch.dtype, torch.device)
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "hook" in name)
 
+_NOTHING: Mapping[int, Any] = types.MappingProxyType({})
+
 Twin = Callable[[Tensor], Tensor | None]
 
 
@@ -42,9 +44,9 @@ def reached_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
     return _tensors_in([vars(module) for module in modules])
 
 
-def tensors_of_functions(module: nn.Module) -> list[Tensor]:
-    """Return the tensors that functions in a module's attributes reach, those in its hooks apart."""
-    kept = (value for name, value in vars(module).items() if name not in _HOOKS)
+def tensors_of_functions(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the tensors that functions in the attributes of modules reach, each once, those in hooks apart."""
+    kept = (value for module in modules for name, value in vars(module).items() if name not in _HOOKS)
     return _tensors_in([value for value in _reached(list(kept), modules=False) if isinstance(value, _FUNCTIONS)])
 
 
@@ -62,14 +64,14 @@ def _tensors_in(values: list[Any]) -> list[Tensor]:
     return [value for value in _reached(values) if isinstance(value, Tensor)]
 
 
-def _reached(values: list[Any], *, modules: bool = True) -> Iterator[Any]:
-    """Yield what values lead to, themselves included, each once."""
+def _reached(values: list[Any], *, modules: bool = True, but: Mapping[int, Any] = _NOTHING) -> Iterator[Any]:
+    """Yield what values lead to, themselves included, each once; ``but``: ids of what is passed over."""
     # The objects too, as the id of one that is gone may be that of another one.
     seen: dict[int, Any] = {}
     waiting = list(values)
     while waiting:
         value = waiting.pop()
-        if _is_leaf(value) or id(value) in seen or (isinstance(value, nn.Module) and not modules):
+        if _is_leaf(value) or id(value) in seen or id(value) in but or (isinstance(value, nn.Module) and not modules):
             continue
         seen[id(value)] = value
         yield value
@@ -117,6 +119,9 @@ class _Replacement:
         self._twin = twin
         self._visited: dict[int, Any] = {}
         self._copies: dict[int, tuple[Any, Any]] = {}
+        # Modules share objects: what was found of one is not looked for again.
+        self._reaching: dict[int, tuple[Any, bool]] = {}
+        self._without_twins: dict[int, Any] = {}
 
     def inside(self, value: Any) -> None:
         """Replace the tensors inside of a module or another object that is the proxy's own."""
@@ -140,8 +145,8 @@ class _Replacement:
         if isinstance(value, _FUNCTIONS):
             return rebound(value, self._of_function_part)
         if isinstance(value, tuple | frozenset):
-            return self._rebuilt(value, self.of)
-        if _is_leaf(value) or id(value) in self._visited or not _reaches_tensors(value):
+            return self._rebuilt(value, self.of) if self._reaches_tensors(value) else value
+        if _is_leaf(value) or id(value) in self._visited or not self._reaches_tensors(value):
             return value
         if isinstance(value, list | deque | dict | set):
             self._visited[id(value)] = value
@@ -179,9 +184,9 @@ class _Replacement:
             return None
         if id(value) in self._visited:
             return None  # the proxy's own, in which the tensors are replaced
-        if not any(self._twin(tensor) is not None for tensor in _tensors_in([value])):
-            return None
         if id(value) not in self._copies:
+            if not self._reaches_twins(value):
+                return None
             # A copy in which tensors, modules and functions are the same ones.
             memo: dict[int, Any] = {}
             for part in _reached([value]):
@@ -190,6 +195,35 @@ class _Replacement:
             self._copies[id(value)] = value, self.of(copy.deepcopy(value, memo))
         return self._copies[id(value)][1]
 
+    def _reaches_twins(self, value: Any) -> bool:
+        """Return whether a value leads to a tensor that has a twin. None gets one later."""
+        seen: dict[int, Any] = {}
+        for part in _reached([value], but=self._without_twins):
+            seen[id(part)] = part
+            if isinstance(part, Tensor) and self._twin(part) is not None:
+                return True
+        self._without_twins |= seen
+        return False
 
-def _reaches_tensors(value: Any) -> bool:
-    return any(isinstance(part, Tensor) for part in _reached([value]))
+    def _reaches_tensors(self, value: Any) -> bool:
+        """Return whether a value leads to a tensor, and find it out of all that it leads to."""
+        if id(value) not in self._reaching:
+            parents: dict[int, list[int]] = {}
+            held: list[Any] = []
+            leading: list[int] = []
+            for part in _reached([value], but=self._reaching):
+                held.append(part)
+                for inner in [] if isinstance(part, Tensor) else _parts(part):
+                    parents.setdefault(id(inner), []).append(id(part))
+                    if self._reaching.get(id(inner), (None, False))[1]:
+                        leading.append(id(inner))
+                if isinstance(part, Tensor):
+                    leading.append(id(part))
+            found: set[int] = set()
+            while leading:
+                one = leading.pop()
+                if one not in found:
+                    found.add(one)
+                    leading += parents.get(one, [])
+            self._reaching |= {id(part): (part, id(part) in found) for part in held}
+        return self._reaching[id(value)][1]

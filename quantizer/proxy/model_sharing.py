@@ -216,11 +216,10 @@ def _take_own(modules: list[nn.Module], elements: float = math.inf) -> None:
             if buffer is not None and twin(buffer) is None:
                 copies[id(buffer)] = buffer.clone(), buffer
     shared = {memory_of(p) for p in parameters}
-    for module in modules:
-        # A copy of the model holds the same functions, and they the same tensors.
-        for tensor in tensors_of_functions(module):
-            if memory_of(tensor) not in shared and twin(tensor) is None:
-                copies[id(tensor)] = _as_parameter(tensor.detach().clone(), tensor), tensor
+    # A copy of the model holds the same functions, and they the same tensors.
+    for tensor in tensors_of_functions(modules):
+        if memory_of(tensor) not in shared and twin(tensor) is None:
+            copies[id(tensor)] = _as_parameter(tensor.detach().clone(), tensor), tensor
     with torch.no_grad():
         for module in modules:
             for holder in (module._parameters, module._buffers):

@@ -21,6 +21,7 @@ from quantizer.config import RunConfig
 from quantizer.config import load_run
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import EngineError
+from quantizer.errors import QuantizerError
 
 REPOSITORY = Path(__file__).parents[2]
 GOOD = """\
@@ -357,6 +358,19 @@ def test_a_full_disk_behind_standard_output_is_told() -> None:
     assert done.stderr.decode().splitlines() == [
         f"error: standard output takes nothing more: {os.strerror(errno.ENOSPC)}; make room, or write to another place"
     ]
+
+
+def test_an_error_of_the_work_prints_nothing_on_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> int:
+        raise QuantizerError("the engine could not be written") from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("quantizer.cli.validate.Validate.__call__", fails)
+    assert main(["validate", "a.yaml"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == "error: the engine could not be written\n"
 
 
 @pytest.mark.parametrize("encoding", ["ascii:strict", "latin1:strict"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from torch.nn import functional
 
 from quantizer import Quantizer
 from quantizer.errors import ProxyError
+from quantizer.proxy import kept_tensors
+from quantizer.proxy import model_sharing
 
 
 class Helper:
@@ -147,3 +150,34 @@ def test_a_cast_of_a_proxy_takes_along_what_is_kept_in_lists() -> None:
     assert proxy(torch.randn(4, 32).double()).dtype is torch.float64
     assert model.linear.weight.dtype is model.kept[0].dtype is torch.float32
     assert model.kept[0] is model.linear.weight
+
+
+class _Read(nn.Module):
+    """A module that keeps an object and reads another one through a function."""
+
+    def __init__(self, held: Any, read: Any) -> None:
+        super().__init__()
+        self.held, self.project = held, functools.partial(max, read)
+        self.linear = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("has_tensor", [False, True], ids=["numbers", "a tensor"])
+def test_an_object_that_modules_share_is_looked_through_once(has_tensor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    visits: Counter[int] = Counter()
+    parts = kept_tensors._parts
+
+    def counted(value: Any) -> list[Any]:
+        visits[id(value)] += 1
+        return parts(value)
+
+    def most(modules: int) -> int:
+        tensor = [torch.ones(2)] if has_tensor else []
+        # The last of a list is looked at first.
+        held, read = ([*tensor, *([number] for number in range(20))] for _ in range(2))
+        model = nn.ModuleList(_Read(SimpleNamespace(inside=held), read) for _ in range(modules))
+        visits.clear()
+        model_sharing._take_own(list(model.modules()))
+        return max(visits[id(one)] for one in (held, read, *held[1:], *read[1:]))
+
+    monkeypatch.setattr(kept_tensors, "_parts", counted)
+    assert most(40) == most(2)

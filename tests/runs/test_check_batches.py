@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from quantizer.runs.outputs.output_check import OutputCheck
 from quantizer.runs.outputs.output_check import Tolerance
 from quantizer.runs.outputs.output_check import tolerance
 from quantizer.runs.workload.module_feed import ModuleFeed
+from quantizer.tasks.inputs import TextInputs
 
 
 def test_the_least_the_usual_the_largest_and_two_between() -> None:
@@ -54,6 +56,27 @@ def test_a_model_that_mixes_samples_gets_whole_batches() -> None:
 def test_whole_batches_have_enough_samples_whatever_their_size() -> None:
     batches = [{"x": torch.randn(20, 2)} for _ in range(4)]
     assert [len(batch["x"]) for batch in check_batches(ModuleFeed(batches), batches, [(20, 1)])] == [20, 20]
+
+
+class _Texts(TextInputs):
+    """Texts of a model with some positions, of the number of tokens that is asked for."""
+
+    def __init__(self, positions: int | None) -> None:
+        self.max_positions = positions
+
+    def filled(self, texts: Any, size: int, length: int) -> Any:
+        """Return a batch of one length."""
+        assert self.max_positions is None or length <= self.max_positions
+        return {"input_ids": torch.zeros(size, length, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize(("positions", "longest"), [(None, 128), (128, 128), (40, 40)])
+def test_no_length_is_beyond_the_positions_of_the_model(positions: int | None, longest: int) -> None:
+    inputs: Any = _Texts(positions)
+    feed: Any = SimpleNamespace(inputs=inputs, compared=lambda texts, *shape: inputs.filled(texts, *shape))
+    made = check_batches(feed, ["a text"] * LEAST_SAMPLES, [(8, 16), (8, 128), (4, 64), (4, 40)])
+    shapes = {tuple(batch["input_ids"].shape) for batch in made}
+    assert shapes == {(8, 16), (8, longest), (4, min(64, longest)), (4, 40)}
 
 
 class _Off:
