@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from quantizer import Quantizer
 from quantizer.cli.main import main
+from quantizer.engines import BuildOptions
 from quantizer.engines.candidates import cpu_candidates
+from quantizer.errors import EngineError
 from quantizer.errors import QuantizerError
 from quantizer.files import MARKER
 from quantizer.report.json_file import read_record
@@ -30,6 +33,7 @@ from quantizer.tasks import load_tokenizer
 for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onnxruntime"):
     pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,openvino,onnxruntime]")
 
+from test_right_engines import Wrong  # noqa: E402
 from tiny_run import tiny_run  # noqa: E402
 
 import quantizer.calibration.costly_attention as attention  # noqa: E402
@@ -412,6 +416,47 @@ def test_an_engine_that_computes_something_else_is_refused(
     assert "expected an SQNR of 30 dB or more, or at most 3 dB further from the float model than PyTorch" in said
     # The times of engines stay, for a conversion that repeats this one.
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] in ([], ["model.times.json"])
+
+
+def test_a_model_for_all_sizes_that_is_wrong_gives_way_to_fixed_sizes(
+    place: Place, convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is delivered for the sizes that were compared, and for no others."""
+    build, load = stage_timer.build_engine, maker.load_engine
+    asked: list[BuildOptions] = []
+
+    def built(name: str, path: Path, engine: Path, options: BuildOptions) -> Any:
+        asked.append(options)
+        return build(name, path, engine, options)
+
+    def loaded(name: str, path: Path, **settings: Any) -> Any:
+        engine = load(name, path, **settings)
+        return engine if asked[-1].only_sizes else Wrong(engine, lambda rows: rows == 1, 1.5)
+
+    monkeypatch.setattr(stage_timer, "build_engine", built)
+    monkeypatch.setattr(maker, "load_engine", loaded)
+    code, said = convert("--batch-size", "1", "2", "8", *SIZES[4:], "-o", "out")
+    assert (code, said) == (0, "")
+    first, second = asked
+    assert not first.only_sizes
+    compared = {tuple(sizes.values()) for sizes in second.only_sizes}
+    assert compared >= {(2, 24), (1, 32), (8, 16)}
+    folder = Path("out/openvino")
+    config = _read(folder / "config.json")
+    assert config["only_sizes"] == list(second.only_sizes)
+    assert {(check["batch"], check["sequence"]) for check in config["checks"]} == compared
+    served = load_converted(folder)
+    # Texts are padded to a length that the engine takes, and those of a longer one are cut.
+    for texts in (place.texts()[:2], ["good"], ["good " * 100, "bad"]):
+        assert served.inputs(texts)["input_ids"].shape in compared
+        assert served(texts)["logits"].shape == (len(texts), 2)
+    with pytest.raises(QuantizerError, match="3 texts at once, and this engine was built for 1, 2, 4, 8 alone"):
+        served(place.texts()[:3])
+    ids = np.ones((3, 17), np.int64)
+    with pytest.raises(EngineError, match="it has no model for"):
+        served.engine(dict.fromkeys(served.engine.input_names, ids))
+    card = " ".join((folder / "README.md").read_text(encoding="utf-8").split())
+    assert "with a model for each: openvino's model for all sizes is wrong (SQNR " in card
 
 
 STEPS = [

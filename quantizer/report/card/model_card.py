@@ -57,7 +57,7 @@ class CardFacts:
         machine: what was measured on.
         configuration: the settings of the quantizer; empty: nothing was quantized.
         snippet: Python that runs the engine from its folder.
-        missed: goals that were asked for and are not reached, in words.
+        missed: goals that were asked for and are not reached, and sizes that the engine does not take, in words.
     """
 
     name: str

@@ -37,7 +37,7 @@ def write_card(facts: ConversionInputs, result: BackendResult, evaluation: str |
         result: what was made and measured.
         evaluation: the rows of the scores; None: there are none.
     """
-    fewest = max(facts.batch[0], 1)
+    fewest = max(min((sizes["batch"] for sizes in result.only_sizes if "batch" in sizes), default=facts.batch[0]), 1)
     sample = _SAMPLE[tasks[facts.task].reads]
     labelled = len(facts.labels) > 1 and tasks[facts.task].labels == "row"
     card = CardFacts(
@@ -52,7 +52,10 @@ def write_card(facts: ConversionInputs, result: BackendResult, evaluation: str |
         machine=str(collect_machine()["cpu"]),
         configuration={},
         snippet=_SNIPPET.format(load=loading(folder), samples=[sample] * fewest, call=".labels" if labelled else ""),
-        missed=() if result.quantization is None else missed_goals(result.quantization.outcome, None),
+        missed=(
+            *(() if result.sizes is None else (result.sizes,)),
+            *(() if result.quantization is None else missed_goals(result.quantization.outcome, None)),
+        ),
     )
     write_text_atomic(folder / CARD, card_text(card))
 

@@ -61,6 +61,7 @@ class _Told:
     backend: str
     dimensions: Mapping[str, tuple[int, int, int]]
     labels: tuple[str, ...]
+    only_sizes: tuple[Mapping[str, int], ...] = ()
     seconds: float | None = None
     tokens: int | None = None
 
@@ -112,6 +113,10 @@ class Converted:
             raise QuantizerError(
                 f"{len(samples)} {self._reads}s at once, and this engine was built for {fewest} to {most}"
             )
+        taken = sorted({sizes["batch"] for sizes in self._only_sizes if "batch" in sizes})
+        if taken and len(samples) not in taken:
+            told = ", ".join(map(str, taken))
+            raise QuantizerError(f"{len(samples)} {self._reads}s at once, and this engine was built for {told} alone")
         return self.engine(self.inputs(samples))
 
     def labels(self, samples: Sequence[Sample]) -> list[str]:
@@ -161,12 +166,23 @@ class Converted:
 
     def _tokens(self, texts: Sequence[Sample]) -> Any:
         shortest, _, longest = self.config["dimensions"]["sequence"]
+        only = [sizes for sizes in self._only_sizes if sizes.get("batch", len(texts)) == len(texts)]
+        lengths = sorted(sizes["sequence"] for sizes in only if "sequence" in sizes)
+        longest = lengths[-1] if lengths else longest
         options = {"truncation": True, "return_tensors": "np"}
         with self._tokenizing:
             encoded = self.processor(list(texts), padding="longest", max_length=longest, **options)
-            if encoded["input_ids"].shape[1] < shortest:
-                encoded = self.processor(list(texts), padding="max_length", max_length=shortest, **options)
+            count = encoded["input_ids"].shape[1]
+            padded = next((length for length in lengths if length >= count), max(count, shortest))
+            if count < padded:
+                encoded = self.processor(list(texts), padding="max_length", max_length=padded, **options)
         return encoded
+
+    @property
+    def _only_sizes(self) -> Sequence[Mapping[str, int]]:
+        """The sizes of dynamic dimensions that the engine takes alone; none: it takes all."""
+        found: Sequence[Mapping[str, int]] = self.config.get("only_sizes") or ()
+        return found
 
     @property
     def _reads(self) -> str:

@@ -23,6 +23,7 @@ from quantizer.runs.convert.folder import processor_folder
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.outputs.output_check import OutputCheck
+from quantizer.runs.outputs.right_engine import OnlySizes
 from quantizer.runs.serving import ServingFiles
 
 __all__ = ["BackendResult", "QuantizationSummary", "backend_config", "quantization_facts"]
@@ -67,6 +68,7 @@ class BackendResult:
         tolerance: the condition on its outputs.
         serving: the files for servers.
         sizes: the sizes that the engine takes alone, in a sentence; None: it takes all.
+        only_sizes: these; empty: it takes all.
     """
 
     backend: str
@@ -83,6 +85,7 @@ class BackendResult:
     not_verified: str | None
     tolerance: str
     sizes: str | None = None
+    only_sizes: OnlySizes = ()
     checks: tuple[OutputCheck, ...] = ()
     latency: tuple[ShapeLatency, ...] = ()
     scores: tuple[Score, ...] = ()
@@ -127,6 +130,7 @@ def backend_config(facts: ConversionInputs, result: BackendResult) -> dict[str, 
         "inputs": [asdict(value) for value in result.signature.inputs],
         "outputs": [asdict(value) for value in result.signature.outputs],
         "dimensions": {name: list(sizes) for name, sizes in facts.dimensions.items()},
+        "only_sizes": [dict(sizes) for sizes in result.only_sizes],
         "max_length": None if facts.sequence is None else facts.sequence[2],
         "seconds": facts.seconds,
         "labels": list(facts.labels),

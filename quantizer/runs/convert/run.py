@@ -290,6 +290,7 @@ class _Run:
             quantization=facts,
             signature=signature,
             sizes=made.sizes,
+            only_sizes=made.only_sizes,
             # A server reads the file, and would compile the model for all sizes.
             serving=ServingFiles() if made.only_sizes else serving_files(maker, made, folder, signature),
             onnx_bytes=(folder / ONNX).stat().st_size,
