@@ -40,9 +40,13 @@ nightly: $(INSTALLED)
 structure: $(INSTALLED)
 	@$(BIN)/python tests/structure.py
 
-# What quantizing twelve nets gives, recorded anew: after a change that is meant, and read in the diff.
+# What quantizing twelve nets gives, and what twelve commands write and print, recorded anew after a change that is
+# meant; read the diff. make goldens CASES="sweep run_qat" records these commands alone.
 goldens: $(INSTALLED)
+ifndef CASES
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/report $(BIN)/python tests/goldens/golden_record.py
+endif
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python tests/goldens/product_record.py $(CASES)
 
 # 2,000 random models, and engines of 200 others, in about half an hour on one core. make property SEED=... draws the
 # same ones again.

@@ -223,7 +223,7 @@ def price_groups(
 
     def take() -> _Times:
         latency = timing.latencies({"low": low.engine, "plain": plain.engine})
-        spent = timing.of_places({"low": low, "plain": plain}, set(hosts.values()), latency)
+        spent = timing.of_places({"low": low, "plain": plain}, sorted(set(hosts.values())), latency)
         return _Times(low_us=latency["low"], float_us=latency["plain"], low=spent["low"], plain=spent["plain"])
 
     times = cache.times(low.onnx, plain.onnx, timing, take)

@@ -148,7 +148,8 @@ def _shares(plan: Plan, hosts: Mapping[str, str]) -> dict[str, dict[str, float]]
     """Return the groups of each place, with the share of the place's work that is theirs; shares add up to 1."""
     work: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for site in plan.values():
-        groups = {operand.group for operand in site.operands if operand.quantized and operand.group is not None}
+        found = (operand.group for operand in site.operands if operand.quantized and operand.group is not None)
+        groups = dict.fromkeys(found)
         for group in groups:
             # A residual add multiplies nothing, and still takes time where it is alone.
             work[hosts[site.name]][group] += max(site.multiply_adds, 1) / len(groups)
