@@ -74,6 +74,8 @@ class Operation:
             an index of the weight's first axis; None: the operation has no groups.
         in_graphs: the dotted name of what takes the place of a function of it where a graph is traced; None: nothing.
         is_place: its calls are no sites: they only may have one for their result, see ``proxy/place.py``.
+        is_gate: it is a place that engines compute in floats: codes of its result are of use only to a place that reads
+            it and computes in integers, such as a multiplication.
         where_loaded: dotted names of callables of packages that need not be there; they count once they are imported.
     """
 
@@ -90,6 +92,7 @@ class Operation:
     grouped: Operand | None = None
     in_graphs: str | None = None
     is_place: bool = False
+    is_gate: bool = False
     where_loaded: tuple[str, ...] = ()
 
 
@@ -156,7 +159,9 @@ def _convolution(name: str, size: gemm_shape.GeometryOf, axes: int) -> Operation
     )
 
 
-def _place(name: str, *functions: str, methods: tuple[str, ...] = (), operators: tuple[str, ...] = ()) -> Operation:
+def _place(
+    name: str, *functions: str, methods: tuple[str, ...] = (), operators: tuple[str, ...] = (), gate: bool = False
+) -> Operation:
     """Return the entry of an operation whose calls are places."""
     return Operation(
         name=name,
@@ -166,6 +171,7 @@ def _place(name: str, *functions: str, methods: tuple[str, ...] = (), operators:
         methods=methods,
         operators=operators,
         is_place=True,
+        is_gate=gate,
     )
 
 
@@ -243,7 +249,7 @@ CATALOGUE: tuple[Operation, ...] = (
     _place("silu", "torch.nn.functional.silu", f"{_ATEN}silu.default"),
     _place("hardswish", "torch.nn.functional.hardswish", f"{_ATEN}hardswish.default"),
     _place("mish", "torch.nn.functional.mish", f"{_ATEN}mish.default"),
-    _place("hardsigmoid", "torch.nn.functional.hardsigmoid", f"{_ATEN}hardsigmoid.default"),
+    _place("hardsigmoid", "torch.nn.functional.hardsigmoid", f"{_ATEN}hardsigmoid.default", gate=True),
     _place("leaky_relu", "torch.nn.functional.leaky_relu", f"{_ATEN}leaky_relu.default"),
     _place("sigmoid", "torch.sigmoid", f"{_ATEN}sigmoid.default", methods=("sigmoid",)),
     _place("mul", "torch.mul", f"{_ATEN}mul.Tensor", operators=("Mult",)),

@@ -32,6 +32,7 @@ from quantizer.proxy.generated_classes import original_class
 from quantizer.proxy.recurrence.layer import RecurrentLayer
 from quantizer.proxy.site import OUTPUT
 from quantizer.proxy.site import Site
+from quantizer.proxy.site import SourceCall
 from quantizer.reasons import ReasonCode
 from quantizer.reasons import RuleKind
 from quantizer.targets import TargetProfile
@@ -57,11 +58,16 @@ def decide(
     """
     plan: Plan = {}
     indivisible: list[str] = []
+    followed = {path for record in observation.records.values() for path in record.follows}
+    calls = [module for module in proxy.modules() if isinstance(module, SourceCall)]
+    gates = {f"{call.path}.{OUTPUT}" for call in calls if call.operation.is_gate}
     for site in sites:
         host = proxy.get_submodule(site.host_path)
         record = observation.records[site.path]
         if site.operation.name == OUTPUT and not record.operands:
             # Nothing quantized it, or it is normalized first.
+            continue
+        if site.path in gates and site.path not in followed:
             continue
         kind = record.kind or site.operation.kind
         wanted = _recurrent_format(host, settings.formats.of(site.path, kind), settings)

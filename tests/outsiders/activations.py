@@ -11,6 +11,18 @@ from outsiders.case import Case
 from outsiders.case import noise
 from outsiders.case import smooth
 
+
+class _Gate(nn.Module):
+    """A tensor times a function of it."""
+
+    def __init__(self, function: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.function(x)
+
+
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "relu6": nn.ReLU6,
@@ -25,6 +37,7 @@ _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "mish": nn.Mish,
     "tanh": nn.Tanh,
     "sigmoid": nn.Sigmoid,
+    "gate_hardsigmoid": lambda: _Gate(nn.Hardsigmoid()),
     "softplus": nn.Softplus,
 }
 

@@ -72,7 +72,7 @@ def test_every_convolution_runs_in_integers_as_the_proxy_rounds(
     assert not {"Conv", "FusedConv", "Add", "Relu", "Concat", "Mul"} & set(kinds)
 
 
-_SHARES = {
+_SHARES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "hardswish": (nn.Hardswish, "HardSigmoid"),
     "mish": (nn.Mish, "Tanh"),
     "silu in place": (lambda: nn.SiLU(inplace=True), "QLinearSigmoid"),
@@ -81,13 +81,27 @@ _SHARES = {
 
 
 class _Gate(nn.Module):
-    """Squeeze-and-excitation with a hard sigmoid, as MobileNetV3 has it."""
+    """A tensor times its hard sigmoid, as MobileNetV3 has it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * nn.functional.hardsigmoid(x)
 
 
-@pytest.mark.parametrize(("made", "share"), [*_SHARES.values(), (_Gate, "HardSigmoid")], ids=[*_SHARES, "gate"])
+_SHARES["gate"] = _Gate, "HardSigmoid"
+
+
+def test_a_gate_that_nothing_multiplies_by_is_not_rounded(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    model, data = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Hardsigmoid()).eval(), [torch.randn(4, 3, 12, 12)]
+    q = Quantizer(backend="onnxruntime", preset="plain")
+    q.calibrate(model, data, progress=False)
+    file = q.export(q.quantize(model), tmp_path / "model.onnx", data[0])
+    # It reads the codes of the convolution, and its own result stays as it is.
+    kinds = [node.op_type for node in onnx.load(file).graph.node]
+    assert kinds[-2:] == ["DequantizeLinear", "HardSigmoid"]
+
+
+@pytest.mark.parametrize(("made", "share"), _SHARES.values(), ids=_SHARES)
 def test_an_activation_that_scales_its_input_multiplies_integers(
     made: Callable[[], nn.Module], share: str, tmp_path: Path
 ) -> None:
