@@ -37,6 +37,7 @@ _LONGEST = (
     "test_examples.py",
     "test_real_model.py",
     "test_goldens.py",
+    "test_product.py",
     "test_run.py",
     "test_torture.py",
     "test_outsiders.py",

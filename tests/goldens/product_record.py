@@ -66,6 +66,8 @@ _UNITS = r"ms|us|µs|s|min|h|KiB|MiB|GiB|kB|MB|GB|bytes"
 _MASKS = (
     (re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(\.\d+)?(\+00:00|Z| UTC)?"), "<date>"),
     (re.compile(r"(?<![\w.])(?=\d*[a-f])[0-9a-f]{16,64}\b"), "<checksum>"),
+    # What libraries log when they are imported, which happens once in a process.
+    (re.compile(r"^(Failed to load /|[IWE]\d{4} [\d:.]+ ).*\n", re.M), ""),
     (re.compile(r"/\S*?/site-packages/"), "<site-packages>/"),
     # Time that is left: whether it is told depends on how long the stages took.
     (re.compile(r", (about )?[\d.]+ (s|min|h)( or more)?( left in all)?(?=$|,)", re.M), ""),
@@ -119,7 +121,7 @@ def _masked(value: Any, folder: Path, key: str = "") -> Any:
         case int() | float() | str() if _MEASURED.match(key):
             return "#"
         case float():
-            return "> 80 dB" if key.endswith("db") and value > _LOUD_DB else float(f"{value:.4g}")
+            return float(f"{min(value, _LOUD_DB) if key.endswith('db') else value:.4g}")
         case str() if key in _TOO_LONG:
             return f"<{len(value.splitlines())} lines>"
         case str() if "\n" in value:
@@ -249,9 +251,9 @@ class Place:
         return sorted(found, key=str)
 
     def _section(self, title: str, text: str) -> None:
-        if text:
-            title = _masked_text(title, self.folder)
-            self._said += [f"==== {title} ====", _masked_text(text, self.folder).rstrip("\n"), ""]
+        shown = _masked_text(text, self.folder).rstrip("\n")
+        if shown:
+            self._said += [f"==== {_masked_text(title, self.folder)} ====", shown, ""]
 
 
 def _json(path: Path, folder: Path) -> str:
