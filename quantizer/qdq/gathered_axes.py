@@ -3,7 +3,8 @@
 OpenVINO 2026.4 moves the scales of a quantized convolution [1, C, 1, 1], or of a linear layer [1, 1, N] without a bias
 (``x = self.linear(x)[:, 0]``), behind a Gather. Where the index is one number, the result has one axis less than the
 scales, and the product of both has one axis too many: OpenVINO refuses the file, ends the process, or adds an axis to
-an output. An index of one element keeps the axis, and a Squeeze behind it takes it out.
+an output. An index of one element keeps the axis, and a Squeeze behind it takes it out. Where the layer reads bytes
+with a zero point, any Gather behind it ends the process.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from quantizer.qdq.graph import constant
 from quantizer.qdq.graph import is_quantize
 from quantizer.qdq.graph import maker
 from quantizer.qdq.graph import steps_before
-from quantizer.qdq.moved_scales import has_moved_scales
+from quantizer.qdq.moved_scales import moved_product
 from quantizer.qdq.operand import MOVES
 from quantizer.qdq.operand import PRODUCTS
 from quantizer.qdq.operand import operands
 
-__all__ = ["gathers_axis", "joins_before"]
+__all__ = ["gathers_axis", "gathers_zero_points", "joins_before"]
 
 _CHANNELS = 1
 _PASSED = frozenset([*MOVES, "Add", "Cast", "Clip", "Concat", "Div", "Gather", "MaxPool", "Mul", "Relu", "Sub"])
@@ -38,7 +39,7 @@ def gathers_axis(node: Any) -> bool:
     if index is None or index.ndim:
         return False
     axis = attribute(node, "axis", 0) % axes
-    if axis < axes - 1 and has_moved_scales(node.inputs[0]):
+    if axis < axes - 1 and moved_product(node.inputs[0]):
         return True
     if axis <= _CHANNELS:
         return False
@@ -47,6 +48,11 @@ def gathers_axis(node: Any) -> bool:
         before = maker(before.inputs[0])
     is_convolution = before is not None and before.op_type in ("Conv", "ConvTranspose")
     return is_convolution and all(operand.quantized for operand in operands(before))
+
+
+def gathers_zero_points(node: Any) -> bool:
+    """Return whether a Gather reads a product without a bias whose operands have a zero point."""
+    return node.op_type == "Gather" and any(_has_zero_point(one.dequantize) for one in moved_product(node.inputs[0]))
 
 
 def joins_before(quantize: Any) -> bool:

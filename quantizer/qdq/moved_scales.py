@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizer.qdq.graph import has_several_numbers
 from quantizer.qdq.graph import steps_before
 from quantizer.qdq.operand import MATMULS
+from quantizer.qdq.operand import Operand
 from quantizer.qdq.operand import operands
 
-__all__ = ["has_moved_scales"]
+__all__ = ["moved_product"]
 
 _LINEAR = frozenset(["Add", "Cast", "Div", "Identity", "Mul", "Neg", "Slice", "Sub", "Unsqueeze"])
 
 
-def has_moved_scales(value: Any) -> bool:
-    """Return whether a value is a product times the scales of its weight's channels, which can still be moved."""
+def moved_product(value: Any) -> tuple[Operand, ...]:
+    """Return the operands of the quantized product whose scales can be moved behind what reads a value; empty: none."""
     steps, node = steps_before(value, _LINEAR)
     if node is None or node.op_type not in MATMULS or [step.node.op_type for step in steps] == ["Add"]:
-        return False
-    found = list(operands(node))
-    return all(one.quantized for one in found) and any(has_several_numbers(one.dequantize.inputs[1]) for one in found)
+        return ()
+    found = operands(node)
+    return found if all(one.quantized for one in found) else ()

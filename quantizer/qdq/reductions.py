@@ -19,7 +19,7 @@ from quantizer.qdq.graph import is_quantize
 from quantizer.qdq.graph import maker
 from quantizer.qdq.graph import steps_before
 from quantizer.qdq.graph import varying_inputs
-from quantizer.qdq.moved_scales import has_moved_scales
+from quantizer.qdq.moved_scales import moved_product
 from quantizer.qdq.operand import PRODUCTS
 
 __all__ = ["BY_NUMBER", "misreads_channels", "misreads_channels_before"]
@@ -86,7 +86,7 @@ def _scaled_by_channel(value: Any) -> bool:
 
     The scales of a weight are such constants where nothing keeps them in the product.
     """
-    if has_moved_scales(value):
+    if any(has_several_numbers(one.dequantize.inputs[1]) for one in moved_product(value)):
         return True
     steps, _ = steps_before(value, _LINEAR)
     scaling = [step for step in steps if step.node.op_type not in _PASSED and not _adds_bias(step)]

@@ -142,13 +142,15 @@ class TargetProfile:
         misread_reductions: the operators for which they do so where it would multiply the result by the factors of
             other channels, see ``qdq/reductions.py``.
         unfused_products: whether its files pass what it would multiply by factors of channels wrongly through a Max
-            before it is rounded, see ``qdq/flat_products.py``.
+            before it is rounded, see ``qdq/flat_products.py``, and so what it would apply along another axis, with a
+            copy of a weight that is read both ways, see ``qdq/misread_factors.py``.
         unfused_rectifiers: whether its files rectify a product by a Max, see
             ``export/passes/per_target/unfused_rectifiers.py``.
         unshared_products: whether its files pass a quantized product that several nodes read through a Clip, see
             ``qdq/shared_products.py``, and add the bias of a convolution behind it.
         kept_axes: whether its files keep the axis that an index takes out behind a product, and squeeze it behind that,
-            and keep a concatenation apart from a Q with a zero point, see ``qdq/gathered_axes.py``.
+            and keep a Gather apart from a product with a zero point, and a concatenation from a Q with one, see
+            ``qdq/gathered_axes.py``.
         even_pairs: whether its files store INT4 weights with an odd number of inputs as INT8, see
             ``export/passes/per_target/pairs_of_codes.py``.
         row_codes: whether its files look up rows of a table in codes, and dequantize those; otherwise they dequantize a

@@ -69,6 +69,7 @@ OPENVINO = profiles.add("openvino")(
                 "signedness": "warning",
                 "fused-reduction": "error",
                 "fused-product": "warning",
+                "misread-numbers": "error",
                 "shared-product": "warning",
                 "gathered-axis": "error",
                 "odd-pairs": "error",

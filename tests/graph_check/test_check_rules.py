@@ -160,9 +160,48 @@ def gathered(kept: bool) -> Graph:
 
 def indexed_product(kept: bool) -> Graph:
     g = Graph("float32")
-    x = g.rounded(g.input("x", ["batch", 5, 32]), zero=128, kind="uint8")
+    x = g.rounded(g.node("Relu", g.input("x", ["batch", 5, 32])), zero=0, kind="uint8")
     y = g.node("Gather", g.node("MatMul", x, g.weight((32, 8), 1)), g.constant(np.array([1] if kept else 1)), axis=1)
     g.output(g.node("Squeeze", y, g.constant(np.array([1]))) if kept else y)
+    return g
+
+
+def indexed_bytes(apart: bool) -> Graph:
+    g = Graph("float32")
+    x = g.rounded(g.input("x", ["batch", 5, 32]), zero=128, kind="uint8")
+    y = g.node("MatMul", x, g.weight((32, 8), 1))
+    y = g.node("Max", y, y) if apart else y
+    g.output(g.node("Gather", y, g.constant(np.array([0, 2])), axis=1))
+    return g
+
+
+def scaled_attention(apart: bool) -> Graph:
+    """A product of two activations, times a factor for each channel."""
+    g = Graph("float32")
+    x = g.input("x", ["batch", 32, 32])
+    y = g.node("MatMul", g.rounded(x), g.rounded(g.node("Sin", x)))
+    if apart:
+        y = g.node("Clip", y, g.number(-1e30), g.number(1e30))
+        y = g.node("Max", y, y)
+    g.output(g.node("Mul", y, g.floats(32)))
+    return g
+
+
+def scaled_tokens(apart: bool) -> Graph:
+    g = Graph("float32")
+    x = g.rounded(g.input("x", ["batch", 5, 32]), zero=128, kind="uint8")
+    y = g.node("MatMul", x, g.weight((32, 8), 1))
+    y = g.node("Max", y, y) if apart else y
+    g.output(g.node("Mul", y, g.floats(5, 1)))
+    return g
+
+
+def tied_square(apart: bool) -> Graph:
+    g = Graph("float32")
+    weight = g.floats(32, 32)
+    y = g.node("Relu", g.node("MatMul", g.input("x", ["batch", 32]), weight))
+    transposed = g.node("Transpose", g.floats(32, 32) if apart else weight, perm=[1, 0])
+    g.output(g.node("MatMul", y, transposed))
     return g
 
 
@@ -832,10 +871,40 @@ CASES = [
         "gathered-axis",
         lambda: indexed_product(False),
         lambda: indexed_product(True),
-        "Gather_4",
+        "Gather_5",
         "openvino gives its result one axis too many",
         OPENVINO,
         variant="index of a product",
+    ),
+    Case(
+        "gathered-axis",
+        lambda: indexed_bytes(False),
+        lambda: indexed_bytes(True),
+        "Gather_4",
+        "openvino moves the zero point of the product that it reads behind it, and crashes",
+        OPENVINO,
+        variant="zero point of a product",
+    ),
+    *(
+        Case(
+            "misread-numbers",
+            lambda made=made: made(False),
+            lambda made=made: made(True),
+            node,
+            "openvino would apply its numbers along another axis of the product before it",
+            OPENVINO,
+            variant=made.__name__,
+        )
+        for made, node in ((scaled_attention, "Mul_6"), (scaled_tokens, "Mul_4"))
+    ),
+    Case(
+        "misread-numbers",
+        lambda: tied_square(False),
+        lambda: tied_square(True),
+        "Transpose_2",
+        "a product reads its square weight as it is",
+        OPENVINO,
+        variant="tied_square",
     ),
     Case(
         "gathered-axis",

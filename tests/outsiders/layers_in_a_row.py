@@ -84,6 +84,43 @@ class _TiedDouble(nn.Module):
         return (torch.relu(x.double() @ weight.t()) @ weight.t()).float()
 
 
+class _TiedBack(nn.Module):
+    """One square weight that is read transposed, and then as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layer(x)) @ self.layer.weight
+
+
+class _Repeated(nn.Module):
+    """The first token behind a weight that is repeated for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.layer = nn.Parameter(noise(32, 32) * 0.2), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer((x @ self.weight.repeat(x.shape[0], 1, 1))[:, 0])
+
+
+class _Numbers(nn.Module):
+    """Constants of some shape behind a layer without a bias, or behind an attention of one head or of two."""
+
+    def __init__(self, shape: tuple[int, ...], add: bool = False, heads: int | None = None) -> None:
+        super().__init__()
+        self.first, self.second, self.heads, self.add = nn.Linear(32, 32, bias=False), nn.Linear(32, 32), heads, add
+        self.numbers = nn.Parameter(torch.rand(shape) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x if self.heads is None else x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        y = self.first(y) if self.heads is None else torch.tanh(y @ y.mT * 0.1) @ y
+        y = y + self.numbers if self.add else y * self.numbers
+        return self.second(y if self.heads is None else y.transpose(1, 2).flatten(2))
+
+
 def _rows(rows: int) -> Tensor:
     return noise(rows, 32)
 
@@ -106,6 +143,16 @@ _OVER_TOKENS = {
     "rest_first": lambda x: x[:, 1:][:, 0],
     "mean": lambda x: x.mean(1),
     "sum": lambda x: x.sum(1),
+}
+_NUMBERS = {
+    "of_tokens": lambda: _Numbers((5, 1)),
+    "added_to_tokens": lambda: _Numbers((5, 1), add=True),
+    "of_a_table": lambda: _Numbers((5, 32)),
+    "of_one_head": lambda: _Numbers((32,), heads=1),
+    "of_channels_of_heads": lambda: _Numbers((16,), heads=2),
+    "of_heads": lambda: _Numbers((2, 1, 1), heads=2),
+    "added_to_heads": lambda: _Numbers((2, 1, 1), add=True, heads=2),
+    "of_tokens_of_heads": lambda: _Numbers((5, 1), heads=2),
 }
 _JOINS = {
     "tokens": lambda y, x: torch.cat((y, x), 1),
@@ -138,6 +185,17 @@ CASES = {
     "output_number": Case(net=lambda: _Output(lambda x: (x, x.square().mean())), batch=_rows),
     "compiled_scripted": Case(net=lambda: _Compiled(False), batch=_tokens, integer=0.1),
     "compiled_traced": Case(net=lambda: _Compiled(True), batch=_tokens, integer=0.1),
+    # OpenVINO alone multiplies two activations as integers.
+    **{f"numbers_{name}": Case(net=net, batch=_tokens, integer=0.75) for name, net in _NUMBERS.items()},
+    # Only OpenVINO multiplies by a weight that is no operand of a linear layer in integers.
+    "tied_back": Case(
+        net=_TiedBack,
+        batch=_rows,
+        integer=0.5,
+        speed="scattered",
+        config={"preset": "plain", "weights": {"granularity": "per_tensor"}},
+    ),
+    "repeated_first": Case(net=_Repeated, batch=_tokens, config={"preset": "plain"}),
     # Values are cast to float64 and back around each product.
     "tied_double": Case(net=_TiedDouble, batch=_rows, speed="scattered"),
 }

@@ -20,12 +20,15 @@ from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
 from quantizer.export.passes.per_target.bytes_first import BytesFirst
 from quantizer.export.passes.per_target.kept_axes import ConcatsBeforeQuantize
+from quantizer.export.passes.per_target.kept_axes import GathersApart
 from quantizer.export.passes.per_target.kept_axes import KeptAxes
 from quantizer.export.passes.per_target.moves_of_codes import MovesOfCodes
 from quantizer.export.passes.per_target.pairs_of_codes import PairsOfCodes
 from quantizer.export.passes.per_target.plain_softplus import PlainSoftplus
 from quantizer.export.passes.per_target.rows_of_codes import RowsOfCodes
+from quantizer.export.passes.per_target.unfused_products import NumbersBehindProducts
 from quantizer.export.passes.per_target.unfused_products import UnfusedProducts
+from quantizer.export.passes.per_target.unfused_products import WeightsReadOneWay
 from quantizer.export.passes.per_target.unfused_rectifiers import UnfusedRectifiers
 from quantizer.export.passes.per_target.unfused_reductions import FactorsBeforeReductions
 from quantizer.export.passes.per_target.unfused_reductions import UnfusedReductions
@@ -48,12 +51,15 @@ __all__ = [
     "FoldChannelFactors",
     "GraphPass",
     "BiasesApart",
+    "GathersApart",
     "KeptAxes",
     "PairsOfCodes",
     "PlainSoftplus",
     "RowsOfCodes",
     "FactorsBeforeReductions",
+    "NumbersBehindProducts",
     "UnfusedProducts",
+    "WeightsReadOneWay",
     "UnfusedRectifiers",
     "UnfusedReductions",
     "UnsharedProducts",
@@ -108,11 +114,11 @@ def passes(target: TargetProfile | None = None, dtype: str = "float32") -> tuple
         asked.append(FactorsBeforeReductions(target.misread_reductions))
         asked.append(UnfusedReductions(target.unfused_reductions, target.misread_reductions))
     if target is not None and target.unfused_products:
-        asked.append(UnfusedProducts())
+        asked += [UnfusedProducts(), NumbersBehindProducts(), WeightsReadOneWay()]
     if target is not None and target.unshared_products:
         asked += [BiasesApart(), UnsharedProducts()]
     if target is not None and target.kept_axes:
-        asked += [KeptAxes(), ConcatsBeforeQuantize()]
+        asked += [GathersApart(), KeptAxes(), ConcatsBeforeQuantize()]
     if target is not None and target.even_pairs:
         asked.append(PairsOfCodes())
     if target is not None and target.quantizes_outputs:

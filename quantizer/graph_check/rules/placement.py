@@ -13,6 +13,7 @@ from quantizer.qdq.attention import mask_adds
 from quantizer.qdq.flat_products import scales_by_negatives
 from quantizer.qdq.flat_products import scales_flat_product
 from quantizer.qdq.gathered_axes import gathers_axis
+from quantizer.qdq.gathered_axes import gathers_zero_points
 from quantizer.qdq.gathered_axes import joins_before
 from quantizer.qdq.graph import attribute
 from quantizer.qdq.graph import is_constant
@@ -22,6 +23,8 @@ from quantizer.qdq.graph import maker
 from quantizer.qdq.graph import name_of
 from quantizer.qdq.graph import steps_type
 from quantizer.qdq.graph import varying_inputs
+from quantizer.qdq.misread_factors import is_read_both_ways
+from quantizer.qdq.misread_factors import misplaces_numbers
 from quantizer.qdq.operand import PRODUCTS
 from quantizer.qdq.operand import Operand
 from quantizer.qdq.reductions import BY_NUMBER
@@ -163,6 +166,18 @@ def fused_product(subject: Subject) -> Iterator[Fault]:
             yield Fault(name_of(node), problem, advice)
 
 
+@rules.add("misread-numbers")
+def misread_numbers(subject: Subject) -> Iterator[Fault]:
+    """Keep matrix products apart from numbers, and weights from their transposes, that the target would misread."""
+    for node in subject.nodes if subject.target.unfused_products else ():
+        if misplaces_numbers(node):
+            problem = f"{subject.target.name} would apply its numbers along another axis of the product before it"
+            yield Fault(name_of(node), problem, "read the product twice, which keeps its values: Max(y, y)")
+        elif is_read_both_ways(node):
+            problem = f"a product reads its square weight as it is, and {subject.target.name} would mix the two up"
+            yield Fault(name_of(node), problem, "give it a copy of the weight")
+
+
 @rules.add("shared-product")
 def shared_product(subject: Subject) -> Iterator[Fault]:
     """Keep the scales of a quantized product apart from its readers where the target would misplace them."""
@@ -180,7 +195,10 @@ def shared_product(subject: Subject) -> Iterator[Fault]:
 def gathered_axis(subject: Subject) -> Iterator[Fault]:
     """Keep the axis that an index takes out behind a quantized product, and zero points out of a concatenation."""
     for node in subject.nodes if subject.target.kept_axes else ():
-        if gathers_axis(node):
+        if gathers_zero_points(node):
+            problem = f"{subject.target.name} moves the zero point of the product that it reads behind it, and crashes"
+            yield Fault(name_of(node), problem, "read the product twice, which keeps its values: Max(y, y)")
+        elif gathers_axis(node):
             problem = f"{subject.target.name} gives its result one axis too many, and refuses it or crashes"
             yield Fault(name_of(node), problem, "give it an index of one element, and a Squeeze of that axis behind it")
         elif joins_before(node):

@@ -11,11 +11,26 @@ from quantizer.export.passes.base import add_constant
 from quantizer.export.passes.base import drop_unread
 from quantizer.export.passes.base import insert_before
 from quantizer.qdq.gathered_axes import gathers_axis
+from quantizer.qdq.gathered_axes import gathers_zero_points
 from quantizer.qdq.gathered_axes import joins_before
 from quantizer.qdq.graph import attribute
 from quantizer.qdq.graph import constant
 
-__all__ = ["ConcatsBeforeQuantize", "KeptAxes"]
+__all__ = ["ConcatsBeforeQuantize", "GathersApart", "KeptAxes"]
+
+
+class GathersApart(MatchPass[Any]):
+    """``product -> Gather`` becomes ``product -> Max(both inputs) -> Gather``, with the same values."""
+
+    left = "zero points of a product can still be moved behind a Gather"
+
+    def match(self, node: Any) -> Any | None:
+        """Return what a Gather reads, if it is such a product; None for any other node."""
+        return node.inputs[0] if gathers_zero_points(node) else None
+
+    def apply(self, model: Any, node: Any, found: Any) -> None:
+        same = insert_before(model, node, "Max", [found, found], like=found, shape=found.shape)
+        node.replace_input_with(0, same)
 
 
 class KeptAxes(MatchPass[int]):
