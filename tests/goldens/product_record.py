@@ -68,7 +68,7 @@ _MASKS = (
     (re.compile(r"(?<![\w.])(?=\d*[a-f])[0-9a-f]{16,64}\b"), "<checksum>"),
     # What libraries log when they are imported, which happens once in a process.
     (re.compile(r"^(Failed to load /|[IWE]\d{4} [\d:.]+ ).*\n", re.M), ""),
-    (re.compile(r"/\S*?/site-packages/"), "<site-packages>/"),
+    (re.compile(r"(<repository>)?/\S*?/site-packages/"), "<site-packages>/"),
     # Time that is left: whether it is told depends on how long the stages took.
     (re.compile(r", (about )?[\d.]+ (s|min|h)( or more)?( left in all)?(?=$|,)", re.M), ""),
     (re.compile(r"^  [\d.]+ (s|min|h)\n", re.M), ""),

@@ -95,6 +95,18 @@ class _TiedBack(nn.Module):
         return torch.relu(self.layer(x)) @ self.layer.weight
 
 
+class _OverPlaces(nn.Module):
+    """A mixer's layers over places, added to what they read: a transposed tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 16), nn.Linear(16, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.mT
+        return x + self.down(F.gelu(self.up(x)))
+
+
 class _Repeated(nn.Module):
     """The first token behind a weight that is repeated for each sample."""
 
@@ -195,6 +207,7 @@ CASES = {
         speed="scattered",
         config={"preset": "plain", "weights": {"granularity": "per_tensor"}},
     ),
+    "over_places": Case(net=_OverPlaces, batch=_tokens),
     "repeated_first": Case(net=_Repeated, batch=_tokens, config={"preset": "plain"}),
     # Values are cast to float64 and back around each product.
     "tied_double": Case(net=_TiedDouble, batch=_rows, speed="scattered"),

@@ -20,8 +20,9 @@ _ATEN = """
     arange.start_step argmax.default argmin.default asin.default asinh.default atan.default atanh.default
     avg_pool1d.default avg_pool2d.default avg_pool3d.default batch_norm.default bitwise_and.Tensor bitwise_not.default
     bitwise_or.Tensor bitwise_xor.Tensor cat.default ceil.default celu.default clamp.Tensor clamp.default
-    constant_pad_nd.default convolution.default cos.default cosh.default cumsum.default div.Tensor div.Tensor_mode
-    einsum.default elu.default embedding.default eq.Tensor erf.default exp.default expand.default flatten.using_ints
+    constant_pad_nd.default contiguous.default convolution.default cos.default cosh.default cumsum.default div.Tensor
+    div.Tensor_mode einsum.default elu.default embedding.default eq.Tensor erf.default exp.default expand.default
+    flatten.using_ints
     flip.default floor.default fmod.Tensor full.default gather.default ge.Tensor gelu.default group_norm.default
     gru.input gt.Tensor hardswish.default index.Tensor index_put.default instance_norm.default isinf.default
     isnan.default layer_norm.default le.Tensor leaky_relu.default linalg_vector_norm.default log.default log_softmax.int

@@ -48,6 +48,7 @@ _ROLES: dict[Any, str] = {
     aten.add.Tensor: "addition",
     aten.to.dtype: "cast",
     **dict.fromkeys((aten.layer_norm.default, aten.rms_norm.default, aten.batch_norm.default), "normalization"),
+    aten.contiguous.default: "move",
     **dict.fromkeys((aten.reshape.default, aten.permute.default, aten.transpose.int, aten.slice.Tensor), "move"),
     **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dims, aten.expand.default, aten.select.int), "move"),
     **dict.fromkeys((aten.cat.default, aten.flatten.using_ints, aten.split_with_sizes.default), "move"),

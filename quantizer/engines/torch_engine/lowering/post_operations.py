@@ -87,7 +87,9 @@ def fuse_residual_adds(module: LoweredGraph, shapes: Mapping[fx.Node, tuple[int,
         if not isinstance(other, fx.Node) or other not in shapes or shapes[other] != shapes[reader]:
             continue
         with module.graph.inserting_before(reader):
-            arguments = (*node.args[:6], other, *node.args[6:10], 1.0, 0, "add", 1.0, "none", [], "")
+            # The kernel reads a transposed tensor as if it were none; a copy of one that is contiguous costs nothing.
+            plain = module.graph.call_function(aten.contiguous.default, (other,))
+            arguments = (*node.args[:6], plain, *node.args[6:10], 1.0, 0, "add", 1.0, "none", [], "")
             made = module.graph.call_function(LINEAR_ADD, arguments)
             made.meta["onnx"] = node.meta.get("onnx", "")
         replace(reader, made)
