@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantizer.common.old_paths import find_old_paths
 from quantizer.errors import require_supported

@@ -11,8 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
-from functools import cache
-from functools import lru_cache
+from functools import cache, lru_cache
 from string import Formatter
 from typing import Self
 

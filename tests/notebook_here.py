@@ -6,10 +6,7 @@ import io
 import warnings
 from base64 import b64encode
 from collections.abc import Iterator
-from contextlib import chdir
-from contextlib import contextmanager
-from contextlib import redirect_stderr
-from contextlib import redirect_stdout
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import with_fallback
+from quantizer.plan.site_plan import Plan, with_fallback
 
 __all__ = ["seen", "without"]
 

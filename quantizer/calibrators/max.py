@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from quantizer.calibrators.base import CALIBRATORS
-from quantizer.calibrators.base import Calibrator
+from quantizer.calibrators.base import CALIBRATORS, Calibrator
 
 __all__ = ["MaxCalibrator"]
 

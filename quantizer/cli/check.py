@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from argparse import ArgumentParser
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING

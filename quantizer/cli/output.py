@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextlib import suppress
-from typing import Any
-from typing import TextIO
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
 
 from quantizer.errors import QuantizerError
 from quantizer.report.page.glossary import words_in

@@ -12,8 +12,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Collection
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Any
 

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["TensorStamp", "tensor_version"]
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic_core import PydanticUndefined

@@ -7,8 +7,7 @@ null, and aliases. Tags, merge keys and duplicate keys are problems; all problem
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any

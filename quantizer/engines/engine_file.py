@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from quantizer import files
-from quantizer.common.paths import is_file
-from quantizer.common.paths import is_folder
-from quantizer.common.paths import regular_file
+from quantizer.common.paths import is_file, is_folder, regular_file
 from quantizer.errors import EngineError
 
 __all__ = [

@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from quantizer.errors import EngineError
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import install_command
+from quantizer.errors import EngineError, MissingDependencyError, install_command
 
 __all__ = ["import_library"]
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 __all__ = ["Pool"]
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import ExitStack
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from threading import RLock
 from typing import Any

@@ -14,12 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.errors import ExportError
-from quantizer.files.place import file_behind
-from quantizer.files.place import settle
-from quantizer.files.place import sync_folder
+from quantizer.files.place import file_behind, settle, sync_folder
 from quantizer.files.temporary import temporary_beside
-from quantizer.qdq.light_message import light_message
-from quantizer.qdq.light_message import without_weights
+from quantizer.qdq.light_message import light_message, without_weights
 
 __all__ = ["write_onnx"]
 

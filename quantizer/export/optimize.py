@@ -26,8 +26,7 @@ def optimize(model: onnx_ir.Model, output_names: Sequence[str] | None = None) ->
     """
     import onnx_ir
     import onnx_ir.passes.common as common
-    from onnxscript import optimizer
-    from onnxscript import rewriter
+    from onnxscript import optimizer, rewriter
     from onnxscript.rewriter import onnx_fusions
     from onnxscript.rewriter.rules.common import slice_split_rule
 

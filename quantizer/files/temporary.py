@@ -19,10 +19,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Container
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextlib import suppress
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quantizer.files.marker import discard

@@ -7,9 +7,7 @@ most sqrt(K) |x| times the largest norm of a column of w (Cauchy-Schwarz).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor

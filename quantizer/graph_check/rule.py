@@ -6,8 +6,7 @@ rule. Severity and applicability on each target are data: ``quantizer/targets/gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from quantizer.common.registry import Registry
 from quantizer.graph_check.finding import Fault

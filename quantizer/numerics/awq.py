@@ -12,8 +12,7 @@ is best is found by trying: the error of the product is tr((W - Q(W s) / s) H (W
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor

@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.numerics.granularity import beside
-from quantizer.numerics.granularity import in_blocks
-from quantizer.numerics.qtype import QType
-from quantizer.numerics.qtype import qtype
-from quantizer.numerics.rounding import as_stored
-from quantizer.numerics.rounding import nearest
+from quantizer.numerics.granularity import beside, in_blocks
+from quantizer.numerics.qtype import QType, qtype
+from quantizer.numerics.rounding import as_stored, nearest
 
 __all__ = ["keep_for_backward", "straight_through"]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.tensor_stamp import tensor_version
 from quantizer.errors import CalibrationError

@@ -7,8 +7,7 @@ integers between a convolution and its output quantizer. What counts are the val
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree
 
-from quantizer.proxy.computed.computation import RANDOM
-from quantizer.proxy.computed.computation import Computation
-from quantizer.proxy.computed.computation import Step
-from quantizer.proxy.computed.computation import plain_arguments
-from quantizer.proxy.computed.computation import why_not_repeated
+from quantizer.proxy.computed.computation import RANDOM, Computation, Step, plain_arguments, why_not_repeated
 
 __all__ = ["ParameterSteps"]
 

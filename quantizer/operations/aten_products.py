@@ -7,8 +7,7 @@ multiplication and the addition of its result; masked elements, and those skippe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
-from typing import Literal
-from typing import get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor

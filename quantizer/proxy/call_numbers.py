@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 

@@ -8,10 +8,7 @@ that a model overrides stays overridden.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import ItemsView
-from collections.abc import Iterator
-from collections.abc import KeysView
-from collections.abc import ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
 from contextlib import contextmanager
 from typing import Any
 

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.errors import ProxyError
 from quantizer.proxy.weight import WeightView

@@ -6,19 +6,14 @@ import copy
 import functools
 import types
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.rewrite.closures import cells
-from quantizer.rewrite.closures import rebound
+from quantizer.rewrite.closures import cells, rebound
 
 __all__ = ["memory_of", "reached_tensors", "replace_tensors", "tensors_of_functions"]
 

@@ -13,13 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.tensor_stamp import tensor_version
-from quantizer.proxy.kept_tensors import memory_of
-from quantizer.proxy.kept_tensors import replace_tensors
-from quantizer.proxy.kept_tensors import tensors_of_functions
+from quantizer.proxy.kept_tensors import memory_of, replace_tensors, tensors_of_functions
 
 __all__ = [
     "OwnBuffers",

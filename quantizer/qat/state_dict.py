@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.plain_values import json_values
 from quantizer.errors import TrainingError

@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from quantizer.qdq.graph import is_constant
-from quantizer.qdq.graph import maker
-from quantizer.qdq.graph import readers
-from quantizer.qdq.operand import MOVES
-from quantizer.qdq.operand import Operand
-from quantizer.qdq.operand import operands
+from quantizer.qdq.graph import is_constant, maker, readers
+from quantizer.qdq.operand import MOVES, Operand, operands
 
 __all__ = ["Attention", "attentions", "mask_adds"]
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = ["TypeGroup", "type_groups"]
 

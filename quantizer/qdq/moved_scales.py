@@ -10,9 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from quantizer.qdq.graph import steps_before
-from quantizer.qdq.operand import MATMULS
-from quantizer.qdq.operand import Operand
-from quantizer.qdq.operand import operands
+from quantizer.qdq.operand import MATMULS, Operand, operands
 
 __all__ = ["moved_product"]
 

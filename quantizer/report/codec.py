@@ -14,8 +14,7 @@ from typing import Any
 
 from quantizer.common.plain_values import decoded
 from quantizer.errors import QuantizerError
-from quantizer.report.record import VERSION
-from quantizer.report.record import RunRecord
+from quantizer.report.record import VERSION, RunRecord
 
 __all__ = ["mapping_from_record", "record_from_mapping"]
 

@@ -13,8 +13,7 @@ import sys
 from typing import Any
 
 from quantizer.report import record
-from quantizer.report.record import VERSION
-from quantizer.report.record import RunRecord
+from quantizer.report.record import VERSION, RunRecord
 
 __all__ = ["field_documentation", "format_page"]
 

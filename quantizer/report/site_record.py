@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from quantizer.reasons import ReasonCode
-from quantizer.reasons import RuleKind
+from quantizer.reasons import ReasonCode, RuleKind
 from quantizer.report.record_base import Record
 
 __all__ = ["Histogram", "Operand", "RangeCandidate", "Site", "UnquantizedProduct"]

@@ -17,8 +17,7 @@ import importlib
 import sys
 import threading
 import types
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn

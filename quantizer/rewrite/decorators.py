@@ -9,16 +9,11 @@ from __future__ import annotations
 import ast
 import copy
 import types
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from quantizer.errors import SourceError
-from quantizer.rewrite.closures import cells
-from quantizer.rewrite.closures import contents
-from quantizer.rewrite.closures import copy_attributes
-from quantizer.rewrite.closures import rebound
+from quantizer.rewrite.closures import cells, contents, copy_attributes, rebound
 from quantizer.rewrite.source_file import definition_of
 
 __all__ = [

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import types
 from collections import Counter
-from collections.abc import Iterator
-from collections.abc import Mapping
-from typing import Any
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from torch import Tensor
 from torch._ops import OpOverloadPacket

@@ -13,13 +13,11 @@ import ast
 import textwrap
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from quantizer.errors import SourceError
 from quantizer.operations.catalogue import registered_operations
-from quantizer.rewrite.names import FunctionNode
-from quantizer.rewrite.names import functions_in
+from quantizer.rewrite.names import FunctionNode, functions_in
 from quantizer.rewrite.text_edits import first_line
 
 __all__ = [

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from quantizer.config import RunConfig
-from quantizer.tasks import read_checkpoint
-from quantizer.tasks import tasks
+from quantizer.tasks import read_checkpoint, tasks
 
 __all__ = ["WRITTEN_BATCH_SIZES", "is_in_parts", "with_written_sizes"]
 

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.errors import LostRankError
-from quantizer.errors import SensitivityError
+from quantizer.errors import LostRankError, SensitivityError
 from quantizer.proxy.restored_state import untouched
 
 __all__ = ["Metric", "Score"]

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import fields
-from typing import TYPE_CHECKING
-from typing import Literal
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Literal
 
-from quantizer.reasons import ReasonCode
-from quantizer.reasons import RuleKind
+from quantizer.reasons import ReasonCode, RuleKind
 from quantizer.targets.graph_rules import GraphRules
 from quantizer.targets.triton_server import TritonServer
 

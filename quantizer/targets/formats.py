@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantizer.numerics.qtype import BLOCKS_OPSET
-from quantizer.numerics.qtype import QType
+from quantizer.numerics.qtype import BLOCKS_OPSET, QType
 from quantizer.targets.base import TargetProfile
 from quantizer.targets.profiles import profiles
 

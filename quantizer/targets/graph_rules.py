@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = ["ALWAYS", "OPERATOR_FORMAT", "GraphRules", "Severity"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quantizer.common.registry import Registry
-from quantizer.targets.base import FloatDtype
-from quantizer.targets.base import TargetProfile
+from quantizer.targets.base import FloatDtype, TargetProfile
 
 __all__ = ["AUTO", "profile", "profiles"]
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quantizer.targets.base import TRANSPOSED
-from quantizer.targets.base import TargetProfile
-from quantizer.targets.graph_rules import ALWAYS
-from quantizer.targets.graph_rules import GraphRules
+from quantizer.targets.base import TRANSPOSED, TargetProfile
+from quantizer.targets.graph_rules import ALWAYS, GraphRules
 from quantizer.targets.profiles import profiles
 
 __all__ = ["TORCH", "TORCH_AVX2"]

@@ -8,9 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-from typing import Protocol
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 

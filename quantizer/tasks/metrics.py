@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import TaskError
+from quantizer.errors import MissingDependencyError, TaskError
 
 __all__ = [
     "Metric",

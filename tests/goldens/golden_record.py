@@ -13,15 +13,12 @@ import json
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from golden_nets import NETS
-from golden_nets import GoldenNet
-from golden_nets import Packed
+from golden_nets import NETS, GoldenNet, Packed
 
 import quantizer
 from quantizer import Quantizer

@@ -6,13 +6,7 @@
 from __future__ import annotations
 
 from hypothesis import strategies as st
-from model_steps import ANY
-from model_steps import ROW
-from model_steps import SEQUENCE
-from model_steps import SIZES
-from model_steps import flag
-from model_steps import one_of
-from model_steps import step
+from model_steps import ANY, ROW, SEQUENCE, SIZES, flag, one_of, step
 from model_text import ModelText
 
 __all__ = ["made_floats"]

@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Mlp
-from helpers import batch
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import Mlp, batch, tiny
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import ConfigError

@@ -13,8 +13,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path

@@ -9,8 +9,7 @@ import pytest
 import torch
 import yaml
 from calibrated import make_calibrated
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from quantizer import Quantizer

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.errors import CalibrationWarning
 

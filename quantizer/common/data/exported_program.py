@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import fx
-from torch import nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 
 from quantizer.errors import ProxyError

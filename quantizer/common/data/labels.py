@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.errors import CalibrationError
 

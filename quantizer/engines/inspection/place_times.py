@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from quantizer.engines.inspection.inspection import Inspection
-from quantizer.engines.inspection.inspection import Layer
+from quantizer.engines.inspection.inspection import Inspection, Layer
 
 __all__ = ["NOWHERE", "place_times"]
 

@@ -11,13 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.engines.base import Array
-from quantizer.engines.base import TensorSpec
-from quantizer.engines.base import checked_inputs
-from quantizer.engines.base import shown
+from quantizer.engines.base import Array, TensorSpec, checked_inputs, shown
 from quantizer.engines.in_kind import in_kind
-from quantizer.engines.inspection.from_layers import RUNS
-from quantizer.engines.inspection.from_layers import WARMUP
+from quantizer.engines.inspection.from_layers import RUNS, WARMUP
 from quantizer.engines.inspection.inspection import Layer
 from quantizer.engines.tensorrt.inspect import layers_from_json
 from quantizer.engines.tensorrt.refit import refit

@@ -14,8 +14,7 @@ import threading
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from abc import ABC
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
-from typing import ClassVar
-from typing import Generic
-from typing import Protocol
-from typing import TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 

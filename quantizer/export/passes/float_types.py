@@ -18,12 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import take_out
+from quantizer.export.passes.base import add_constant, take_out
 from quantizer.qdq.element_types import type_groups
-from quantizer.qdq.graph import element
-from quantizer.qdq.graph import is_dequantize
-from quantizer.qdq.graph import maker
+from quantizer.qdq.graph import element, is_dequantize, maker
 
 __all__ = ["FloatTypes"]
 

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from quantizer.graph_check.finding import Fault
 from quantizer.graph_check.rule import rules
 from quantizer.graph_check.subject import Subject
-from quantizer.numerics.qtype import FP8
-from quantizer.numerics.qtype import INT8
-from quantizer.qdq.graph import constant
-from quantizer.qdq.graph import name_of
+from quantizer.numerics.qtype import FP8, INT8
+from quantizer.qdq.graph import constant, name_of
 
 __all__ = ["fp8_attention", "int8_with_fp8_attention"]
 

@@ -15,8 +15,7 @@ import types
 from typing import Any
 
 import torch
-from torch import fx
-from torch import nn
+from torch import fx, nn
 
 __all__ = ["OnnxModule", "identifier", "module_of"]
 

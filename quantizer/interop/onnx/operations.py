@@ -6,8 +6,7 @@ They are sites as those of any other model: their source is rewritten.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["Add", "Lstm", "MatMul"]
 

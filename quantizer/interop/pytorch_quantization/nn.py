@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from quantizer.errors import CalibrationError
-from quantizer.interop.pytorch_quantization.calib import HistogramCalibrator
-from quantizer.interop.pytorch_quantization.calib import MaxCalibrator
-from quantizer.interop.pytorch_quantization.calib import amax_of
+from quantizer.interop.pytorch_quantization.calib import HistogramCalibrator, MaxCalibrator, amax_of
 from quantizer.interop.pytorch_quantization.tensor_quant import QuantDescriptor
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.qtype import INT8

@@ -12,8 +12,7 @@ returns is corrected afterwards, in operations that a compiler fuses. ``aten::_s
 from __future__ import annotations
 
 import copy
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor

@@ -6,13 +6,9 @@ import html
 import math
 from collections.abc import Iterator
 
-from quantizer.report.charts.svg import svg_picture
-from quantizer.report.charts.svg import svg_text
-from quantizer.report.record import Histogram
-from quantizer.report.record import RangeCandidate
-from quantizer.report.tables.text import decibels
-from quantizer.report.tables.text import percent
-from quantizer.report.tables.text import significant
+from quantizer.report.charts.svg import svg_picture, svg_text
+from quantizer.report.record import Histogram, RangeCandidate
+from quantizer.report.tables.text import decibels, percent, significant
 
 __all__ = ["histogram_figure", "histogram_svg"]
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from quantizer.report.charts.svg import svg_legend
-from quantizer.report.charts.svg import svg_note
-from quantizer.report.charts.svg import svg_picture
-from quantizer.report.charts.svg import svg_text
+from quantizer.report.charts.svg import svg_legend, svg_note, svg_picture, svg_text
 from quantizer.report.record import TrainingRun
-from quantizer.report.tables.text import counted
-from quantizer.report.tables.text import plain
+from quantizer.report.tables.text import counted, plain
 
 __all__ = ["loss_svg", "score_svg", "training_caption"]
 

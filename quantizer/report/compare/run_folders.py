@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantizer.common.paths import is_file
-from quantizer.common.paths import is_folder
+from quantizer.common.paths import is_file, is_folder
 
 __all__ = ["run_folders"]
 

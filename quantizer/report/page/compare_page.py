@@ -8,12 +8,8 @@ from typing import Any
 from urllib.parse import quote
 
 from quantizer.report.compare.comparison import Comparison
-from quantizer.report.compare.in_short import comparison_sentence
-from quantizer.report.compare.in_short import comparison_svg
-from quantizer.report.compare.tables import csv_text
-from quantizer.report.compare.tables import pairs_html
-from quantizer.report.compare.tables import runs_html
-from quantizer.report.compare.tables import settings_html
+from quantizer.report.compare.in_short import comparison_sentence, comparison_svg
+from quantizer.report.compare.tables import csv_text, pairs_html, runs_html, settings_html
 from quantizer.report.json_file import write_text_atomic
 from quantizer.report.page.html import render
 from quantizer.report.tables import text

@@ -10,8 +10,7 @@ import base64
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantizer.errors import MissingDependencyError
 from quantizer.report.json_file import write_text_atomic

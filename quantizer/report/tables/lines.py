@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.text import Text
 
-from quantizer.report.tables.text import shorten
-from quantizer.report.tables.text import visible
+from quantizer.report.tables.text import shorten, visible
 
 __all__ = ["print_labelled", "print_lines", "wrapped"]
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from quantizer.report.ratios import quantized_entry
-from quantizer.report.ratios import reference_entry
-from quantizer.report.record import Latency
-from quantizer.report.record import LatencyEntry
-from quantizer.report.tables.text import milliseconds
-from quantizer.report.tables.text import percent
+from quantizer.report.ratios import quantized_entry, reference_entry
+from quantizer.report.record import Latency, LatencyEntry
+from quantizer.report.tables.text import milliseconds, percent
 
 __all__ = ["noise_sentence", "spread_words"]
 

@@ -7,9 +7,7 @@ from torch import nn
 from quantizer.engines import Engine
 from quantizer.report.record import EngineCheck
 from quantizer.runs.budget.fineness import budget_warnings
-from quantizer.runs.run_context import RunContext
-from quantizer.runs.run_context import as_predictor
-from quantizer.runs.run_context import bar
+from quantizer.runs.run_context import RunContext, as_predictor, bar
 from quantizer.runs.workload.function_scorer import FunctionScorer
 from quantizer.tasks import Row
 

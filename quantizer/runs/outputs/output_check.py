@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantizer.report.output_record import ALIKE_DB
-from quantizer.report.output_record import FURTHER_DB
-from quantizer.report.output_record import is_no_further
+from quantizer.report.output_record import ALIKE_DB, FURTHER_DB, is_no_further
 
 __all__ = ["OutputCheck", "Tolerance", "far_from_float", "shape_words", "tolerance"]
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from quantizer.report.placement_record import Placement
-from quantizer.report.placement_record import SpeedCheck
+from quantizer.report.placement_record import Placement, SpeedCheck
 from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.run_engines import FLOAT_STEM
-from quantizer.runs.run_engines import QUANTIZED_STEM
-from quantizer.runs.run_engines import RunEngines
+from quantizer.runs.run_engines import FLOAT_STEM, QUANTIZED_STEM, RunEngines
 
 __all__ = ["SpeedGoal", "missed_speed"]
 

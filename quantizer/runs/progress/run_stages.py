@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from quantizer.config import RunConfig
 from quantizer.engines import runs_here
 from quantizer.report import Stage
-from quantizer.runs.budget.engine_budget import CHECK_BY_FUNCTION
-from quantizer.runs.budget.engine_budget import CHECK_ON_ROWS
+from quantizer.runs.budget.engine_budget import CHECK_BY_FUNCTION, CHECK_ON_ROWS
 from quantizer.runs.progress.earlier_times import earlier_stages
 from quantizer.runs.progress.outlook import Outlook
 

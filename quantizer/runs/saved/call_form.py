@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import json_values

@@ -12,8 +12,7 @@ import math
 import re
 import sys
 from array import array
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.structure import flattened
 from quantizer.engines import Engine

@@ -18,10 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import TaskError
-from quantizer.tasks.inputs import EXAMPLE_ROWS
-from quantizer.tasks.inputs import Batch
+from quantizer.errors import MissingDependencyError, TaskError
+from quantizer.tasks.inputs import EXAMPLE_ROWS, Batch
 
 __all__ = ["AudioInputs", "Recordings", "read_recording", "require_extractor", "require_whole"]
 

@@ -9,12 +9,8 @@ from typing import Any
 from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import json_values
 from quantizer.errors import TaskError
-from quantizer.tasks.checkpoints.sources import resolve_source
-from quantizer.tasks.checkpoints.sources import transformers_package
-from quantizer.tasks.pooling import MEAN
-from quantizer.tasks.pooling import MODES
-from quantizer.tasks.pooling import SIMILARITIES
-from quantizer.tasks.pooling import SentencePooling
+from quantizer.tasks.checkpoints.sources import resolve_source, transformers_package
+from quantizer.tasks.pooling import MEAN, MODES, SIMILARITIES, SentencePooling
 
 __all__ = ["read_pooling"]
 

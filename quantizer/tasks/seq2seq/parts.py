@@ -9,18 +9,13 @@ width of the encoder, V tokens of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from typing import Any
-from typing import TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.common.decoder_cache import CACHE
-from quantizer.common.decoder_cache import PAST
-from quantizer.common.decoder_cache import PRESENT
+from quantizer.common.decoder_cache import CACHE, PAST, PRESENT
 from quantizer.errors import TaskError
 from quantizer.tasks.checkpoints.sources import transformers_package
 from quantizer.tasks.inputs import Batch

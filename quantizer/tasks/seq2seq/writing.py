@@ -6,8 +6,7 @@ Shapes: N rows, B rows of a batch, S tokens that were written.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt

@@ -12,12 +12,7 @@ from typing import Any
 from torch import fx
 
 from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
-from quantizer.engines.torch_engine.lowering.matching import aten
-from quantizer.engines.torch_engine.lowering.matching import dequantize
-from quantizer.engines.torch_engine.lowering.matching import is_call
-from quantizer.engines.torch_engine.lowering.matching import number
-from quantizer.engines.torch_engine.lowering.matching import only_reader
-from quantizer.engines.torch_engine.lowering.matching import replace
+from quantizer.engines.torch_engine.lowering.matching import aten, dequantize, is_call, number, only_reader, replace
 
 __all__ = ["fuse_attention"]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.ao.quantization.fx._decomposed as _decomposed  # registers the operators

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 __all__ = ["Shape", "inferred_shapes"]
 

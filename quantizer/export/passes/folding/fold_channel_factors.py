@@ -19,15 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import drop_unread
-from quantizer.export.passes.base import smallest_normal
-from quantizer.qdq.graph import attribute
-from quantizer.qdq.graph import floats
-from quantizer.qdq.graph import is_dequantize
-from quantizer.qdq.operand import MATMULS
-from quantizer.qdq.operand import operands
+from quantizer.export.passes.base import MatchPass, add_constant, drop_unread, smallest_normal
+from quantizer.qdq.graph import attribute, floats, is_dequantize
+from quantizer.qdq.operand import MATMULS, operands
 
 __all__ = ["FoldChannelFactors"]
 

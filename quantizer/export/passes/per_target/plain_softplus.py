@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import drop_unread
-from quantizer.export.passes.base import take_out
+from quantizer.export.passes.base import MatchPass, drop_unread, take_out
 from quantizer.qdq.graph import scalar
 
 __all__ = ["PlainSoftplus"]

@@ -9,8 +9,7 @@ s * q: the same values, in the storage that the kernels of a CPU engine take.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 

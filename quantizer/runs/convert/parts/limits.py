@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizer.errors import ConfigError
-from quantizer.errors import TaskError
+from quantizer.errors import ConfigError, TaskError
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.request import ConversionRequest
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import asdict
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from quantizer.qdq.signature import Signature
-from quantizer.report import Score
-from quantizer.report import collect_versions
-from quantizer.runs.convert.folder import FORMAT
-from quantizer.runs.convert.folder import processor_folder
+from quantizer.report import Score, collect_versions
+from quantizer.runs.convert.folder import FORMAT, processor_folder
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.parts.loaded import MODEL
