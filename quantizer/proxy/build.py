@@ -33,9 +33,9 @@ from quantizer.proxy.place import Place
 from quantizer.proxy.recurrence.recurrence import add_recurrences
 from quantizer.proxy.site import OUTPUT, Site, SourceCall
 from quantizer.reasons import ReasonCode
-from quantizer.rewrite.find_sites import SiteSource
 from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.rewrite.source_file import Key, SourceFile
+from quantizer.rewrite.source_sites import SiteSource
 
 __all__ = [
     "UnrewrittenSource",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.qtype import UINT8
 from quantizer.proxy.site import OUTPUT, Site, SourceCall
-from quantizer.rewrite.find_sites import SiteSource
+from quantizer.rewrite.source_sites import SiteSource
 
 __all__ = ["Place", "PlaceObserver", "add_output_sites"]
 

@@ -15,7 +15,7 @@ from quantizer.operations.catalogue import Operand, Operation, in_graphs, operat
 from quantizer.proxy.call_numbers import count_call, current_call
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.split_attention import attention, observed_probabilities
-from quantizer.rewrite.find_sites import SiteSource
+from quantizer.rewrite.source_sites import SiteSource
 
 __all__ = ["OUTPUT", "CallOverride", "Observer", "Site", "SourceCall", "move_beside_parameters"]
 

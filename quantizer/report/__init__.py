@@ -15,14 +15,13 @@ from quantizer.report.record import (
     LatencyEntry,
     MemoryEntry,
     ModelInfo,
-    Operand,
     RunRecord,
     Score,
     SensitivityRow,
-    Site,
     SizeEntry,
     Stage,
 )
+from quantizer.report.site_record import Operand, Site
 from quantizer.report.tables.headline import verdict
 from quantizer.report.tables.summary import print_record, print_summary
 from quantizer.report.tables.tables import Column, html_table, string_from_table, text_table

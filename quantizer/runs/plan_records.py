@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
 from quantizer.report.placement_record import GroupTime, Placement, PlacementPoint
-from quantizer.report.record import SensitivityRow, Site
+from quantizer.report.record import SensitivityRow
+from quantizer.report.site_record import Site
 from quantizer.sensitivity import Fallback, GroupSensitivity
 from quantizer.sensitivity.prices.by_speed import frontier
 from quantizer.sensitivity.prices.group_prices import Prices

@@ -27,7 +27,7 @@ from quantizer.qat.checkpoint import BEST, LAST, read_checkpoint, read_facts, sh
 from quantizer.qat.data_parallel import own_rows, sum_gradients
 from quantizer.qat.gradient_check import has_gradient
 from quantizer.quantizer import Quantizer
-from quantizer.report.record import TrainingRun, TrainingScore
+from quantizer.report.training_record import TrainingRun, TrainingScore
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.task_metric import Metric
 from quantizer.sensitivity import fingerprint

@@ -5,6 +5,7 @@ from __future__ import annotations
 from quantizer.tasks import embedding_classification, image_classification, sentence_similarity, sequence_classification
 from quantizer.tasks.audio import audio_classification, speech_recognition
 from quantizer.tasks.audio.audio_inputs import Recordings
+from quantizer.tasks.checkpoints.sources import resolve_source
 from quantizer.tasks.checkpoints.timm_models import save_processor
 from quantizer.tasks.datasets import (
     Audio,
@@ -31,7 +32,7 @@ from quantizer.tasks.datasets import (
 )
 from quantizer.tasks.image_inputs import read_image
 from quantizer.tasks.images import depth_estimation, object_detection, segmentation, zero_shot
-from quantizer.tasks.inputs import Feed, Sample, batch_shape, rows_at
+from quantizer.tasks.inputs import Batch, Feed, Sample, batch_shape, rows_at
 from quantizer.tasks.models import (
     load_image_processor,
     load_model,
@@ -39,11 +40,10 @@ from quantizer.tasks.models import (
     load_tokenizer,
     read_checkpoint,
     require_labels,
-    resolve_source,
 )
 from quantizer.tasks.outputs import first_output
 from quantizer.tasks.seq2seq import speech_to_text, text_to_text
-from quantizer.tasks.task import Batch, Predictions, Progress, Run, Task, build_task, tasks
+from quantizer.tasks.task import Predictions, Progress, Run, Task, build_task, tasks
 from quantizer.tasks.tokens import (
     fill_mask,
     generation_with_past,

@@ -15,11 +15,11 @@ import torch
 
 from quantizer.errors import MissingDependencyError, TaskError
 from quantizer.tasks.datasets.rows import Row, Text
-from quantizer.tasks.inputs import Inputs, Sample
+from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import accuracy, label_flips, mean_cosine, sqnr_db
 from quantizer.tasks.pooling import MEAN
-from quantizer.tasks.task import Batch, Predictions, Progress, Run, Task, tasks
+from quantizer.tasks.task import Predictions, Progress, Run, Task, tasks
 
 __all__ = ["EmbeddingClassification"]
 

@@ -18,10 +18,10 @@ from quantizer.tasks.classification import (
     require_one_label,
 )
 from quantizer.tasks.datasets.rows import Audio, Image, Row, class_number
-from quantizer.tasks.inputs import Inputs, Sample
+from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import accuracy
-from quantizer.tasks.task import Batch, Predictions, Task
+from quantizer.tasks.task import Predictions, Task
 
 __all__ = ["FileClassification"]
 

@@ -11,12 +11,12 @@ import torch
 
 from quantizer.tasks.datasets.rows import Pair, Row
 from quantizer.tasks.images.text_tower import EMBEDDING, TextTower, has_text_tower
-from quantizer.tasks.inputs import Inputs, Sample
+from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import mean_cosine, spearman, sqnr_db
 from quantizer.tasks.outputs import first_output
 from quantizer.tasks.pooling import MEAN
-from quantizer.tasks.task import Batch, Predictions, Task, tasks
+from quantizer.tasks.task import Predictions, Task, tasks
 
 __all__ = ["SentenceSimilarity"]
 

@@ -12,10 +12,10 @@ import torch
 from quantizer.errors import TaskError
 from quantizer.tasks.classification import checked_logits, compare_classifiers, largest_logit, require_one_label
 from quantizer.tasks.datasets.rows import Row, Text
-from quantizer.tasks.inputs import Inputs, Sample
+from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import accuracy
-from quantizer.tasks.task import Batch, Predictions, Task, tasks
+from quantizer.tasks.task import Predictions, Task, tasks
 
 __all__ = ["SequenceClassification", "require_classes"]
 

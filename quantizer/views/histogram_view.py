@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantizer.report.charts.histogram_plot import histogram_figure, histogram_svg
-from quantizer.report.record import Histogram, RangeCandidate
+from quantizer.report.site_record import Histogram, RangeCandidate
 from quantizer.report.tables.tables import Column
 from quantizer.report.tables.text import decibels, percent, significant
 from quantizer.views.picture import Picture

@@ -23,14 +23,9 @@ from quantizer.report import (
 )
 from quantizer.report.candidate_record import Candidate, EngineChoice
 from quantizer.report.placement_record import GroupTime, Placement, PlacementPoint, SpeedCheck
-from quantizer.report.record import (
-    Evaluation,
-    Histogram,
-    RangeCandidate,
-    TrainingRun,
-    TrainingScore,
-    UnquantizedProduct,
-)
+from quantizer.report.record import Evaluation
+from quantizer.report.site_record import Histogram, RangeCandidate, UnquantizedProduct
+from quantizer.report.training_record import TrainingRun, TrainingScore
 
 FILE = "/usr/lib/python3/site-packages/transformers/models/bert/modeling_bert.py"
 SITES = (

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from quantizer.rewrite.find_sites import FunctionSource, SiteSource
 from quantizer.rewrite.host_argument import HOST, PASS_HOST, TAKES_APART, VISIBLE, WRITTEN_CLASS
 from quantizer.rewrite.live_names import LIVE, NOW
 from quantizer.rewrite.source_file import SourceFile
+from quantizer.rewrite.source_sites import FunctionSource, SiteSource
 
 NAMESPACE = {"__name__": "sample", "torch": torch, "nn": torch.nn, "F": functional}
 

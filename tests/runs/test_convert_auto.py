@@ -27,7 +27,7 @@ from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
 from quantizer.engines.engine_file import read_engine
 from quantizer.engines.measure import trial
 from quantizer.errors import EngineError
-from quantizer.report.record import EngineCheck
+from quantizer.report.search.budget_record import EngineCheck
 from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.convert import choose, load_converted, measure, request
 from quantizer.runs.convert import folder as folders

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from quantizer.report.charts.svg import svg_picture, svg_text
-from quantizer.report.record import Histogram, RangeCandidate
+from quantizer.report.site_record import Histogram, RangeCandidate
 from quantizer.report.tables.text import decibels, percent, significant
 
 __all__ = ["histogram_figure", "histogram_svg"]

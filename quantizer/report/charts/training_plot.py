@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from quantizer.report.charts.svg import svg_legend, svg_note, svg_picture, svg_text
-from quantizer.report.record import TrainingRun
 from quantizer.report.tables.text import counted, plain
+from quantizer.report.training_record import TrainingRun
 
 __all__ = ["loss_svg", "score_svg", "training_caption"]
 

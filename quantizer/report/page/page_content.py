@@ -17,7 +17,7 @@ from quantizer.report.charts.pareto_plot import pareto_svg
 from quantizer.report.charts.plots import sensitivity_bars
 from quantizer.report.charts.training_plot import loss_svg, score_svg, training_caption
 from quantizer.report.codec import mapping_from_record
-from quantizer.report.output_record import worst_output
+from quantizer.report.output_record import OutputDistance, worst_output
 from quantizer.report.page.glossary import GLOSSARY
 from quantizer.report.page.page_tables import (
     cost_table,
@@ -32,8 +32,9 @@ from quantizer.report.page.page_tables import (
     sensitivity_table,
 )
 from quantizer.report.ratios import quantized_entry, reference_entry
-from quantizer.report.record import Latency, MemoryEntry, OutputDistance, RunRecord, Score, Site, SizeEntry, Stage
+from quantizer.report.record import Latency, MemoryEntry, RunRecord, Score, SizeEntry, Stage
 from quantizer.report.shown_setting import is_from_python, shown_setting
+from quantizer.report.site_record import Site
 from quantizer.report.tables import text
 from quantizer.report.tables.cause_lines import lines_of_causes
 from quantizer.report.tables.choice_table import choice_table, missing_lines

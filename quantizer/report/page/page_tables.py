@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from quantizer.reasons import counted
-from quantizer.report.record import Fallback, Operand, RunRecord, SensitivityRow, Site, UnquantizedProduct
+from quantizer.report.record import Fallback, RunRecord, SensitivityRow
+from quantizer.report.site_record import Operand, Site, UnquantizedProduct
 from quantizer.report.tables import text
 from quantizer.report.tables.headline import multiply_add_share
 from quantizer.report.tables.measure_labels import error_words

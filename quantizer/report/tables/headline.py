@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from quantizer.reasons import counted
 from quantizer.report.ratios import quantized_entry, reference_entry, reference_words
-from quantizer.report.record import RunRecord, Score, Site
+from quantizer.report.record import RunRecord, Score
+from quantizer.report.site_record import Site
 from quantizer.report.tables import text
 from quantizer.report.tables.spread import noise_sentence
 from quantizer.report.tables.text import file_size, percent, score, signed

@@ -13,7 +13,7 @@ from quantizer.engines import BuildOptions, BuildResult, Engine, interleaved_lat
 from quantizer.engines.candidates import Variant
 from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
-from quantizer.report.record import EngineCheck
+from quantizer.report.search.budget_record import EngineCheck
 from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.choose_engine import HOPELESS, require_sites
 from quantizer.runs.convert.folder import ENGINE, ONNX

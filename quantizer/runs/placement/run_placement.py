@@ -11,7 +11,7 @@ from quantizer.config import RunConfig
 from quantizer.engines.estimate import DEFAULT, least
 from quantizer.quantizer import Quantizer
 from quantizer.report.placement_record import Placement
-from quantizer.runs.measure import build_options
+from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM, build_options
 from quantizer.runs.placement.estimated_prices import prices_of_files
 from quantizer.runs.placement.place_groups import GroupPlacer
 from quantizer.runs.placement.price_groups import TimeCache
@@ -19,7 +19,7 @@ from quantizer.runs.placement.speed_goal import SpeedGoal
 from quantizer.runs.plan_records import placement_record
 from quantizer.runs.ranks.first_rank import from_first_rank
 from quantizer.runs.run_context import RunContext
-from quantizer.runs.run_engines import FLOAT_STEM, QUANTIZED_STEM, RunEngines
+from quantizer.runs.run_engines import RunEngines
 from quantizer.sensitivity.prices.group_prices import Prices
 
 __all__ = ["RunPlacement"]

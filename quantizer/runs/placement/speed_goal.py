@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from quantizer.report.placement_record import Placement, SpeedCheck
+from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.run_engines import FLOAT_STEM, QUANTIZED_STEM, RunEngines
+from quantizer.runs.run_engines import RunEngines
 
 __all__ = ["SpeedGoal", "missed_speed"]
 

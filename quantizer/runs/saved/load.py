@@ -14,7 +14,7 @@ from quantizer.errors import EngineError, QuantizerError
 from quantizer.files import restore_folder
 from quantizer.report import read_record
 from quantizer.runs.convert.folder import CONFIG
-from quantizer.runs.run_engines import FLOAT_STEM, QUANTIZED_STEM
+from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.engine_module import EngineModule
 

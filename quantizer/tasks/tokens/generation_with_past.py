@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from quantizer.tasks.inputs import Inputs
+from quantizer.tasks.inputs import Batch, Inputs
 from quantizer.tasks.outputs import first_output
-from quantizer.tasks.task import Batch, Run, tasks
+from quantizer.tasks.task import Run, tasks
 from quantizer.tasks.tokens.decode_step import CachedInputs, DecodeStep
 from quantizer.tasks.tokens.text_generation import TextGeneration
 

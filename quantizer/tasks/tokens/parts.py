@@ -15,7 +15,8 @@ from quantizer.errors import TaskError
 from quantizer.tasks.metrics import label_flips
 
 if TYPE_CHECKING:
-    from quantizer.tasks.task import Batch, Predictions
+    from quantizer.tasks.inputs import Batch
+    from quantizer.tasks.task import Predictions
 
 __all__ = ["flips", "is_token", "per_token", "whole_numbers"]
 

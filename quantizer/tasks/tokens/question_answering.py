@@ -15,11 +15,11 @@ import torch
 
 from quantizer.tasks.counted import CountedTask
 from quantizer.tasks.datasets.rows import Question, Row
-from quantizer.tasks.inputs import Inputs, Sample
+from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import label_flips, sqnr_db
 from quantizer.tasks.outputs import first_output
-from quantizer.tasks.task import Batch, Predictions, tasks
+from quantizer.tasks.task import Predictions, tasks
 from quantizer.tasks.tokens.pair_inputs import PairInputs
 from quantizer.tasks.tokens.parts import is_token, per_token
 
