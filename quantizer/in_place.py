@@ -23,8 +23,6 @@ from quantizer.proxy.eager_attention import use_eager_attention
 from quantizer.rewrite.constructor_patch import Source, patched
 from quantizer.views.coverage import Coverage
 
-__all__ = ["QATCalibrate"]
-
 _METHODS = {"histogram": "percentile"}
 """Names of NVIDIA's toolkit, with our calibrators; any other method is the name of a calibrator."""
 

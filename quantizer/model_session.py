@@ -36,8 +36,6 @@ from quantizer.targets import AUTO
 from quantizer.views.coverage import Coverage
 from quantizer.views.sensitivity_view import Sensitivity
 
-__all__ = ["ModelSession", "for_this_cpu"]
-
 
 def for_this_cpu(config: QuantizerConfig) -> QuantizerConfig:
     """Return the configuration with a backend in the place of ``auto``: an installed one, in its variant for this CPU.

@@ -31,8 +31,6 @@ from quantizer.views.quantizer_views import QuantizerViews
 if TYPE_CHECKING:
     from quantizer.engines import BuildResult
 
-__all__ = ["Quantizer"]
-
 
 class Quantizer(QuantizerViews):
     """Calibration, sensitivity, training and quantization of one model or ``ExportedProgram``, through proxies of it.

@@ -18,8 +18,6 @@ import nbclient
 import nbformat
 from example_runs import EXAMPLES, TIMEOUT_S
 
-__all__ = ["NOTEBOOKS", "executed", "shown"]
-
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -17,8 +17,6 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbformat.v4 import new_output
 from traitlets.config import Config
 
-__all__ = ["executed_here"]
-
 
 def executed_here(path: Path) -> Any:
     """A notebook after its run from top to bottom, in the folder where it lies, with the names that it defines alone.

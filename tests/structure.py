@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FILES", "PACKAGE", "Figures", "figures", "imports", "room_of"]
-
 PACKAGE = Path(__file__).parents[1] / "quantizer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 

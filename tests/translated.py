@@ -21,8 +21,6 @@ import torch.fx.config
 
 import quantizer.export.exporter as exporter
 
-__all__ = ["translate_once"]
-
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Path, enum.Enum)
 # Where a model was loaded from.
 _OF_THE_PLACE = frozenset({"_name_or_path", "name_or_path"})

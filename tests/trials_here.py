@@ -13,8 +13,6 @@ from quantizer.engines.backends import backend as registered
 from quantizer.engines.measure import trial
 from quantizer.engines.measure.own_process import in_own_process
 
-__all__ = ["trials_here"]
-
 _SHORT_S = 1.0
 
 

@@ -10,8 +10,6 @@ from torch import nn
 
 from quantizer.plan.site_plan import Plan, with_fallback
 
-__all__ = ["seen", "without"]
-
 
 def without(plan: Plan, choice: random.Random, share: float) -> Plan:
     """The plan with about this share of its groups put back."""

@@ -24,8 +24,6 @@ from quantizer.plan.apply import apply_factor
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.proxy.site import Site
 
-__all__ = ["Trial", "choose_ranges"]
-
 _SHARES = tuple(0.9**step for step in range(1, 17))
 """Shares of the largest value, as further candidates: down to 0.19, in steps that change the error by little."""
 

@@ -39,8 +39,6 @@ from quantizer.plan.site_plan import Plan, SitePlan, summary
 from quantizer.proxy.call_numbers import current_call
 from quantizer.proxy.site import Site
 
-__all__ = ["corrected"]
-
 logger = logging.getLogger(__name__)
 
 _ROWS = 4096

@@ -33,8 +33,6 @@ from quantizer.plan.decide_sites import decide
 from quantizer.plan.site_plan import Plan, plan_digest
 from quantizer.plan.weight_scales import scale_of
 
-__all__ = ["make_plan"]
-
 
 def make_plan(proxy: Proxied, observation: Seen) -> Plan:
     """Return the plan of a calibrated proxy, after the choices on kept batches that the configuration asks for.

@@ -23,8 +23,6 @@ from quantizer.proxy.call_numbers import numbered
 from quantizer.proxy.eager_attention import attention_of
 from quantizer.proxy.restored_state import unmoved
 
-__all__ = ["OutputError", "other_attention_error", "quantized"]
-
 _OTHER = 0.01
 """From this error on, two implementations of attention compute something else: bfloat16 makes 0.0001."""
 

@@ -23,8 +23,6 @@ from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import judged_as
 from quantizer.plan.site_plan import Plan
 
-__all__ = ["Setting", "choose"]
-
 _TOLERANCE_DB = 0.5
 """An earlier setting is preferred if its error is at most this much larger: it clips less of other data."""
 

@@ -18,8 +18,6 @@ from quantizer.operations.einsum import labels
 from quantizer.proxy.site import Site
 from quantizer.proxy.weight import laid_out
 
-__all__ = ["ProductRows", "product_rows"]
-
 
 class ProductRows(Protocol):
     """A weighted product in rows."""

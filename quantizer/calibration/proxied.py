@@ -15,8 +15,6 @@ from quantizer.proxy.place import add_output_sites
 from quantizer.proxy.site import Site
 from quantizer.rewrite.operator_patches import OperatorPatch
 
-__all__ = ["Proxied", "proxied", "proxied_copy", "selection_of"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Proxied:

@@ -22,8 +22,6 @@ from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import CallOverride, Site
 from quantizer.proxy.split_attention import observed_probabilities
 
-__all__ = ["SiteCall", "replay", "run_judged"]
-
 _ROWS = 512
 """The number of rows of a linear's input that are tried: enough to tell ranges apart, and cheaper than all."""
 

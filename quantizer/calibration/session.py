@@ -34,8 +34,6 @@ from quantizer.proxy.computed.computation import named_tensors
 from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.model_sharing import OwnBuffers
 
-__all__ = ["CalibrationSession", "merge_across_ranks"]
-
 logger = logging.getLogger(__name__)
 
 

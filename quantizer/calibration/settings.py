@@ -22,19 +22,6 @@ from quantizer.plan.site_plan import Plan
 from quantizer.reasons import ReasonCode
 from quantizer.targets import TargetProfile
 
-__all__ = [
-    "calibrator_of",
-    "estimates_of",
-    "keeps_batches",
-    "make_observation",
-    "needs_batches",
-    "plan_settings",
-    "replays_batches",
-    "sees_the_same",
-    "tell_where_nothing_is_quantized",
-    "warn_of_float32",
-]
-
 logger = logging.getLogger(__name__)
 
 _BY_OUTPUT = tuple(entry for entry in CANDIDATES if entry.label not in ("percentile 99.9", "entropy"))

@@ -32,8 +32,6 @@ from quantizer.observe.snapshot import add_over_ranks
 from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import Plan
 
-__all__ = ["ALPHAS", "Smoothing", "fit_migrations", "held_factors", "migration_factors", "weight_record"]
-
 ALPHAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
 """The shares among which ``auto`` chooses, besides no migration."""
 

@@ -20,8 +20,6 @@ from quantizer.observe.replay_batches import Batch
 from quantizer.proxy.recorded_calls import RecordedCall, RecordedCalls
 from quantizer.proxy.site import Site
 
-__all__ = ["EndedCalls", "Reached", "StagedPasses", "Visit"]
-
 Visit = Callable[[Site, list[Any], dict[str, Any], Tensor | None], None]
 """A function of a call: its site, its arguments, and the mask [B, S] of real tokens of the batch (None: all)."""
 

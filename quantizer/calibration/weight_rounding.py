@@ -39,9 +39,6 @@ from quantizer.plan.weight_range import least_error_amax, over_scale
 from quantizer.plan.weight_scales import as_rounded, with_range
 from quantizer.proxy.site import Site
 
-__all__ = ["round_weights"]
-
-
 _PRODUCT = 2  # operands
 
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6)

@@ -14,8 +14,6 @@ from quantizer.common import choices
 from quantizer.common.registry import Registry
 from quantizer.errors import CalibrationError
 
-__all__ = ["CALIBRATORS", "Calibrator", "make_calibrator"]
-
 CALIBRATORS: Registry[type[Calibrator]] = choices.CALIBRATORS
 """The calibrators by name; ``@CALIBRATORS.add("name")`` adds a subclass of ``Calibrator`` that has ``estimate()``."""
 

@@ -9,8 +9,6 @@ from typing import Any
 from quantizer.calibrators.base import Calibrator
 from quantizer.numerics.qtype import QType
 
-__all__ = ["CANDIDATES", "OF_FORMAT", "Estimate", "estimates"]
-
 OF_FORMAT = frozenset({"mse", "entropy"})
 """The calibrators that estimate rounding errors, and so need the ``dtype`` of the operand."""
 

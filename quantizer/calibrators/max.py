@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from quantizer.calibrators.base import CALIBRATORS, Calibrator
 
-__all__ = ["MaxCalibrator"]
-
 
 @CALIBRATORS.add("max")
 class MaxCalibrator(Calibrator):

@@ -9,8 +9,6 @@ from quantizer.calibrators.base import CALIBRATORS, Calibrator
 from quantizer.calibrators.histogram import Histogram
 from quantizer.numerics.qtype import qtype
 
-__all__ = ["MseCalibrator", "squared_errors"]
-
 
 @CALIBRATORS.add("mse")
 class MseCalibrator(Calibrator):

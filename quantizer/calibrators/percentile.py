@@ -5,8 +5,6 @@ from __future__ import annotations
 from quantizer.calibrators.base import CALIBRATORS, Calibrator
 from quantizer.calibrators.histogram import Histogram
 
-__all__ = ["PercentileCalibrator"]
-
 
 @CALIBRATORS.add("percentile")
 class PercentileCalibrator(Calibrator):

@@ -13,7 +13,6 @@ from rich.console import Console
 if TYPE_CHECKING:
     from quantizer.graph_check import Finding
 
-__all__ = ["Check"]
 
 _SHOWN = 3
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-__all__ = ["Compare"]
-
 
 class Compare:
     """Verb that compares finished runs: a table here, a page, and a CSV file."""

@@ -10,8 +10,6 @@ from rich.console import Console
 from quantizer.cli.verb import Verb
 from quantizer.targets import AUTO, profiles
 
-__all__ = ["Completion"]
-
 _BASH = """\
 _quantizer() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" found=""

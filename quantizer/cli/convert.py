@@ -14,8 +14,6 @@ from quantizer.common.paths import is_there
 from quantizer.config.data_section import is_function_name
 from quantizer.errors import ConfigError
 
-__all__ = ["Convert"]
-
 _THREE = ("LEAST", "USUAL", "MOST")
 _SIZES = {
     "--batch-size": "rows in a batch (default: 1 8 32, or less where the output holds the vocabulary)",

@@ -9,8 +9,6 @@ from rich.console import Console
 from quantizer.cli.verb import OVERRIDES_HELP
 from quantizer.config import load_run
 
-__all__ = ["Inspect"]
-
 
 class Inspect:
     """Verb that loads the model of a run file and shows its sites."""

@@ -29,8 +29,6 @@ from quantizer.cli.verb import Verb
 from quantizer.common.out_of_memory import is_out_of_memory
 from quantizer.errors import QuantizerError
 
-__all__ = ["VERBS", "main"]
-
 _WORKING: tuple[Verb, ...] = (Convert(), Run(), Compare(), Validate(), Inspect(), Show(), Check())
 VERBS: tuple[Verb, ...] = (*_WORKING, Completion(_WORKING))
 

@@ -13,8 +13,6 @@ from quantizer.report.page.glossary import words_in
 from quantizer.report.tables.text import visible
 from quantizer.runs.ranks.launcher import launched
 
-__all__ = ["print_error", "standard_output"]
-
 _WORDS = 2
 """How many words of an error are explained at most."""
 

@@ -16,8 +16,6 @@ from quantizer.config import load_run
 from quantizer.config.sweep import Sweep, read_sweep
 from quantizer.errors import QuantizerError
 
-__all__ = ["Run", "files_and_overrides"]
-
 _MANY = 50
 """A sweep of more runs is asked about first."""
 

@@ -13,8 +13,6 @@ from quantizer.common.paths import is_file, is_folder
 from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
 
-__all__ = ["Show"]
-
 
 class Show:
     """Verb that prints the summary of the report in a run folder, or the contents of an engine or ONNX file."""

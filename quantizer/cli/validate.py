@@ -19,8 +19,6 @@ from quantizer.config.load import valid_sections
 from quantizer.config.sweep import SweepRun, read_sweep
 from quantizer.errors import ConfigError, QuantizerError
 
-__all__ = ["Validate"]
-
 
 class Validate:
     """Verb that checks run files without running them.

@@ -7,8 +7,6 @@ from typing import Protocol
 
 from rich.console import Console
 
-__all__ = ["OVERRIDES_HELP", "Verb"]
-
 OVERRIDES_HELP = (
     "set a key of CONFIG (the value is YAML), or remove one with ~key: quantizer.backend=openvino ~fallback"
 )

@@ -9,8 +9,6 @@ from typing import Self
 
 import torch
 
-__all__ = ["Autocast"]
-
 
 @dataclass(frozen=True, slots=True)
 class Autocast:

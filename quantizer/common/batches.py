@@ -15,8 +15,6 @@ from quantizer.common.out_of_memory import is_out_of_memory
 from quantizer.common.progress import counted
 from quantizer.errors import CalibrationError, QuantizerError
 
-__all__ = ["call", "run_batches"]
-
 
 def run_batches(
     proxy: nn.Module,

@@ -15,18 +15,6 @@ from torch import Tensor, distributed
 
 from quantizer.errors import LostRankError
 
-__all__ = [
-    "all_gather_bytes",
-    "all_reduce_sum",
-    "all_reduce_tensor",
-    "alone",
-    "exact_sums",
-    "get_rank",
-    "get_world_size",
-    "is_mine",
-    "of_first_rank",
-]
-
 _ALONE = [0]
 """How many blocks of ``alone`` are open."""
 

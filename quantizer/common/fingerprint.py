@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from quantizer.common.tensor_stamp import TensorStamp
 from quantizer.errors import CalibrationError, QuantizerError
 
-__all__ = ["Fingerprint", "changed_parameters", "changed_types", "refuse_other_shapes", "warn_of_other_weights"]
-
 _SAMPLE = 1024
 """How many values of a parameter, about, give the mean magnitude that distinguishes a cast from other values."""
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from quantizer.common.structure import leaves, mapped
 
-__all__ = ["as_ordinary", "ordinary_tensors"]
-
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:

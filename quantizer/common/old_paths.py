@@ -16,8 +16,6 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any
 
-__all__ = ["MOVED", "find_old_paths", "old_names"]
-
 MOVED = {
     "quantizer.conversion": "quantizer.runs.convert",
     "quantizer.export.check": "quantizer.graph_check",

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["once_property"]
-
 if TYPE_CHECKING:
     once_property = cached_property
 else:

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from quantizer.common.structure import flattened
 from quantizer.common.tensor_stamp import tensor_version
 
-__all__ = ["copied", "given_copies", "on_own_tensors", "own", "own_tensors", "written_by"]
-
 
 def own(value: Any) -> Any:
     """Return a structure with copies of its leaves, without their gradients; one leaf in two places stays one."""

@@ -18,8 +18,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["decoded", "json_values", "yaml_values"]
-
 _DEEPEST = 100
 """The levels of nesting that are accepted. libyaml recurses for each level, and 100,000 of them crash the process."""
 _LARGEST = 2**63

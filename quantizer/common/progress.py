@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
-__all__ = ["Loop", "counted", "loop", "open_loops", "own_display"]
-
 Item = TypeVar("Item")
 
 

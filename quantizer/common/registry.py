@@ -7,8 +7,6 @@ from typing import Generic, TypeVar
 
 from quantizer.errors import ConfigError
 
-__all__ = ["Registry"]
-
 T = TypeVar("T")
 
 

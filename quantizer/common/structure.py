@@ -15,8 +15,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["fields_of", "flattened", "leaves", "mapped"]
-
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 

@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["TensorStamp", "tensor_version"]
-
 _P, _Q = 503, 509
 """P and Q: odd, so that all signs changed do not add up to no change, and of a part that the caches hold."""
 

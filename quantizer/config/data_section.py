@@ -14,8 +14,6 @@ from quantizer.common.label_texts import TEMPLATE, label_problem, label_texts
 from quantizer.config.describe import Slot
 from quantizer.config.section import Expects, OneOf, Section, Text, TextList, reject
 
-__all__ = ["MODULE", "MOST_SECONDS", "DataConfig", "DatasetConfig", "ModelConfig", "is_function_name"]
-
 _TASKS = OneOf(TASKS)
 MODULE = "module"
 """What stands for the task of a model that was given in Python."""

@@ -13,8 +13,6 @@ from annotated_types import Ge, Gt, Le
 
 from quantizer.config.section import Expects, OneOf, Section
 
-__all__ = ["KeyPath", "Slot", "nearest", "path_text", "paths_ending_in", "slot_at", "words_for"]
-
 KeyPath = tuple[str | int, ...]
 """The path of a value: keys, and indices in lists."""
 

@@ -12,8 +12,6 @@ from quantizer.reasons import RuleKind
 from quantizer.targets.feasibility import engine_problems
 from quantizer.targets.formats import Format, impossible, least_opset_of
 
-__all__ = ["default_format", "check_formats", "check_run", "least_opset", "rule_formats"]
-
 
 def check_formats(config: QuantizerConfig) -> None:
     """Raise if the target does not support all formats.

@@ -25,9 +25,6 @@ from quantizer.config.yaml_file import Document, read_yaml
 from quantizer.errors import ConfigError
 from quantizer.targets import AUTO
 
-__all__ = ["SWEEP", "dump_yaml", "fallback_config", "finished_run", "load_run", "quantizer_config", "run_draft"]
-__all__ += ["valid_sections"]
-
 SWEEP = "sweep"
 """The section of a file that makes several runs of it; see ``read_sweep``."""
 

@@ -8,8 +8,6 @@ from quantizer.config.describe import KeyPath, nearest, path_text, words_for
 from quantizer.config.yaml_file import Document, parse_yaml
 from quantizer.errors import ConfigError
 
-__all__ = ["Draft"]
-
 
 class Draft:
     """Values from a file or mapping and from overrides, and their problems.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-__all__ = ["DEFAULT", "PRESETS", "preset_keys", "with_fitted_sizes", "with_preset"]
-
 _BY_OUTPUT = {"calibrator": "output", "smooth": "auto", "zero_point": True}
 
 _AS_THEY_ARE = {"weights": {"rounding": "nearest"}, "bias_correction": False}

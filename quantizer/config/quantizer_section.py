@@ -14,8 +14,6 @@ from quantizer.config.section import Expects, OneOf, Section, TextList, reject, 
 from quantizer.targets.base import TargetProfile
 from quantizer.targets.profiles import AUTO, profile, profiles
 
-__all__ = ["ActivationsConfig", "FormatConfig", "QuantizerConfig", "SelectionConfig", "SitesConfig", "WeightsConfig"]
-
 
 def _percentile(value: Any) -> float | tuple[float, ...]:
     if isinstance(value, list | tuple):

@@ -17,8 +17,6 @@ from quantizer.config.presets import preset_keys
 from quantizer.config.schema import RunConfig
 from quantizer.config.section import Section
 
-__all__ = ["reference"]
-
 _HEAD = """\
 # Configuration
 

@@ -24,14 +24,6 @@ from quantizer.config.section import AxisRange, Expects, Section, Text, reject, 
 from quantizer.config.sensitivity_section import AmpConfig, FallbackConfig
 from quantizer.config.training_section import QatConfig
 
-__all__ = [
-    "DynamicConfig",
-    "EngineConfig",
-    "ExportConfig",
-    "ReportConfig",
-    "RunConfig",
-]
-
 _HALF_SCALES_OPSET = 19
 """The first opset in which QuantizeLinear accepts half scales."""
 

@@ -11,18 +11,6 @@ from pydantic_core import PydanticCustomError
 
 from quantizer.common.registry import Registry
 
-__all__ = [
-    "AxisRange",
-    "Expects",
-    "OneOf",
-    "Section",
-    "Text",
-    "TextList",
-    "reject",
-    "some_and_unique",
-    "tuple_from_list",
-]
-
 
 class Section(BaseModel):
     """A mapping in the YAML file: frozen, without unknown keys, without conversion between types."""

@@ -8,8 +8,6 @@ from pydantic import AfterValidator, Field, model_validator
 
 from quantizer.config.section import Section, TextList, reject, some_and_unique
 
-__all__ = ["AmpConfig", "FallbackConfig"]
-
 _MAX_EVALUATIONS = 25
 _CHOICES = ("num", "ratio", "names", "max_drop", "min_speedup")
 

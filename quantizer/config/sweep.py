@@ -26,8 +26,6 @@ from quantizer.config.schema import RunConfig
 from quantizer.config.yaml_file import Document, parse_yaml, read_yaml
 from quantizer.errors import ConfigError
 
-__all__ = ["Axis", "Sweep", "SweepRun", "read_sweep", "split_values"]
-
 _LONGEST = 150
 """The most bytes in the name of a run, which is that of its folder too, before a hash ends it."""
 

@@ -9,8 +9,6 @@ from pydantic_core import PydanticCustomError
 
 from quantizer.config.section import Expects, Section
 
-__all__ = ["QatConfig"]
-
 _Kind = Literal["fixed", "average", "learned"]
 
 

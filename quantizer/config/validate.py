@@ -15,8 +15,6 @@ from quantizer.config.origin import Draft
 from quantizer.config.section import Section
 from quantizer.errors import ConfigError
 
-__all__ = ["check_keys", "finish", "note_problems"]
-
 S = TypeVar("S", bound=Section)
 
 _HINTED = 100

@@ -17,8 +17,6 @@ import yaml
 from quantizer.config.describe import KeyPath
 from quantizer.errors import ConfigError
 
-__all__ = ["Document", "Fault", "parse_yaml", "read_yaml"]
-
 _TAG = "tag:yaml.org,2002:"
 _VALUES = {_TAG + name for name in ("bool", "int", "float", "null")}
 # A date, '=' and '<<' are special in YAML, but plain text in a configuration.

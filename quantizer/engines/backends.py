@@ -23,8 +23,6 @@ from quantizer.errors import EngineError
 from quantizer.qdq.unreadable import unreadable_is
 from quantizer.targets import profile
 
-__all__ = ["backend", "backends", "build_engine", "inspect_engine", "load_engine"]
-
 backends: Registry[Backend] = Registry("backend")
 
 

@@ -20,19 +20,6 @@ from quantizer.engines.inspection.inspection import Inspection
 from quantizer.errors import EngineError
 from quantizer.targets import profile
 
-__all__ = [
-    "MOST_COPIED_BYTES",
-    "Array",
-    "Backend",
-    "BuildOptions",
-    "BuildResult",
-    "Engine",
-    "Progress",
-    "TensorSpec",
-    "checked_inputs",
-    "shown",
-]
-
 MOST_COPIED_BYTES = 2**29
 """The most bytes that further copies of a model's constants may take, where an engine has models for fixed sizes."""
 

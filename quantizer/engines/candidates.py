@@ -13,8 +13,6 @@ from quantizer.engines.int8_saturation import saturates
 from quantizer.errors import EngineError, install_command
 from quantizer.targets import AUTO, profile, profiles
 
-__all__ = ["Variant", "cpu_candidates", "cpu_variants"]
-
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 

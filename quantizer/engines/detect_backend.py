@@ -10,8 +10,6 @@ from quantizer.engines.inspection.onnx_graph import read_graph
 from quantizer.errors import EngineError
 from quantizer.targets import profile, profiles
 
-__all__ = ["detect_backend"]
-
 _HEAD = 256
 
 

@@ -14,8 +14,6 @@ from typing import BinaryIO, TypeAlias
 from quantizer.common.decoder_cache import PAST, TOTAL
 from quantizer.engines.engine_file import read_varint
 
-__all__ = ["dimension_sizes", "input_dimensions", "ranges_with_cache", "shape_words"]
-
 # Field numbers in ONNX's protobuf messages: graph of a model; inputs of a graph; name and type of an input; tensor
 # of a type; its shape; dimensions of a shape; the name of a dimension.
 _GRAPH = 7

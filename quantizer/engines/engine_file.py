@@ -14,21 +14,6 @@ from quantizer import files
 from quantizer.common.paths import is_file, is_folder, regular_file
 from quantizer.errors import EngineError
 
-__all__ = [
-    "built_on",
-    "check_signature",
-    "checked_engine",
-    "checked_onnx",
-    "checked_output",
-    "content_bytes",
-    "copy_content",
-    "read_engine",
-    "read_varint",
-    "sign_onnx",
-    "whole_file",
-    "write_engine",
-]
-
 _NOTE = b"\nquantizer engine: "
 _NOTE_WITHOUT_SUM = b"\nquantizer: "
 """Of files from before there was a checksum: a line of the other kind must have one, so that none gets lost."""

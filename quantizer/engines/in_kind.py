@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["in_kind"]
-
 
 def in_kind(inputs: Any, names: Iterable[str], arrays: Iterable[npt.NDArray[Any]]) -> dict[str, Any]:
     """Return the outputs of an engine by name, in the kind of its inputs.

@@ -7,8 +7,6 @@ from types import ModuleType
 
 from quantizer.errors import EngineError, MissingDependencyError, install_command
 
-__all__ = ["import_library"]
-
 
 def import_library(extra: str, *names: str) -> ModuleType:
     """Return the first of the modules ``names`` that is installed.

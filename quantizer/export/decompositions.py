@@ -21,8 +21,6 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-__all__ = ["replaced_in_place"]
-
 _aten = torch.ops.aten
 _OF_CONVOLUTION = len(_aten.convolution.default._schema.arguments)
 

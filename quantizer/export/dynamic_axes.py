@@ -12,8 +12,6 @@ from torch import Tensor
 from quantizer.common.data.sizes import BATCH, Axes, DataSizes
 from quantizer.errors import ExportError
 
-__all__ = ["asked_axes", "check_dynamic", "dynamic_shapes", "hint", "usual_axes", "widened"]
-
 logger = logging.getLogger(__name__)
 
 _SHORTEST = 2

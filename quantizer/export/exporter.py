@@ -41,8 +41,6 @@ from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.restored_state import untouched
 from quantizer.targets import TargetProfile
 
-__all__ = ["export_onnx", "least_opset", "require_exporter"]
-
 _HALF_SCALES_OPSET = 19
 
 _BY_VALUES = ("GuardOnDataDependentSymNode", "DataDependentOutputException")

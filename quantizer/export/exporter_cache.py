@@ -11,8 +11,6 @@ from threading import RLock
 from typing import Any
 from unittest.mock import patch
 
-__all__ = ["exporter_cache"]
-
 _read: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 """What was read of each of the exporter's 500 translations, which live as long as the process, by what was asked."""
 

@@ -18,8 +18,6 @@ from quantizer.files.place import file_behind, settle, sync_folder
 from quantizer.files.temporary import temporary_beside
 from quantizer.qdq.light_message import light_message, without_weights
 
-__all__ = ["write_onnx"]
-
 _ONE_FILE = 2**31 - 2**26
 """The most bytes of tensors in one file: protobuf's limit, with room for the graph."""
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import onnx_ir
 
-__all__ = ["optimize"]
-
 
 def optimize(model: onnx_ir.Model, output_names: Sequence[str] | None = None) -> None:
     """Fold constants, apply the rules of onnxscript, join equal constants and nodes, and name the outputs, in place.

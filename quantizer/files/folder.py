@@ -28,8 +28,6 @@ from quantizer.files.place import (
 )
 from quantizer.files.temporary import NEW, OLD, leftovers, new_name, other_writer, remove_leftovers
 
-__all__ = ["checked_folder", "require_sole_writer", "restore_folder", "said_complete", "write_folder"]
-
 _SHOWN = 3
 
 

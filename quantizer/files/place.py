@@ -14,20 +14,6 @@ from pathlib import Path
 from quantizer.errors import QuantizerError
 from quantizer.files.temporary import temporary_beside
 
-__all__ = [
-    "checked_file",
-    "file_behind",
-    "probe",
-    "protected_reason",
-    "real_place",
-    "require_room",
-    "require_writable",
-    "said_plainly",
-    "settle",
-    "sync_folder",
-    "system_errors_as",
-]
-
 _PROBE = 4096
 _DEEPEST = 256
 """How many folders may lie in one another: Python makes them by as many calls within each other."""

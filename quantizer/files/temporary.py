@@ -25,20 +25,6 @@ from pathlib import Path
 
 from quantizer.files.marker import discard
 
-__all__ = [
-    "NEW",
-    "OLD",
-    "begun_in",
-    "is_begun",
-    "leftovers",
-    "new_name",
-    "other_writer",
-    "remove_leftovers",
-    "scratch",
-    "scratch_folder",
-    "temporary_beside",
-]
-
 NEW = ".part"
 OLD = ".old"
 _OWNER = r"(?P<machine>[0-9a-f]{8})-(?P<owner>[0-9]{1,9})-(?P<start>[0-9]+)-[0-9a-f]{8}"

@@ -11,8 +11,6 @@ from quantizer.errors import QuantizerError
 from quantizer.files.place import file_behind, settle, sync_folder, system_errors_as
 from quantizer.files.temporary import temporary_beside
 
-__all__ = ["whole_file"]
-
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str], error: type[QuantizerError] = QuantizerError) -> Iterator[Path]:

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from quantizer.numerics.float16 import FLOAT16_MAX
 
-__all__ = ["MASKS", "beyond", "is_mask", "largest_inside", "passes_masks_on", "result_bound"]
-
 MASKS = -1e8
 """Lower values are masks: no activation is so low unless others are as high."""
 

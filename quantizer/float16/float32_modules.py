@@ -19,8 +19,6 @@ from quantizer.numerics.qtype import QTYPES
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import SourceCall
 
-__all__ = ["Float32Modules", "convert_floats"]
-
 _STORAGE = {kind.storage for kind in QTYPES.values()}
 
 

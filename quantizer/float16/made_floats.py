@@ -25,8 +25,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from quantizer.numerics.float16 import FLOAT16_MASK, FLOAT16_MAX
 
-__all__ = ["MadeFloats", "with_one_type"]
-
 _ONE_TYPE = frozenset(
     function
     for place, names in (

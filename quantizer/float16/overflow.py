@@ -25,8 +25,6 @@ from quantizer.common.tensor_stamp import tensor_version
 from quantizer.float16.bounds import MASKS, beyond, is_mask, largest_inside, passes_masks_on, result_bound
 from quantizer.float16.float32_modules import Float32Modules
 
-__all__ = ["Frame", "OverflowTracker", "ParameterMagnitudes"]
-
 Frame = tuple[str, int]
 """A running module: its path, and the number of its call."""
 

@@ -22,8 +22,6 @@ from quantizer.float16.mask_taint import MaskTaint
 from quantizer.numerics.float16 import FLOAT16_MAX
 from quantizer.operations.aten_products import product_name
 
-__all__ = ["is_simulation", "simulate"]
-
 _MARK = "_quantizer_simulation"
 
 

@@ -14,8 +14,6 @@ from quantizer.qdq.light_message import HeldBack, light_message, without_weights
 from quantizer.qdq.structure import structural_fault
 from quantizer.targets.base import TargetProfile
 
-__all__ = ["read_subject"]
-
 
 def read_subject(path: Path, target: TargetProfile) -> Subject:
     """Read a file for the rules.

@@ -12,8 +12,6 @@ from quantizer.common.registry import Registry
 from quantizer.graph_check.finding import Fault
 from quantizer.graph_check.subject import Subject
 
-__all__ = ["Rule", "rules"]
-
 Rule = Callable[[Subject], Iterator[Fault]]
 
 rules: Registry[Rule] = Registry("rule")

@@ -12,8 +12,6 @@ from quantizer.qdq.operand import MOVES, PRODUCTS, Operand, operands
 from quantizer.targets.base import TargetProfile
 from quantizer.targets.graph_rules import GraphRules
 
-__all__ = ["Subject"]
-
 _BETWEEN_CODES = (
     *MOVES,
     *("Add", "Concat", "MaxPool", "AveragePool", "GlobalAveragePool", "Resize", "DepthToSpace", "SpaceToDepth"),

@@ -28,8 +28,6 @@ from quantizer.errors import QuantizerError
 from quantizer.numerics.qtype import qtype
 from quantizer.plan.site_plan import OperandPlan, Plan, SitePlan
 
-__all__ = ["ToolkitScales", "read_toolkit_scales"]
-
 _AMAX = re.compile(r"(?:(?P<module>.+)\.)?_?(?P<quantizer>[^.]+)\._amax")
 
 _ATTENTION = {

@@ -20,8 +20,6 @@ from quantizer.files import whole_file
 from quantizer.numerics.qtype import INT8
 from quantizer.plan.site_plan import OperandPlan, Plan, SitePlan
 
-__all__ = ["TripyLinear", "TripyScales", "tripy_scales", "write_tripy_scales"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TripyLinear:

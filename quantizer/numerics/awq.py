@@ -19,8 +19,6 @@ from torch import Tensor
 
 from quantizer.numerics.gptq import output_error
 
-__all__ = ["awq_share", "input_factors"]
-
 _SHARES = tuple(step / 20 for step in range(1, 20))
 """Values of alpha, as the paper's grid of 20."""
 

@@ -15,8 +15,6 @@ from quantizer.numerics.granularity import beside, in_blocks
 from quantizer.numerics.qtype import QType, qtype
 from quantizer.numerics.rounding import as_stored, nearest
 
-__all__ = ["keep_for_backward", "straight_through"]
-
 _PIECE = 2**18
 """The number of values whose gradients a CPU computes at a time. The memory of larger buffers is mapped and cleared at
 each call, which takes longer than the arithmetic."""

@@ -22,8 +22,6 @@ from torch.nn import functional
 from quantizer.numerics.dynamic_range import fake_quantize_dynamic
 from quantizer.numerics.torch_operators import dequantize, fake_quantize
 
-__all__ = ["CELLS", "Cell", "dynamic_lstm", "recurrence", "steps"]
-
 _Next = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 

@@ -32,8 +32,6 @@ from quantizer.numerics.granularity import beside, in_blocks
 from quantizer.numerics.qtype import qtype
 from quantizer.numerics.rounding import as_stored, nearest
 
-__all__ = ["dequantize", "fake_quantize", "quantize"]
-
 
 def _codes(
     x: Tensor, scale: Tensor, dtype: str, axis: int | None, block_size: int | None, zero_point: Tensor | None

@@ -16,8 +16,6 @@ from quantizer.errors import CalibrationError
 from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.site import Site
 
-__all__ = ["show_all_experts"]
-
 _ROUTED = 2  # axes of the numbers of the experts of each token
 
 

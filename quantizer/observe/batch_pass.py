@@ -41,8 +41,6 @@ from quantizer.proxy.site import OUTPUT, Site
 from quantizer.proxy.weight import Weight, Weights
 from quantizer.reasons import ReasonCode
 
-__all__ = ["Pass", "Watched"]
-
 _TORCH = str(Path(torch.__file__).parent)
 
 

@@ -16,8 +16,6 @@ from quantizer.proxy.site import Site
 from quantizer.proxy.weight import Weight, Weights, is_transformed, non_finite
 from quantizer.reasons import ReasonCode
 
-__all__ = ["CallOperands"]
-
 _PRODUCT = 2  # operands of a product
 _MATRIX = 2  # axes of a weight that is multiplied by ``@``
 

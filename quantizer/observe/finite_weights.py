@@ -10,8 +10,6 @@ from quantizer.common.tensor_stamp import tensor_version
 from quantizer.errors import CalibrationError
 from quantizer.proxy.weight import non_finite
 
-__all__ = ["FiniteParameters"]
-
 
 class FiniteParameters:
     """A check of a model's parameters before each pass, repeated only for those that changed."""

@@ -36,8 +36,6 @@ from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.place import Place
 from quantizer.proxy.site import Site, SourceCall
 
-__all__ = ["Observation"]
-
 _COPIES_GIVEN = "writes into its inputs ({names}): it was given copies, so that your data stays as it is"
 
 

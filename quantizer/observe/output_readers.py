@@ -16,8 +16,6 @@ from torch import Tensor
 
 from quantizer.proxy.site import Site
 
-__all__ = ["OutputReaders"]
-
 _aten = torch.ops.aten
 _RECTIFIERS = frozenset({"relu", "relu_", "hardtanh", "hardtanh_", "clamp", "clamp_", "clamp_min", "clamp_min_"})
 _MOVES = frozenset(

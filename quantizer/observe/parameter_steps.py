@@ -12,8 +12,6 @@ from torch.utils import _pytree
 
 from quantizer.proxy.computed.computation import RANDOM, Computation, Step, plain_arguments, why_not_repeated
 
-__all__ = ["ParameterSteps"]
-
 _DEEPEST = 100
 """The most calls one on the result of the other: a weight is made in a few, and a recurrence in thousands."""
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from quantizer.calibrators import Calibrator
 from quantizer.proxy.weight import Weight
 
-__all__ = ["MOST_CALLS", "ChannelRange", "Migration", "OperandRecord", "RangeGroup", "RoundedWeight"]
-
 MOST_CALLS = 32
 """The most tensors of a pass whose ranges are kept apart, so that a long loop takes bounded memory."""
 

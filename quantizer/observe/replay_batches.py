@@ -23,8 +23,6 @@ from quantizer.errors import CalibrationError
 if TYPE_CHECKING:
     from quantizer.observe.statistics import Seen
 
-__all__ = ["FEW", "MANY", "Batch", "DealtBatches", "Enough", "Known", "ReplayBatches", "in_types"]
-
 
 class Enough(NamedTuple):
     """A number of batches: ``least``, and so many more that they have ``rows`` together, up to ``most``.

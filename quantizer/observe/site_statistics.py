@@ -10,8 +10,6 @@ from quantizer.operations.catalogue import Kind
 from quantizer.proxy.weight import Weight
 from quantizer.reasons import ReasonCode
 
-__all__ = ["SiteStatistics", "merge_dimension", "same_weight", "why_varies"]
-
 
 @dataclass(kw_only=True, slots=True)
 class SiteStatistics:

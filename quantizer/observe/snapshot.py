@@ -43,8 +43,6 @@ from quantizer.proxy.computed.computation import named_tensors
 from quantizer.proxy.site import OUTPUT
 from quantizer.proxy.weight import Weight, WeightView
 
-__all__ = ["add_over_ranks", "restored", "seen_inputs", "snapshot"]
-
 _SITE_FIELDS = tuple(
     name for name in SiteStatistics.__slots__ if name not in ("reads", "operands", "experts", "follows")
 )

@@ -11,18 +11,6 @@ from quantizer.common.plain_values import decoded
 from quantizer.operations.catalogue import Kind
 from quantizer.proxy.computed.computation import Computation
 
-__all__ = [
-    "SeenCalibrator",
-    "SeenDocument",
-    "SeenGroup",
-    "SeenHistogram",
-    "SeenOperand",
-    "SeenPart",
-    "SeenSite",
-    "SeenWeight",
-    "seen_document",
-]
-
 _EXPONENTS = range(-200, 1100)
 """log2 of a bin's width: from far below the smallest float to the largest double."""
 

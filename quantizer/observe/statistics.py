@@ -19,8 +19,6 @@ from quantizer.observe.range_group import OperandRecord, RangeGroup, RoundedWeig
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.observe.site_statistics import SiteStatistics
 
-__all__ = ["BiasShifts", "RoundingProgress", "Seen"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BiasShifts:

@@ -26,8 +26,6 @@ from quantizer.operations.aten_products import COMPOSITE, PRODUCTS, is_composite
 from quantizer.proxy.computed.computation import Computation
 from quantizer.proxy.weight import is_transformed
 
-__all__ = ["Origin", "OriginTracker"]
-
 _SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
 _PART_OF_PRODUCT = frozenset(
     {

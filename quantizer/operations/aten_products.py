@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["COMPOSITE", "FUSED_KERNELS", "PRODUCTS", "RECURRENT_KERNELS", "Product", "is_composite", "product_name"]
-
 Arguments = Sequence[Any]
 
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd

@@ -19,22 +19,6 @@ from torch._ops import OpOverload
 
 from quantizer.operations import gemm_shape
 
-__all__ = [
-    "CATALOGUE",
-    "METHODS",
-    "OPERATORS",
-    "Kind",
-    "Operand",
-    "Operation",
-    "in_graphs",
-    "is_fast_path_switch",
-    "kind_of",
-    "operation",
-    "operation_of",
-    "register_operation",
-    "registered_operations",
-]
-
 _ATEN = "torch.ops.aten."
 
 Kind = Literal["linear", "conv", "matmul", "residual_add", "embedding", "output"]

@@ -12,20 +12,6 @@ from dataclasses import dataclass, replace
 
 from quantizer.operations.einsum import labels, volume
 
-__all__ = [
-    "Call",
-    "Geometry",
-    "GeometryOf",
-    "attention",
-    "einsum",
-    "grouped",
-    "lookup",
-    "product",
-    "recurrent",
-    "transposed",
-    "weighted",
-]
-
 Shape = Sequence[int]
 
 _LINEAR = 2  # axes of a linear's weight; those of a convolution have more

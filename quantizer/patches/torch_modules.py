@@ -5,8 +5,6 @@ from __future__ import annotations
 from quantizer.rewrite.host_argument import PADDED, RECURRENT
 from quantizer.rewrite.operator_patches import OperatorPatch, register_operator_patch
 
-__all__ = ["TORCH_PATCHES"]
-
 
 def _nested_encoder() -> OperatorPatch:
     """Return the patch for an encoder with padding: as with nested tensors, padded positions give 0."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from quantizer.rewrite.operator_patches import OperatorPatch, register_operator_patch
 
-__all__ = ["TRANSFORMERS_PATCHES"]
-
 
 def _patch(name: str, function: str, before: str, after: str, target: str, reason: str) -> OperatorPatch:
     where = f"transformers.{function}" if function.startswith("integrations.") else f"transformers.models.{function}"

@@ -23,23 +23,6 @@ from quantizer.proxy.place import add_output_sites
 from quantizer.proxy.site import OUTPUT, Site, move_beside_parameters
 from quantizer.proxy.weight import operand_of
 
-__all__ = [
-    "add_planned_outputs",
-    "apply_factor",
-    "apply_plan",
-    "dropped_parameters",
-    "freeze",
-    "frozen_new",
-    "frozen_proxy",
-    "frozen_skeleton",
-    "is_frozen_by",
-    "planned_weights",
-    "require_scales_of",
-    "store_weights",
-    "switch_on",
-    "with_passes",
-]
-
 
 def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     """Set the scale of every operand that the plan quantizes; sites stay inactive.

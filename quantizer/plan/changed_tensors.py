@@ -20,8 +20,6 @@ from quantizer.common.tensor_stamp import tensor_version
 from quantizer.errors import ProxyError
 from quantizer.proxy.local_hook import LocalHook
 
-__all__ = ["SMALL", "WatchedTensor", "watch"]
-
 SMALL = 2**16
 """The most elements of a tensor that is copied: a bias, a normalization, the head of a classifier."""
 

@@ -22,8 +22,6 @@ from quantizer.reasons import ReasonCode
 from quantizer.targets import TargetProfile
 from quantizer.targets.formats import Format
 
-__all__ = ["RESIDUAL_SQNR_DB", "PlanSettings", "judged_as", "operand_plans"]
-
 RESIDUAL_SQNR_DB = 33.0
 """``residual_add: auto`` quantizes an operand whose own signal to quantization-noise ratio reaches this.
 

@@ -26,8 +26,6 @@ from quantizer.reasons import ReasonCode, RuleKind
 from quantizer.targets import TargetProfile
 from quantizer.targets.formats import Format
 
-__all__ = ["decide"]
-
 _MASKED = torch.finfo(torch.float32).min / 2
 """The limit at or below which a value is taken for that of a mask, which hides a score from a softmax."""
 

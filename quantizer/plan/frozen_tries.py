@@ -28,8 +28,6 @@ from quantizer.proxy.model_sharing import Sharing
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import SourceCall
 
-__all__ = ["FrozenTries"]
-
 _CONTAINERS = (dict, OrderedDict, set, list)
 _FIXED = (bool, int, float, str, type(None), torch.dtype, torch.device, BuiltinFunctionType, FunctionType)
 

@@ -15,8 +15,6 @@ from quantizer.proxy.site import Site
 from quantizer.targets import TargetProfile
 from quantizer.targets.formats import Format, impossible
 
-__all__ = ["FormatRule", "Formats", "formats_for"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormatRule:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quantizer.plan.site_plan import SitePlan
 
-__all__ = ["group_names", "recurrent_layer"]
 
 _RECURRENT = ("input_product", "recurrent_product")
 

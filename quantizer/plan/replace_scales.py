@@ -14,8 +14,6 @@ from quantizer.numerics.held_scale import held_scale, is_normal
 from quantizer.numerics.qtype import qtype
 from quantizer.plan.site_plan import CallRange, OperandPlan, Plan
 
-__all__ = ["scale_group", "scales_of", "with_given_weights", "with_scales"]
-
 
 def scales_of(plan: Plan) -> dict[str, Tensor]:
     """Return the scale of every operand that the plan quantizes, float32 [] or [C], by ``SITE.OPERAND``.

@@ -38,8 +38,6 @@ from quantizer.plan.saved_folder_check import check_plan
 from quantizer.plan.site_plan import OperandPlan, Plan, SitePlan
 from quantizer.plan.weight_codes import codes_of_file, file_of_codes
 
-__all__ = ["load_state", "save_state", "state_bytes", "state_of_bytes"]
-
 FORMAT = 1
 _KIND = "saved quantizer"
 _YAML = "quantizer.yaml"

@@ -12,8 +12,6 @@ from quantizer.numerics.qtype import QTYPES
 from quantizer.plan.site_plan import OperandPlan, SitePlan
 from quantizer.plan.weight_codes import code_faults
 
-__all__ = ["check_plan"]
-
 _ROLES = ("activation", "weight")
 _TENSORS = ("amax", "scale", "smooth", "spread")
 

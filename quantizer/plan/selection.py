@@ -23,8 +23,6 @@ from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site, SourceCall
 from quantizer.reasons import RuleKind
 
-__all__ = ["Selection", "by_kind", "matched", "matches", "exclusions"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:

@@ -19,17 +19,6 @@ from quantizer.proxy.computed.computation import Computation
 from quantizer.proxy.weight import WeightView
 from quantizer.reasons import ReasonCode, RuleKind
 
-__all__ = [
-    "CallRange",
-    "OperandPlan",
-    "Plan",
-    "SitePlan",
-    "plan_digest",
-    "with_fallback",
-    "summary",
-    "without_orphans",
-]
-
 _REMARKS = {"reason", "rule", "note", "bias_note", "smoothing", "rounding", "estimate", "sqnr_db", "clipped"}
 """Fields that say why."""
 _OF_THE_MODEL = {"file", "line", "group", "range_group", "view", "computation"}

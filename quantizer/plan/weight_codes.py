@@ -18,8 +18,6 @@ from quantizer.numerics.packing import pack_pairs, unpack_pairs
 from quantizer.numerics.qtype import QTYPES, qtype
 from quantizer.plan.site_plan import OperandPlan, Plan, summary
 
-__all__ = ["changed_buffers", "code_faults", "codes_of_file", "file_of_codes", "without_codes", "without_former_codes"]
-
 
 def without_codes(plan: Plan, why: str, ends: Callable[[OperandPlan], bool] = lambda _: True) -> Plan:
     """Return the plan with nearest rounding of weights that have codes.

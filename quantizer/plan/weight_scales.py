@@ -21,17 +21,6 @@ from quantizer.plan.weight_range import scale_bounds, weight_amax
 from quantizer.proxy.weight import Weight, operand_of
 from quantizer.reasons import ReasonCode
 
-__all__ = [
-    "ONE_SCALE",
-    "ScaledWeights",
-    "as_rounded",
-    "beyond",
-    "scale_of",
-    "scaled_for",
-    "with_range",
-    "with_scales_of_weights",
-]
-
 ONE_SCALE = "one scale for all channels, as no axis of it holds them alone (groups of several input channels)"
 """The note on the weight of a transposed convolution if no axis of it is that of the output channels."""
 

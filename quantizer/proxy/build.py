@@ -37,20 +37,6 @@ from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.rewrite.source_file import Key, SourceFile
 from quantizer.rewrite.source_sites import SiteSource
 
-__all__ = [
-    "UnrewrittenSource",
-    "applied_patches",
-    "build_proxy",
-    "instrument",
-    "is_proxy",
-    "own_copy",
-    "places_of",
-    "quantizers_of",
-    "sites_of",
-    "skipped_sources",
-    "source_diff",
-]
-
 # The import registers them for every proxy, and for models that are instrumented in place.
 del _patches
 

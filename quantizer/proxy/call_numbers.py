@@ -15,8 +15,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["add_calls", "calls_so_far", "count_call", "current_call", "next_call", "numbered", "with_numbered_calls"]
-
 
 class _Pass(threading.local):
     """The pass that runs in this thread.

@@ -24,8 +24,6 @@ from quantizer.rewrite.rebuild_result import Rebuilt
 from quantizer.rewrite.source_file import Key, SourceFile
 from quantizer.rewrite.source_sites import SiteSource
 
-__all__ = ["ClassRewriter", "Rewritten"]
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 

@@ -17,8 +17,6 @@ from torch import nn
 from quantizer.proxy.site import SourceCall
 from quantizer.rewrite.host_argument import as_written
 
-__all__ = ["container_views"]
-
 
 def _own(container: nn.Module) -> dict[str, nn.Module]:
     """Return a container's children without the sites."""

@@ -14,8 +14,6 @@ from torch import nn
 
 from quantizer.rewrite.host_argument import EAGER, RECORDED
 
-__all__ = ["as_recorded", "attention_of", "use_eager_attention", "use_python_paths"]
-
 _SETTING = "_attn_implementation"
 
 

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from quantizer.errors import ProxyError
 from quantizer.proxy.weight import WeightView
 
-__all__ = ["ComputedOperand", "FrozenOperand", "spread_as"]
-
 _SAMPLE = 256
 """About how many values of a computed weight are compared."""
 

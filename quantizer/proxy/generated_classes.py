@@ -19,23 +19,6 @@ from quantizer.proxy.model_sharing import end_sharing, hand_back
 from quantizer.rewrite.closures import held, rebound
 from quantizer.rewrite.host_argument import WRITTEN, as_written
 
-__all__ = [
-    "REWRITER",
-    "as_sharer",
-    "called_through",
-    "kept_methods",
-    "leads_to_forward",
-    "number_calls",
-    "original_class",
-    "reachable_in",
-    "rebind_kept",
-    "restore",
-    "with_forward",
-    "rewritten_method",
-    "with_listed_weights",
-    "with_stored_weight",
-]
-
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
 

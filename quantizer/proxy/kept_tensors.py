@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from quantizer.rewrite.closures import cells, rebound
 
-__all__ = ["memory_of", "reached_tensors", "replace_tensors", "tensors_of_functions"]
-
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, Enum, torch.dtype, torch.device)
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "hook" in name)

@@ -18,18 +18,6 @@ from torch import Tensor, nn
 from quantizer.common.tensor_stamp import tensor_version
 from quantizer.proxy.kept_tensors import memory_of, replace_tensors, tensors_of_functions
 
-__all__ = [
-    "OwnBuffers",
-    "Sharing",
-    "Twin",
-    "end_sharing",
-    "hand_back",
-    "hand_back_buffers",
-    "share",
-    "share_for_good",
-    "take_small",
-]
-
 _MARK = "_quantizer_shares"
 _TWIN = "_quantizer_twin"
 

@@ -21,8 +21,6 @@ from quantizer.proxy.call_numbers import current_call
 from quantizer.proxy.frozen_operand import FrozenOperand, spread_as
 from quantizer.proxy.weight import laid_out
 
-__all__ = ["OperandQuantizer", "Watcher", "is_recorded"]
-
 _CALLS = "call_quantizers"
 _SLICE = 2**20
 """About how many values of a weight are in float32 at once, on the way to another float type."""

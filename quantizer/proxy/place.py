@@ -17,8 +17,6 @@ from quantizer.numerics.qtype import UINT8
 from quantizer.proxy.site import OUTPUT, Site, SourceCall
 from quantizer.rewrite.source_sites import SiteSource
 
-__all__ = ["Place", "PlaceObserver", "add_output_sites"]
-
 
 class PlaceObserver(Protocol):
     """A listener to each call of a place while a proxy observes."""

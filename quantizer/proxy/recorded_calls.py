@@ -21,8 +21,6 @@ from quantizer.proxy.call_numbers import add_calls, calls_so_far
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import SourceCall
 
-__all__ = ["RecordedCall", "RecordedCalls"]
-
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 

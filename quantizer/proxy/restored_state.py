@@ -23,8 +23,6 @@ from quantizer.common.own_inputs import given_copies
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import SourceCall
 
-__all__ = ["Held", "unmoved", "untouched"]
-
 _PLAIN = (bool, int, float, str, type(None))
 
 _CONTAINERS = (list, dict, set, deque, Counter, defaultdict, OrderedDict)

@@ -17,8 +17,6 @@ from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.split_attention import attention, observed_probabilities
 from quantizer.rewrite.source_sites import SiteSource
 
-__all__ = ["OUTPUT", "CallOverride", "Observer", "Site", "SourceCall", "move_beside_parameters"]
-
 OUTPUT = "output"
 """The operation of a site for the result of another call, and the name of that site in it."""
 

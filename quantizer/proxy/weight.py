@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from quantizer.calibrators.histogram import in_memory_order
 from quantizer.proxy.computed.computation import Computation
 
-__all__ = ["Weight", "WeightView", "Weights", "is_transformed", "laid_out", "non_finite", "operand_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class WeightView:

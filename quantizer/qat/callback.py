@@ -21,7 +21,6 @@ try:
 except ImportError as error:
     raise MissingDependencyError("transformers", "hf") from error
 
-__all__ = ["QATCallback"]
 
 logger = logging.getLogger(__name__)
 

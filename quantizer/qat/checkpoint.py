@@ -20,17 +20,6 @@ from quantizer.common.plain_values import json_values
 from quantizer.errors import TrainingError
 from quantizer.files import checked_file, whole_file
 
-__all__ = [
-    "BEST",
-    "LAST",
-    "check_checkpoints",
-    "read_checkpoint",
-    "read_facts",
-    "remove_checkpoints",
-    "share_checkpoints",
-    "write_checkpoint",
-]
-
 LAST = "last.safetensors"
 BEST = "best.safetensors"
 """The files of a training, in a folder that may hold other files too."""

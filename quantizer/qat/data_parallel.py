@@ -10,8 +10,6 @@ from torch import Tensor
 
 from quantizer.common.distributed import all_reduce_tensor, get_rank, get_world_size
 
-__all__ = ["own_rows", "sum_gradients"]
-
 Row = TypeVar("Row")
 
 

@@ -24,8 +24,6 @@ from quantizer.errors import ProxyError, QuantizerError
 from quantizer.observe.padding import output_without_padding, read_mask
 from quantizer.proxy.build import is_proxy, own_copy
 
-__all__ = ["Distillation"]
-
 # Intermediate tensors and the loss of the labels: they are not compared.
 _ON_THE_WAY = ("hidden_states", "attentions", "past_key_values", "mems", "loss")
 

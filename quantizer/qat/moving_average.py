@@ -21,8 +21,6 @@ from quantizer.numerics.qtype import qtype
 from quantizer.observe.padding import read_mask, without_padding
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 
-__all__ = ["MOMENTUM", "MovingAverage", "Padding", "least_scale", "step"]
-
 MOMENTUM = 0.9
 
 

@@ -10,8 +10,6 @@ from quantizer.errors import QuantizerError
 from quantizer.numerics.log_scale import GAIN
 from quantizer.proxy.build import is_proxy, quantizers_of
 
-__all__ = ["parameter_groups"]
-
 
 def parameter_groups(
     proxy: nn.Module, learning_rate: float, *, scale_learning_rate: float = 0.2

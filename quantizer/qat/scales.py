@@ -22,8 +22,6 @@ from quantizer.proxy.build import quantizers_of, sites_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.qat.moving_average import MovingAverage, Padding
 
-__all__ = ["ScaleKind", "Scales", "changed_scales", "fix_scales", "kinds_of", "set_up_scales"]
-
 ScaleKind = Literal["fixed", "average", "learned"]
 
 Scales = ScaleKind | Mapping[str, ScaleKind]

@@ -12,8 +12,6 @@ from quantizer.proxy.build import is_proxy, quantizers_of, sites_of
 from quantizer.qat import moving_average
 from quantizer.qat.scales import fix_scales
 
-__all__ = ["Schedule"]
-
 
 class Schedule:
     """The schedule of one training; call ``at(step)`` after every step of the optimizer.

@@ -18,8 +18,6 @@ from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.model_sharing import hand_back_buffers, share_for_good
 from quantizer.qat import Scales, changed_scales, kinds_of, prepare_state_dict, set_up_scales
 
-__all__ = ["QatSession"]
-
 logger = logging.getLogger(__name__)
 
 _FIRST_BATCHES = 8

@@ -22,8 +22,6 @@ from quantizer.proxy.build import sites_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.qat.scales import ScaleKind
 
-__all__ = ["prepare_state_dict"]
-
 _BUFFER = "quantizer_decisions"
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from quantizer.qdq.graph import is_constant, maker, readers
 from quantizer.qdq.operand import MOVES, Operand, operands
 
-__all__ = ["Attention", "attentions", "mask_adds"]
-
 _BEFORE = (*MOVES, "Add", "Sub", "Mul", "Div", "Where", "Cast", "Max", "Min", "Clip", "Tanh")
 _AFTER = (*MOVES, "Cast", "Dropout", "Where", "Mul", "Div", "QuantizeLinear", "DequantizeLinear")
 _MOST_NODES = 24

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
-__all__ = ["TypeGroup", "type_groups"]
-
 
 class TypeGroup(NamedTuple):
     """Inputs and outputs of a node that have one element type, by their places."""

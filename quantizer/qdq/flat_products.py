@@ -14,8 +14,6 @@ from typing import Any
 from quantizer.qdq.graph import Step, constant, has_several_numbers, is_quantize, steps_before
 from quantizer.qdq.operand import MATMULS
 
-__all__ = ["scales_by_negatives", "scales_flat_product"]
-
 _BETWEEN = frozenset(
     ["Add", "BatchNormalization", "Cast", "Clip", "Div", "Identity", "LeakyRelu", "Mul", "PRelu", "Relu", "Sub"]
 )

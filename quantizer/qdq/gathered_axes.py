@@ -16,8 +16,6 @@ from quantizer.qdq.graph import attribute, constant, is_quantize, maker, steps_b
 from quantizer.qdq.moved_scales import moved_product
 from quantizer.qdq.operand import MOVES, PRODUCTS, operands
 
-__all__ = ["gathers_axis", "gathers_zero_points", "joins_before"]
-
 _CHANNELS = 1
 _PASSED = frozenset([*MOVES, "Add", "Cast", "Clip", "Concat", "Div", "Gather", "MaxPool", "Mul", "Relu", "Sub"])
 """Operators behind which scales can be moved, or which keep the axes of their first input in any case."""

@@ -13,8 +13,6 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["HeldBack", "light_message", "without_weights"]
-
 _LARGE = 1 << 16
 """The bytes from which on the data of an initializer stays in the file."""
 

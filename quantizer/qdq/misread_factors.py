@@ -17,8 +17,6 @@ from quantizer.qdq.graph import has_several_numbers, is_constant, steps_before
 from quantizer.qdq.operand import MATMULS, operands
 from quantizer.qdq.reductions import BY_NUMBER
 
-__all__ = ["is_read_both_ways", "misplaces_numbers"]
-
 _BETWEEN = BY_NUMBER | {"Cast", "Identity"}
 _SCALES = frozenset(["Div", "Mul"])
 _SUMS = frozenset(["Add", "Sub"])

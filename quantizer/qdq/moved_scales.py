@@ -12,8 +12,6 @@ from typing import Any
 from quantizer.qdq.graph import steps_before
 from quantizer.qdq.operand import MATMULS, Operand, operands
 
-__all__ = ["moved_product"]
-
 _LINEAR = frozenset(["Add", "Cast", "Div", "Identity", "Mul", "Neg", "Slice", "Sub", "Unsqueeze"])
 
 

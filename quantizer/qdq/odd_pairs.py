@@ -11,8 +11,6 @@ from typing import Any
 
 from quantizer.qdq.graph import attribute, is_dequantize
 
-__all__ = ["has_odd_pairs"]
-
 _PAIRED = frozenset({"INT4", "UINT4"})
 
 _MOVES = frozenset({"Transpose", "Reshape", "Expand", "Cast", "Identity"})

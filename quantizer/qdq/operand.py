@@ -7,8 +7,6 @@ from typing import Any
 
 from quantizer.qdq.graph import format_name, is_constant, is_dequantize, is_quantize, maker
 
-__all__ = ["MATMULS", "MOVES", "PRODUCTS", "Operand", "operands"]
-
 MATMULS = ("MatMul", "Gemm")
 PRODUCTS = (*MATMULS, "Conv", "ConvTranspose")
 

@@ -24,8 +24,6 @@ from quantizer.qdq.graph import (
 from quantizer.qdq.moved_scales import moved_product
 from quantizer.qdq.operand import PRODUCTS
 
-__all__ = ["BY_NUMBER", "misreads_channels", "misreads_channels_before"]
-
 BY_NUMBER = frozenset(
     [
         *("Abs", "Add", "BatchNormalization", "Clip", "Div", "Elu", "Erf", "Exp", "Gelu", "HardSigmoid", "HardSwish"),

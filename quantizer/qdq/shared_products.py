@@ -16,8 +16,6 @@ from typing import Any
 from quantizer.qdq.graph import constant, is_constant, is_quantize, varying_inputs
 from quantizer.qdq.operand import PRODUCTS, operands
 
-__all__ = ["is_shared_product", "sized_biases"]
-
 _SIZED = frozenset({"Resize", "Shape", "Size"})
 """Operators with which a file computes with the sizes of its tensors."""
 

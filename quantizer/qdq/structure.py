@@ -12,8 +12,6 @@ from functools import partial
 from math import prod
 from typing import Any
 
-__all__ = ["structural_fault"]
-
 _QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 """Read as ONNX's whatever their domain."""
 _BITS = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2": 2}

@@ -16,8 +16,6 @@ from quantizer.common.plain_values import decoded
 from quantizer.errors import QuantizerError
 from quantizer.report.record import VERSION, RunRecord
 
-__all__ = ["mapping_from_record", "record_from_mapping"]
-
 _READABLE = (7, VERSION)
 """What version 8 added has defaults."""
 _VERSIONS = " and ".join(f"version {version}" for version in _READABLE)

@@ -15,8 +15,6 @@ from typing import Any
 from quantizer.report import record
 from quantizer.report.record import VERSION, RunRecord
 
-__all__ = ["field_documentation", "format_page"]
-
 _INTRODUCTION = f"""# The format of `report.json`
 
 <!-- Made by `python -m quantizer.report.format_page > docs/report-format.md`: change the records, not this page. -->

@@ -12,8 +12,6 @@ from quantizer.files import whole_file
 from quantizer.report.codec import mapping_from_record, record_from_mapping
 from quantizer.report.record import RunRecord
 
-__all__ = ["read_record", "write_record", "write_text_atomic"]
-
 
 def write_text_atomic(path: Path | str, text: str) -> Path:
     """Write ``text`` as UTF-8 to a temporary file beside ``path``, then rename it to ``path``.

@@ -12,8 +12,6 @@ from quantizer import __version__
 from quantizer.engines.cpu import cpu_info, cpu_instructions
 from quantizer.targets import profile, profiles
 
-__all__ = ["PACKAGES", "collect_machine", "collect_versions"]
-
 PACKAGES = (
     "torch",
     "transformers",

@@ -9,8 +9,6 @@ from typing import TypeVar
 from quantizer.errors import QuantizerError
 from quantizer.report.record import Latency, LatencyEntry, MemoryEntry, SizeEntry
 
-__all__ = ["latency_entries", "memory_entries", "quantized_entry", "reference_entry", "reference_words", "size_entries"]
-
 _FEWEST_FOR_QUARTILES = 4
 
 Entry = TypeVar("Entry", LatencyEntry, SizeEntry, MemoryEntry)

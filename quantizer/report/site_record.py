@@ -8,8 +8,6 @@ from pathlib import PurePath
 from quantizer.reasons import ReasonCode, RuleKind
 from quantizer.report.record_base import Record
 
-__all__ = ["Histogram", "Operand", "RangeCandidate", "Site", "UnquantizedProduct"]
-
 # Additions of integers, tuples or broadcasts are sites like all others, but of no interest to a reader.
 _QUIET = (
     ReasonCode.NOT_TENSORS,

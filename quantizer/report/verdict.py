@@ -13,8 +13,6 @@ from quantizer.report.search.budget_record import BudgetOutcome
 from quantizer.report.tables.headline import quantized_score
 from quantizer.report.tables.text import decibels, drop, error, percent, score, shape, signed, times
 
-__all__ = ["NOT", "THRESHOLDS", "USABLE", "Verdict", "missed_goals", "verdict_of"]
-
 USABLE, LOOK, NOT = "usable", "look at this", "do not use"
 _ORDER = (USABLE, LOOK, NOT)
 

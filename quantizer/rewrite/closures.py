@@ -7,8 +7,6 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["cells", "contents", "copy_attributes", "held", "rebound"]
-
 _EMPTY = object()
 
 

@@ -24,8 +24,6 @@ from torch import nn
 
 from quantizer.errors import SourceError
 
-__all__ = ["Source", "patched"]
-
 Source = str | types.ModuleType | type[nn.Module]
 """A modelling module by name, as an object, or discovered from one of its classes."""
 

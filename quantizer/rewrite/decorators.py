@@ -16,17 +16,6 @@ from quantizer.errors import SourceError
 from quantizer.rewrite.closures import cells, contents, copy_attributes, rebound
 from quantizer.rewrite.source_file import definition_of
 
-__all__ = [
-    "between",
-    "clone_chain",
-    "copied_registry",
-    "hand_on_keywords",
-    "innermost",
-    "registries_of",
-    "transplant",
-    "variables_that_lead_to",
-]
-
 
 def innermost(function: types.FunctionType, name: str | None = None) -> types.FunctionType:
     """Return the function that decorators wrap.

@@ -17,8 +17,6 @@ from quantizer.rewrite.names import FunctionNode, Scope, functions_in, is_litera
 from quantizer.rewrite.source_sites import Form, FunctionSource, HelperCall, SiteSource
 from quantizer.rewrite.text_edits import Edit, LineIndex, find_symbol
 
-__all__ = ["Form", "FunctionSource", "SiteSource", "find_functions"]
-
 _SYMBOLS = {"MatMult": b"@", "Add": b"+", "Mult": b"*"}
 _CHILDREN = frozenset({"children", "named_children", "modules", "named_modules"})  # loop over a module's children
 

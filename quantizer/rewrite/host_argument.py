@@ -25,31 +25,6 @@ from quantizer.rewrite.names import FunctionNode
 from quantizer.rewrite.source_sites import FunctionSource
 from quantizer.rewrite.text_edits import Edit, LineIndex, first_line
 
-__all__ = [
-    "EAGER",
-    "HOST",
-    "HOSTS",
-    "PASS_HOST",
-    "PADDED",
-    "RECORDED",
-    "RECURRENCE",
-    "RECURRENT",
-    "TAKES_APART",
-    "VISIBLE",
-    "WRITTEN",
-    "WRITTEN_CLASS",
-    "Receivers",
-    "Wrapped",
-    "as_written",
-    "function_source",
-    "guarded",
-    "hands_on",
-    "pass_host",
-    "recurrent",
-    "takes_apart",
-    "viewer",
-]
-
 # Names in rewritten text that no user writes.
 HOST = "_quantizer_host"
 PASS_HOST = "_quantizer_lend"

@@ -19,8 +19,6 @@ from quantizer.reasons import ReasonCode
 from quantizer.rewrite.names import FunctionNode
 from quantizer.rewrite.text_edits import Edit, LineIndex
 
-__all__ = ["LIVE", "NOW", "live_edits", "why_not_live"]
-
 # Names in rewritten text that no user writes.
 LIVE = "_quantizer_live"
 NOW = "_quantizer_now"

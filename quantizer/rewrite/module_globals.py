@@ -26,8 +26,6 @@ from quantizer.rewrite.live_names import LIVE, NOW
 from quantizer.rewrite.padded_output import padded
 from quantizer.rewrite.source_sites import SiteSource
 
-__all__ = ["SyntheticModules"]
-
 
 class _Receiver(Protocol):
     """Result of rewriting a function, as far as it is used here."""

@@ -11,8 +11,6 @@ from typing import Any, Literal
 from torch import Tensor
 from torch._ops import OpOverloadPacket
 
-__all__ = ["FunctionNode", "Scope", "bound_names", "dotted", "functions_in", "is_literal", "is_own"]
-
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Nodes that bind a name without a Name node.

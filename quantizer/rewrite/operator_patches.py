@@ -20,16 +20,6 @@ from quantizer.operations.catalogue import registered_operations
 from quantizer.rewrite.names import FunctionNode, functions_in
 from quantizer.rewrite.text_edits import first_line
 
-__all__ = [
-    "OperatorPatch",
-    "PatchedText",
-    "apply_operator_patches",
-    "changes",
-    "operator_patches",
-    "register_operator_patch",
-    "unregister_operator_patch",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorPatch:

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from quantizer.rewrite.host_argument import RECORDED, takes_apart
 
-__all__ = ["padded"]
-
 _BATCHED = 3
 _NESTED_ON = ("cpu", "cuda", "xpu")
 

@@ -34,8 +34,6 @@ from quantizer.rewrite.rebuild_result import Rebuilt
 from quantizer.rewrite.source_file import SourceFile, future_flags
 from quantizer.rewrite.source_sites import FunctionSource, HelperCall
 
-__all__ = ["HostTargets", "Rebuilder"]
-
 HostTargets = Mapping[str, tuple[types.FunctionType, ...]]
 """Static and class methods that hold sites, by name: what ``self.name(...)`` may call."""
 

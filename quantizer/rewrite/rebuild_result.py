@@ -10,8 +10,6 @@ from quantizer.reasons import ReasonCode
 from quantizer.rewrite.source_file import Key
 from quantizer.rewrite.source_sites import SiteSource
 
-__all__ = ["Rebuilt"]
-
 
 @dataclass(kw_only=True, slots=True)
 class Rebuilt:

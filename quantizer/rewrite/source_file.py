@@ -19,8 +19,6 @@ from quantizer.rewrite.operator_patches import apply_operator_patches, changes
 from quantizer.rewrite.source_sites import FunctionSource, HelperCall
 from quantizer.rewrite.text_edits import LineIndex, apply_edits, first_line
 
-__all__ = ["SourceFile", "definition_of", "future_flags", "read_source"]
-
 Key = tuple[str, int]
 
 

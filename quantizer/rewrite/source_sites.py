@@ -9,8 +9,6 @@ from typing import Literal
 from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.rewrite.text_edits import Edit
 
-__all__ = ["Form", "FunctionSource", "HelperCall", "SiteSource"]
-
 Form = Literal["call", "method", "operator", "inplace"]
 
 

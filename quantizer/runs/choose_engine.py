@@ -19,22 +19,6 @@ from quantizer.report import collect_machine
 from quantizer.report.candidate_record import Candidate, EngineChoice
 from quantizer.report.tables import text
 
-__all__ = [
-    "FAILURES",
-    "HOPELESS",
-    "NO_FASTER",
-    "bound",
-    "candidate_line",
-    "choose",
-    "failed",
-    "named",
-    "not_built",
-    "quantized_of",
-    "require_sites",
-    "slow_ones",
-    "timed",
-]
-
 FAILURES = (QuantizerError, RuntimeError)
 """What takes a candidate out of the choice and leaves the others in it; libraries raise the second."""
 

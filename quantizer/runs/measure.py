@@ -17,19 +17,6 @@ from quantizer.report.tables import text
 from quantizer.runs.run_context import RunContext, engine_inputs
 from quantizer.tasks import batch_shape
 
-__all__ = [
-    "FLOAT_STEM",
-    "NOT_VERIFIED",
-    "QUANTIZED_STEM",
-    "build_options",
-    "engine_file",
-    "float_options",
-    "measure_latency",
-    "measure_memory",
-    "run_sizes",
-    "with_deployed",
-]
-
 FLOAT_STEM, QUANTIZED_STEM = "float", "model"
 """The names of the two files of each engine, without their endings."""
 

@@ -44,8 +44,6 @@ from quantizer.runs.workload.workload import Scorer
 from quantizer.targets import AUTO
 from quantizer.tasks import Batch, Row, batch_shape
 
-__all__ = ["Picked", "chooses", "pick_backend", "with_backend"]
-
 _ROUNDS, _SECONDS = 15, 30.0
 """Of all engines in turns; slow ones have fewer rounds."""
 

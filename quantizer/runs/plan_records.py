@@ -12,8 +12,6 @@ from quantizer.sensitivity import Fallback, GroupSensitivity
 from quantizer.sensitivity.prices.by_speed import frontier
 from quantizer.sensitivity.prices.group_prices import Prices
 
-__all__ = ["placement_record", "site_records"]
-
 
 def site_records(coverage: Iterable[Site]) -> tuple[Site, ...]:
     """Return the rows of a coverage that are not quiet."""

@@ -35,8 +35,6 @@ from quantizer.runs.workload.workload import Load
 from quantizer.runs.written_sizes import is_in_parts
 from quantizer.targets import AUTO
 
-__all__ = ["RUN", "carry_out", "run"]
-
 RUN = "run"
 """The kind of the folder, in its marker."""
 

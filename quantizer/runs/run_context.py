@@ -29,23 +29,6 @@ from quantizer.runs.workload.float_engines import FloatEngines
 from quantizer.sensitivity.score_cache import check_scores
 from quantizer.tasks import Batch, Feed, Predictions, Row, Task, build_task, load_model, load_processor, load_rows
 
-__all__ = [
-    "ResumeFiles",
-    "RunContext",
-    "RunRows",
-    "bar",
-    "engine_inputs",
-    "load_context",
-    "predict",
-    "as_array",
-    "as_predictor",
-    "rows_of",
-    "score_record",
-    "sizes_of",
-    "require_names",
-    "resume_files",
-]
-
 _LONGEST_ENDING = ".search.json"
 """Of the files from which a run resumes."""
 

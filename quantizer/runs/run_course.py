@@ -57,8 +57,6 @@ from quantizer.runs.workload.workload import Load
 from quantizer.tasks import Batch
 from quantizer.views.histograms import noisiest
 
-__all__ = ["QUANTIZER", "RunCourse"]
-
 QUANTIZER = "quantizer"
 """The folder in it with the calibrated quantizer."""
 

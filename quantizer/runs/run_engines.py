@@ -20,8 +20,6 @@ from quantizer.runs.placement.price_groups import EngineFiles, Timing
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.workload.float_engines import copy_files
 
-__all__ = ["FLOAT_STEM", "QUANTIZED_STEM", "RunEngines", "export_float", "nearest_form"]
-
 
 class RunEngines:
     """Exports and builds the engines of a run, each anew only if its model has changed.

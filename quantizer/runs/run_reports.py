@@ -8,8 +8,6 @@ from pathlib import Path
 from quantizer.report import RunRecord, write_html, write_record
 from quantizer.report.card.run_card import write_run_card
 
-__all__ = ["write_reports"]
-
 
 def write_reports(record: RunRecord, formats: Sequence[str], folder: Path) -> None:
     """Write the reports of a run in the formats that it asks for, and its card, each atomically.

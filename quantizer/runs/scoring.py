@@ -16,8 +16,6 @@ from quantizer.runs.run_context import RunContext, predict, score_record
 from quantizer.tasks import Predictions, Row
 from quantizer.tasks.datasets.rows import content_of
 
-__all__ = ["Scoring"]
-
 
 class Scoring:
     """Scores on one set of rows, and differences to the float model.

@@ -24,8 +24,6 @@ from quantizer.sensitivity import Evaluation, ScoreCache, fingerprint
 from quantizer.sensitivity.prices.group_prices import Prices
 from quantizer.tasks import Batch, Row, rows_at
 
-__all__ = ["CAUSES", "has_causes", "measure_sensitivity", "search_fallback", "with_causes_of"]
-
 _BATCHES, _ROWS = 2, 8
 """On so many rows of so many batches causes are looked for, as each setting that is tried is calibrated on them."""
 

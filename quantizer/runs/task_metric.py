@@ -12,8 +12,6 @@ from quantizer.runs.run_context import as_predictor, bar
 from quantizer.tasks import Row, Task
 from quantizer.tasks.datasets.rows import content_of
 
-__all__ = ["Metric", "TaskMetric"]
-
 
 class Metric(Protocol):
     """A function of a model that returns its score."""

@@ -34,8 +34,6 @@ from quantizer.sensitivity import fingerprint
 from quantizer.tasks import Row, Task, rows_at
 from quantizer.tasks.datasets.rows import content_of
 
-__all__ = ["Training", "TrainingResult", "train"]
-
 logger = logging.getLogger(__name__)
 
 _WARM_UP = 0.1

@@ -22,8 +22,6 @@ from quantizer.errors import SensitivityError
 from quantizer.observe.outputs import flat_output, floats
 from quantizer.observe.padding import has_padding, output_without_padding
 
-__all__ = ["Divergence", "Probe"]
-
 _AT_ONCE = 2**20
 """So many logits are compared at once."""
 

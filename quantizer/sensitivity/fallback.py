@@ -16,17 +16,6 @@ from quantizer.plan.site_plan import Plan
 from quantizer.reasons import ReasonCode
 from quantizer.sensitivity.measurement import GroupSensitivity
 
-__all__ = [
-    "Evaluation",
-    "Fallback",
-    "by_name",
-    "by_rank",
-    "fallback_for_target",
-    "fallback_of",
-    "operands_of",
-    "per_cost",
-]
-
 _ROUNDING = 1e-9
 
 

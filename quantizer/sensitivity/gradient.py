@@ -38,8 +38,6 @@ from quantizer.sensitivity.groups import Group
 from quantizer.sensitivity.passes import RepeatedCalls, overwritten, pass_of
 from quantizer.sensitivity.site_changes import Changes, Pending, watched
 
-__all__ = ["Loss", "gradient"]
-
 _SMALL = 0.25
 """The largest share that the square of a row's change may have of the row's own square."""
 

@@ -17,8 +17,6 @@ from quantizer.plan.site_plan import OperandPlan, SitePlan
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 
-__all__ = ["GRANULARITIES", "Group", "groups_of"]
-
 GRANULARITIES = ("group", "layer", "block")
 
 _ROOT = "(the model)"

@@ -19,8 +19,6 @@ from quantizer.sensitivity.groups import Group
 from quantizer.sensitivity.passes import pass_of
 from quantizer.sensitivity.site_changes import Pending, watched
 
-__all__ = ["local"]
-
 
 def local(
     proxy: nn.Module, groups: Sequence[Group], args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any

@@ -15,8 +15,6 @@ from quantizer.errors import SensitivityError
 from quantizer.sensitivity.fallback import Evaluation, Fallback, fallback_of
 from quantizer.sensitivity.measurement import GroupSensitivity
 
-__all__ = ["Tell", "search"]
-
 Candidate = tuple[GroupSensitivity, float]
 
 Tell = Callable[[Evaluation], object]

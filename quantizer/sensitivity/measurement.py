@@ -34,8 +34,6 @@ from quantizer.sensitivity.metric import Metric
 from quantizer.sensitivity.output import output
 from quantizer.sensitivity.passes import pass_of
 
-__all__ = ["MEASURES", "GroupSensitivity", "Measurement"]
-
 MEASURES = ("gradient", "local", "output", "metric")
 
 _Measure = Callable[[nn.Module, Sequence[Group], tuple[Any, ...], Mapping[str, Any], Any], dict[str, float]]

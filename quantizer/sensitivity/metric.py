@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from quantizer.errors import LostRankError, SensitivityError
 from quantizer.proxy.restored_state import untouched
 
-__all__ = ["Metric", "Score"]
-
 Score = Callable[[nn.Module], float]
 """A function of a model, called like the user's own, that gives one number."""
 

@@ -19,8 +19,6 @@ from quantizer.sensitivity.groups import Group
 from quantizer.sensitivity.passes import pass_of
 from quantizer.sensitivity.reuse import Reuse
 
-__all__ = ["output"]
-
 
 def output(
     proxy: nn.Module, groups: Sequence[Group], args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any

@@ -16,8 +16,6 @@ from quantizer.common.own_inputs import copied
 from quantizer.common.structure import leaves
 from quantizer.proxy.call_numbers import calls_so_far, numbered
 
-__all__ = ["RepeatedCalls", "overwritten", "pass_of"]
-
 _PLAIN = (Tensor, bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 

@@ -17,8 +17,6 @@ from quantizer.proxy.build import sites_of
 from quantizer.proxy.recorded_calls import RecordedCall, RecordedCalls
 from quantizer.proxy.site import Site
 
-__all__ = ["Reuse"]
-
 
 class Reuse(RecordedCalls):
     """The calls of a first pass of a proxy, which is the first one inside the block."""

@@ -18,8 +18,6 @@ from quantizer.errors import SensitivityError
 from quantizer.files import checked_file, whole_file
 from quantizer.plan.site_plan import SitePlan, plan_digest
 
-__all__ = ["ScoreCache", "check_scores", "fingerprint"]
-
 
 @dataclass(frozen=True)
 class _Document:

@@ -36,8 +36,6 @@ from quantizer.sensitivity import (
 from quantizer.sensitivity.prices.by_speed import by_speed
 from quantizer.sensitivity.prices.group_prices import Prices
 
-__all__ = ["SensitivitySession"]
-
 Costs = str | Mapping[str, float] | None
 
 

@@ -23,8 +23,6 @@ from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 from quantizer.sensitivity.groups import Group
 
-__all__ = ["Changes", "Pending", "Visitor", "watched"]
-
 
 class Changes(NamedTuple):
     """The float output of a call of a site, detached, and the change of it by group."""

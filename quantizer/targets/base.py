@@ -13,16 +13,6 @@ from quantizer.targets.triton_server import TritonServer
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "AttentionLimits",
-    "DynamicRanges",
-    "FloatDtype",
-    "Recurrences",
-    "SiteKind",
-    "TargetProfile",
-    "TRANSPOSED",
-    "WrongConvolutions",
-]
 
 _LARGE_TABLE = 2**18
 """The numbers of a table of embeddings from which codes save a noteworthy part of a file: 768 KiB."""

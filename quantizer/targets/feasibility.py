@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from quantizer.targets.base import TargetProfile
 
-__all__ = ["Problem", "engine_problems"]
-
 
 class Problem(NamedTuple):
     """A problem, and the setting that causes it: a key of a configuration or an option of a command."""

@@ -9,8 +9,6 @@ from quantizer.numerics.qtype import BLOCKS_OPSET, QType
 from quantizer.targets.base import TargetProfile
 from quantizer.targets.profiles import profiles
 
-__all__ = ["Format", "impossible", "least_opset_of"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:

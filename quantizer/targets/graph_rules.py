@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["ALWAYS", "OPERATOR_FORMAT", "GraphRules", "Severity"]
-
 Severity = Literal["error", "warning"]
 """An error: the backend refuses the file, computes other results than the file describes, or runs a product in another
 precision than the file or the target demands. A warning: the file works, but slower, larger or less exactly."""

@@ -9,8 +9,6 @@ from quantizer.targets.graph_rules import ALWAYS, GraphRules
 from quantizer.targets.profiles import profiles
 from quantizer.targets.triton_server import TritonServer
 
-__all__ = ["ONNXRUNTIME", "ONNXRUNTIME_AVX2"]
-
 ONNXRUNTIME = profiles.add("onnxruntime")(
     TargetProfile(
         name="onnxruntime",

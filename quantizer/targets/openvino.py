@@ -9,8 +9,6 @@ from quantizer.targets.graph_rules import ALWAYS, GraphRules
 from quantizer.targets.profiles import profiles
 from quantizer.targets.triton_server import TritonServer
 
-__all__ = ["DYNAMIC_BLOCK", "OPENVINO", "OPENVINO_AVX2"]
-
 DYNAMIC_BLOCK = 128
 """How many neighbours share a range at run time in our engines. A tenth faster than its default of 32."""
 

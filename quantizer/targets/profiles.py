@@ -7,8 +7,6 @@ from dataclasses import replace
 from quantizer.common.registry import Registry
 from quantizer.targets.base import FloatDtype, TargetProfile
 
-__all__ = ["AUTO", "profile", "profiles"]
-
 AUTO = "auto"
 """In place of a backend's name: the one whose engine is the fastest here."""
 

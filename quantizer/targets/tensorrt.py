@@ -7,8 +7,6 @@ from quantizer.targets.graph_rules import ALWAYS, OPERATOR_FORMAT, GraphRules
 from quantizer.targets.profiles import profiles
 from quantizer.targets.triton_server import TritonServer
 
-__all__ = ["TENSORRT"]
-
 TENSORRT = profiles.add("tensorrt")(
     TargetProfile(
         name="tensorrt",

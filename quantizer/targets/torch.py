@@ -8,8 +8,6 @@ from quantizer.targets.base import TRANSPOSED, TargetProfile
 from quantizer.targets.graph_rules import ALWAYS, GraphRules
 from quantizer.targets.profiles import profiles
 
-__all__ = ["TORCH", "TORCH_AVX2"]
-
 TORCH = profiles.add("torch")(
     TargetProfile(
         name="torch",

@@ -17,8 +17,6 @@ from quantizer.tasks.metrics import kl_divergence, label_flips, sqnr_db
 if TYPE_CHECKING:
     from quantizer.tasks.task import Predictions
 
-__all__ = ["checked_logits", "class_names", "compare_classifiers", "largest_logit", "require_one_label"]
-
 
 def class_names(config: Any) -> tuple[str, ...]:
     """Return the class names in a model's config, in the order of the class numbers; () if it has none."""

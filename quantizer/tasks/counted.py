@@ -16,8 +16,6 @@ import numpy.typing as npt
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.task import Predictions, Task, require_rows
 
-__all__ = ["CountedTask", "JudgedTask"]
-
 
 class JudgedTask(Task):
     """A task that judges each row, and scores what came of that.

@@ -21,8 +21,6 @@ from quantizer.tasks.metrics import accuracy, label_flips, mean_cosine, sqnr_db
 from quantizer.tasks.pooling import MEAN
 from quantizer.tasks.task import Predictions, Progress, Run, Task, tasks
 
-__all__ = ["EmbeddingClassification"]
-
 MAX_ITERATIONS = 1000
 
 

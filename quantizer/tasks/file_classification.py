@@ -23,8 +23,6 @@ from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import accuracy
 from quantizer.tasks.task import Predictions, Task
 
-__all__ = ["FileClassification"]
-
 _SHOWN = 5
 
 

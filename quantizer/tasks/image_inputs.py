@@ -18,8 +18,6 @@ import torch
 from quantizer.errors import MissingDependencyError, TaskError
 from quantizer.tasks.inputs import EXAMPLE_ROWS, Batch
 
-__all__ = ["ImageInputs", "read_depths", "read_image", "read_mask", "read_size", "require_pillow"]
-
 _INPUT = "pixel_values"
 _BYTES, _WORDS = 2**8 - 1, 2**16 - 1
 """The largest values of 8 and 16 bits."""

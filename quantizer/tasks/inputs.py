@@ -16,18 +16,6 @@ from quantizer.common.data.sizes import DataSizes
 from quantizer.common.decoder_cache import CACHE
 from quantizer.errors import TaskError
 
-__all__ = [
-    "EXAMPLE_ROWS",
-    "Batch",
-    "Feed",
-    "Inputs",
-    "Sample",
-    "TextInputs",
-    "batch_shape",
-    "longest_sequence",
-    "rows_at",
-]
-
 Batch: TypeAlias = dict[str, torch.Tensor]
 """The model's inputs by name: int64 [B x S] for texts, float32 [B x channels x height x width] for images,
 [B x samples] or [B x steps x features] for recordings."""

@@ -14,19 +14,6 @@ import numpy.typing as npt
 
 from quantizer.errors import MissingDependencyError, TaskError
 
-__all__ = [
-    "Metric",
-    "accuracy",
-    "bootstrap_interval",
-    "kl_divergence",
-    "label_flips",
-    "mean_cosine",
-    "paired_interval",
-    "resampled_scores",
-    "spearman",
-    "sqnr_db",
-]
-
 Array: TypeAlias = npt.NDArray[Any]
 Metric: TypeAlias = Callable[[Array, Array], Array]
 """A function of decisions and targets, both [N] or [R x N], that returns one score per leading index: [] or [R]."""

@@ -25,19 +25,6 @@ from quantizer.tasks.images.text_tower import has_text_tower
 from quantizer.tasks.inputs import longest_sequence
 from quantizer.tasks.task import tasks
 
-__all__ = [
-    "Checkpoint",
-    "empty_model",
-    "load_audio_processor",
-    "load_image_processor",
-    "load_model",
-    "load_processor",
-    "load_tokenizer",
-    "read_checkpoint",
-    "require_labels",
-    "resolve_source",
-]
-
 _CAUSAL = "AutoModelForCausalLM"
 _ENCODER = "AutoModel"
 _CTC = "AutoModelForCTC"

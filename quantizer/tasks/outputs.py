@@ -15,8 +15,6 @@ from quantizer.common.distributed import all_gather_bytes, get_world_size, is_mi
 from quantizer.common.structure import fields_of
 from quantizer.errors import TaskError
 
-__all__ = ["dealt", "first_output", "of_all_ranks", "stacked"]
-
 Chunk = TypeVar("Chunk")
 
 

@@ -18,8 +18,6 @@ from quantizer.tasks.outputs import first_output
 from quantizer.tasks.pooling import MEAN
 from quantizer.tasks.task import Predictions, Task, tasks
 
-__all__ = ["SentenceSimilarity"]
-
 
 @tasks.add("sentence-similarity")
 class SentenceSimilarity(Task):

@@ -17,8 +17,6 @@ from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import accuracy
 from quantizer.tasks.task import Predictions, Task, tasks
 
-__all__ = ["SequenceClassification", "require_classes"]
-
 
 @tasks.add("sequence-classification")
 class SequenceClassification(Task):

@@ -25,8 +25,6 @@ from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs
 from quantizer.tasks.metrics import bootstrap_interval, resampled_scores
 from quantizer.tasks.outputs import dealt, first_output, of_all_ranks, stacked
 
-__all__ = ["Batch", "Predictions", "Progress", "Run", "Task", "build_task", "require_rows", "tasks"]
-
 Run: TypeAlias = Callable[[Batch], object]
 """One call of a model, proxy or engine: takes a batch, returns a ``ModelOutput``, mapping, tuple or tensor."""
 Progress: TypeAlias = Callable[[int, int], None]

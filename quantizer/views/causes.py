@@ -28,8 +28,6 @@ from quantizer.sensitivity.outliers import outliers, scaled
 from quantizer.sensitivity.session import SensitivitySession
 from quantizer.views.table_view import View
 
-__all__ = ["Causes", "find_causes", "whole_setting", "with_setting"]
-
 _RANKED = 2
 """For each group that is asked for, so many are measured: the ranking by gradients is an estimate."""
 

@@ -21,8 +21,6 @@ from quantizer.views.site_rows import planned_site, unrewritten_site
 from quantizer.views.table_view import View
 from quantizer.views.unquantized import covered_share, unquantized_products
 
-__all__ = ["Coverage", "UnquantizedProducts", "RangeRow", "Ranges"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RangeRow:

@@ -14,8 +14,6 @@ from quantizer.report.tables.text import decibels, percent, significant
 from quantizer.views.picture import Picture
 from quantizer.views.table_view import View
 
-__all__ = ["HistogramBin", "HistogramView"]
-
 _ROWS = 20
 _BAR = 40
 

@@ -16,8 +16,6 @@ from quantizer.plan.decide_operands import judged_as
 from quantizer.plan.site_plan import OperandPlan, Plan
 from quantizer.report.site_record import Histogram, RangeCandidate
 
-__all__ = ["histogram_of", "noisiest"]
-
 _BINS = 128
 """The largest number of bins in a record: more than a picture needs, and few enough for a report."""
 

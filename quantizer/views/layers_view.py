@@ -15,8 +15,6 @@ from quantizer.views.coverage import Coverage
 from quantizer.views.sensitivity_view import Sensitivity
 from quantizer.views.table_view import View
 
-__all__ = ["Layers", "PutBack"]
-
 
 class PutBack(View[GroupRow]):
     """The groups, with the error that each would give back as float, and the time that it would cost.

@@ -33,7 +33,6 @@ from quantizer.views.sensitivity_view import Sensitivity
 if TYPE_CHECKING:
     from quantizer.model_session import ModelSession
 
-__all__ = ["QuantizerViews"]
 
 logger = logging.getLogger(__name__)
 

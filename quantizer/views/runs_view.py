@@ -17,8 +17,6 @@ from quantizer.report.page.compare_page import write_comparison
 from quantizer.report.tables.tables import plain_text
 from quantizer.views.picture import Picture
 
-__all__ = ["Runs", "compare_runs"]
-
 
 def compare_runs(runs: Sequence[str | os.PathLike[str]]) -> Runs:
     """Compare finished runs, as ``quantizer compare`` does: scores or outputs, speed, size, and what differs.

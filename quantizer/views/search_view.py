@@ -12,8 +12,6 @@ from quantizer.report.tables.tables import Column
 from quantizer.views.picture import Picture
 from quantizer.views.table_view import View
 
-__all__ = ["Search"]
-
 
 class Search(View[Evaluation]):
     """The scores of a search, in order; a notebook shows the picture above the table.

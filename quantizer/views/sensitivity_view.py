@@ -19,8 +19,6 @@ from quantizer.views.picture import Picture
 from quantizer.views.search_view import Search
 from quantizer.views.table_view import View
 
-__all__ = ["Sensitivity"]
-
 
 class Sensitivity(View[SensitivityRow]):
     """The groups, ranked by the error of quantizing one group alone.

@@ -6,8 +6,6 @@ from quantizer.plan.site_plan import OperandPlan, SitePlan
 from quantizer.proxy.build import UnrewrittenSource
 from quantizer.report.site_record import Operand, Site
 
-__all__ = ["planned_site", "unrewritten_site"]
-
 
 def planned_site(entry: SitePlan) -> Site:
     """Return the row of a site, with its operands."""

@@ -16,8 +16,6 @@ from rich.text import Text
 from quantizer.report.tables.tables import Column, html_table, string_from_table, text_table
 from quantizer.report.tables.text import shorten
 
-__all__ = ["View"]
-
 Row = TypeVar("Row")
 
 _ROWS = 40

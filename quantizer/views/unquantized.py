@@ -9,8 +9,6 @@ from quantizer.plan.site_plan import Plan
 from quantizer.reasons import ReasonCode, RuleKind
 from quantizer.report.site_record import UnquantizedProduct
 
-__all__ = ["covered_share", "unquantized_products"]
-
 _BY_RULE = {RuleKind.TARGET: Reason.TARGET, RuleKind.SWITCH: Reason.SWITCHED_OFF}
 _BY_REASON = {ReasonCode.FROM_PARAMETERS: Reason.PARAMETERS, ReasonCode.PARAMETERS_ALONE: Reason.PARAMETERS}
 

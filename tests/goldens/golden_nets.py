@@ -12,8 +12,6 @@ from helpers import ConvNet, batch, tiny
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["NETS", "GoldenNet", "Packed"]
-
 WIDTH = 16
 
 

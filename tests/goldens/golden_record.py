@@ -27,8 +27,6 @@ from quantizer.report.page.html import html_from_record
 from quantizer.report.record import RunRecord
 from quantizer.targets.profiles import profiles
 
-__all__ = ["BACKENDS", "EXPORTED", "golden_of", "machine", "recorded", "page_golden"]
-
 FOLDER = Path(__file__).resolve().parent / "recorded"
 _PACKAGE = Path(quantizer.__file__).parent
 """Warnings are recorded that point into it; those at a line of these files are of the nets here."""

@@ -18,7 +18,6 @@ import quantizer
 if TYPE_CHECKING:
     from product_record import Place
 
-__all__ = ["CASES", "NIGHTLY"]
 
 NIGHTLY = frozenset[str]()
 """Cases that take long, or are one more of a kind."""

@@ -39,8 +39,6 @@ from quantizer.engines.backends import backend
 from quantizer.engines.inspection.from_layers import inspection_from_layers, is_product
 from quantizer.engines.inspection.inspection import Inspection, Layer
 
-__all__ = ["FOLDER", "Place", "differences", "produced", "recorded"]
-
 FOLDER = Path(__file__).resolve().parent / "recorded" / "product"
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _SHOWN = 60

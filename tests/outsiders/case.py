@@ -24,8 +24,6 @@ from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.engine_module import EngineModule
 from tests.helpers import BYTE_PRODUCTS_ARE_EXACT, Snapshot
 
-__all__ = ["BACKENDS", "SPEEDS", "Case", "Reached", "check", "faults_of", "noise", "reach", "smooth", "sqnr"]
-
 BACKENDS = ("openvino", "onnxruntime", "torch")
 
 SPEEDS = {"fused": 1.0, "converted": 2.0, "scattered": math.inf}

@@ -25,8 +25,6 @@ from torch import Tensor, nn
 from quantizer.targets import profiles
 from tests.helpers import imported
 
-__all__ = ["DrawnModel", "drawn_models"]
-
 # Importing the files registers their steps.
 del _branches, _habits, _types
 

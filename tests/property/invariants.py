@@ -36,18 +36,6 @@ from quantizer.runs.run_context import engine_inputs
 from quantizer.tasks import rows_at
 from tests.helpers import Snapshot, assert_same
 
-__all__ = [
-    "ENGINES",
-    "INVARIANTS",
-    "Invariant",
-    "a_half_file_has_one_type",
-    "engine_follows",
-    "engine_follows_the_frozen_proxy",
-    "float_outputs",
-    "has_engines",
-    "is_finite",
-]
-
 Invariant = Callable[[DrawnModel, Path], None]
 
 

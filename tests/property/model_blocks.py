@@ -16,24 +16,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-__all__ = [
-    "BLOCKS",
-    "Answer",
-    "Checkpointed",
-    "Counting",
-    "Decorated",
-    "Experts",
-    "Gated",
-    "Mapped",
-    "Normed",
-    "Registered",
-    "Remembering",
-    "Residual",
-    "Static",
-    "Tied",
-    "Twice",
-]
-
 
 @dataclass
 class Answer:

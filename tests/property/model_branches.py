@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from model_steps import ANY, IMAGE, ROW, SEQUENCE, add_step, flag, one_of, step
 from model_text import ModelText
 
-__all__ = ["branch"]
-
 
 @step(ROW, SEQUENCE, keeps=True)
 def container(model: ModelText, draw: st.DrawFn) -> None:

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from model_steps import ANY, ROW, SEQUENCE, SIZES, flag, one_of, step
 from model_text import ModelText
 
-__all__ = ["in_place"]
-
 
 def _spread(draw: st.DrawFn, weight: str, rows: int, columns: int) -> str:
     """Return a weight once for each row of the batch: [rows, columns] as [B, rows, columns]."""

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from model_steps import ANY, ROW, SEQUENCE, SIZES, flag, one_of, step
 from model_text import ModelText
 
-__all__ = ["made_floats"]
-
 _KINDS = ("torch.float64", "torch.float16", "torch.bfloat16", "torch.float32")
 
 

@@ -21,8 +21,6 @@ from typing import Any
 
 from quantizer.errors import QuantizerError
 
-__all__ = ["End", "Stop", "apart", "mute", "preload"]
-
 _FORK = multiprocessing.get_context("fork")
 _PATIENCE = 120
 _EVENTS = frozenset({"open", "shutil.rmtree", "os.scandir", "os.listdir", "os.chmod", "os.truncate"}) | {

@@ -20,8 +20,6 @@ from torture.apart import Stop, apart, preload
 from torture.runner import State
 from torture.victims import VICTIMS, Result, Victim
 
-__all__ = ["FAULTS", "run_fault"]
-
 _SIGNALS = (signal.SIGKILL,) * 4 + (signal.SIGTERM, signal.SIGINT)
 _BESIDE = {"notes.txt": b"mine", "out.txt": b"mine, too", ".out.hidden/mine": b"and this"}
 

@@ -26,8 +26,6 @@ from torture.apart import mute
 from torture.kinds import KINDS, Kind
 from torture.mutations import mutated
 
-__all__ = ["State", "run_kind"]
-
 _CASE_SECONDS = 20
 _MEMORY = 24 * 2**30
 _FORK = multiprocessing.get_context("fork")

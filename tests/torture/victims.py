@@ -20,8 +20,6 @@ from quantizer import Quantizer
 from quantizer.cli.main import main
 from torture.readers_plans import data, model
 
-__all__ = ["VICTIMS", "Result", "Victim"]
-
 Result = dict[str, str]
 _OF_THE_MOMENT = frozenset({"created", "latency", "memory", "stages", "machine", "time_us", "time_share"})
 _OF_THE_MOMENT |= {"build_seconds"}

@@ -10,22 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "ALL_THE_WAY",
-    "AUDIO",
-    "DECODERS",
-    "ENCODER_DECODERS",
-    "MIXTURES_OF_EXPERTS",
-    "MULTIMODAL",
-    "SERIES",
-    "TEXT_ENCODERS",
-    "TORCH",
-    "VISION",
-    "Architecture",
-    "TorchArchitecture",
-    "shrunk",
-]
-
 WIDTH = 32
 VOCABULARY = 99
 TOKENS = 8

@@ -20,8 +20,6 @@ from quantizer import Quantizer
 from quantizer.reasons import ReasonCode
 from quantizer.views.coverage import Coverage
 
-__all__ = ["all_the_way", "each_pattern", "off_is_identical", "repeated_patterns", "unequal_observed"]
-
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 _TORN = frozenset({"paligemma"})

@@ -24,8 +24,6 @@ from quantizer.proxy.call_numbers import calls_so_far, numbered
 from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import Site
 
-__all__ = ["BlockCall", "BlockPasses"]
-
 
 class _Given(NamedTuple):
     """The (positional, keyword) arguments of a call, and the state in which it was made.

@@ -13,8 +13,6 @@ from torch import nn
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site, SourceCall
 
-__all__ = ["Block", "blocks_of"]
-
 Block = tuple[str, nn.Module, tuple[Site, ...]]
 """The path of a block, the block, and its sites."""
 

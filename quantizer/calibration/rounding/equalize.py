@@ -37,8 +37,6 @@ from quantizer.plan.decide_operands import PlanSettings
 from quantizer.plan.site_plan import Plan, SitePlan
 from quantizer.reasons import ReasonCode
 
-__all__ = ["equalize_where_better"]
-
 _RATIO = 8.0
 """The largest magnitude of a channel in medians over channels, beyond which one scale leaves half of them 5 bits."""
 

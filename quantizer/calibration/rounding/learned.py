@@ -21,8 +21,6 @@ from quantizer.observe.range_group import RangeGroup, RoundedWeight
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 
-__all__ = ["Learned", "LearnedCodes", "LearnedRange"]
-
 _WITHIN = 0.45
 """How far from a code, in steps, a number may be that is to be rounded to it whatever floats do."""
 

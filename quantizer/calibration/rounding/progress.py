@@ -17,8 +17,6 @@ from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.observe.statistics import RoundingProgress, Seen
 from quantizer.plan.site_plan import OperandPlan, Plan
 
-__all__ = ["UNREACHED", "nearest", "progress", "record", "stored_weights", "why_nearest", "with_all_batches"]
-
 UNREACHED = "no batch that was kept reaches it"
 
 

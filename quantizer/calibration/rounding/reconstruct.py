@@ -44,8 +44,6 @@ from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import Site
 
-__all__ = ["reconstruct_blocks"]
-
 _STEPS = 200
 
 _EVERY = 25

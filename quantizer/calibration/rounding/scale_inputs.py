@@ -30,8 +30,6 @@ from quantizer.plan.site_plan import OperandPlan, Plan
 from quantizer.plan.weight_scales import as_rounded, scaled_for
 from quantizer.proxy.site import Site
 
-__all__ = ["scale_inputs"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Linear:

@@ -21,8 +21,6 @@ from quantizer.common.data.doubts import warn_user
 from quantizer.common.data.labels import Forward, without_label
 from quantizer.errors import CalibrationError, QuantizerError
 
-__all__ = ["BATCH_ROWS", "MOST_ROWS", "WITHOUT_VALUES", "batches_of", "beside", "in_several", "length_of", "row_count"]
-
 Row = TypeVar("Row")
 Batch = TypeVar("Batch")
 

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from quantizer.errors import CalibrationWarning
 
-__all__ = ["FEWEST_ROWS", "doubts_of_batch", "doubts_of_calibration", "warn_user"]
-
 FEWEST_ROWS = 32
 """With fewer rows than that ranges depend on which rows they are."""
 

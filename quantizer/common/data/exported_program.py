@@ -11,8 +11,6 @@ from torch.export import ExportedProgram
 
 from quantizer.errors import ProxyError
 
-__all__ = ["Model", "module_of", "refuse_compiled"]
-
 Model: TypeAlias = nn.Module | ExportedProgram
 """What a ``Quantizer`` takes."""
 

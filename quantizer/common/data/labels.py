@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from quantizer.errors import CalibrationError
 
-__all__ = ["Forward", "without_label"]
-
 _LABELS = frozenset({"label", "labels", "target", "targets", "y"})
 """Names of arguments that take a label."""
 

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from quantizer.common.decoder_cache import CACHE, PAST, TOTAL
 
-__all__ = ["BATCH", "SEQUENCE", "Axes", "DataSizes", "InputShapes", "input_shapes"]
-
 Axes = Mapping[str, Mapping[int, str]]
 """Input name to {axis: dimension name}."""
 

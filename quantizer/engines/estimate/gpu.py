@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from quantizer.engines.inspection.inspection import LOW_PRECISIONS
 from quantizer.errors import EngineError
 
-__all__ = ["DEFAULT", "Gpu", "gpu_of", "least"]
-
 DEFAULT = "sm89"
 """The compute capability that is taken where none is named."""
 

@@ -15,8 +15,6 @@ from typing import Any
 from quantizer.engines.inspection.onnx_graph import SizedGraph
 from quantizer.qdq.operand import MOVES, PRODUCTS
 
-__all__ = ["Kernel", "kernels", "size"]
-
 _BARRIERS = frozenset(
     {
         "ArgMax",

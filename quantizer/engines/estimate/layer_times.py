@@ -18,8 +18,6 @@ from quantizer.engines.inspection.inspection import Inspection, Layer
 from quantizer.engines.inspection.onnx_graph import SizedGraph, read_graph
 from quantizer.qdq.operand import PRODUCTS
 
-__all__ = ["estimated_inspection"]
-
 
 def estimated_inspection(
     path: Path, gpu: Gpu, *, batch: int = 8, sequence: int = 128, sizes: Mapping[str, int] = MappingProxyType({})

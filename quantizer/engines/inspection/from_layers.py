@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from quantizer.engines.inspection.inspection import LOW_PRECISIONS, Inspection, Layer, PrecisionShare
 
-__all__ = ["RUNS", "WARMUP", "block_of", "inspection_from_layers", "is_product", "named", "run_note"]
-
 RUNS = 5
 """Runs that the time of a layer is the median of."""
 

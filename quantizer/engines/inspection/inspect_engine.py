@@ -13,8 +13,6 @@ from quantizer.engines.inspection.check_precision import check_precision
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.engines.inspection.onnx_graph import graph_inspection
 
-__all__ = ["inspect_file", "observe_engine", "runs_here"]
-
 
 def runs_here(name: str) -> bool:
     """Return whether this machine has the device that engines of the backend ``name`` run on.

@@ -22,8 +22,6 @@ from quantizer.qdq.operand import MATMULS, MOVES, PRODUCTS
 from quantizer.qdq.structure import structural_fault
 from quantizer.qdq.unreadable import unreadable_is
 
-__all__ = ["SizedGraph", "graph_inspection", "precision_of", "read_graph"]
-
 # Larger constants do not determine shapes: only their own shape is kept.
 _SMALL = 1024
 _PRECISIONS = {

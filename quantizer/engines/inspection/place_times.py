@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from quantizer.engines.inspection.inspection import Inspection, Layer
 
-__all__ = ["NOWHERE", "place_times"]
-
 NOWHERE = ""
 """The place of layers that belong to no module that was asked for, nor lie behind one that does."""
 

@@ -13,8 +13,6 @@ from types import MappingProxyType
 from quantizer.engines.measure.own_process import in_own_process
 from quantizer.errors import EngineError
 
-__all__ = ["PeakMemory", "interleaved_latency", "medians", "peak_memory_mib"]
-
 _FEWEST_ROUNDS = 3
 _WARM = 0.1
 """The share of the time after which one round before is enough: calls are so slow that a second one is no faster."""

@@ -12,8 +12,6 @@ from quantizer.engines.base import Array, Engine, TensorSpec
 from quantizer.engines.dimensions import dimension_sizes
 from quantizer.errors import EngineError
 
-__all__ = ["made_up_inputs", "working_inputs"]
-
 _MOST = 2**40
 """So many values no input has: a file that was damaged may ask for them."""
 

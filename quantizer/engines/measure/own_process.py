@@ -14,8 +14,6 @@ from quantizer.engines.backends import backend as registered
 from quantizer.engines.trust import built_here, note_digests
 from quantizer.errors import EngineError
 
-__all__ = ["in_own_process", "read_built"]
-
 
 def read_built() -> None:
     """Take over, in the process that was started, what the other one has built."""

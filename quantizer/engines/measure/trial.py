@@ -21,8 +21,6 @@ from quantizer.engines.measure.own_process import in_own_process, read_built
 from quantizer.engines.trust import built_here, note_digests
 from quantizer.errors import QuantizerError
 
-__all__ = ["TIMEOUT_S", "main", "tried_build"]
-
 TIMEOUT_S = 600.0
 """After so many seconds a build and its first run are given up."""
 

@@ -37,8 +37,6 @@ from quantizer.engines.onnxruntime.slow_fusions import SLOW_FUSIONS
 from quantizer.engines.optional_import import import_library
 from quantizer.errors import EngineError
 
-__all__ = ["ONNXRuntimeBackend", "ONNXRuntimeEngine"]
-
 _DTYPES = {
     "tensor(bool)": "bool",
     "tensor(double)": "float64",

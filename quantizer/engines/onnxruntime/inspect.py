@@ -18,8 +18,6 @@ from quantizer.errors import EngineError
 from quantizer.files import scratch
 from quantizer.qdq.operand import MOVES
 
-__all__ = ["observed_layers"]
-
 _CONVOLUTIONS = frozenset({"Conv", "FusedConv", "QLinearConv", "ConvInteger", "NhwcFusedConv", "ConvTranspose"})
 _MATMULS = frozenset(
     {

@@ -17,8 +17,6 @@ from quantizer.engines.openvino.signal_stack import kept_signal_stack
 from quantizer.errors import EngineError
 from quantizer.targets.openvino import DYNAMIC_BLOCK
 
-__all__ = ["GROUP", "Dimensions", "Models", "checked_precision", "compile_models", "port_name", "reason", "shapes_of"]
-
 GROUP = "DYNAMIC_QUANTIZATION_GROUP_SIZE"
 """How many neighbours share a range where OpenVINO rounds the other operand of a stored weight at run time. It holds at
 a load, whatever the build had."""

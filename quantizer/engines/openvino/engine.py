@@ -50,8 +50,6 @@ from quantizer.engines.optional_import import import_library
 from quantizer.engines.pool import Pool
 from quantizer.errors import EngineError
 
-__all__ = ["OpenVINOBackend", "OpenVINOEngine"]
-
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 _EMULATED = "this CPU has no BF16 instructions: OpenVINO emulates them, which is slower than float32"
 _NOTE = "inference_precision "

@@ -12,8 +12,6 @@ from typing import Any
 
 from quantizer.engines.base import MOST_COPIED_BYTES
 
-__all__ = ["fixed_shapes", "shapes_at"]
-
 _SMALLEST, _USUAL = 0, 1
 _BATCH = "batch"
 

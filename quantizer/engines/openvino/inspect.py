@@ -13,8 +13,6 @@ from quantizer.engines.inspection.from_layers import RUNS, WARMUP
 from quantizer.engines.inspection.inspection import LOW_PRECISIONS, Layer
 from quantizer.engines.inspection.multiply_adds import attention_work, convolution_work, matmul_work
 
-__all__ = ["observed_layers"]
-
 _ROLES = {
     **dict.fromkeys(("FullyConnected", "MatMul", "Convolution", "Deconvolution"), "product"),
     **dict.fromkeys(("RNNSeq", "RNNCell", "GatherMatmul", "LLMMLP", "QKVProjection"), "product"),

@@ -12,8 +12,6 @@ import numpy as np
 
 from quantizer.engines.base import Array
 
-__all__ = ["Ranges", "parts_of", "read_ranges", "share_bytes", "write_ranges"]
-
 Ranges = tuple[tuple[int, int], ...]
 """Where the bytes of a model lie: start and end of each piece."""
 

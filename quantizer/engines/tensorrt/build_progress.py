@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 from quantizer.engines.base import Progress
 
-__all__ = ["BuildMonitor", "run_monitored", "trt_monitor"]
-
 T = TypeVar("T")
 
 _POLL_S = 0.05

@@ -29,8 +29,6 @@ from quantizer.errors import EngineError
 from quantizer.targets import profile
 from quantizer.targets.tensorrt_rtx import RTX_MAGIC
 
-__all__ = ["TensorRTBackend"]
-
 _HEAD = 24
 
 

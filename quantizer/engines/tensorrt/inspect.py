@@ -15,8 +15,6 @@ from quantizer.engines.inspection.inspection import Layer
 from quantizer.engines.inspection.multiply_adds import convolution_work, matmul_work
 from quantizer.errors import EngineError
 
-__all__ = ["layers_from_json"]
-
 # Longest first: "FP8" is no part of another word, "Float" is.
 _PRECISIONS = (
     ("bfloat16", "bf16"),

@@ -19,8 +19,6 @@ from quantizer.engines.tensorrt.inspect import layers_from_json
 from quantizer.engines.tensorrt.refit import refit
 from quantizer.errors import EngineError
 
-__all__ = ["TensorRTEngine", "TrtLog", "trt_log", "trt_profiler"]
-
 # Logged after every other message if there is no driver, also when all goes well.
 _NOISE = "catchCudaError"
 

@@ -27,8 +27,6 @@ from quantizer.errors import EngineError
 if TYPE_CHECKING:
     from quantizer.engines.torch_engine.engine import TorchEngine
 
-__all__ = ["TorchBackend"]
-
 
 class TorchBackend:
     """Backend of PyTorch for the CPU.

@@ -30,8 +30,6 @@ from quantizer.engines.trust import note_built
 from quantizer.errors import EngineError
 from quantizer.files import scratch
 
-__all__ = ["CompiledGraph", "compile_graph", "kernel_calls", "missing_compiler"]
-
 _SETTINGS = {"freezing": True, "cpp.dynamic_threads": True}
 
 _MOST_LOADED = 8

@@ -20,8 +20,6 @@ from quantizer.engines.torch_engine.lowering.matching import (
 )
 from quantizer.numerics.byte_codes import byte_codes, spend_deprecation_warning
 
-__all__ = ["prepare_eager"]
-
 
 def prepare_eager(module: LoweredGraph) -> LoweredGraph:
     """Prepare a lowered graph, in place, to run operator by operator; return it."""

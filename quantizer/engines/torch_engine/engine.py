@@ -31,8 +31,6 @@ from quantizer.engines.torch_engine.thread_count import computing_threads
 from quantizer.engines.trust import check_trust
 from quantizer.errors import EngineError
 
-__all__ = ["TorchEngine", "built_file", "checked_library", "inspected", "loaded", "read_file"]
-
 _ROUNDS = 7
 _PREPARING = threading.Lock()
 _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)

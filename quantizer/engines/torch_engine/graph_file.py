@@ -33,8 +33,6 @@ from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.trust import COMPILED
 from quantizer.errors import EngineError
 
-__all__ = ["GraphFile", "unpack"]
-
 DESCRIPTION = "engine.json"
 WEIGHTS = "weights.safetensors"
 _FORMAT = 1

@@ -32,8 +32,6 @@ from quantizer.engines.torch_engine.lowering.matching import (
 )
 from quantizer.engines.torch_engine.lowering.node_shapes import node_values
 
-__all__ = ["inspect_graph"]
-
 _INTEGER = (LINEAR, LINEAR_ADD, CONVOLUTION)
 _PACKS = (LINEAR_PREPACK, CONVOLUTION_PREPACK)
 _ROLES: dict[Any, str] = {

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["LoweredGraph", "program"]
-
 
 class LoweredGraph(torch.nn.Module):
     """Graph of operators, whose ``get_attr`` nodes read the module's buffers.

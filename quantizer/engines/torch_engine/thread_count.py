@@ -14,8 +14,6 @@ from functools import cache
 
 import torch
 
-__all__ = ["computing_threads"]
-
 
 @contextmanager
 def computing_threads(count: int) -> Iterator[None]:

@@ -12,20 +12,6 @@ import numpy as np
 
 from quantizer.errors import ExportError
 
-__all__ = [
-    "GraphPass",
-    "MatchPass",
-    "add_constant",
-    "drop_unread",
-    "insert_before",
-    "insert_transpose",
-    "largest_number",
-    "replace_node",
-    "run_passes",
-    "smallest_normal",
-    "take_out",
-]
-
 Match = TypeVar("Match")
 
 logger = logging.getLogger(__name__)

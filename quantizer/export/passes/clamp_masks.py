@@ -18,8 +18,6 @@ from quantizer.numerics.float16 import FLOAT16_MASK
 from quantizer.qdq.graph import floats, scalar
 from quantizer.qdq.masks import masks_only
 
-__all__ = ["ClampMasks"]
-
 
 class ClampMasks:
     """Change of half-precision constants below ``FLOAT16_MASK`` to ``FLOAT16_MASK``, where they are read as masks."""

@@ -18,8 +18,6 @@ from typing import Any
 from quantizer.export.passes.base import MatchPass, insert_before, insert_transpose, replace_node
 from quantizer.qdq.graph import is_dequantized
 
-__all__ = ["EinsumToMatMul", "labels_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Product:

@@ -27,8 +27,6 @@ from quantizer.export.passes.base import (
 from quantizer.export.passes.einsum_to_matmul import labels_of
 from quantizer.qdq.graph import block_size, is_dequantized
 
-__all__ = ["EinsumWeights"]
-
 _MATRIX = 2  # axes
 
 

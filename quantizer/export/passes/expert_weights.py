@@ -12,8 +12,6 @@ import numpy as np
 from quantizer.export.passes.base import MatchPass, add_constant, drop_unread, insert_before
 from quantizer.qdq.graph import block_size, is_dequantized
 
-__all__ = ["ExpertWeights"]
-
 _EXPERTS = 3  # axes
 
 

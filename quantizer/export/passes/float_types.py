@@ -22,8 +22,6 @@ from quantizer.export.passes.base import add_constant, take_out
 from quantizer.qdq.element_types import type_groups
 from quantizer.qdq.graph import element, is_dequantize, maker
 
-__all__ = ["FloatTypes"]
-
 _FLOATS = ("DOUBLE", "FLOAT", "FLOAT16", "BFLOAT16")
 _OPERANDS = {"MatMul": 2, "Gemm": 2, "Conv": 2, "ConvTranspose": 2, "Einsum": 2}
 """Products, and how many of their inputs are operands; a bias follows."""

@@ -11,8 +11,6 @@ from typing import Any
 from quantizer.export.passes.base import MatchPass, insert_before, insert_transpose, replace_node
 from quantizer.qdq.graph import attribute, is_dequantized
 
-__all__ = ["GemmToMatMul"]
-
 
 class GemmToMatMul(MatchPass[Any]):
     """``Gemm(DQ, DQ(w [N, K]), b)`` becomes ``MatMul(DQ, Transpose(DQ(w))) -> Add(b)``."""

@@ -13,8 +13,6 @@ import numpy as np
 from quantizer.export.passes.base import MatchPass, add_constant, drop_unread
 from quantizer.qdq.graph import floats, is_dynamic_quantize, pair_before
 
-__all__ = ["LayoutBeforeQuantize"]
-
 _LAYOUT = frozenset({"Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 

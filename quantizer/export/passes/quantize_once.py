@@ -11,8 +11,6 @@ from quantizer.export.passes.base import MatchPass, take_out
 from quantizer.export.passes.share_quantizers import content
 from quantizer.qdq.graph import is_quantize, pair_before
 
-__all__ = ["QuantizeOnce"]
-
 
 class QuantizeOnce(MatchPass[Any]):
     """``Q(s) -> DQ(s) -> Q(s)`` becomes ``Q(s)``: rounding what was rounded changes nothing."""

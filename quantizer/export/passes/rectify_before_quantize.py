@@ -15,8 +15,6 @@ from quantizer.export.passes.base import MatchPass, take_out
 from quantizer.numerics.qtype import UINT8
 from quantizer.qdq.graph import floats, is_quantize, pair_before, scalar
 
-__all__ = ["RectifyBeforeQuantize", "is_within", "starts_at_zero"]
-
 _CLOSE = 1e-5
 """How far, relatively, the largest code may be beyond the limit of a Clip: rounding of the scale."""
 

@@ -19,8 +19,6 @@ import numpy as np
 from quantizer.export.passes.base import MatchPass, add_constant, drop_unread, insert_before, smallest_normal, take_out
 from quantizer.qdq.graph import floats, is_dynamic_quantize, pair_before, scalar
 
-__all__ = ["ScaleBeforeQuantize"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Moved:

@@ -17,8 +17,6 @@ from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.qtype import QTYPES, QType
 from quantizer.qdq.graph import block_size, floats
 
-__all__ = ["StoreWeights"]
-
 
 class StoreWeights:
     """``Q(w, s) -> DQ`` and ``Cast(w) -> DQ`` of a constant w become ``DQ`` of stored codes.

@@ -12,8 +12,6 @@ from typing import Any
 from quantizer.export.passes.base import MatchPass
 from quantizer.qdq.graph import attribute, is_dequantize
 
-__all__ = ["UnspreadWeights"]
-
 _MATRIX = 2  # axes
 
 

@@ -11,8 +11,6 @@ from quantizer.numerics.qtype import FP8
 from quantizer.qdq.attention import Attention
 from quantizer.qdq.graph import name_of, shape
 
-__all__ = ["attention_operator", "attention_size", "half_attention"]
-
 
 @rules.add("half-attention")
 def half_attention(subject: Subject) -> Iterator[Fault]:

@@ -10,8 +10,6 @@ from quantizer.graph_check.subject import Subject
 from quantizer.numerics.qtype import FP8, INT8
 from quantizer.qdq.graph import constant, name_of
 
-__all__ = ["fp8_attention", "int8_with_fp8_attention"]
-
 _SCALE = 1 / FP8.qmax
 _HALF_STEP = 2**-8
 """The coarsest rounding of a scale, that of bfloat16, relative to it."""

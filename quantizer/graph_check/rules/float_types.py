@@ -14,8 +14,6 @@ from quantizer.qdq.element_types import type_groups
 from quantizer.qdq.graph import HALVES, WIDTHS, element, is_dequantize, is_quantize, maker, name_of
 from quantizer.qdq.operand import Operand
 
-__all__ = ["element_type", "float32_rest", "mixed_types"]
-
 _OF_ANY_TYPE = frozenset({"Cast", "CastLike", "QuantizeLinear", "DequantizeLinear", "Identity", "Reshape", "Transpose"})
 
 

@@ -12,8 +12,6 @@ from quantizer.graph_check.subject import Subject
 from quantizer.numerics.qtype import INT8, UINT8
 from quantizer.qdq.graph import constant, format_name, is_constant, name_of
 
-__all__ = ["format_taken", "saturating_weight", "signedness", "zero_point"]
-
 
 @rules.add("zero-point")
 def zero_point(subject: Subject) -> Iterator[Fault]:

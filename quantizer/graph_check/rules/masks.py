@@ -14,8 +14,6 @@ from quantizer.numerics.float16 import FLOAT16_MASK
 from quantizer.qdq.graph import constant, name_of, readers
 from quantizer.qdq.masks import masks_only
 
-__all__ = ["mask_range"]
-
 
 @rules.add("mask-range")
 def mask_range(subject: Subject) -> Iterator[Fault]:

@@ -10,8 +10,6 @@ from quantizer.graph_check.rule import rules
 from quantizer.graph_check.subject import Subject
 from quantizer.qdq.graph import is_dequantize, is_quantize, name_of
 
-__all__ = ["foreign_operator", "is_quantized_operator"]
-
 _ONNX = ("", "ai.onnx")
 _WORDS = ("QLinear", "Integer", "Quantize", "QGemm", "QAttention")
 

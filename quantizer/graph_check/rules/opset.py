@@ -11,8 +11,6 @@ from quantizer.graph_check.subject import Subject
 from quantizer.numerics.qtype import FP8, INT4, QTYPES
 from quantizer.qdq.graph import HALVES, attribute, element, format_name, name_of
 
-__all__ = ["opset_format", "opset_range"]
-
 _HALF_SCALES, _BLOCKS = FP8.onnx_opset, INT4.onnx_opset
 
 

@@ -13,8 +13,6 @@ from quantizer.graph_check.rules.operators import is_quantized_operator
 from quantizer.graph_check.subject import Subject
 from quantizer.qdq.graph import constant, is_dequantize, name_of, paired, readers
 
-__all__ = ["dead_quantizer", "pair_differs", "quantize_alone", "shared_input"]
-
 
 @rules.add("dead-quantizer")
 def dead_quantizer(subject: Subject) -> Iterator[Fault]:

@@ -27,18 +27,6 @@ from quantizer.qdq.operand import PRODUCTS, Operand
 from quantizer.qdq.reductions import BY_NUMBER, misreads_channels, misreads_channels_before
 from quantizer.qdq.shared_products import is_shared_product, sized_biases
 
-__all__ = [
-    "fused_product",
-    "fused_reduction",
-    "gathered_axis",
-    "gemm_bias",
-    "half_site",
-    "quantized_bias",
-    "quantized_mask",
-    "shared_product",
-    "site_kind",
-]
-
 
 @rules.add("half-site")
 def half_site(subject: Subject) -> Iterator[Fault]:

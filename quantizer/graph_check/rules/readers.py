@@ -11,8 +11,6 @@ from quantizer.graph_check.subject import Subject
 from quantizer.qdq.graph import is_constant, is_dequantize, name_of, readers
 from quantizer.qdq.operand import MOVES, PRODUCTS, Operand
 
-__all__ = ["cast_between", "float_reader", "moved_operand", "scaled_operand"]
-
 _STEPS = (
     *PRODUCTS,
     *MOVES,

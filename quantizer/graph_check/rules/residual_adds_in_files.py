@@ -12,8 +12,6 @@ from quantizer.qdq.attention import mask_adds
 from quantizer.qdq.graph import is_constant, is_dequantize, is_quantize, maker, name_of
 from quantizer.qdq.operand import PRODUCTS
 
-__all__ = ["residual_side"]
-
 
 @rules.add("residual-side")
 def residual_side(subject: Subject) -> Iterator[Fault]:

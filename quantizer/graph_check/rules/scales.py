@@ -11,8 +11,6 @@ from quantizer.graph_check.rule import rules
 from quantizer.graph_check.subject import Subject
 from quantizer.qdq.graph import constant, element, is_constant, name_of
 
-__all__ = ["dynamic_range", "scale_constant", "scale_type", "scale_value"]
-
 
 @rules.add("scale-constant")
 def scale_constant(subject: Subject) -> Iterator[Fault]:

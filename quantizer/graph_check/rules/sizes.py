@@ -11,8 +11,6 @@ from quantizer.graph_check.subject import Subject
 from quantizer.qdq.graph import attribute, name_of, shape
 from quantizer.qdq.operand import Operand
 
-__all__ = ["matrix_vector", "small_product"]
-
 _ADVICE = "leave the product float"
 _Size = int | None
 

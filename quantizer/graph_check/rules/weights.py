@@ -11,8 +11,6 @@ from quantizer.qdq.graph import attribute, name_of, shape
 from quantizer.qdq.odd_pairs import has_odd_pairs
 from quantizer.qdq.operand import Operand
 
-__all__ = ["activation_channels", "float_weight", "odd_pairs", "turned_weight", "weight_axis"]
-
 
 def _weights(subject: Subject) -> Iterator[Operand]:
     """Yield the quantized weights of products, each once."""

@@ -17,8 +17,6 @@ from quantizer.interop.onnx.graph_module import identifier
 from quantizer.interop.onnx.operations import Add, MatMul
 from quantizer.interop.onnx.weighted import Made, Weights, weighted_module
 
-__all__ = ["ModuleGraph", "with_modules"]
-
 aten = torch.ops.aten
 
 _OF_TWO: Mapping[Any, type[nn.Module]] = {aten.matmul.default: MatMul, aten.add.Tensor: Add}

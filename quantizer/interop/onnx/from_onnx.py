@@ -14,8 +14,6 @@ from quantizer.interop.onnx.graph_module import OnnxModule, module_of
 from quantizer.interop.onnx.read_model import fix_inputs, read_model
 from quantizer.qdq.unreadable import unreadable_is
 
-__all__ = ["from_onnx"]
-
 
 def from_onnx(path: str | os.PathLike[str], *, fixed: Mapping[str, Any] | None = None) -> OnnxModule:
     """Return a torch module that computes what a float ONNX file does.

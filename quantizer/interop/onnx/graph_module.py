@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-__all__ = ["OnnxModule", "identifier", "module_of"]
-
 _NO_LETTERS = re.compile(r"\W+", re.ASCII)
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Add", "Lstm", "MatMul"]
-
 
 class MatMul(nn.Module):
     """The matrix product of [..., M, K] and [..., K, N]."""

@@ -14,8 +14,6 @@ from quantizer.errors import EngineError, TaskError
 from quantizer.qdq.external_data import files_of
 from quantizer.qdq.structure import structural_fault
 
-__all__ = ["read_model", "fix_inputs"]
-
 _QUANTIZED = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger")
 _QUANTIZED_STARTS = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulNBits")
 

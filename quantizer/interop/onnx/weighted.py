@@ -14,8 +14,6 @@ from torch import Tensor, fx, nn
 from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.interop.onnx.operations import Lstm
 
-__all__ = ["Made", "Weights", "weighted_module"]
-
 aten = torch.ops.aten
 
 _CONVOLUTIONS: dict[tuple[int, bool], type[nn.Module]] = {

@@ -14,17 +14,6 @@ from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.qtype import INT8
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 
-__all__ = [
-    "QuantConv1d",
-    "QuantConv2d",
-    "QuantConv3d",
-    "QuantConvTranspose1d",
-    "QuantConvTranspose2d",
-    "QuantConvTranspose3d",
-    "QuantLinear",
-    "TensorQuantizer",
-]
-
 
 class TensorQuantizer(OperandQuantizer):
     """The quantizer of one operand, switched by hand: it calibrates, rounds, both or neither.

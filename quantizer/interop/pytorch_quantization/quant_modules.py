@@ -22,8 +22,6 @@ from quantizer.proxy.build import instrument, is_proxy, sites_of
 from quantizer.proxy.eager_attention import use_eager_attention
 from quantizer.rewrite.constructor_patch import Source, patched
 
-__all__ = ["deactivate", "initialize", "quantize_model"]
-
 logger = logging.getLogger(__name__)
 
 _KINDS = ("linear", "conv", "matmul")

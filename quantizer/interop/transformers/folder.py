@@ -24,7 +24,6 @@ from quantizer.proxy.build import sites_of
 if TYPE_CHECKING:
     from transformers.modeling_utils import PreTrainedModel
 
-__all__ = ["METHOD", "STATE", "SavedConfig", "read_state", "require_loaded", "require_sites"]
 
 METHOD = QuantizerConfig.quant_method
 STATE = "quantizer_state"

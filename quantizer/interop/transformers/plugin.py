@@ -34,7 +34,6 @@ from quantizer.quantizer import Quantizer
 if TYPE_CHECKING:
     from transformers.modeling_utils import PreTrainedModel
 
-__all__ = ["TransformersQuantizer", "quantizer_of"]
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,6 @@ from quantizer.proxy.generated_classes import REWRITER
 from quantizer.proxy.place import Place
 from quantizer.rewrite.live_names import LIVE
 
-__all__ = ["Caller", "callers", "innermost_frame"]
-
 # Between a function's text and the dispatch mode, these only pass a call on.
 _HANDS_ON = (
     "torch._dynamo",

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from quantizer.operations.catalogue import METHODS, Operation, operation_of
 
-__all__ = ["Called", "called"]
-
 _UNKNOWN = object()
 
 

@@ -27,8 +27,6 @@ from quantizer.operations.aten_products import FUSED_KERNELS, PRODUCTS, RECURREN
 from quantizer.proxy.build import UnrewrittenSource
 from quantizer.proxy.site import Site, SourceCall
 
-__all__ = ["CountedProduct", "Explanations", "ProductCounter", "Reason"]
-
 
 class Reason(Enum):
     """The reasons why a product is not in low precision; there is no other."""

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-__all__ = ["Follower", "follow", "leave"]
-
 
 class Follower(Protocol):
     """A listener to every module call of a thread."""

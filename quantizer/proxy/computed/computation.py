@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from quantizer.common.plain_values import json_values
 from quantizer.common.tensor_stamp import TensorStamp
 
-__all__ = ["RANDOM", "Computation", "Step", "named_tensors", "plain_arguments", "why_not_repeated"]
-
 RANDOM = "with random numbers"
 """Why a computation of random numbers cannot be repeated."""
 

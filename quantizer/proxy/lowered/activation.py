@@ -18,8 +18,6 @@ from quantizer.numerics.dynamic_range import block_scales, dynamic_range
 from quantizer.numerics.qtype import INT8, UINT8, qtype
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 
-__all__ = ["Activation", "Codes"]
-
 Codes = tuple[Tensor, "float | Tensor", "int | Tensor", "Tensor | None"]
 """q, s, z, and the scales of the rows [.., 1], by which the product has yet to be multiplied; None: by none."""
 

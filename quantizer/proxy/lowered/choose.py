@@ -21,8 +21,6 @@ from quantizer.proxy.lowered.kernels import (
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 
-__all__ = ["FLOATS", "Lowering", "choose"]
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The types of values that kernels take and return; they compute in float32 what they do not compute in codes."""
 

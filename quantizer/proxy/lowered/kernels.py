@@ -21,8 +21,6 @@ from torch.nn import functional
 from quantizer.proxy.lowered.activation import Activation
 from quantizer.proxy.lowered.compiled_linear import integer_linear
 
-__all__ = ["IntegerConvolution", "IntegerLinear", "IntegerMatmul", "Kernel", "ScaledMatmul", "TableLookup", "Window"]
-
 Window = tuple[Any, ...]
 """Stride, padding, dilation and groups of a convolution, as its call gives them; empty for other products."""
 

@@ -17,8 +17,6 @@ from quantizer.proxy.lowered.stored_weight import LazyWeight
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 
-__all__ = ["LoweredSite"]
-
 
 class LoweredSite(Site):
     """A frozen site that calls a kernel where there is one, and rounds as before where there is none.

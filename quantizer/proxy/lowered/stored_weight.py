@@ -11,8 +11,6 @@ from torch.utils import _pytree
 
 from quantizer.proxy.operand_quantizer import OperandQuantizer, is_recorded
 
-__all__ = ["LazyWeight", "StoredWeight"]
-
 
 class StoredWeight(Tensor):
     """A tensor with the shape, type and place of a weight, whose values are made when something computes with it.

@@ -15,8 +15,6 @@ from quantizer.operations.recurrent import input_product, recurrent_product
 from quantizer.proxy.recurrence.recorded import as_operator
 from quantizer.proxy.site import Site
 
-__all__ = ["LayerWeights", "RecurrentLayer"]
-
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:

@@ -17,8 +17,6 @@ from quantizer.numerics.recurrence import CELLS
 from quantizer.proxy.recurrence.layer import LayerWeights, RecurrentLayer
 from quantizer.rewrite.host_argument import RECURRENCE
 
-__all__ = ["Recurrence", "add_recurrences"]
-
 _CELLS = {nn.LSTMCell: "lstm", nn.GRUCell: "gru"}
 
 

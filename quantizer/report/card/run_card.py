@@ -12,8 +12,6 @@ from quantizer.report.tables import text
 from quantizer.report.tables.headline import quantized_score
 from quantizer.report.verdict import missed_goals
 
-__all__ = ["write_run_card"]
-
 _SNIPPET = """\
 import numpy as np
 import torch

@@ -14,8 +14,6 @@ from quantizer.report.candidate_record import Candidate, EngineChoice
 from quantizer.report.charts.svg import svg_legend, svg_note, svg_picture, svg_text
 from quantizer.report.tables import text
 
-__all__ = ["candidates_svg"]
-
 _COLOURS = {"quantized": "#2f7fd6", "float": "#c26a12"}
 """See ``pareto_plot.py``."""
 _HEIGHT, _MARGIN, _LEFT, _RIGHT = 200, 24, 17, 92

@@ -8,8 +8,6 @@ from quantizer.report.charts.svg import svg_legend, svg_note, svg_picture, svg_t
 from quantizer.report.placement_record import Placement, PlacementPoint
 from quantizer.report.tables import text
 
-__all__ = ["frontier_svg"]
-
 _COLOURS = {"plan": "#2f7fd6", "taken": "#c26a12"}
 """See ``pareto_plot.py``."""
 _HEIGHT, _MARGIN, _LEFT, _RIGHT = 200, 14, 17, 88

@@ -17,8 +17,6 @@ from quantizer.report.tables.measure_labels import error_words
 from quantizer.report.tables.ranking import RankedRow, blocks_in_order
 from quantizer.report.tables.text import MISSING, error, shorten
 
-__all__ = ["sensitivity_heatmap"]
-
 _HUE = "#d55e00"
 _FAINT, _FULL = 0.06, 0.8
 _DECADES = 3

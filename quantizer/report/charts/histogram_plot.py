@@ -10,8 +10,6 @@ from quantizer.report.charts.svg import svg_picture, svg_text
 from quantizer.report.site_record import Histogram, RangeCandidate
 from quantizer.report.tables.text import decibels, percent, significant
 
-__all__ = ["histogram_figure", "histogram_svg"]
-
 # Both colours have a contrast of at least 3:1 to white and to near-black pages (WCAG 1.4.11), and differ for the common
 # forms of colour blindness.
 _KEPT, _CLIPPED = "#2f7fd6", "#c26a12"

@@ -15,8 +15,6 @@ from quantizer.report.charts.svg import svg_legend, svg_note, svg_picture, svg_t
 from quantizer.report.record import Evaluation, Fallback
 from quantizer.report.tables.text import amount, counted, error, significant
 
-__all__ = ["pareto_svg"]
-
 # Both colours have a contrast of at least 3:1 to white and to near-black pages (WCAG 1.4.11), and differ for the common
 # forms of colour blindness.
 _FRONT, _BUDGET = "#2f7fd6", "#c26a12"

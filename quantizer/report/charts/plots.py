@@ -10,8 +10,6 @@ from quantizer.report.tables.measure_labels import error_words
 from quantizer.report.tables.ranking import RankedRow, blocks_in_order
 from quantizer.report.tables.text import error, shorten
 
-__all__ = ["sensitivity_bars"]
-
 # Each has a contrast of at least 3:1 to white and to near-black pages (WCAG 1.4.11), and they differ for the common
 # forms of colour blindness; a wide picture also writes the kind beside each bar.
 _COLOURS = {"linear": "#2f7fd6", "matmul": "#c26a12", "residual_add": "#a35bd0", "conv": "#1f8f6a"}

@@ -10,8 +10,6 @@ from itertools import pairwise
 from quantizer.report.charts.svg import svg_legend, svg_note, svg_picture, svg_text
 from quantizer.report.tables import text
 
-__all__ = ["RunPoint", "runs_svg"]
-
 _FRONT, _FLOAT = "#2f7fd6", "#c26a12"
 """See ``pareto_plot.py``."""
 _HEIGHT, _MARGIN, _LEFT, _WIDTH = 220, 26, 17, 72

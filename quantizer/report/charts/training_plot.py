@@ -11,8 +11,6 @@ from quantizer.report.charts.svg import svg_legend, svg_note, svg_picture, svg_t
 from quantizer.report.tables.text import counted, plain
 from quantizer.report.training_record import TrainingRun
 
-__all__ = ["loss_svg", "score_svg", "training_caption"]
-
 # All colours have a contrast of at least 3:1 to white and to near-black pages (WCAG 1.4.11), and differ for the common
 # forms of colour blindness.
 _LINE, _FLOAT, _PTQ = "#2f7fd6", "#1f8f6a", "#c26a12"

@@ -20,8 +20,6 @@ from quantizer.report.tables.headline import quantized_score
 from quantizer.report.tables.spread import noise_sentence
 from quantizer.report.verdict import verdict_of
 
-__all__ = ["ComparedRun", "failed_run", "read_run", "read_runs"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:

@@ -16,8 +16,6 @@ from quantizer.report.compare.compared_run import ComparedRun
 from quantizer.report.tables import text
 from quantizer.tasks.metrics import paired_interval
 
-__all__ = ["Comparison", "Pair", "compare", "pair"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:

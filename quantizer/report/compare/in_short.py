@@ -8,8 +8,6 @@ from quantizer.report.compare.comparison import Comparison
 from quantizer.report.compare.tables import decibels_or_equal, in_order
 from quantizer.report.tables import text
 
-__all__ = ["comparison_sentence", "comparison_svg"]
-
 
 def comparison_sentence(comparison: Comparison) -> str:
     """Return which run is the best and which the fastest or, without a score, whose outputs are nearest to float."""

@@ -15,8 +15,6 @@ from quantizer.report.compare.short_names import short_names
 from quantizer.report.compare.tables import decibels_or_equal, in_order, setting
 from quantizer.report.tables import text
 
-__all__ = ["print_comparison"]
-
 _MOST_KEYS = 4
 """So many settings are written beside each run; where more differ, the page has them."""
 

@@ -16,8 +16,6 @@ from quantizer.common.plain_values import decoded, json_values
 from quantizer.errors import QuantizerError
 from quantizer.files import whole_file
 
-__all__ = ["RESAMPLES", "Resamples", "read_resamples", "write_resamples"]
-
 RESAMPLES = "resamples.json"
 
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from quantizer.common.paths import is_file, is_folder
 
-__all__ = ["run_folders"]
-
 
 def run_folders(folder: Path) -> list[Path]:
     """Return the folders of finished runs in a folder, by name; empty if there are none, or it is a run itself."""

@@ -14,8 +14,6 @@ from quantizer.report.tables import text
 from quantizer.report.tables.tables import Column, html_table
 from quantizer.report.verdict import NOT, USABLE
 
-__all__ = ["csv_text", "decibels_or_equal", "in_order", "pairs_html", "runs_html", "settings_html", "setting"]
-
 
 def runs_html(comparison: Comparison, links: Mapping[str, str], *, style: bool = False) -> str:
     """Return the table of the runs, the best score first.

@@ -15,8 +15,6 @@ from quantizer.report.page.html import render
 from quantizer.report.tables import text
 from quantizer.report.verdict import THRESHOLDS
 
-__all__ = ["html_from_comparison", "write_comparison"]
-
 
 def write_comparison(comparison: Comparison, page: Path | None, table: Path | None, title: str) -> None:
     """Write the page, and the figures as CSV, each atomically.

@@ -20,7 +20,6 @@ from quantizer.report.record import RunRecord
 if TYPE_CHECKING:
     import jinja2
 
-__all__ = ["html_from_record", "render", "require_html", "write_html"]
 
 _FOLDER = Path(__file__).parent
 

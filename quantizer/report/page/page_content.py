@@ -50,7 +50,6 @@ from quantizer.report.verdict import THRESHOLDS, verdict_of
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-__all__ = ["DiffFile", "Tile", "diff_files", "tiles", "view_from_record"]
 
 _BARS = 10
 _NAMES = {"memory_gib": "memory, GiB", "instructions": "INT8 instructions"}

@@ -15,9 +15,6 @@ from quantizer.report.tables.search_table import EVALUATION_COLUMNS, evaluation_
 from quantizer.report.tables.spread import spread_words
 from quantizer.report.tables.tables import Column, html_table
 
-__all__ = ["cost_table", "coverage_by_kind", "coverage_by_reason", "coverage_table", "evaluations_table"]
-__all__ += ["escaped_table", "outputs_table", "ranges_table", "score_table", "sensitivity_table"]
-
 
 def score_table(record: RunRecord) -> str:
     """Return a table with a row for each form of the model: metric, difference, interval and paired figures."""

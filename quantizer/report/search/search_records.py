@@ -9,8 +9,6 @@ from quantizer.report.search.budget_record import BudgetOutcome, EngineCheck
 from quantizer.report.tables.headline import quantized_score
 from quantizer.sensitivity import Fallback as Chosen
 
-__all__ = ["budget_outcome", "fallback_reason", "fallback_record"]
-
 
 def fallback_record(
     chosen: Chosen,

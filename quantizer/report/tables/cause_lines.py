@@ -11,8 +11,6 @@ from quantizer.report.record import RunRecord
 from quantizer.report.shown_setting import is_from_python, shown_setting
 from quantizer.report.tables import text
 
-__all__ = ["cause_lines", "lines_of_causes"]
-
 
 def lines_of_causes(record: RunRecord) -> list[str]:
     """Return the lines on what costs most in a run, or on why this is not known."""

@@ -14,8 +14,6 @@ from quantizer.report.tables import text
 from quantizer.report.tables.lines import print_lines
 from quantizer.report.tables.tables import Column, html_table
 
-__all__ = ["choice_table", "missing_lines", "print_choice"]
-
 _ROOM = 20
 """Letters of a verdict beside the times of three shapes in a terminal of 80."""
 

@@ -13,8 +13,6 @@ from quantizer.report.tables import text
 from quantizer.report.tables.lines import print_lines
 from quantizer.report.tables.tables import Column, html_table, text_table
 
-__all__ = ["engine_facts", "engine_table", "layers_table", "print_inspection", "shares_line", "verified_words"]
-
 _SLOWEST = 10
 _LEAST = 0.01
 """A share under 1% has no place in a line."""

@@ -12,8 +12,6 @@ from quantizer.report.tables import text
 from quantizer.report.tables.spread import noise_sentence
 from quantizer.report.tables.text import file_size, percent, score, signed
 
-__all__ = ["covered_share", "multiply_add_share", "quantized_score", "verdict"]
-
 # A ratio within this share of 1 counts as no change: timings vary by about as much.
 _SAME = 0.05
 

@@ -16,8 +16,6 @@ from quantizer.report.record import SensitivityRow
 from quantizer.report.site_record import Operand, Site, UnquantizedProduct
 from quantizer.report.tables.text import format_name
 
-__all__ = ["FLOAT", "GroupRow", "LayerRow", "group_rows", "layer_rows"]
-
 FLOAT = "float"
 
 _ORDINARY = (".forward", "._conv_forward")

@@ -15,8 +15,6 @@ from quantizer.report.tables.layer_rows import GroupRow, LayerRow, group_rows, l
 from quantizer.report.tables.measure_labels import error_words
 from quantizer.report.tables.tables import Column, html_table
 
-__all__ = ["Cells", "group_cells", "group_table", "layer_cells", "layer_table"]
-
 Cells = tuple[list[Column], list[list[Any]]]
 """Columns, and the cells of each row."""
 

@@ -11,8 +11,6 @@ from rich.text import Text
 
 from quantizer.report.tables.text import shorten, visible
 
-__all__ = ["print_labelled", "print_lines", "wrapped"]
-
 _LEAST = 20
 """The narrowest column that text is wrapped in; a narrower terminal breaks the lines itself."""
 

@@ -6,8 +6,6 @@ from quantizer.report.ratios import quantized_entry, reference_entry
 from quantizer.report.record import Latency, LatencyEntry
 from quantizer.report.tables.text import milliseconds, percent
 
-__all__ = ["noise_sentence", "spread_words"]
-
 _NOISY = 0.15
 """The share of the median that the middle half of the times may span."""
 

@@ -28,8 +28,6 @@ from quantizer.report.tables.search_table import budget_line
 from quantizer.report.tables.spread import noise_sentence
 from quantizer.report.verdict import verdict_of
 
-__all__ = ["print_layers", "print_record", "print_summary"]
-
 
 def print_summary(folder: Path | str, console: Console) -> None:
     """Print the table of the run in ``folder``.

@@ -16,8 +16,6 @@ from rich.text import Text
 
 from quantizer.report.tables.text import MISSING, plain, shorten, typeset, visible
 
-__all__ = ["Column", "html_table", "plain_text", "string_from_table", "text_table"]
-
 STYLE = """<style>
 .qz-table{overflow-x:auto;max-width:100%}
 .qz-table table{border-collapse:collapse;font-size:13px;line-height:1.35}

@@ -19,8 +19,6 @@ from quantizer.engines.optional_import import import_library
 from quantizer.report.record import RunRecord
 from quantizer.report.tracking.figures import metrics_of, parameters_of
 
-__all__ = ["TRACKERS", "print_tracked", "track"]
-
 _PROJECT = "quantizer"
 _ARTIFACTS = ("report.html", "config.yaml")
 _LONGEST_VALUE = 500

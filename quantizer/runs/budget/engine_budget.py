@@ -11,8 +11,6 @@ from quantizer.runs.run_context import RunContext, as_predictor, bar
 from quantizer.runs.workload.function_scorer import FunctionScorer
 from quantizer.tasks import Row
 
-__all__ = ["CHECK_BY_FUNCTION", "CHECK_ON_ROWS", "EngineBudget", "rows_searched"]
-
 CHECK_ON_ROWS, CHECK_BY_FUNCTION = "check the engine on rows that the search did not see", "check the engine"
 """The stage in which an engine is held to its budget."""
 

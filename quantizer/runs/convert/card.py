@@ -14,8 +14,6 @@ from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.result import BackendResult
 from quantizer.tasks import tasks
 
-__all__ = ["write_card"]
-
 _SAMPLE = {"text": "a text", "image": "an-image.png", "audio": "a-recording.wav"}
 _SNIPPET = """\
 from quantizer.runs.convert import load_converted

@@ -38,8 +38,6 @@ from quantizer.runs.run_context import engine_inputs
 from quantizer.runs.scoring import Scoring
 from quantizer.tasks import Batch
 
-__all__ = ["PYTORCH", "Chooser", "Chosen"]
-
 PYTORCH = "PyTorch float"
 
 

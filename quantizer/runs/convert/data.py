@@ -21,8 +21,6 @@ from quantizer.tasks import (
     text_files,
 )
 
-__all__ = ["CALIBRATION_ROWS", "DataSource", "Samples", "data_source", "read_calibration", "read_labelled"]
-
 CALIBRATION_ROWS = 128
 """The default number of calibration rows, if there are so many."""
 

@@ -33,8 +33,6 @@ from quantizer.sensitivity.prices.group_prices import Prices
 from quantizer.targets import profile
 from quantizer.tasks import Batch, Row
 
-__all__ = ["EngineMaker", "Made"]
-
 _AMP_BATCHES = 4
 _FEW_ROUNDS = 5
 

@@ -29,8 +29,6 @@ from quantizer.runs.serving.generate import CACHED, empty_cache, greedy
 from quantizer.tasks import Recordings, Sample, load_processor, read_image, tasks
 from quantizer.tasks.seq2seq.parts import ENCODER, PARTS
 
-__all__ = ["CONFIG", "ENGINE", "ONNX", "Converted", "load_converted", "processor_folder", "write_json"]
-
 CONFIG = "config.json"
 ENGINE = "model.engine"
 ONNX = "model.onnx"

@@ -11,8 +11,6 @@ from quantizer.runs.outputs.check_batches import check_shapes
 from quantizer.runs.written_sizes import WRITTEN_BATCH_SIZES
 from quantizer.tasks import read_checkpoint, require_labels, tasks, text_files
 
-__all__ = ["ConversionInputs", "conversion_inputs"]
-
 _LARGEST_OUTPUT = 1 << 27
 """The most values of an output in the default sizes: half a gigabyte in float32, of which a check holds several."""
 

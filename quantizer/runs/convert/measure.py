@@ -14,8 +14,6 @@ from quantizer.engines import Engine, interleaved_latency, medians
 from quantizer.runs.run_context import engine_inputs
 from quantizer.tasks import Batch, batch_shape
 
-__all__ = ["ShapeLatency", "measure_latency"]
-
 _SECONDS = 12.0
 _MOST_ROUNDS = 20
 

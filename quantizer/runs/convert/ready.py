@@ -15,8 +15,6 @@ from quantizer.runs.preflight.estimate import FORMS, calibration_passes, estimat
 from quantizer.runs.preflight.faults import Faults
 from quantizer.runs.preflight.packages import check_packages
 
-__all__ = ["ready_to_convert"]
-
 
 def ready_to_convert(asked: ConversionRequest, folder: Path) -> tuple[Samples | None, ConversionInputs, str | None]:
     """Check all that a conversion needs besides the loaded model; return its data, its inputs, and what it takes.

@@ -25,8 +25,6 @@ from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.measure import engine_file
 from quantizer.runs.plan_records import placement_record, site_records
 
-__all__ = ["conversion_config", "conversion_record", "write_report"]
-
 
 def conversion_record(
     maker: EngineMaker,

@@ -22,15 +22,6 @@ from quantizer.targets import AUTO, profile, profiles
 from quantizer.targets.feasibility import Problem, engine_problems
 from quantizer.tasks import tasks
 
-__all__ = [
-    "BATCH_SIZES",
-    "CONVERSION",
-    "SEQUENCE_LENGTHS",
-    "ConversionRequest",
-    "Sizes",
-    "convertible_tasks",
-]
-
 Sizes = tuple[int, int, int]
 """Least, usual and most."""
 

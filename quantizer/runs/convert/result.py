@@ -19,8 +19,6 @@ from quantizer.runs.outputs.output_check import OutputCheck
 from quantizer.runs.outputs.right_engine import OnlySizes
 from quantizer.runs.serving import ServingFiles
 
-__all__ = ["BackendResult", "QuantizationSummary", "backend_config", "quantization_facts"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationSummary:

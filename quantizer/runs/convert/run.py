@@ -50,8 +50,6 @@ from quantizer.targets import profile
 from quantizer.tasks import batch_shape, save_processor, tasks
 from quantizer.tasks.datasets.rows import content_of
 
-__all__ = ["convert"]
-
 _RESAMPLES = 1000
 
 

@@ -13,8 +13,6 @@ from quantizer.runs.outputs.compare_outputs import Reference
 from quantizer.runs.serving import Expected, ServedEngine, ServingFiles, model_name, write_serving_files
 from quantizer.tasks import batch_shape
 
-__all__ = ["serving_files"]
-
 
 def serving_files(maker: EngineMaker, made: Made, folder: Path, signature: Signature) -> ServingFiles:
     """Write the files for servers of one engine, and return what there is.

@@ -15,8 +15,6 @@ from quantizer.runs.progress.earlier_times import earlier_stages
 from quantizer.runs.progress.outlook import Outlook
 from quantizer.targets import profile
 
-__all__ = ["conversion_outlook", "conversion_stages", "earlier_conversion"]
-
 
 def conversion_outlook(asked: ConversionRequest, facts: ConversionInputs, folder: Path) -> Outlook:
     """Return the stages of a conversion into a folder, with the times of an earlier one of the same model."""

@@ -14,8 +14,6 @@ from quantizer.runs.workload.module_feed import ModuleFeed
 from quantizer.tasks import Batch, Feed, rows_at
 from quantizer.tasks.inputs import TextInputs
 
-__all__ = ["LEAST_SAMPLES", "check_batches", "check_shapes", "checked_shapes"]
-
 LEAST_SAMPLES = 32
 """How many samples are compared at each size: on a few, chance decides whether an engine looks right."""
 

@@ -32,19 +32,6 @@ from quantizer.runs.run_context import as_predictor
 from quantizer.tasks import Batch, batch_shape, rows_at
 from quantizer.tasks.metrics import mean_cosine, sqnr_db
 
-__all__ = [
-    "NOTHING_DB",
-    "Reference",
-    "References",
-    "WrongEngineError",
-    "check_engine",
-    "distances_of",
-    "is_cache",
-    "output_distances",
-    "reference_outputs",
-    "token_outputs",
-]
-
 NOTHING_DB = -1000.0
 """The SQNR against an output of zeros: lower than any other, and a number that JSON can represent."""
 

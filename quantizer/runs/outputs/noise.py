@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from quantizer.proxy.site import Site
 
-__all__ = ["float_noise", "rounds"]
-
 _SUM = 1e-6
 """Relative error of a sum of some hundred products in float32."""
 

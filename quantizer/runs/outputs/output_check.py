@@ -9,8 +9,6 @@ import torch
 
 from quantizer.report.output_record import ALIKE_DB, FURTHER_DB, is_no_further
 
-__all__ = ["OutputCheck", "Tolerance", "far_from_float", "shape_words", "tolerance"]
-
 HALF_DB = 30.0
 """Float16 has 11 bits: 66 dB for one rounding, and a network has hundreds."""
 FLOAT_DB = 60.0

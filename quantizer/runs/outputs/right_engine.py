@@ -17,8 +17,6 @@ from quantizer.runs.run_context import engine_inputs
 from quantizer.targets import profile
 from quantizer.tasks import Batch
 
-__all__ = ["OnlySizes", "RightEngine", "refusal", "right_engine", "takes"]
-
 OnlySizes: TypeAlias = tuple[Mapping[str, int], ...]
 """Sizes of dynamic dimensions by name, each with a model of its own; see ``BuildOptions.only_sizes``."""
 

@@ -22,8 +22,6 @@ from quantizer.quantizer import Quantizer
 from quantizer.runs.placement.exported_pair import exported_pair
 from quantizer.sensitivity.prices.group_prices import Prices, prices_from_places
 
-__all__ = ["estimated_prices", "prices_of_files"]
-
 
 def estimated_prices(
     quantizer: Quantizer,

@@ -19,8 +19,6 @@ from quantizer.runs.placement.place_groups import GroupPlacer
 from quantizer.runs.placement.price_groups import TimeCache, Timing
 from quantizer.sensitivity.prices.group_prices import Prices
 
-__all__ = ["measured_prices"]
-
 
 def measured_prices(
     quantizer: Quantizer,

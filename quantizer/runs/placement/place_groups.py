@@ -18,8 +18,6 @@ from quantizer.report.tables.text import counted
 from quantizer.runs.placement.price_groups import EngineFiles, TimeCache, Timing, is_faster, price_groups
 from quantizer.sensitivity.prices.group_prices import Prices
 
-__all__ = ["GroupPlacer"]
-
 _WORTH_A_TRIAL = 1.01
 """The gain that the prices of the slower groups have to promise, half of what it has to be when it is measured."""
 

@@ -27,8 +27,6 @@ from quantizer.report import collect_machine, collect_versions
 from quantizer.runs.placement.graph_structure import structure_digest
 from quantizer.sensitivity.prices.group_prices import Prices, prices_from_places
 
-__all__ = ["EngineFiles", "TimeCache", "Timing", "is_faster", "price_groups"]
-
 _ROUNDS, _SECONDS = 15, 20.0
 _RUNS, _FEWEST_RUNS, _RUNS_S = 10, 3, 10.0
 """Runs of which a layer's time is the median: so many, or those that take so long, but never fewer than that."""

@@ -30,8 +30,6 @@ from quantizer.runs.run_context import engine_inputs
 from quantizer.targets import profile
 from quantizer.tasks import Batch
 
-__all__ = ["RoughTrials", "least_ratio", "rough_engine", "rough_quantizer", "too_slow"]
-
 _FAR = 1.5
 """The least ratio for a backend of which a rough plan tells less."""
 

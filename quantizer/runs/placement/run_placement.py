@@ -22,8 +22,6 @@ from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_engines import RunEngines
 from quantizer.sensitivity.prices.group_prices import Prices
 
-__all__ = ["RunPlacement"]
-
 
 class RunPlacement:
     """The prices and the speed of a run's plan.

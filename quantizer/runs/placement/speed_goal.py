@@ -7,8 +7,6 @@ from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_engines import RunEngines
 
-__all__ = ["SpeedGoal", "missed_speed"]
-
 _CHECKS = 3
 """How often an engine is built for one goal."""
 

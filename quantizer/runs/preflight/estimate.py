@@ -19,8 +19,6 @@ from quantizer.report import Stage
 from quantizer.runs.progress.outlook import rounded_time
 from quantizer.tasks import Pair, Row, Sample, Text, resolve_source
 
-__all__ = ["FORMS", "calibration_passes", "estimate", "row_passes", "run_estimate"]
-
 _TOKENS_PER_WORD = 1.4
 FORMS = 3
 """Forms of the model that are scored: float, quantized in PyTorch, and the engine."""

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 from quantizer.errors import ConfigError, MissingDependencyError, QuantizerError, install_command
 
-__all__ = ["Faults", "Looks", "require_package"]
-
 T = TypeVar("T")
 
 

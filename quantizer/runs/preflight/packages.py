@@ -7,8 +7,6 @@ from functools import partial
 from quantizer.runs.preflight.faults import Faults, require_package
 from quantizer.tasks import tasks
 
-__all__ = ["check_export_packages", "check_packages"]
-
 _EXPORT = ("onnx", "onnxscript", "onnx_ir")
 
 

@@ -9,8 +9,6 @@ from quantizer.export import require_exporter
 from quantizer.report import require_html
 from quantizer.tasks import Row, Sample, Task
 
-__all__ = ["check_rows", "require_tools"]
-
 
 def require_tools(builds: Mapping[str, BuildOptions], *, html: bool) -> None:
     """Check the packages and libraries that export, build and report need.

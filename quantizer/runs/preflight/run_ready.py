@@ -35,9 +35,6 @@ from quantizer.tasks import Row, Text, read_checkpoint, require_labels, tasks
 from quantizer.tasks.datasets.load import part_of_rows, whole_data
 from quantizer.tasks.sequence_classification import require_classes
 
-__all__ = ["Ready", "faults_of", "ready_to_run"]
-
-
 _ROWS = tuple(field.name for field in fields(RunRows))
 
 

@@ -11,8 +11,6 @@ from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import json_values
 from quantizer.report import Stage
 
-__all__ = ["earlier_stages"]
-
 _MOST = 10
 """So many folders are looked into: a report may have megabytes."""
 

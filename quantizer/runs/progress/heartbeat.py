@@ -12,8 +12,6 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-__all__ = ["Heartbeat"]
-
 _SECONDS = 20.0
 """The least time between two lines in a log."""
 

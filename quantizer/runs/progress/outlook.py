@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 
 from quantizer.report import Stage
 
-__all__ = ["Outlook", "rounded_time"]
-
 _MINUTE = 60
 
 

@@ -13,8 +13,6 @@ from quantizer.runs.budget.engine_budget import CHECK_BY_FUNCTION, CHECK_ON_ROWS
 from quantizer.runs.progress.earlier_times import earlier_stages
 from quantizer.runs.progress.outlook import Outlook
 
-__all__ = ["earlier_run", "run_outlook", "run_stages"]
-
 _WORK = ("model", "data", "amp", "fallback", "qat")
 """The sections that tell what a run does."""
 

@@ -19,7 +19,6 @@ from quantizer.runs.progress.outlook import Outlook, rounded_time
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["StageTimer"]
 
 _LONG = 1.0
 """Seconds from which on a log tells what a stage took: most of the others take nothing worth a line."""

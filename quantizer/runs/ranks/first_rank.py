@@ -13,8 +13,6 @@ from quantizer.common.distributed import get_rank, get_world_size, of_first_rank
 from quantizer.common.plain_values import decoded
 from quantizer.files import require_room, scratch
 
-__all__ = ["from_first_rank", "own_place", "require_room_to_write"]
-
 Value = TypeVar("Value")
 
 

@@ -20,8 +20,6 @@ from quantizer.common.progress import own_display
 from quantizer.errors import LostRankError, QuantizerError
 from quantizer.runs.ranks.launcher import launched
 
-__all__ = ["process_group"]
-
 Peers: TypeAlias = list[tuple[str, int]]
 """The machine and the number of each process, by rank."""
 

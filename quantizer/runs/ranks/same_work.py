@@ -14,8 +14,6 @@ from quantizer.errors import QuantizerError
 from quantizer.tasks import Row
 from quantizer.tasks.datasets.rows import content_of
 
-__all__ = ["require_same_work"]
-
 
 def require_same_work(settings: str, model: nn.Module, rows: Mapping[str, Sequence[Row]]) -> None:
     """Raise unless all processes have the same settings, weights and rows; all processes must call this.

@@ -12,8 +12,6 @@ from quantizer.errors import LostRankError
 from quantizer.quantizer import Quantizer
 from quantizer.runs.choose_engine import FAILURES
 
-__all__ = ["Calibrated", "for_all_variants", "quantizer_of", "variants_of"]
-
 Calibrated: TypeAlias = dict[tuple[str, bool], Quantizer]
 """Quantizers of one calibration, by backend and by whether ranges are taken at run time; the calibrated one first."""
 

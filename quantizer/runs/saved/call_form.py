@@ -22,8 +22,6 @@ from quantizer.common.structure import fields_of
 from quantizer.errors import QuantizerError
 from quantizer.report.json_file import write_text_atomic
 
-__all__ = ["CALL", "CallForm"]
-
 CALL = "call.json"
 """The name of the file in the folder of a run."""
 

@@ -26,8 +26,6 @@ from quantizer.engines.trust import is_untrusted
 from quantizer.errors import QuantizerError
 from quantizer.report import collect_versions
 
-__all__ = ["KeptEngines", "check_engines", "remove_engines"]
-
 _OURS = re.compile(r"[0-9a-f]{64}\.(engine|json)(\.part)?")
 
 

@@ -18,8 +18,6 @@ from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.engine_module import EngineModule
 
-__all__ = ["load"]
-
 
 def load(
     folder: str | os.PathLike[str],

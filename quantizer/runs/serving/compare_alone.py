@@ -16,17 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "alike_where_not_finite",
-    "compare",
-    "decibels",
-    "kept",
-    "main",
-    "read_exported",
-    "read_npy",
-    "shown",
-]
-
 _NOTHING_DB = -1000.0
 _WRONG, _UNREADABLE = 1, 2
 

@@ -12,8 +12,6 @@ from quantizer.runs.serving.linked_files import link_onnx, own_bytes
 from quantizer.runs.serving.model_config import CONFIG_NAME, ServedEngine, config_text
 from quantizer.targets.triton_server import TritonServer
 
-__all__ = ["ServingFiles", "model_name", "write_serving_files", "write_triton_model"]
-
 _REPOSITORY = "triton"
 _VERSION = "1"
 

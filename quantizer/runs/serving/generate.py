@@ -9,8 +9,6 @@ import numpy as np
 from quantizer.common.decoder_cache import CACHE, PRESENT
 from quantizer.engines import Array, Engine, TensorSpec
 
-__all__ = ["CACHED", "empty_cache", "greedy"]
-
 CACHED = "text-generation-with-past"
 """The task of such engines."""
 

@@ -26,8 +26,6 @@ from quantizer.runs.run_context import as_array
 from quantizer.runs.serving.model_config import CONFIG_NAME, ServedEngine, config_text
 from quantizer.tasks import batch_shape
 
-__all__ = ["CASES", "GPU_SCRIPT", "Expected", "write_gpu_check"]
-
 GPU_SCRIPT = "run_on_gpu.sh"
 CASES = "gpu"
 _HERE = Path(__file__).parent

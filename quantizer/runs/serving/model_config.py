@@ -12,8 +12,6 @@ from quantizer.qdq.signature import Signature, Value
 from quantizer.targets import profile
 from quantizer.targets.triton_server import TritonServer
 
-__all__ = ["CONFIG_NAME", "ServedEngine", "config_text"]
-
 CONFIG_NAME = "config.pbtxt"
 
 _TYPES = {

@@ -27,8 +27,6 @@ from quantizer.runs.sweep.processes import in_processes
 from quantizer.runs.sweep.ready import ready_to_sweep
 from quantizer.runs.sweep.shared_work import needs, shared_work
 
-__all__ = ["COMPARISON", "TABLE", "carry_out_sweep"]
-
 COMPARISON, TABLE = "comparison.html", "comparison.csv"
 """The page and the figures, in the folder of the sweep."""
 

@@ -23,8 +23,6 @@ from quantizer.runs.run_reports import write_reports
 from quantizer.runs.search import CAUSES, has_causes, with_causes_of
 from quantizer.runs.sweep.shared_work import SharedWork
 
-__all__ = ["lacks_causes", "with_causes"]
-
 
 def lacks_causes(record: RunRecord, config: RunConfig) -> bool:
     """Return whether a run of a sweep still needs its causes: among many runs the usable ones need no cure."""

@@ -15,8 +15,6 @@ from quantizer.runs.sweep.logged_runs import LOGS, logged_runs
 from quantizer.runs.sweep.one_run import Outcome, is_done
 from quantizer.runs.sweep.processes import parts_of
 
-__all__ = ["in_jobs", "outcomes_of", "require_launcher"]
-
 _MINUTES = 24 * 60
 """The limit of a job where ``SBATCH_TIMELIMIT`` names none: submitit's own would end it after five minutes."""
 

@@ -11,8 +11,6 @@ from quantizer.config.sweep import SweepRun
 from quantizer.runs.sweep.one_run import Outcome, carry_out_one
 from quantizer.runs.sweep.shared_work import shared_work
 
-__all__ = ["LOGS", "logged_runs"]
-
 LOGS = "logs"
 """The folder with what the processes print, a file for each run."""
 

@@ -22,8 +22,6 @@ from quantizer.runs.sweep.late_causes import lacks_causes, with_causes
 from quantizer.runs.sweep.shared_work import SharedWork
 from quantizer.runs.workload.workload import Workload
 
-__all__ = ["Outcome", "carry_out_one", "is_done", "lacks_only_causes"]
-
 _ASKED = "asked.yaml"
 """The configuration of a run before anything was chosen in it, by which the same sweep knows its run again."""
 

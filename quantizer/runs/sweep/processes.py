@@ -17,8 +17,6 @@ from quantizer.config.sweep import SweepRun
 from quantizer.runs.sweep.one_run import Outcome
 from quantizer.runs.sweep.worker import plain_config
 
-__all__ = ["in_processes", "parts_of"]
-
 
 def in_processes(
     runs: Sequence[SweepRun], folder: Path, force: bool, jobs: int, tell: Callable[[Outcome], None]

@@ -16,8 +16,6 @@ from quantizer.runs.workload.configured import configured_workload, workload_of
 from quantizer.runs.workload.float_engines import FloatEngines
 from quantizer.runs.workload.workload import Workload
 
-__all__ = ["SharedWork", "needs", "shared_work"]
-
 _TIMES = "times.json"
 
 

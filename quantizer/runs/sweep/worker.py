@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from quantizer.config import RunConfig
 
-__all__ = ["config_of", "main", "plain_config"]
-
 
 def main() -> int:
     """Carry out the runs; 0 also where it was ended, which the process that started this one says."""

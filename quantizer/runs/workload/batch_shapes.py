@@ -5,8 +5,6 @@ from __future__ import annotations
 from quantizer.common.data.sizes import BATCH, SEQUENCE, DataSizes
 from quantizer.config import RunConfig
 
-__all__ = ["fitted"]
-
 _LARGEST_BATCH = 32
 
 

@@ -10,8 +10,6 @@ from quantizer.calibration.settings import sees_the_same
 from quantizer.quantizer import Quantizer
 from quantizer.tasks import Batch
 
-__all__ = ["Calibrations"]
-
 
 class Calibrations:
     """The statistics of calibrations, for several quantizers of one model; the batches are the same for all.

@@ -16,8 +16,6 @@ from quantizer.runs.workload.module_workload import scored_workload
 from quantizer.runs.workload.workload import Scorer, Workload
 from quantizer.runs.written_sizes import is_in_parts, with_written_sizes
 
-__all__ = ["configured_workload", "workload_of"]
-
 
 def configured_workload(
     config: RunConfig, rows: RunRows, timer: StageTimer, kept: ResumeFiles, folder: Path

@@ -17,8 +17,6 @@ from quantizer.interop.onnx.graph_module import OnnxModule
 from quantizer.runs.run import RUN
 from quantizer.runs.workload.quantize_model import quantize_model
 
-__all__ = ["SUFFIX", "convert_onnx"]
-
 SUFFIX = ".onnx"
 
 _BATCH_ROWS = 8

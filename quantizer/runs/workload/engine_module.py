@@ -14,8 +14,6 @@ from quantizer.runs.run_context import engine_inputs
 from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.module_feed import by_name
 
-__all__ = ["EngineModule"]
-
 
 class EngineModule(nn.Module):
     """A module that runs an engine: the arguments of the float model go in, and its kind of output comes out.

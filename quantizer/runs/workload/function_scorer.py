@@ -25,8 +25,6 @@ from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.engine_module import EngineModule
 from quantizer.tasks.metrics import paired_interval, resampled_scores
 
-__all__ = ["FunctionMetric", "FunctionScore", "FunctionScorer", "ScoreFunction"]
-
 ScoreFunction: TypeAlias = Callable[[nn.Module], Any]
 """A function that takes a module and returns its score, or those of rows [N] in a fixed order."""
 

@@ -23,8 +23,6 @@ from quantizer.runs.workload.workload import Workload
 from quantizer.runs.workload.written_functions import called, current_folder_first, imported
 from quantizer.tasks import Batch
 
-__all__ = ["check_functions", "function_workload", "returned_module"]
-
 
 def check_functions(faults: Faults, model: ModelConfig) -> None:
     """Check that the functions of a model can be imported, and that its weights are there; nothing is called.

@@ -17,8 +17,6 @@ from quantizer.common.data.sizes import BATCH, SEQUENCE, Axes, DataSizes
 from quantizer.errors import CalibrationError, QuantizerError
 from quantizer.tasks import Batch
 
-__all__ = ["ModuleFeed", "by_name", "named_batches"]
-
 
 def named_batches(model: nn.Module, batches: Iterable[Any]) -> list[Batch]:
     """Return batches as tensors by the names of the arguments of ``forward``, without gradients and on the CPU.

@@ -21,8 +21,6 @@ from quantizer.runs.workload.module_feed import ModuleFeed, named_batches
 from quantizer.runs.workload.workload import Workload
 from quantizer.tasks import Batch
 
-__all__ = ["module_batches", "module_workload", "output_of", "scored_workload"]
-
 
 def module_batches(model: nn.Module, data: Any, rows: int | None = None) -> list[Batch]:
     """Return the batches of data by the names of the arguments of ``forward``, without labels; see ``batches_of``.

@@ -25,8 +25,6 @@ from quantizer.runs.run_engines import export_float
 from quantizer.runs.workload.module_feed import ModuleFeed
 from quantizer.tasks import Batch
 
-__all__ = ["rows_are_apart", "settle_axes"]
-
 _ALIKE = 1e-3
 """The largest difference of outputs, relative and absolute, that the order of sums may make."""
 

@@ -46,8 +46,6 @@ from quantizer.runs.workload.written_functions import called
 from quantizer.targets import AUTO
 from quantizer.tasks import Batch
 
-__all__ = ["SENSITIVITY_BATCHES", "quantize_model"]
-
 _LONGEST_NAME = 100
 
 SENSITIVITY_BATCHES = 2

@@ -23,8 +23,6 @@ from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.engine_module import EngineModule
 from quantizer.views.sensitivity_view import Sensitivity
 
-__all__ = ["QuantizedModel"]
-
 
 class QuantizedModel:
     """A quantized model: two engines, what was measured, and the quantizer that made them.

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from quantizer.common.paths import is_file, regular_file
 from quantizer.errors import TaskError
 
-__all__ = ["check_weights", "load_weights"]
-
 _FORMS = (".safetensors", ".pt", ".pth")
 _NAMED = 6
 """So many names of tensors are listed."""

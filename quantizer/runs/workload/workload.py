@@ -22,8 +22,6 @@ from quantizer.runs.workload.function_scorer import FunctionScorer
 from quantizer.tasks import Batch, Row
 from quantizer.tasks.datasets.rows import content_of
 
-__all__ = ["Load", "Scorer", "Workload"]
-
 
 class Scorer(Protocol):
     """Scores of models and engines, and their differences to the float model; none is run twice."""

@@ -20,8 +20,6 @@ from quantizer.common.out_of_memory import is_out_of_memory
 from quantizer.config.describe import nearest
 from quantizer.errors import QuantizerError, TaskError
 
-__all__ = ["called", "current_folder_first", "imported"]
-
 _MACHINERY = (__file__, importlib.__file__, "<frozen ")
 """Files whose lines say nothing about a failed import."""
 

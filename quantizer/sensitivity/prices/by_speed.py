@@ -11,8 +11,6 @@ from quantizer.sensitivity.fallback import Fallback, fallback_of, per_cost
 from quantizer.sensitivity.measurement import GroupSensitivity
 from quantizer.sensitivity.prices.group_prices import Prices
 
-__all__ = ["PlanPoint", "by_speed", "frontier"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanPoint:

@@ -10,8 +10,6 @@ from quantizer.errors import SensitivityError
 from quantizer.plan.site_plan import Plan
 from quantizer.reasons import ReasonCode
 
-__all__ = ["GroupPrice", "Prices", "prices_from_places"]
-
 _LEAST_GAIN = 0.1
 
 

@@ -21,8 +21,6 @@ import torch
 from quantizer.errors import MissingDependencyError, TaskError
 from quantizer.tasks.inputs import EXAMPLE_ROWS, Batch
 
-__all__ = ["AudioInputs", "Recordings", "read_recording", "require_extractor", "require_whole"]
-
 _SECONDS = 10.0
 """The length of recordings, in seconds, where neither the request nor the feature extractor says one."""
 _MASK = "attention_mask"

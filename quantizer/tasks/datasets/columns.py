@@ -11,8 +11,6 @@ from quantizer.common.plain_values import json_values
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import read_lines
 
-__all__ = ["read_columns", "read_objects"]
-
 
 def read_columns(name: str, file: Path, wanted: Sequence[Sequence[str]]) -> Iterator[tuple[str, list[str]]]:
     """Yield the place (``FILE:LINE``) and the wanted fields of each line; nothing if the file is empty.

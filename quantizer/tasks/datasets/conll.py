@@ -13,8 +13,6 @@ from pathlib import Path
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import Row, Words, datasets, read_lines, refuse_options, require_file
 
-__all__ = ["read_conll"]
-
 _DOCUMENT = "-DOCSTART-"
 
 

@@ -11,8 +11,6 @@ from quantizer.common.child_process import child_environment, python_command
 from quantizer.errors import TaskError
 from quantizer.files import temporary_beside
 
-__all__ = ["cache_folder", "check_sha256", "fetch_sdist"]
-
 PIP_TIMEOUT_S = 600
 
 

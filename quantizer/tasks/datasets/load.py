@@ -7,8 +7,6 @@ from pathlib import Path
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import Row, datasets
 
-__all__ = ["load_rows", "part_of_rows", "whole_data"]
-
 
 def load_rows(
     name: str,

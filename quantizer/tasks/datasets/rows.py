@@ -20,30 +20,6 @@ from quantizer.common.paths import expanded, is_file, is_folder, regular_file
 from quantizer.common.registry import Registry
 from quantizer.errors import TaskError
 
-__all__ = [
-    "Audio",
-    "Boxes",
-    "Choices",
-    "Depths",
-    "Image",
-    "Masked",
-    "Pair",
-    "Plain",
-    "Question",
-    "Rewritten",
-    "Row",
-    "Speech",
-    "Text",
-    "Words",
-    "class_number",
-    "content_of",
-    "datasets",
-    "read_lines",
-    "refuse_options",
-    "require_file",
-    "require_folder",
-]
-
 
 @dataclass(frozen=True)
 class Pair:

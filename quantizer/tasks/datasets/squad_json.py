@@ -10,8 +10,6 @@ from quantizer.common.plain_values import json_values
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import Question, Row, datasets, read_lines, refuse_options, require_file
 
-__all__ = ["read_squad_json"]
-
 _FORM = '{"data": [{"paragraphs": [{"context": ..., "qas": [{"question": ..., "answers": [...]}]}]}]}'
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import Row, Text, class_number, datasets, read_lines, refuse_options, require_file
 
-__all__ = ["read_sst2"]
-
 
 @datasets.add("sst2-text")
 def read_sst2(path: Path | None, split: str | None, subset: str | None) -> list[Row]:

@@ -12,8 +12,6 @@ from pathlib import Path
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import Pair, Row, datasets, read_lines, refuse_options, require_file
 
-__all__ = ["read_stsb"]
-
 
 @datasets.add("stsb-csv")
 def read_stsb(path: Path | None, split: str | None, subset: str | None) -> list[Row]:

@@ -14,8 +14,6 @@ from quantizer.errors import TaskError
 from quantizer.tasks.datasets.columns import read_columns
 from quantizer.tasks.datasets.rows import Row, Text, class_number, datasets, refuse_options, require_file
 
-__all__ = ["read_text_csv"]
-
 
 @datasets.add("text-csv")
 def read_text_csv(path: Path | None, split: str | None, subset: str | None) -> list[Row]:

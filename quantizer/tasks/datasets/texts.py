@@ -13,8 +13,6 @@ from quantizer.errors import TaskError
 from quantizer.tasks.datasets.columns import read_objects
 from quantizer.tasks.datasets.rows import Plain, Row, datasets, read_lines, refuse_options, require_file
 
-__all__ = ["read_text_lines", "read_texts", "text_files"]
-
 _KIND = "texts"
 
 

@@ -24,8 +24,6 @@ from quantizer.errors import TaskError
 from quantizer.tasks.datasets.fetch import cache_folder, check_sha256, fetch_sdist
 from quantizer.tasks.datasets.rows import Row, Text, datasets, require_file
 
-__all__ = ["SPLITS", "SUBSETS", "read_vader"]
-
 REQUIREMENT = "vaderSentiment==3.3.2"
 ARCHIVE = "vaderSentiment-3.3.2.tar.gz"
 SHA256 = "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9"

@@ -22,8 +22,6 @@ from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.task import Predictions, tasks
 
-__all__ = ["DepthEstimation"]
-
 
 @tasks.add("depth-estimation")
 class DepthEstimation(CountedTask):

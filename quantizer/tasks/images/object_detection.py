@@ -24,8 +24,6 @@ from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.outputs import first_output
 from quantizer.tasks.task import Predictions, tasks
 
-__all__ = ["ObjectDetection"]
-
 _SURE = 0.5
 """The score from which on a model says that an object is there."""
 

@@ -23,8 +23,6 @@ from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import label_flips
 from quantizer.tasks.task import Predictions, tasks
 
-__all__ = ["SemanticSegmentation"]
-
 _IGNORED = 255
 """The class of places that count nowhere, in masks and in image processors of transformers."""
 

@@ -20,21 +20,6 @@ from quantizer.errors import TaskError
 from quantizer.tasks.checkpoints.sources import transformers_package
 from quantizer.tasks.inputs import Batch
 
-__all__ = [
-    "DECODER",
-    "ENCODER",
-    "ENCODER_STEPS",
-    "PARTS",
-    "WITH_PAST",
-    "PartRun",
-    "cached",
-    "dynamic_axes",
-    "halves",
-    "keep",
-    "parts_of",
-    "require_parts",
-]
-
 ENCODER, DECODER, WITH_PAST = "encoder_model", "decoder_model", "decoder_with_past_model"
 PARTS = (ENCODER, DECODER, WITH_PAST)
 """The names of the parts, and of their files."""

@@ -20,8 +20,6 @@ from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.seq2seq.writing import WritingTask
 from quantizer.tasks.task import Predictions, tasks
 
-__all__ = ["SpeechToText"]
-
 
 @tasks.add("speech-to-text")
 class SpeechToText(WritingTask):

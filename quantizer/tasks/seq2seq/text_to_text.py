@@ -20,8 +20,6 @@ from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.seq2seq.writing import WritingTask
 from quantizer.tasks.task import Predictions, tasks
 
-__all__ = ["TextToText"]
-
 
 @tasks.add("text-to-text")
 class TextToText(WritingTask):

@@ -15,8 +15,6 @@ from quantizer.tasks.checkpoints.sources import transformers_package
 from quantizer.tasks.inputs import Batch
 from quantizer.tasks.seq2seq.parts import DECODER, ENCODER, WITH_PAST, PartRun, cached, halves, keep
 
-__all__ = ["Steps", "Writer", "in_parts", "read_tokens", "written_tokens"]
-
 _LEVEL = threading.Lock()
 _generating = 0
 _level = 0

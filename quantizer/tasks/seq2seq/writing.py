@@ -20,8 +20,6 @@ from quantizer.tasks.seq2seq.writer import written_tokens
 from quantizer.tasks.task import Predictions
 from quantizer.tasks.tokens.parts import whole_numbers
 
-__all__ = ["WritingTask", "equal_texts", "equal_tokens"]
-
 
 class WritingTask(CountedTask):
     """Samples to the tokens that are written for them [N x S], scored by the text that these are.

@@ -17,8 +17,6 @@ from quantizer.tasks.checkpoints.sources import transformers_package
 from quantizer.tasks.inputs import Batch, TextInputs
 from quantizer.tasks.outputs import first_output
 
-__all__ = ["CachedInputs", "DecodeStep", "next_cache"]
-
 _KINDS = ("key", "value")
 
 

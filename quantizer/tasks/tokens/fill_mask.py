@@ -21,8 +21,6 @@ from quantizer.tasks.outputs import first_output
 from quantizer.tasks.task import Predictions, tasks
 from quantizer.tasks.tokens.parts import flips, per_token, whole_numbers
 
-__all__ = ["FillMask"]
-
 _EVERY = 7
 """One in so many tokens is hidden: the 15% of BERT, at the same places in every run."""
 

@@ -16,8 +16,6 @@ from quantizer.tasks.task import Run, tasks
 from quantizer.tasks.tokens.decode_step import CachedInputs, DecodeStep
 from quantizer.tasks.tokens.text_generation import TextGeneration
 
-__all__ = ["TextGenerationWithPast"]
-
 
 @tasks.add("text-generation-with-past")
 class TextGenerationWithPast(TextGeneration):

@@ -20,8 +20,6 @@ from quantizer.tasks.metrics import accuracy, kl_divergence, label_flips, sqnr_d
 from quantizer.tasks.task import Predictions, Progress, Run, Task, tasks
 from quantizer.tasks.tokens.pair_inputs import PairInputs
 
-__all__ = ["ChoiceScorer", "MultipleChoice"]
-
 _NO_CHOICE = -1e9
 """The logit of a choice that a row does not have, which has no share in a softmax."""
 

@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 from quantizer.errors import TaskError
 from quantizer.tasks.inputs import TextInputs
 
-__all__ = ["PairInputs"]
-
 
 class PairInputs(TextInputs):
     """The batches of pairs of texts, of which the longer one is cut first; a subclass names its task."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from quantizer.tasks.inputs import Batch
     from quantizer.tasks.task import Predictions
 
-__all__ = ["flips", "is_token", "per_token", "whole_numbers"]
-
 
 def per_token(output: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
     """Return the values of each row's own tokens, B tensors [S x ...], of values [B x S x ...].

@@ -23,8 +23,6 @@ from quantizer.tasks.task import Predictions, tasks
 from quantizer.tasks.tokens.pair_inputs import PairInputs
 from quantizer.tasks.tokens.parts import is_token, per_token
 
-__all__ = ["QuestionAnswering"]
-
 _OUTPUTS = ("start_logits", "end_logits")
 
 _LONGEST = 30

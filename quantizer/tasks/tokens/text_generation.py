@@ -21,8 +21,6 @@ from quantizer.tasks.outputs import first_output
 from quantizer.tasks.task import Predictions, tasks
 from quantizer.tasks.tokens.parts import flips, per_token, whole_numbers
 
-__all__ = ["TextGeneration"]
-
 
 @tasks.add("text-generation")
 class TextGeneration(CountedTask):

@@ -23,8 +23,6 @@ from quantizer.tasks.outputs import first_output
 from quantizer.tasks.task import Predictions, tasks
 from quantizer.tasks.tokens.parts import is_token, per_token
 
-__all__ = ["TokenClassification"]
-
 _OUTSIDE = "O"
 _SHOWN = 8
 

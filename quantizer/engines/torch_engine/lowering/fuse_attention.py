@@ -14,8 +14,6 @@ from torch import fx
 from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.torch_engine.lowering.matching import aten, dequantize, is_call, number, only_reader, replace
 
-__all__ = ["fuse_attention"]
-
 _SWAPPED = [[0, 1, 3, 2], [0, 2, 3, 1]]
 """Orders of axes that make k^T [batch, heads, d, L]: of k, and of what k is made of."""
 

@@ -30,8 +30,6 @@ from quantizer.engines.torch_engine.lowering.quantized_convolution import lower_
 from quantizer.engines.torch_engine.lowering.quantized_linear import lower_linears
 from quantizer.engines.torch_engine.onnx_import.importer import Imported
 
-__all__ = ["lower"]
-
 
 def lower(imported: Imported, usual: Mapping[str, int] = MappingProxyType({})) -> RunnableSizes:
     """Lower a graph in place; return sizes with which it runs: the usual ones if they are known, by name.

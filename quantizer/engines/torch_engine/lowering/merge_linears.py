@@ -22,8 +22,6 @@ from quantizer.engines.torch_engine.lowering.matching import (
     new_constant,
 )
 
-__all__ = ["merge_linears"]
-
 
 def merge_linears(module: LoweredGraph) -> int:
     """Merge the linears that read the same codes and write floats with nothing fused; return how many were merged."""

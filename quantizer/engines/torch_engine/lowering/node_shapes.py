@@ -17,8 +17,6 @@ from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION_PREPACK, LINEAR_PREPACK
 from quantizer.errors import EngineError
 
-__all__ = ["RunnableSizes", "node_shapes", "node_values", "prepacking_without_data", "runnable_sizes"]
-
 RunnableSizes = tuple[int, int, Mapping[str, int]]
 """The batch, the sequence, and sizes that are known by the name of their dimension."""
 

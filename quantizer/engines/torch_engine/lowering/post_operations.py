@@ -25,8 +25,6 @@ from quantizer.engines.torch_engine.lowering.matching import (
     replace,
 )
 
-__all__ = ["fuse_activations", "fuse_quantizers", "fuse_residual_adds"]
-
 _OUTPUT: dict[Any, int] = {LINEAR: 7, CONVOLUTION: 11, LINEAR_ADD: 8}
 """Place of the output's scale among the arguments; zero point and type follow."""
 

@@ -24,8 +24,6 @@ from quantizer.engines.torch_engine.lowering.matching import (
     replace,
 )
 
-__all__ = ["lower_convolutions"]
-
 
 def lower_convolutions(module: LoweredGraph) -> int:
     """Replace every convolution with two dequantized operands; return how many there were."""

@@ -29,8 +29,6 @@ from quantizer.engines.torch_engine.lowering.matching import (
     replace,
 )
 
-__all__ = ["lower_linears"]
-
 
 def lower_linears(module: LoweredGraph) -> int:
     """Replace every linear with two dequantized operands; return how many there were."""

@@ -16,8 +16,6 @@ from quantizer.engines.torch_engine.onnx_import.graph_builder import (
     translated,
 )
 
-__all__ = ["as_constant", "folded"]
-
 _LEFT = frozenset({"QuantizeLinear", "DequantizeLinear"})
 """A lowering finds these in the graph."""
 

@@ -24,18 +24,6 @@ from quantizer.common.registry import Registry
 from quantizer.engines.torch_engine.onnx_import.shapes import Shape
 from quantizer.errors import EngineError
 
-__all__ = [
-    "Attributes",
-    "Constant",
-    "GraphBuilder",
-    "OnnxNode",
-    "Sizes",
-    "Value",
-    "as_tensor",
-    "operators",
-    "translated",
-]
-
 _MOST_SIZES = 64
 _NO_LETTERS = re.compile(r"\W+", re.ASCII)
 

@@ -30,8 +30,6 @@ from quantizer.engines.torch_engine.onnx_import.shapes import inferred_shapes
 from quantizer.engines.torch_engine.onnx_import.simplify import simplified
 from quantizer.errors import EngineError
 
-__all__ = ["Imported", "import_graph", "import_onnx"]
-
 del _operators
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-__all__ = ["Shape", "inferred_shapes"]
-
 Shape: TypeAlias = tuple[int | None, ...]
 """The sizes of a value's axes; None where one is not known."""
 

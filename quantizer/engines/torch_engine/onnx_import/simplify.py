@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["simplified"]
-
 
 def simplified(
     onnx: Any, model: Any, known: Mapping[str, np.ndarray[Any, Any]], chosen: Mapping[str, Any]

@@ -21,8 +21,6 @@ import numpy as np
 from quantizer.export.passes.base import MatchPass, add_constant, drop_unread, insert_before, smallest_normal, take_out
 from quantizer.qdq.graph import attribute, floats, is_dequantize
 
-__all__ = ["FoldBatchNorm"]
-
 _CHANNELS = {"Conv": 0, "ConvTranspose": 1}
 """The axis of the output channels in a weight, by operator."""
 

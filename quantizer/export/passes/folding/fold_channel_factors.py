@@ -23,8 +23,6 @@ from quantizer.export.passes.base import MatchPass, add_constant, drop_unread, s
 from quantizer.qdq.graph import attribute, floats, is_dequantize
 from quantizer.qdq.operand import MATMULS, operands
 
-__all__ = ["FoldChannelFactors"]
-
 _NORMALIZATIONS = {"LayerNormalization": (1, 2), "RMSNormalization": (1,)}
 """Inputs that scale and shift the result, by operator; all of them are [K]."""
 

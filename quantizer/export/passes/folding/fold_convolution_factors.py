@@ -21,8 +21,6 @@ import numpy as np
 from quantizer.export.passes.base import MatchPass, add_constant, drop_unread, insert_before, smallest_normal, take_out
 from quantizer.qdq.graph import floats, is_dequantize, scalar
 
-__all__ = ["FoldConvolutionFactors"]
-
 _ALIKE = 4.0
 """The relative difference between scales, in epsilons of their type, up to which they are one.
 

@@ -12,8 +12,6 @@ from typing import Any
 from quantizer.export.passes.base import MatchPass
 from quantizer.qdq.graph import floats, maker, pair_before
 
-__all__ = ["FoldPadding"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Padded:

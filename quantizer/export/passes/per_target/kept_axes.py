@@ -10,8 +10,6 @@ from quantizer.export.passes.base import MatchPass, add_constant, drop_unread, i
 from quantizer.qdq.gathered_axes import gathers_axis, gathers_zero_points, joins_before
 from quantizer.qdq.graph import attribute, constant
 
-__all__ = ["ConcatsBeforeQuantize", "GathersApart", "KeptAxes"]
-
 
 class GathersApart(MatchPass[Any]):
     """``product -> Gather`` becomes ``product -> Max(both inputs) -> Gather``, with the same values."""

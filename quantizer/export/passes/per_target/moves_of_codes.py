@@ -12,8 +12,6 @@ from quantizer.export.passes.base import MatchPass, insert_before
 from quantizer.qdq.graph import floats, is_quantize, pair_before, readers
 from quantizer.qdq.operand import MOVES
 
-__all__ = ["MovesOfCodes"]
-
 
 class MovesOfCodes(MatchPass[tuple[Any, Any]]):
     """``Q -> DQ -> MaxPool`` becomes ``Q -> DQ -> MaxPool -> Q -> DQ``, of one scale, where no Q reads it."""

@@ -17,8 +17,6 @@ import numpy as np
 from quantizer.export.passes.base import MatchPass, add_constant, drop_unread, insert_before, replace_node
 from quantizer.qdq.graph import attribute, floats, is_dequantize
 
-__all__ = ["RowsOfCodes"]
-
 
 class RowsOfCodes(MatchPass[Any]):
     """``DQ(t, s, axis 0) -> Gather`` becomes ``Gather -> Cast`` of the codes, times the scales of those rows."""

@@ -9,8 +9,6 @@ from quantizer.qdq.flat_products import scales_by_negatives, scales_flat_product
 from quantizer.qdq.graph import is_dequantize, maker, varying_inputs
 from quantizer.qdq.misread_factors import is_read_both_ways, misplaces_numbers
 
-__all__ = ["NumbersBehindProducts", "UnfusedProducts", "WeightsReadOneWay"]
-
 
 class UnfusedProducts(MatchPass[Any]):
     """``* factors -> Q`` becomes ``* factors -> Max(both inputs) -> Q``, with the same values.

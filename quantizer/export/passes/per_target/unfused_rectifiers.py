@@ -16,8 +16,6 @@ from quantizer.export.passes.rectify_before_quantize import is_within, starts_at
 from quantizer.numerics.qtype import UINT8
 from quantizer.qdq.graph import is_dequantized, is_quantize, scalar
 
-__all__ = ["UnfusedRectifiers"]
-
 
 class UnfusedRectifiers(MatchPass[Any]):
     """``MatMul -> Relu -> Q`` becomes ``MatMul -> Max(0) -> Q``, with the same values; a Clip has a Max before it."""

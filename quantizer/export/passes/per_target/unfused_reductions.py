@@ -13,8 +13,6 @@ from quantizer.export.passes.base import MatchPass, insert_before
 from quantizer.qdq.graph import is_quantize
 from quantizer.qdq.reductions import misreads_channels, misreads_channels_before
 
-__all__ = ["FactorsBeforeReductions", "UnfusedReductions"]
-
 
 class UnfusedReductions(MatchPass[Any]):
     """``ReduceMax(x) -> ...`` becomes ``ReduceMax(x) -> Max(both inputs) -> ...``, with the same values.

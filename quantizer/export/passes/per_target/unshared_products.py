@@ -10,8 +10,6 @@ from quantizer.export.passes.base import MatchPass, add_constant, drop_unread, i
 from quantizer.qdq.graph import constant
 from quantizer.qdq.shared_products import is_shared_product, sized_biases
 
-__all__ = ["BiasesApart", "UnsharedProducts"]
-
 _LIMIT = 2.0**100
 """No sum of products of bytes, times a scale, is as large: the Clip changes no value."""
 

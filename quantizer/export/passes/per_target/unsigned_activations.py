@@ -17,8 +17,6 @@ from quantizer.export.passes.base import add_constant
 from quantizer.numerics.qtype import INT8
 from quantizer.qdq.graph import is_dequantized
 
-__all__ = ["UnsignedActivations"]
-
 _ZERO = -INT8.qmin
 _NAME = "quantizer_unsigned_zero_point"
 

@@ -16,8 +16,6 @@ from quantizer.runs.run import run
 from quantizer.runs.workload.quantize_model import SENSITIVITY_BATCHES
 from quantizer.targets import AUTO
 
-__all__ = ["convert_function", "function_config"]
-
 _KEYS = {
     "inputs": "model.inputs",
     "weights": "model.weights",

@@ -14,8 +14,6 @@ from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.parts.result import PartsResult
 from quantizer.tasks import tasks
 
-__all__ = ["write_card"]
-
 _SAMPLE = {"text": "a text", "audio": "a-recording.wav"}
 _SNIPPET = """\
 from quantizer.runs.convert import load_converted

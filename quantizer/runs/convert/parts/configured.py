@@ -27,8 +27,6 @@ from quantizer.runs.run_course import QUANTIZER
 from quantizer.runs.workload.workload import Load
 from quantizer.runs.written_sizes import is_in_parts
 
-__all__ = ["require_possible_run", "run_parts"]
-
 
 def require_possible_run(config: RunConfig) -> None:
     """Raise if a run asks for something that its model in parts cannot have, or for what other models do not have.

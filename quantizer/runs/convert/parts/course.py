@@ -43,8 +43,6 @@ from quantizer.runs.scoring import Scoring
 from quantizer.tasks import Row, Sample, save_processor
 from quantizer.tasks.seq2seq.writer import Writer
 
-__all__ = ["PartsCourse", "PartsDone", "PartsWork"]
-
 _COMPARED = 32
 """Samples whose texts are compared with those of the float model."""
 

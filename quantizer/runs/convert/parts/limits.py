@@ -8,8 +8,6 @@ from quantizer.errors import ConfigError, TaskError
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.request import ConversionRequest
 
-__all__ = ["most_tokens", "require_possible"]
-
 _TOKENS = 128
 """The most tokens that are written, unless the request says otherwise."""
 

@@ -19,8 +19,6 @@ from quantizer.tasks import Batch, Sample
 from quantizer.tasks.models import empty_model
 from quantizer.tasks.seq2seq.writer import Writer, in_parts, written_tokens
 
-__all__ = ["MODEL", "ConvertedParts", "engine_run"]
-
 MODEL = "onnx"
 """The folder of the ONNX files with the model's own config, as the usual runtimes take it."""
 

@@ -18,8 +18,6 @@ from quantizer.tasks import Batch, Task
 from quantizer.tasks.seq2seq.writer import Writer
 from quantizer.tasks.seq2seq.writing import equal_texts, equal_tokens
 
-__all__ = ["agreements", "part_latency", "whole_latency", "write_once"]
-
 _TIMED_TOKENS = 32
 """How many tokens are written to be timed, if engines write so many."""
 

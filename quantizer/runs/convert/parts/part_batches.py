@@ -18,8 +18,6 @@ from quantizer.tasks import Batch, rows_at
 from quantizer.tasks.seq2seq.parts import DECODER, ENCODER, WITH_PAST
 from quantizer.tasks.seq2seq.writer import read_tokens
 
-__all__ = ["PartBatches", "calibration_batches", "part_batches"]
-
 
 @dataclass(frozen=True)
 class PartBatches:

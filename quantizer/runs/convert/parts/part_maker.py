@@ -31,8 +31,6 @@ from quantizer.tasks import Batch
 from quantizer.tasks.seq2seq.parts import DECODER, ENCODER, ENCODER_STEPS, WITH_PAST, dynamic_axes, parts_of
 from quantizer.tasks.seq2seq.writer import Steps, in_parts
 
-__all__ = ["PartMade", "PartMaker", "PartsMade"]
-
 _STEPS = 16
 _EXAMPLE_STEPS = 4
 """Tokens that are written for a check and for an export."""

@@ -23,8 +23,6 @@ from quantizer.runs.outputs.compare_outputs import distances_of, output_distance
 from quantizer.runs.plan_records import site_records
 from quantizer.tasks.seq2seq.parts import WITH_PAST, parts_of
 
-__all__ = ["parts_record"]
-
 
 def parts_record(
     maker: PartMaker,

@@ -10,8 +10,6 @@ from quantizer.config import QuantizerConfig
 from quantizer.engines.candidates import Variant
 from quantizer.quantizer import Quantizer
 
-__all__ = ["PartsRequest"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PartsRequest:

@@ -16,8 +16,6 @@ from quantizer.runs.convert.parts.loaded import MODEL
 from quantizer.runs.convert.result import QuantizationSummary
 from quantizer.runs.outputs.output_check import OutputCheck
 
-__all__ = ["Agreement", "PartResult", "PartsResult", "WholeLatency", "parts_config"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PartResult:

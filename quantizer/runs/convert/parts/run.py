@@ -27,8 +27,6 @@ from quantizer.runs.preflight import check_rows
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import load_context, resume_files
 
-__all__ = ["convert_parts"]
-
 
 def convert_parts(
     asked: ConversionRequest, facts: ConversionInputs, data: Samples | None, folder: Path, console: Console

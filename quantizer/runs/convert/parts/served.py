@@ -17,8 +17,6 @@ from quantizer.runs.serving.gpu_check import GPU_SCRIPT, write_gpu_check
 from quantizer.runs.serving.linked_files import link_file, link_onnx
 from quantizer.tasks import batch_shape
 
-__all__ = ["ON_GPU", "serve_parts"]
-
 ON_GPU = "on_gpu"
 """The folder with what checks each part where there is a GPU, in a folder of its own."""
 

@@ -16,8 +16,6 @@ from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.parts.result import PartsResult, WholeLatency
 from quantizer.runs.outputs.output_check import OutputCheck
 
-__all__ = ["print_parts"]
-
 
 def print_parts(facts: ConversionInputs, result: PartsResult, folder: Path, console: Console) -> None:
     """Print what came of the engines of one backend; scores and place only of the float model, which has no report."""

@@ -20,8 +20,6 @@ from quantizer.common.plain_values import json_values
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import Boxes, Row, datasets, read_lines, refuse_options, require_file
 
-__all__ = ["read_coco"]
-
 
 @datasets.add("coco-json")
 def read_coco(path: Path | None, split: str | None, subset: str | None) -> list[Row]:

@@ -19,8 +19,6 @@ from quantizer.errors import MissingDependencyError, TaskError
 from quantizer.tasks.datasets.files.hf_rows import rows_of_table
 from quantizer.tasks.datasets.rows import Row, datasets
 
-__all__ = ["read_hf"]
-
 _BUILDERS = {
     ".csv": "csv",
     ".json": "json",

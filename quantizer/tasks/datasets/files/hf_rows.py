@@ -25,8 +25,6 @@ from quantizer.tasks.datasets.rows import (
     class_number,
 )
 
-__all__ = ["rows_of_table"]
-
 Field: TypeAlias = tuple[str, ...]
 """The names that a column may have."""
 

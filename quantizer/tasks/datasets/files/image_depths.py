@@ -14,8 +14,6 @@ from pathlib import Path
 from quantizer.tasks.datasets.files.paths import IMAGE_FILES, paired_files
 from quantizer.tasks.datasets.rows import Depths, Row, datasets, refuse_options
 
-__all__ = ["read_image_depths"]
-
 
 @datasets.add("image-depths")
 def read_image_depths(path: Path | None, split: str | None, subset: str | None) -> list[Row]:

@@ -13,8 +13,6 @@ from pathlib import Path
 from quantizer.tasks.datasets.files.paths import IMAGE_FILES, paired_files
 from quantizer.tasks.datasets.rows import Masked, Row, datasets, refuse_options
 
-__all__ = ["read_image_masks"]
-
 
 @datasets.add("image-masks")
 def read_image_masks(path: Path | None, split: str | None, subset: str | None) -> list[Row]:

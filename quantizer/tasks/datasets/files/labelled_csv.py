@@ -18,8 +18,6 @@ from quantizer.errors import TaskError
 from quantizer.tasks.datasets.columns import read_columns
 from quantizer.tasks.datasets.rows import Audio, Image, Row, datasets, refuse_options, require_file
 
-__all__ = ["beside", "read_audio_csv", "read_image_csv"]
-
 
 @datasets.add("image-csv")
 def read_image_csv(path: Path | None, split: str | None, subset: str | None) -> list[Row]:

@@ -15,8 +15,6 @@ from quantizer.errors import TaskError
 from quantizer.tasks.datasets.files.paths import AUDIO_FILES, IMAGE_FILES, file_paths
 from quantizer.tasks.datasets.rows import Audio, Image, Row, datasets, refuse_options, require_folder
 
-__all__ = ["read_audio_folder", "read_image_folder"]
-
 
 @datasets.add("image-folder")
 def read_image_folder(path: Path | None, split: str | None, subset: str | None) -> list[Row]:

@@ -16,8 +16,6 @@ from quantizer.errors import TaskError
 from quantizer.tasks.datasets.columns import read_columns, read_objects
 from quantizer.tasks.datasets.rows import Rewritten, Row, datasets, refuse_options, require_file
 
-__all__ = ["read_text_pairs"]
-
 _COLUMNS = (("source", "text", "document"), ("target", "translation", "summary"))
 
 

@@ -17,8 +17,6 @@ from quantizer.tasks.datasets.columns import read_columns, read_objects
 from quantizer.tasks.datasets.files.labelled_csv import beside
 from quantizer.tasks.datasets.rows import Row, Speech, datasets, refuse_options, require_file
 
-__all__ = ["read_transcripts"]
-
 _COLUMNS = (("path", "file", "audio"), ("text", "transcript", "sentence"))
 
 

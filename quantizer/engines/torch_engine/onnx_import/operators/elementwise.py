@@ -18,8 +18,6 @@ from quantizer.engines.torch_engine.onnx_import.graph_builder import (
     operators,
 )
 
-__all__ = ["TYPES"]
-
 aten = torch.ops.aten
 
 TYPES = {

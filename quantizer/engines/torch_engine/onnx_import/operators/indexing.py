@@ -16,8 +16,6 @@ from quantizer.engines.torch_engine.onnx_import.graph_builder import (
     operators,
 )
 
-__all__: list[str] = []
-
 aten = torch.ops.aten
 
 

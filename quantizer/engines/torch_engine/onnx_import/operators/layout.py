@@ -9,8 +9,6 @@ import torch
 
 from quantizer.engines.torch_engine.onnx_import.graph_builder import GraphBuilder, OnnxNode, Sizes, Value, operators
 
-__all__: list[str] = []
-
 aten = torch.ops.aten
 
 

@@ -21,8 +21,6 @@ from quantizer.engines.torch_engine.onnx_import.graph_builder import (
     operators,
 )
 
-__all__: list[str] = []
-
 _CODES = {"int8": (torch.int8, -128, 127), "uint8": (torch.uint8, 0, 255)}
 
 

@@ -19,8 +19,6 @@ from quantizer.engines.torch_engine.onnx_import.graph_builder import (
     operators,
 )
 
-__all__: list[str] = []
-
 aten = torch.ops.aten
 
 _PLAIN = ("activation_alpha", "activation_beta", "clip", "input_forget", "layout")

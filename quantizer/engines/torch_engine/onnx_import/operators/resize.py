@@ -8,8 +8,6 @@ import torch
 
 from quantizer.engines.torch_engine.onnx_import.graph_builder import Constant, GraphBuilder, OnnxNode, Value, operators
 
-__all__: list[str] = []
-
 aten = torch.ops.aten
 
 _HALVES = ("half_pixel", "pytorch_half_pixel")
