@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from quantizer.common.old_paths import old_names
 from quantizer.engines.backends import backend, backends, build_engine, inspect_engine, load_engine
 from quantizer.engines.base import Array, Backend, BuildOptions, BuildResult, Engine, Progress, TensorSpec
 from quantizer.engines.detect_backend import detect_backend
@@ -46,5 +45,3 @@ __all__ = [
 
 # Importing a backend's file registers it.
 del _onnxruntime, _openvino, _tensorrt, _torch
-
-__getattr__ = old_names(__name__, {"backend_of": "detect_backend"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from quantizer.common.old_paths import old_names
 from quantizer.sensitivity.fallback import (
     Evaluation,
     Fallback,
@@ -38,5 +37,3 @@ __all__ = [
     "per_cost",
     "search",
 ]
-
-__getattr__ = old_names(__name__, {"GroupError": "GroupSensitivity"})
