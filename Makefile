@@ -36,7 +36,7 @@ torture-faults: $(INSTALLED)
 nightly: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --max-worker-restart=0 --dist loadfile --no-loadscope-reorder -m "nightly and not gpu"
 
-# Rooms, arrows between them, long files: figures of the package's structure.
+# Rooms, arrows between them, files, statements, lines: figures of the structure of the package.
 structure: $(INSTALLED)
 	@$(BIN)/python tests/structure.py
 

@@ -13,17 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from common import calibrated
-from common import heading
-from common import minilm
-from common import minilm_sst2
-from common import sst2
-from common import stsb
+from common import calibrated, heading, minilm, minilm_sst2, sst2, stsb
 
 from quantizer import Quantizer
 from quantizer.engines import load_engine
-from quantizer.tasks import Predictions
-from quantizer.tasks import Task
+from quantizer.tasks import Predictions, Task
 
 
 class Scores:

@@ -19,17 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import heading
-from common import minilm
-from common import stsb
+from common import heading, minilm, stsb
 
 from quantizer import Quantizer
 from quantizer.engines import load_engine
 from quantizer.export import export_onnx
-from quantizer.tasks import Batch
-from quantizer.tasks import Row
-from quantizer.tasks import Run
-from quantizer.tasks import Task
+from quantizer.tasks import Batch, Row, Run, Task
 
 _MAX_DROP = 0.002
 _CALIBRATION = slice(0, 128)

@@ -10,12 +10,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from common import calibrated
-from common import heading
-from common import minilm
+from common import calibrated, heading, minilm
 
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
+from quantizer.engines import BuildOptions, build_engine
 from quantizer.export import export_onnx
 
 

@@ -21,15 +21,8 @@ from contextlib import redirect_stdout
 
 import torch
 from accuracy import Scores
-from common import calibrated
-from common import heading
-from common import minilm
-from common import stsb
-from data import CALIBRATION_WINDOWS
-from data import imagenet_sample
-from data import perplexity
-from data import smollm2_and_tokens
-from data import windows
+from common import calibrated, heading, minilm, stsb
+from data import CALIBRATION_WINDOWS, imagenet_sample, perplexity, smollm2_and_tokens, windows
 from efficientnet_lite import efficientnet_lite0
 from torch import nn
 

@@ -20,19 +20,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import call
-from common import heading
-from common import minilm
-from common import session_as_written
-from peers import BatchReader
-from peers import model_optimizer
-from peers import nncf_model
+from common import call, heading, minilm, session_as_written
+from peers import BatchReader, model_optimizer, nncf_model
 
 from quantizer import Quantizer
 from quantizer.calibrators import make_calibrator
 from quantizer.common.child_process import child_environment
-from quantizer.engines import interleaved_latency
-from quantizer.engines import load_engine
+from quantizer.engines import interleaved_latency, load_engine
 from quantizer.export import export_onnx
 from quantizer.tasks import Batch
 

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import minilm
-from common import minilm_sst2
-from common import sst2
-from common import stsb
-from data import CALIBRATION_WINDOWS
-from data import imagenet_sample
-from data import perplexity
-from data import smollm2_and_tokens
-from data import windows
+from common import minilm, minilm_sst2, sst2, stsb
+from data import CALIBRATION_WINDOWS, imagenet_sample, perplexity, smollm2_and_tokens, windows
 from efficientnet_lite import efficientnet_lite0
 from torch import nn
 

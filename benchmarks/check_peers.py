@@ -18,19 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from common import Positional
-from common import heading
-from common import minilm
-from common import stsb
-from peers import BatchReader
-from peers import model_optimizer
-from peers import onnxruntime_file
+from common import Positional, heading, minilm, stsb
+from peers import BatchReader, model_optimizer, onnxruntime_file
 
 from quantizer import Quantizer
 from quantizer.export import export_onnx
 from quantizer.graph_check import check_file
-from quantizer.tasks import Batch
-from quantizer.tasks import Task
+from quantizer.tasks import Batch, Task
 
 TARGETS = ("tensorrt", "openvino", "onnxruntime")
 PAIRS = 8
@@ -48,9 +42,7 @@ def ours(model: torch.nn.Module, task: Task, batches: list[Batch], folder: Path)
 def onnxruntime_files(path: Path, batches: list[Batch], folder: Path) -> None:
     """Four ways of ONNX Runtime's own tool."""
     import onnx
-    from onnxruntime.quantization import QuantFormat
-    from onnxruntime.quantization import quantize_dynamic
-    from onnxruntime.quantization import quantize_static
+    from onnxruntime.quantization import QuantFormat, quantize_dynamic, quantize_static
 
     quantize_static(path, folder / "ONNX Runtime static, defaults.onnx", BatchReader(batches))
     operators = folder / "ONNX Runtime static, QOperator.onnx"

@@ -14,12 +14,9 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +24,16 @@ import numpy as np
 import openvino
 import torch
 import transformers
-from common import SHARED
-from common import heading
-from common import minilm
-from common import stsb
+from common import SHARED, heading, minilm, stsb
 from data import imagenet_sample
 from efficientnet_lite import efficientnet_lite0
-from engine_speed import dynamic_file
-from engine_speed import openvino_engine
-from engine_speed import plain_session
+from engine_speed import dynamic_file, openvino_engine, plain_session
 from peers import nncf_by_default
 from torch import nn
 
-from quantizer import Quantizer
-from quantizer import measured_prices
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import interleaved_latency
-from quantizer.engines import load_engine
-from quantizer.engines import medians
-from quantizer.engines.candidates import Variant
-from quantizer.engines.candidates import cpu_candidates
-from quantizer.engines.candidates import cpu_variants
+from quantizer import Quantizer, measured_prices
+from quantizer.engines import BuildOptions, build_engine, interleaved_latency, load_engine, medians
+from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
 from quantizer.export import export_onnx
 from quantizer.report.candidate_record import Candidate

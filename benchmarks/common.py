@@ -13,13 +13,8 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from quantizer import Quantizer
-from quantizer.report import collect_machine
-from quantizer.report import collect_versions
-from quantizer.tasks import Task
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_rows
-from quantizer.tasks import load_tokenizer
+from quantizer.report import collect_machine, collect_versions
+from quantizer.tasks import Task, build_task, load_model, load_rows, load_tokenizer
 
 __all__ = [
     "MINILM",

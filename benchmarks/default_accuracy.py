@@ -25,16 +25,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import MINILM
-from common import SHARED
-from common import heading
+from common import MINILM, SHARED, heading
 from sklearn.linear_model import LogisticRegression
 
 from quantizer import Quantizer
-from quantizer.tasks import Batch
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_tokenizer
+from quantizer.tasks import Batch, build_task, load_model, load_tokenizer
 from quantizer.tasks.metrics import spearman
 from quantizer.tasks.outputs import embeddings_from_hidden_state
 
@@ -175,8 +170,7 @@ def everything(bench: Bench) -> None:
 def peers(bench: Bench) -> None:
     """Others, with linears and matmuls quantized, and what ONNX Runtime does at run time."""
     # Large libraries, which the other table does not need.
-    from peers import DYNAMIC
-    from peers import PEERS
+    from peers import DYNAMIC, PEERS
 
     for name, peer in (PEERS["linears and matmuls"] | DYNAMIC).items():
 

@@ -17,19 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import calibrated
-from common import heading
-from common import minilm
-from common import stsb
+from common import calibrated, heading, minilm, stsb
 
-from quantizer.engines import BuildOptions
-from quantizer.engines import Engine
-from quantizer.engines import build_engine
-from quantizer.engines import interleaved_latency
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, Engine, build_engine, interleaved_latency, load_engine
 from quantizer.export import export_onnx
-from quantizer.tasks import Predictions
-from quantizer.tasks import Task
+from quantizer.tasks import Predictions, Task
 
 SHAPES = ((1, 16), (1, 128), (8, 128))
 DYNAMIC = {"ranges": "dynamic"}
@@ -44,8 +36,7 @@ FLOAT, THEIRS = "float", "quantize_dynamic"
 def their_file(path: Path, target: Path) -> Path:
     """ONNX Runtime's dynamic quantization of the same sites."""
     import onnx
-    from onnxruntime.quantization import QuantType
-    from onnxruntime.quantization import quantize_dynamic
+    from onnxruntime.quantization import QuantType, quantize_dynamic
 
     model = onnx.load(path)
     del model.graph.value_info[:]

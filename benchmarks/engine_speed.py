@@ -20,20 +20,13 @@ from pathlib import Path
 import numpy as np
 import openvino
 import torch
-from common import calibrated
-from common import heading
-from common import minilm
-from common import stsb
+from common import calibrated, heading, minilm, stsb
 from peers import nncf_model
 
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import interleaved_latency
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, build_engine, interleaved_latency, load_engine
 from quantizer.engines.openvino.inspect import observed_layers
 from quantizer.export import export_onnx
-from quantizer.tasks import Run
-from quantizer.tasks import Task
+from quantizer.tasks import Run, Task
 
 SHAPES = tuple((batch, sequence) for batch in (1, 8, 32) for sequence in (16, 64, 128, 512))
 COUNTED = ((8, 128), (32, 512))

@@ -18,8 +18,7 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -28,22 +27,14 @@ from typing import Any
 import numpy as np
 import openvino
 import torch
-from common import SHARED
-from common import heading
+from common import SHARED, heading
 from data import smollm2
 
 from quantizer import Quantizer
-from quantizer.engines import BuildOptions
-from quantizer.engines import Engine
-from quantizer.engines import build_engine
-from quantizer.engines import interleaved_latency
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, Engine, build_engine, interleaved_latency, load_engine
 from quantizer.export import export_onnx
 from quantizer.runs.outputs.noise import float_noise
-from quantizer.tasks import Plain
-from quantizer.tasks import Task
-from quantizer.tasks import build_task
-from quantizer.tasks import tasks
+from quantizer.tasks import Plain, Task, build_task, tasks
 from quantizer.tasks.tokens.decode_step import next_cache
 
 NAME = "text-generation-with-past"

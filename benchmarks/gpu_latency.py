@@ -17,8 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -27,13 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BertConfig
-from transformers import BertModel
+from transformers import BertConfig, BertModel
 
 from quantizer import Quantizer
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, build_engine, load_engine
 from quantizer.errors import QuantizerError
 
 RESULTS = Path(__file__).with_name("RESULTS.md")

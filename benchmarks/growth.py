@@ -40,8 +40,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -49,16 +48,13 @@ import numpy as np
 import torch
 import transformers
 from common import heading
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.float16.float32_modules import Float32Modules
-from quantizer.float16.float32_modules import convert_floats
+from quantizer.float16.float32_modules import Float32Modules, convert_floats
 from quantizer.plan.apply import frozen_proxy
 from quantizer.plan.frozen_tries import FrozenTries
-from quantizer.plan.site_plan import SitePlan
-from quantizer.plan.site_plan import with_fallback
+from quantizer.plan.site_plan import SitePlan, with_fallback
 
 _LAYERS = (2, 8, 32, 96)
 _SITES = (750, 1500, 3000)

@@ -25,21 +25,13 @@ import onnxruntime
 import torch
 from common import heading
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidGraph
-from onnxruntime.quantization import CalibrationDataReader
-from onnxruntime.quantization import CalibrationMethod
-from onnxruntime.quantization import QuantFormat
-from onnxruntime.quantization import quantize_static
+from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantFormat, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
-from PIL import Image
-from PIL import ImageDraw
-from PIL import ImageFont
+from PIL import Image, ImageDraw, ImageFont
 
 import quantizer
 from quantizer import Quantizer
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import interleaved_latency
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, build_engine, interleaved_latency, load_engine
 from quantizer.export import export_onnx
 
 ROUNDS = 30

@@ -23,29 +23,17 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
-from common import SHARED
-from common import heading
-from convolutional_nets import Detector
-from convolutional_nets import MobileNetV2
-from convolutional_nets import ResNet18
-from convolutional_nets import UNet
-from convolutional_nets import Vocoder
-from convolutional_nets import settled
+from common import SHARED, heading
+from convolutional_nets import Detector, MobileNetV2, ResNet18, UNet, Vocoder, settled
 from efficientnet_lite import efficientnet_lite0
-from onnx_input import Reader
-from onnx_input import session
-from onnxruntime.quantization import QuantFormat
-from onnxruntime.quantization import QuantType
-from onnxruntime.quantization import quantize_static
+from onnx_input import Reader, session
+from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from PIL import Image
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, build_engine, load_engine
 
 CALIBRATION, TEST = 16, 8
 INTEGER = {"QLinearConv", "ConvInteger"}

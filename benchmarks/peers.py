@@ -23,9 +23,7 @@ import torch.nn.functional as F
 
 from quantizer.engines import load_engine
 from quantizer.export import export_onnx
-from quantizer.tasks import Batch
-from quantizer.tasks import Run
-from quantizer.tasks import Task
+from quantizer.tasks import Batch, Run, Task
 
 __all__ = ["DYNAMIC", "PEERS", "BatchReader", "model_optimizer", "nncf_by_default", "nncf_model", "onnxruntime_file"]
 
@@ -118,10 +116,7 @@ class BatchReader:
 def onnxruntime_file(path: Path, target: Path, batches: list[Batch], *, matmuls: bool, method: str) -> Path:
     """The float ONNX file with ONNX Runtime's static quantization: S8 on both sides, weights per channel."""
     import onnx
-    from onnxruntime.quantization import CalibrationMethod
-    from onnxruntime.quantization import QuantFormat
-    from onnxruntime.quantization import QuantType
-    from onnxruntime.quantization import quantize_static
+    from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
     graph = onnx.load(path).graph
     weights = {tensor.name for tensor in graph.initializer}
@@ -193,8 +188,7 @@ def _onnxruntime(*, matmuls: bool, method: str) -> Peer:
 
 def _onnxruntime_dynamic(model: torch.nn.Module, task: Task, _: list[Batch]) -> tuple[Run, int]:
     import onnx
-    from onnxruntime.quantization import QuantType
-    from onnxruntime.quantization import quantize_dynamic
+    from onnxruntime.quantization import QuantType, quantize_dynamic
 
     with tempfile.TemporaryDirectory() as folder:
         path = export_onnx(model, Path(folder) / "float.onnx", task.example(), opset=20, dtype=torch.float32)

@@ -19,21 +19,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from chosen_engine import CASES
-from chosen_engine import Case
-from chosen_engine import Run
-from chosen_engine import Shape
-from common import heading
-from common import stsb
+from chosen_engine import CASES, Case, Run, Shape
+from common import heading, stsb
 from data import imagenet_sample
 
-from quantizer import Quantizer
-from quantizer import measured_prices
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import interleaved_latency
-from quantizer.engines import load_engine
-from quantizer.engines import medians
+from quantizer import Quantizer, measured_prices
+from quantizer.engines import BuildOptions, build_engine, interleaved_latency, load_engine, medians
 from quantizer.export import export_onnx
 from quantizer.sensitivity.prices.by_speed import frontier
 

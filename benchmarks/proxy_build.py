@@ -12,10 +12,8 @@ import time
 import tracemalloc
 
 import torch
-from common import call
-from common import heading
-from transformers import BertConfig
-from transformers import BertModel
+from common import call, heading
+from transformers import BertConfig, BertModel
 
 from quantizer import Quantizer
 from quantizer.engines import interleaved_latency

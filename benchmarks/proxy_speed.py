@@ -10,10 +10,7 @@ import sys
 import time
 
 import torch
-from common import calibrated
-from common import call
-from common import heading
-from common import minilm
+from common import calibrated, call, heading, minilm
 
 from quantizer import Quantizer
 from quantizer.engines import interleaved_latency

@@ -25,22 +25,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import heading
-from common import minilm_sst2
-from common import sst2
-from torch import distributed
-from torch import nn
+from common import heading, minilm_sst2, sst2
+from torch import distributed, nn
 from torch.nn import functional
 
 from quantizer import Quantizer
-from quantizer.common.distributed import all_gather_bytes
-from quantizer.common.distributed import alone
-from quantizer.common.distributed import get_rank
-from quantizer.common.distributed import get_world_size
-from quantizer.common.distributed import is_mine
-from quantizer.tasks import Batch
-from quantizer.tasks import Row
-from quantizer.tasks import Task
+from quantizer.common.distributed import all_gather_bytes, alone, get_rank, get_world_size, is_mine
+from quantizer.tasks import Batch, Row, Task
 
 _STAGES = ("calibration", "sensitivity", "search")
 _PROCESSES = (1, 2)

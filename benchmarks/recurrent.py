@@ -17,15 +17,10 @@ from pathlib import Path
 
 import torch
 from common import heading
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.engines import BuildOptions
-from quantizer.engines import Engine
-from quantizer.engines import build_engine
-from quantizer.engines import interleaved_latency
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, Engine, build_engine, interleaved_latency, load_engine
 from quantizer.tasks.metrics import sqnr_db
 
 CELLS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}

@@ -25,11 +25,9 @@ import numpy as np
 import openvino
 import torch
 from calibration_accuracy import image_rows
-from common import MINILM
-from common import heading
+from common import MINILM, heading
 from data import imagenet_sample
-from default_accuracy import Bench
-from default_accuracy import ours
+from default_accuracy import Bench, ours
 from efficientnet_lite import efficientnet_lite0
 from torch import nn
 from torch.nn import functional as F
@@ -96,8 +94,7 @@ def _nncf(model: nn.Module, batches: list[Batch], options: dict[str, bool]) -> C
 def _aimet(model: nn.Module, batches: list[Batch]) -> Callable[[Batch], object]:
     """Return MiniLM with the weights of its linears rounded by AIMET."""
     import aimet_torch.common.quantsim_config as settings
-    from aimet_torch.adaround.adaround_weight import Adaround
-    from aimet_torch.adaround.adaround_weight import AdaroundParameters
+    from aimet_torch.adaround.adaround_weight import Adaround, AdaroundParameters
 
     class Tuple(nn.Module):
         def __init__(self) -> None:

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import CASES
-from cases import Case
+from cases import CASES, Case
 from common import heading
 from scipy.stats import spearmanr
 from torch import Tensor
@@ -32,8 +31,7 @@ from quantizer.observe.padding import padding_mask
 from quantizer.proxy.build import sites_of
 from quantizer.sensitivity.divergence import Divergence
 from quantizer.sensitivity.groups import groups_of
-from quantizer.sensitivity.site_changes import Pending
-from quantizer.sensitivity.site_changes import watched
+from quantizer.sensitivity.site_changes import Pending, watched
 
 _WORST, _FIRST = 5, 8
 

@@ -18,8 +18,7 @@ import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -28,18 +27,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Positional
-from common import calibrated
-from common import heading
-from common import minilm
-from common import stsb
+from common import Positional, calibrated, heading, minilm, stsb
 
 from quantizer import Quantizer
-from quantizer.engines import BuildOptions
-from quantizer.engines import Engine
-from quantizer.engines import build_engine
-from quantizer.engines import interleaved_latency
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, Engine, build_engine, interleaved_latency, load_engine
 from quantizer.export import export_onnx
 from quantizer.tasks import Task
 
@@ -116,10 +107,11 @@ def pt2e(model: torch.nn.Module, batches: Sequence[Batch], axes: Sequence[Any] |
         batches: those that it is calibrated on, of one shape but for the axes.
         axes: of each input, as ``torch.export`` takes them; None: the shape is fixed.
     """
-    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
-    from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
-    from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
-    from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import get_default_x86_inductor_quantization_config
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
+        X86InductorQuantizer,
+        get_default_x86_inductor_quantization_config,
+    )
 
     names = list(batches[0])
     example = tuple(batches[0].values())

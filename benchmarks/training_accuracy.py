@@ -17,22 +17,16 @@ import time
 from pathlib import Path
 
 import torch
-from common import heading
-from common import minilm_sst2
-from common import session_as_written
-from common import sst2
+from common import heading, minilm_sst2, session_as_written, sst2
 from torch import nn
 
 from quantizer import Quantizer
 from quantizer.config import QatConfig
-from quantizer.engines import Engine
-from quantizer.engines import load_engine
+from quantizer.engines import Engine, load_engine
 from quantizer.engines.onnxruntime.engine import ONNXRuntimeEngine
 from quantizer.runs.run_context import as_predictor
 from quantizer.runs.train import Training
-from quantizer.tasks import Predictions
-from quantizer.tasks import Row
-from quantizer.tasks import Task
+from quantizer.tasks import Predictions, Row, Task
 
 CALIBRATION, TRAINING, TUNING = slice(128), slice(128, 6120), slice(6120, 6920)
 BLOCKS = {"kinds": ["linear"], "activations": "int8", "weights": "int4", "block_size": 32}

@@ -14,12 +14,9 @@ import sys
 from collections.abc import Callable
 
 import torch
-from common import heading
-from common import minilm
-from common import stsb
+from common import heading, minilm, stsb
 from peers import model_optimizer
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.engines import interleaved_latency

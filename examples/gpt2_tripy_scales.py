@@ -17,14 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
-from transformers import AutoTokenizer
-from transformers import GPT2Config
-from transformers import GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from quantizer import Quantizer
-from quantizer.interop.tripy import tripy_scales
-from quantizer.interop.tripy import write_tripy_scales
+from quantizer.interop.tripy import tripy_scales, write_tripy_scales
 from quantizer.numerics.qtype import INT8
 
 Scales = Mapping[str, tuple[torch.Tensor, torch.Tensor]]

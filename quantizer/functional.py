@@ -21,8 +21,7 @@ from torch import Tensor
 
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.granularity import scale_shape
-from quantizer.numerics.qtype import QType
-from quantizer.numerics.qtype import qtype
+from quantizer.numerics.qtype import QType, qtype
 
 __all__ = ["dequantize", "fake_quantize", "quantize"]
 

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
 from quantizer.calibration.choose_ranges import make_plan
-from quantizer.calibration.proxied import Proxied
-from quantizer.calibration.proxied import proxied
+from quantizer.calibration.proxied import Proxied, proxied
 from quantizer.calibration.session import merge_across_ranks
 from quantizer.calibration.settings import make_observation
 from quantizer.common.data.exported_program import refuse_compiled
 from quantizer.common.inference_mode import ordinary_tensors
 from quantizer.config import quantizer_config
-from quantizer.errors import CalibrationError
-from quantizer.errors import ConfigError
-from quantizer.errors import ProxyError
+from quantizer.errors import CalibrationError, ConfigError, ProxyError
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.observation import Observation
-from quantizer.plan.apply import apply_plan
-from quantizer.plan.apply import switch_on
-from quantizer.plan.apply import with_passes
+from quantizer.plan.apply import apply_plan, switch_on, with_passes
 from quantizer.plan.site_plan import Plan
-from quantizer.proxy.build import instrument
-from quantizer.proxy.build import is_proxy
+from quantizer.proxy.build import instrument, is_proxy
 from quantizer.proxy.eager_attention import use_eager_attention
-from quantizer.rewrite.constructor_patch import Source
-from quantizer.rewrite.constructor_patch import patched
+from quantizer.rewrite.constructor_patch import Source, patched
 from quantizer.views.coverage import Coverage
-
-__all__ = ["QATCalibrate"]
 
 _METHODS = {"histogram": "percentile"}
 """Names of NVIDIA's toolkit, with our calibrators; any other method is the name of a calibrator."""

@@ -3,56 +3,38 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from quantizer.calibration.plan_source import Held
-from quantizer.calibration.plan_source import PlanSource
-from quantizer.calibration.settings import tell_where_nothing_is_quantized
-from quantizer.calibration.settings import warn_of_float32
+from quantizer.calibration.plan_source import Held, PlanSource
+from quantizer.calibration.settings import tell_where_nothing_is_quantized, warn_of_float32
 from quantizer.common.data.sizes import DataSizes
-from quantizer.common.fingerprint import Fingerprint
-from quantizer.common.fingerprint import changed_parameters
-from quantizer.common.fingerprint import refuse_other_shapes
-from quantizer.common.fingerprint import warn_of_other_weights
+from quantizer.common.fingerprint import Fingerprint, changed_parameters, refuse_other_shapes, warn_of_other_weights
 from quantizer.config import QuantizerConfig
-from quantizer.errors import CalibrationError
-from quantizer.errors import ProxyError
-from quantizer.errors import SensitivityError
+from quantizer.errors import CalibrationError, ProxyError, SensitivityError
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.float16.simulate import is_simulation
 from quantizer.observe.completeness.product_counter import CountedProduct
-from quantizer.plan.apply import frozen_proxy
-from quantizer.plan.apply import require_scales_of
+from quantizer.plan.apply import frozen_proxy, require_scales_of
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import with_fallback as without_groups
-from quantizer.plan.weight_codes import changed_buffers
-from quantizer.plan.weight_codes import without_codes
-from quantizer.plan.weight_codes import without_former_codes
+from quantizer.plan.weight_codes import changed_buffers, without_codes, without_former_codes
 from quantizer.plan.weight_scales import with_scales_of_weights
-from quantizer.proxy.build import UnrewrittenSource
-from quantizer.proxy.build import applied_patches
-from quantizer.proxy.build import is_proxy
-from quantizer.proxy.build import skipped_sources
+from quantizer.proxy.build import UnrewrittenSource, applied_patches, is_proxy, skipped_sources
 from quantizer.proxy.lowered.lower import is_lowered
 from quantizer.qat import Scales
 from quantizer.qat.session import QatSession
 from quantizer.rewrite.operator_patches import OperatorPatch
-from quantizer.sensitivity import Fallback
-from quantizer.sensitivity import fallback_for_target
-from quantizer.sensitivity import operands_of
+from quantizer.sensitivity import Fallback, fallback_for_target, operands_of
 from quantizer.sensitivity.prices.group_prices import Prices
 from quantizer.sensitivity.session import SensitivitySession
 from quantizer.targets import AUTO
 from quantizer.views.coverage import Coverage
 from quantizer.views.sensitivity_view import Sensitivity
-
-__all__ = ["ModelSession", "for_this_cpu"]
 
 
 def for_this_cpu(config: QuantizerConfig) -> QuantizerConfig:
@@ -280,8 +262,7 @@ class ModelSession:
         axes: Mapping[str, Mapping[int, str]] | DataSizes | None,
     ) -> Path:
         """Write a frozen proxy as ONNX for the target; see ``Quantizer.export``."""
-        from quantizer.export import export_onnx
-        from quantizer.export import least_opset
+        from quantizer.export import export_onnx, least_opset
 
         if is_simulation(quant_model) or is_lowered(quant_model) or self.is_working_proxy(quant_model):
             raise ProxyError("export() takes the model that quantize() returned, or a float model")

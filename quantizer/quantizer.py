@@ -3,50 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.common.data.doubts import doubts_of_calibration
-from quantizer.common.data.doubts import warn_user
-from quantizer.common.data.exported_program import Model
-from quantizer.common.data.exported_program import module_of
-from quantizer.common.data.exported_program import refuse_compiled
+from quantizer.common.data.doubts import doubts_of_calibration, warn_user
+from quantizer.common.data.exported_program import Model, module_of, refuse_compiled
 from quantizer.common.data.sizes import DataSizes
-from quantizer.common.distributed import all_reduce_sum
-from quantizer.common.distributed import get_world_size
+from quantizer.common.distributed import all_reduce_sum, get_world_size
 from quantizer.common.inference_mode import ordinary_tensors
-from quantizer.config import QuantizerConfig
-from quantizer.config import quantizer_config
+from quantizer.config import QuantizerConfig, quantizer_config
 from quantizer.config.feasibility import check_formats
 from quantizer.errors import QuantizerError
-from quantizer.model_session import ModelSession
-from quantizer.model_session import for_this_cpu
+from quantizer.model_session import ModelSession, for_this_cpu
 from quantizer.plan.replace_scales import with_scales
-from quantizer.plan.saved_folder import load_state
-from quantizer.plan.saved_folder import save_state
+from quantizer.plan.saved_folder import load_state, save_state
 from quantizer.proxy.build import build_proxy
 from quantizer.qat import Scales
-from quantizer.sensitivity import Fallback
-from quantizer.sensitivity import Loss
-from quantizer.sensitivity import Metric
-from quantizer.sensitivity import Score
-from quantizer.sensitivity import Tell
+from quantizer.sensitivity import Fallback, Loss, Metric, Score, Tell
 from quantizer.sensitivity.prices.group_prices import Prices
 from quantizer.sensitivity.session import SensitivitySession
 from quantizer.views.quantizer_views import QuantizerViews
 
 if TYPE_CHECKING:
     from quantizer.engines import BuildResult
-
-__all__ = ["Quantizer"]
 
 
 class Quantizer(QuantizerViews):
@@ -344,8 +327,7 @@ class Quantizer(QuantizerViews):
             EngineError: the engine cannot be built.
             MissingDependencyError: the engine's library is not installed.
         """
-        from quantizer.engines import BuildOptions
-        from quantizer.engines import build_engine
+        from quantizer.engines import BuildOptions, build_engine
 
         sizes = dynamic or {"batch": (1, 8, 32), "sequence": (16, 128, 512)}
         options = BuildOptions(dynamic=sizes, compute_capability=compute_capability)

@@ -11,12 +11,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
-from functools import cache
-from functools import lru_cache
+from functools import cache, lru_cache
 from string import Formatter
 from typing import Self
-
-__all__ = ["ReasonCode", "RuleKind", "counted"]
 
 _WITH_SPACES = frozenset({"asked", "sizes", "text", "value", "where", "why"})
 """The fields of templates that may have several words; all other fields are single words."""

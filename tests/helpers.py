@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 ARCHITECTURES = ("bert", "bert-classification", "roberta", "distilbert", "mpnet", "vit", "dinov2")

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["HostileFolder"]
-
 _LIBRARIES = (
     *("_distutils_hack", "cloudpickle", "google", "numpy", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "openvino"),
     *("pip", "psutil", "pydantic", "quantizer", "rich", "safetensors", "scipy", "sitecustomize", "sklearn", "submitit"),

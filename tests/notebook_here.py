@@ -6,10 +6,7 @@ import io
 import warnings
 from base64 import b64encode
 from collections.abc import Iterator
-from contextlib import chdir
-from contextlib import contextmanager
-from contextlib import redirect_stderr
-from contextlib import redirect_stdout
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,8 +16,6 @@ from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from nbformat.v4 import new_output
 from traitlets.config import Config
-
-__all__ = ["executed_here"]
 
 
 def executed_here(path: Path) -> Any:

@@ -22,8 +22,6 @@ import pytest
 import torch
 import torch.multiprocessing
 
-__all__ = ["fork_server", "run_outside", "run_ranks", "run_script", "write_guide_module"]
-
 GUIDE = Path(__file__).parents[1] / "docs" / "guide"
 _TIMEOUT_S = 300
 # Libraries that start no threads: a fork has none of them. OpenVINO starts some.

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["read_pbtxt"]
-
 _TOKEN = re.compile(r'\s*(?:#[^\n]*|(?P<token>"(?:[^"\\]|\\.)*"|-?[0-9]+|[A-Za-z_][A-Za-z0-9_]*|[\[\]{}:,]))')
 
 

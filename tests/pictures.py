@@ -16,9 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from quantizer.report import print_record
-from quantizer.report import read_record
-from quantizer.report import write_html
+from quantizer.report import print_record, read_record, write_html
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _WIDTHS, _COLUMNS = (390, 1280), (80, 120)

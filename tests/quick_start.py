@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 
-__all__ = ["collect_seldom"]
-
 
 def collect_seldom() -> None:
     """Leave what is there to the end of the process, and look for cycles in what is new a tenth as often.

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FILES", "PACKAGE", "Figures", "figures", "imports", "room_of"]
-
 PACKAGE = Path(__file__).parents[1] / "quantizer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -25,8 +23,8 @@ class Figures:
         rooms: packages and loose modules at the top.
         arrows: imports from one room into another, each pair counted once.
         rooms_in_a_cycle: rooms that import each other, directly or through others.
-        files_of_the_largest_room: how many files lie in the fullest folder, and its name.
-        long_files: lines and name of each file over 350 lines.
+        files: how many there are.
+        statements: in all files, docstrings among them.
         longest_function: its lines and name.
         lines: of all files together.
     """
@@ -34,8 +32,8 @@ class Figures:
     rooms: int
     arrows: int
     rooms_in_a_cycle: tuple[str, ...]
-    files_of_the_largest_room: tuple[int, str]
-    long_files: tuple[tuple[int, str], ...]
+    files: int
+    statements: int
     longest_function: tuple[int, str]
     lines: int
 
@@ -88,6 +86,10 @@ def _lines(file: Path) -> int:
     return len(file.read_text(encoding="utf-8").splitlines())
 
 
+def _statements(file: Path) -> int:
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+
+
 def _longest_function() -> tuple[int, str]:
     return max(
         ((node.end_lineno or 0) - node.lineno + 1, f"{file.relative_to(PACKAGE)}: {node.name}")
@@ -100,18 +102,14 @@ def _longest_function() -> tuple[int, str]:
 def figures() -> Figures:
     """Return the figures of the package, read from its source."""
     graph = _arrows()
-    folders = {file.parent for file in FILES if file.parent != PACKAGE}
-    lines = {str(file.relative_to(PACKAGE)): _lines(file) for file in FILES}
     return Figures(
         rooms=len(graph),
         arrows=sum(map(len, graph.values())),
         rooms_in_a_cycle=tuple(_cycles(graph)),
-        files_of_the_largest_room=max(
-            (len(list(folder.glob("*.py"))), str(folder.relative_to(PACKAGE))) for folder in folders
-        ),
-        long_files=tuple(sorted(((count, name) for name, count in lines.items() if count > 350), reverse=True)),
+        files=len(FILES),
+        statements=sum(map(_statements, FILES)),
         longest_function=_longest_function(),
-        lines=sum(lines.values()),
+        lines=sum(map(_lines, FILES)),
     )
 
 
@@ -121,8 +119,8 @@ def main() -> None:
     print(f"rooms               {house.rooms}")
     print(f"arrows              {house.arrows}")
     print(f"rooms in a cycle    {', '.join(house.rooms_in_a_cycle) or 'none'}")
-    print("most files a room   {} in {}/".format(*house.files_of_the_largest_room))
-    print(f"files over 350      {', '.join(f'{name} ({count})' for count, name in house.long_files) or 'none'}")
+    print(f"files               {house.files}")
+    print(f"statements          {house.statements}")
     print("longest function    {} lines, {}".format(*house.longest_function))
     print(f"lines in all        {house.lines}")
 

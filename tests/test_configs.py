@@ -8,8 +8,7 @@ import pytest
 
 from quantizer.cli.main import main
 from quantizer.config import load_run
-from quantizer.tasks import datasets
-from quantizer.tasks import tasks
+from quantizer.tasks import datasets, tasks
 
 REPOSITORY = Path(__file__).parents[1]
 CONFIGS = sorted(path for path in (REPOSITORY / "configs").rglob("*") if path.is_file())

@@ -7,9 +7,7 @@ import re
 import tomllib
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import metadata
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 
 import pytest
@@ -17,9 +15,7 @@ from packaging.specifiers import SpecifierSet
 
 import quantizer
 from quantizer.engines.candidates import cpu_candidates
-from quantizer.errors import DISTRIBUTION
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import install_command
+from quantizer.errors import DISTRIBUTION, MissingDependencyError, install_command
 from quantizer.report import collect_versions
 
 ROOT = Path(__file__).parents[1]

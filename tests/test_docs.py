@@ -17,13 +17,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from helpers import tiny
-from helpers import user_pages
+from helpers import tiny, user_pages
 from outside import run_script
 
 import quantizer
-from quantizer.cli.main import _parse
-from quantizer.cli.main import main
+from quantizer.cli.main import _parse, main
 from quantizer.config import load_run
 from quantizer.config.reference import reference
 from quantizer.config.sweep import read_sweep

@@ -5,18 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from example_runs import NEEDED
+from example_runs import NEEDED, printed_here, skip_without
 from example_runs import printed as printed_by
-from example_runs import printed_here
-from example_runs import skip_without
-from tiny_run import tiny_run
-from tiny_run import write_rows
+from tiny_run import tiny_run, write_rows
 
 
 def test_bert_ptq_of_a_model_of_ones_own_shows_every_step_and_scores_in_pairs(tmp_path: Path) -> None:
     skip_without(*NEEDED[1:])
-    from transformers import BertConfig
-    from transformers import BertForSequenceClassification
+    from transformers import BertConfig, BertForSequenceClassification
 
     tiny_run(tmp_path)
     # The script's rows are as long as a task's are where nothing is said.

@@ -14,12 +14,8 @@ pytest.importorskip("nbclient", reason="needs enginequant[notebook]")
 pytest.importorskip("ipykernel", reason="needs enginequant[notebook]")
 
 import nbformat
-from example_runs import EXAMPLES
-from example_runs import NEEDED
-from example_runs import skip_without
-from gallery import NOTEBOOKS
-from gallery import executed
-from gallery import shown
+from example_runs import EXAMPLES, NEEDED, skip_without
+from gallery import NOTEBOOKS, executed, shown
 from helpers import BYTE_PRODUCTS_ARE_EXACT
 from notebook_here import executed_here
 

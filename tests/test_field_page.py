@@ -14,8 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "field"))
 
 from field_page import write_pages
-from kept_rows import keep_rows
-from kept_rows import kept_rows
+from kept_rows import keep_rows, kept_rows
 
 
 def _row(tool: str, speedup: float, gained: float, **more: Any) -> dict[str, Any]:

@@ -11,9 +11,7 @@ from torch import Tensor
 
 import quantizer
 from quantizer import functional
-from quantizer.functional import dequantize
-from quantizer.functional import fake_quantize
-from quantizer.functional import quantize
+from quantizer.functional import dequantize, fake_quantize, quantize
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qtype import QTYPES

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from structure import FILES
-from structure import imports
-from structure import room_of
+from structure import FILES, imports, room_of
 
 # A line may import from lines above it only.
 ORDER = (

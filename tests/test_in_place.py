@@ -12,15 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer import QATCalibrate
-from quantizer import Quantizer
-from quantizer.errors import CalibrationError
-from quantizer.errors import ConfigError
-from quantizer.errors import ProxyError
-from quantizer.errors import SourceError
+from quantizer import QATCalibrate, Quantizer
+from quantizer.errors import CalibrationError, ConfigError, ProxyError, SourceError
 from quantizer.proxy.build import sites_of
 from quantizer.rewrite import patched
 

@@ -60,8 +60,3 @@ def test_the_public_names_are_imported_when_they_are_asked_for() -> None:
     )
     done = _run(code)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_former_place_of_the_check_warns() -> None:
-    done = _run("import quantizer.export.check")
-    assert "quantizer.export.check is now quantizer.graph_check" in done.stderr

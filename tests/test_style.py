@@ -130,8 +130,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     assert not [found for file in FILES for found in _unclear_docstrings(file)]
 
 
-def test_the_median_file_and_function_are_short() -> None:
-    assert statistics.median(len(_text(file).splitlines()) for file in FILES) <= 120
+def test_the_median_function_is_short() -> None:
     assert statistics.median(_length(function) for file in FILES for function in _functions(file)) <= 12
 
 

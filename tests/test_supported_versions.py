@@ -15,11 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 from torch import nn
 
-from quantizer import Quantizer
-from quantizer import errors
-from quantizer.errors import DISTRIBUTION
-from quantizer.errors import UnsupportedVersionError
-from quantizer.errors import require_supported
+from quantizer import Quantizer, errors
+from quantizer.errors import DISTRIBUTION, UnsupportedVersionError, require_supported
 from quantizer.tasks.checkpoints.sources import transformers_package
 
 ROOT = Path(__file__).parents[1]

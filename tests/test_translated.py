@@ -15,11 +15,11 @@ from torch import nn
 for _package in ("onnx", "onnxscript", "onnx_ir"):
     pytest.importorskip(_package, reason="an export needs enginequant[onnx]")
 
-import onnx_ir  # noqa: E402
-from translated import translate_once  # noqa: E402
+import onnx_ir
+from translated import translate_once
 
-import quantizer.export.exporter as exporter  # noqa: E402
-from quantizer.export import export_onnx  # noqa: E402
+import quantizer.export.exporter as exporter
+from quantizer.export import export_onnx
 
 
 class _Net(nn.Module):

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-__all__ = ["in_threads"]
-
 
 def in_threads(count: int, work: Callable[[int], object]) -> None:
     """Call ``work`` with 0, 1, 2, ... in as many threads, which begin together; raise what one of them raised."""

@@ -10,8 +10,6 @@ import torch
 import transformers
 from scipy.io import wavfile
 
-__all__ = ["CLASSES", "RATE", "tiny_ast", "tiny_ctc", "tiny_recordings", "tiny_wav2vec2"]
-
 CLASSES = ("low", "middle", "high")
 RATE = 16000
 _NAMES = {"id2label": dict(enumerate(CLASSES)), "label2id": {name: number for number, name in enumerate(CLASSES)}}

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import transformers
 
-__all__ = ["tiny_run", "write_rows"]
-
 GOOD = ("good", "fine", "warm", "witty", "fresh")
 BAD = ("bad", "dull", "cold", "slow", "stale")
 COMMON = ("the", "film", "is", "was", "and", "a", "plot", "very", "quite", ".")

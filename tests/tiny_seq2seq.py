@@ -8,8 +8,6 @@ from pathlib import Path
 import torch
 import transformers
 
-__all__ = ["TEXTS", "tiny_bart", "tiny_t5", "tiny_whisper"]
-
 TEXTS = ("the cat is fast and the dog is not slow .", "a good film and not a bad plane .", "the film was fine")
 WORDS = sorted({word for text in TEXTS for word in text.split()})
 SPECIAL = ("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|transcribe|>", "<|notimestamps|>")

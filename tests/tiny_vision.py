@@ -9,8 +9,6 @@ import torch
 import transformers
 from PIL import Image
 
-__all__ = ["CLASSES", "SIZE", "tiny_images", "tiny_resnet", "tiny_vit"]
-
 CLASSES = ("red", "green", "blue")
 SIZE = 32
 _NAMES = {"id2label": dict(enumerate(CLASSES)), "label2id": {name: number for number, name in enumerate(CLASSES)}}

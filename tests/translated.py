@@ -9,16 +9,10 @@ from __future__ import annotations
 import enum
 import hashlib
 import os
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import BuiltinFunctionType
-from types import CodeType
-from types import FunctionType
-from types import MethodType
-from types import ModuleType
-from types import SimpleNamespace
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,8 +20,6 @@ import torch
 import torch.fx.config
 
 import quantizer.export.exporter as exporter
-
-__all__ = ["translate_once"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Path, enum.Enum)
 # Where a model was loaded from.

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
-from collections.abc import Sequence
-from contextlib import contextmanager
-from contextlib import redirect_stderr
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 from unittest import mock
 
 from quantizer.engines.backends import backend as registered
 from quantizer.engines.measure import trial
 from quantizer.engines.measure.own_process import in_own_process
-
-__all__ = ["trials_here"]
 
 _SHORT_S = 1.0
 

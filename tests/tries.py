@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import with_fallback
-
-__all__ = ["seen", "without"]
+from quantizer.plan.site_plan import Plan, with_fallback
 
 
 def without(plan: Plan, choice: random.Random, share: float) -> Plan:

@@ -13,8 +13,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from environment import Environment
-from environment import environment
+from environment import Environment, environment
 from table import page
 
 _ROOT = Path(__file__).resolve().parents[2]

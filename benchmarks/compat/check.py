@@ -18,23 +18,15 @@ from typing import Any
 
 import torch
 import transformers
-from compat_models import MODELS
-from compat_models import PATCHES
-from compat_models import subject
+from compat_models import MODELS, PATCHES, subject
 from guess import said
-from stages import Ended
-from stages import Tell
-from stages import passed
-from stages import stage
+from stages import Ended, Tell, passed, stage
 from zoo_models import Made
-from zoo_steps import run
-from zoo_steps import unequal
+from zoo_steps import run, unequal
 
-from quantizer import Quantizer
-from quantizer import QuantizerConfig
+from quantizer import Quantizer, QuantizerConfig
 from quantizer.engines import load_engine
-from quantizer.patches import TORCH_PATCHES
-from quantizer.patches import TRANSFORMERS_PATCHES
+from quantizer.patches import TORCH_PATCHES, TRANSFORMERS_PATCHES
 from quantizer.rewrite.operator_patches import apply_operator_patches
 from quantizer.tasks.metrics import sqnr_db
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
-from zoo_models import Made
-from zoo_models import Subject
+from torch import Tensor, nn
+from zoo_models import Made, Subject
 
 __all__ = ["MODELS", "PATCHES", "subject"]
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 from common import package_folder
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 __all__ = ["Craft", "build"]

@@ -5,16 +5,13 @@ Shapes: B images of H x W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
 import torch
 from common import SHARED
-from PIL import Image
-from PIL import ImageDraw
-from PIL import ImageFont
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 __all__ = ["calibration", "score"]

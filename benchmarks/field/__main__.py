@@ -16,21 +16,17 @@ import json
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from field_growth import GROWN
-from field_growth import grown
+from field_growth import GROWN, grown
 from field_page import write_pages
-from field_row import about
-from field_row import measured_row
-from kept_rows import keep_rows
-from kept_rows import kept_rows
+from field_row import about, measured_row
+from kept_rows import keep_rows, kept_rows
 from subjects import SUBJECTS
 from tools import TOOLS
 

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 import transformers
 from in_turns import in_turns
-from subjects import Batch
-from subjects import Subject
-from tools import REFERENCE
-from tools import TOOLS
+from subjects import Batch, Subject
+from tools import REFERENCE, TOOLS
 
 __all__ = ["GROWN", "grown"]
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any
 
-from quantizer.report.charts.runs_plot import RunPoint
-from quantizer.report.charts.runs_plot import runs_svg
+from quantizer.report.charts.runs_plot import RunPoint, runs_svg
 
 __all__ = ["write_pages"]
 

@@ -14,20 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from in_turns import in_turns
-from subjects import BATCHES
-from subjects import SUBJECTS
-from subjects import Batch
-from subjects import Run
-from subjects import Subject
-from tools import REFERENCE
-from tools import TOOLS
-from tools import Made
-from tools import onnx_session
+from subjects import BATCHES, SUBJECTS, Batch, Run, Subject
+from tools import REFERENCE, TOOLS, Made, onnx_session
 
 from quantizer.common.child_process import safe_children
 from quantizer.engines.measure.memory import peak_rss_mib
-from quantizer.report import collect_machine
-from quantizer.report import collect_versions
+from quantizer.report import collect_machine, collect_versions
 from quantizer.tasks import Predictions
 
 __all__ = ["about", "measured_row"]

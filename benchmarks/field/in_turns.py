@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 from functools import partial
 
-from subjects import Batch
-from subjects import Run
+from subjects import Batch, Run
 
 from quantizer.engines import interleaved_latency
 

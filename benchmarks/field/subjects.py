@@ -8,35 +8,23 @@ from __future__ import annotations
 
 import sys
 import zipfile
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import files
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import MINILM
-from common import stsb
+from common import MINILM, stsb
 from data import imagenet_sample
 from efficientnet_lite import efficientnet_lite0
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from quantizer.tasks import Predictions
-from quantizer.tasks import Row
-from quantizer.tasks import Task
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_processor
-from quantizer.tasks import load_rows
-from quantizer.tasks import load_tokenizer
+from quantizer.tasks import Predictions, Row, Task, build_task, load_model, load_processor, load_rows, load_tokenizer
 from quantizer.tasks.classification import compare_classifiers
-from quantizer.tasks.metrics import accuracy
-from quantizer.tasks.metrics import bootstrap_interval
+from quantizer.tasks.metrics import accuracy, bootstrap_interval
 from quantizer.tasks.seq2seq.writer import Writer
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tasks"))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,12 +18,9 @@ import numpy as np
 import openvino
 import torch
 import torch.nn.functional as F
-from engine_speed import openvino_engine
-from engine_speed import plain_session
+from engine_speed import openvino_engine, plain_session
 from peers import nncf_by_default
-from subjects import Batch
-from subjects import Run
-from subjects import Subject
+from subjects import Batch, Run, Subject
 from torch_engine import pt2e
 
 import quantizer
@@ -248,10 +244,7 @@ def _pt2e(subject: Subject, _: Path) -> Made:
 
 
 def _quanto(subject: Subject, _: Path) -> Made:
-    from optimum.quanto import Calibration
-    from optimum.quanto import freeze
-    from optimum.quanto import qint8
-    from optimum.quanto import quantize
+    from optimum.quanto import Calibration, freeze, qint8, quantize
 
     model = copy.deepcopy(subject.model)
     quantize(model, weights=qint8, activations=qint8)

@@ -15,14 +15,11 @@ from pathlib import Path
 
 import torch
 import yaml
-from cases import CASES
-from cases import Case
+from cases import CASES, Case
 from common import SHARED
-from page import Result
-from page import page
+from page import Result, page
 
-from quantizer.common.child_process import child_environment
-from quantizer.common.child_process import python_command
+from quantizer.common.child_process import child_environment, python_command
 from quantizer.report import read_record
 
 _PAGE = Path(__file__).resolve().parents[2] / "docs" / "tasks.md"

@@ -9,22 +9,23 @@ from typing import Any
 
 import checkpoints
 import random_checkpoints
-from common import MINILM
-from common import SHARED
+from common import MINILM, SHARED
 from spoken import spoken
-from task_data import COLOURS
-from task_data import animals_csv
-from task_data import made_choices
-from task_data import made_depths
-from task_data import made_images
-from task_data import made_masks
-from task_data import made_objects
-from task_data import made_pairs
-from task_data import made_sounds
-from task_data import made_speech
-from task_data import made_texts
-from task_data import squad
-from task_data import wikitext
+from task_data import (
+    COLOURS,
+    animals_csv,
+    made_choices,
+    made_depths,
+    made_images,
+    made_masks,
+    made_objects,
+    made_pairs,
+    made_sounds,
+    made_speech,
+    made_texts,
+    squad,
+    wikitext,
+)
 from whisper_base import whisper_base
 
 __all__ = ["CASES", "Case"]

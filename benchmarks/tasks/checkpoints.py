@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import data
 import torch
 import torch.nn.functional as F
 from common import SHARED
-from task_data import animals
-from task_data import squad
-from transformers import AutoImageProcessor
-from transformers import AutoModelForQuestionAnswering
-from transformers import AutoModelForTokenClassification
-from transformers import AutoTokenizer
-from transformers import Dinov2ForImageClassification
+from task_data import animals, squad
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForQuestionAnswering,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    Dinov2ForImageClassification,
+)
 
-from quantizer.tasks import Question
-from quantizer.tasks import Words
-from quantizer.tasks import load_rows
-from quantizer.tasks import read_image
+from quantizer.tasks import Question, Words, load_rows, read_image
 
 __all__ = [
     "animal_or_object",

@@ -6,31 +6,32 @@ import json
 from pathlib import Path
 
 from common import SHARED
-from task_data import COLOURS
-from task_data import SIDE
-from transformers import AutoTokenizer
-from transformers import BertConfig
-from transformers import BertForMaskedLM
-from transformers import BertForMultipleChoice
-from transformers import CLIPConfig
-from transformers import CLIPModel
-from transformers import GLPNConfig
-from transformers import GLPNForDepthEstimation
-from transformers import SegformerConfig
-from transformers import SegformerForSemanticSegmentation
-from transformers import SegformerImageProcessorPil
-from transformers import T5Config
-from transformers import T5ForConditionalGeneration
-from transformers import ViTImageProcessorPil
-from transformers import Wav2Vec2Config
-from transformers import Wav2Vec2CTCTokenizer
-from transformers import Wav2Vec2FeatureExtractor
-from transformers import Wav2Vec2ForCTC
-from transformers import Wav2Vec2ForSequenceClassification
-from transformers import Wav2Vec2Processor
-from transformers import YolosConfig
-from transformers import YolosForObjectDetection
-from transformers import YolosImageProcessorPil
+from task_data import COLOURS, SIDE
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertForMultipleChoice,
+    CLIPConfig,
+    CLIPModel,
+    GLPNConfig,
+    GLPNForDepthEstimation,
+    SegformerConfig,
+    SegformerForSemanticSegmentation,
+    SegformerImageProcessorPil,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTImageProcessorPil,
+    Wav2Vec2Config,
+    Wav2Vec2CTCTokenizer,
+    Wav2Vec2FeatureExtractor,
+    Wav2Vec2ForCTC,
+    Wav2Vec2ForSequenceClassification,
+    Wav2Vec2Processor,
+    YolosConfig,
+    YolosForObjectDetection,
+    YolosImageProcessorPil,
+)
 
 __all__ = [
     "choices",

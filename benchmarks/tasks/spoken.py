@@ -11,8 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from common import SHARED
-from common import package_folder
+from common import SHARED, package_folder
 from scipy.io import wavfile
 
 __all__ = ["spoken"]

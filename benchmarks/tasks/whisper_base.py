@@ -15,11 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from common import package_folder
-from transformers import GenerationConfig
-from transformers import PreTrainedTokenizerFast
-from transformers import WhisperConfig
-from transformers import WhisperFeatureExtractor
-from transformers import WhisperForConditionalGeneration
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+)
 
 __all__ = ["whisper_base"]
 

@@ -10,23 +10,16 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import exports
 import peers
-from choose import MANY
-from choose import Row
-from choose import chosen
-from page import changes
-from page import page
-from stages import STAGES
-from stages import through
-from workers import Limits
-from workers import Work
-from workers import rows_of
+from choose import MANY, Row, chosen
+from page import changes, page
+from stages import STAGES, through
+from workers import Limits, Work, rows_of
 from zoo_models import subjects
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"

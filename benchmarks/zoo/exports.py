@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,14 @@ import numpy as np
 import onnx
 import torch
 from guess import said
-from torch import Tensor
-from torch import nn
-from zoo_models import Made
-from zoo_models import modality_of
-from zoo_models import subjects
+from torch import Tensor, nn
+from zoo_models import Made, modality_of, subjects
 from zoo_steps import run
 
 from quantizer import Quantizer
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, build_engine, load_engine
 from quantizer.errors import QuantizerError
-from quantizer.export import export_onnx
-from quantizer.export import least_opset
+from quantizer.export import export_onnx, least_opset
 from quantizer.graph_check import check_file
 from quantizer.tasks.metrics import sqnr_db
 

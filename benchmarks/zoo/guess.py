@@ -10,18 +10,14 @@ import importlib
 import inspect
 import re
 import tempfile
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import architectures
 import torch
-from architectures import COMMON
-from architectures import shrunk
-from torch import Tensor
-from torch import nn
+from architectures import COMMON, shrunk
+from torch import Tensor, nn
 
 __all__ = ["Guessed", "NotBuilt", "guessed", "said"]
 

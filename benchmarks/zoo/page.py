@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import date
 from typing import Any
 
 from choose import Row
-from page_sections import exports_section
-from page_sections import tools_section
+from page_sections import exports_section, tools_section
 from stages import STAGES
 
-from quantizer.report import collect_machine
-from quantizer.report import collect_versions
+from quantizer.report import collect_machine, collect_versions
 
 __all__ = ["changes", "page"]
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from guess import said
 from rounded import RoundedShare
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from zoo_models import subjects
 from zoo_steps import run
 

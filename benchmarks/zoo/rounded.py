@@ -10,16 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from quantizer.operations.aten_products import PRODUCTS
-from quantizer.operations.aten_products import is_composite
-from quantizer.operations.aten_products import product_name
+from quantizer.operations.aten_products import PRODUCTS, is_composite, product_name
 
 __all__ = ["RoundedShare"]
 

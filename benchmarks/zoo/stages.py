@@ -13,16 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from guess import said
-from torch import Tensor
-from torch import nn
-from zoo_models import Made
-from zoo_models import Subject
-from zoo_models import modality_of
-from zoo_models import subjects
-from zoo_steps import run
-from zoo_steps import run_eager
-from zoo_steps import unequal
-from zoo_steps import unequal_observed
+from torch import Tensor, nn
+from zoo_models import Made, Subject, modality_of, subjects
+from zoo_steps import run, run_eager, unequal, unequal_observed
 
 from quantizer import Quantizer
 from quantizer.tasks.metrics import sqnr_db

@@ -6,8 +6,7 @@ The sources that all models of transformers share are read for the first proxy; 
 from __future__ import annotations
 
 import torch
-from transformers import BertConfig
-from transformers import BertModel
+from transformers import BertConfig, BertModel
 
 from quantizer import Quantizer
 

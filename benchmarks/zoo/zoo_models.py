@@ -9,8 +9,7 @@ from importlib.util import find_spec
 import architectures
 import torch
 from guess import guessed
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["Made", "Subject", "subjects"]
 

@@ -7,30 +7,22 @@ time; ``replay.py`` defines the error. Operands that read one tensor share a ran
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.calibration.replay import SiteCall
-from quantizer.calibration.replay import replay
+from quantizer.calibration.replay import SiteCall, replay
 from quantizer.calibrators import estimates
-from quantizer.common.distributed import all_reduce_sum
-from quantizer.common.distributed import exact_sums
+from quantizer.common.distributed import all_reduce_sum, exact_sums
 from quantizer.numerics.qtype import QType
-from quantizer.observe.range_group import OperandRecord
-from quantizer.observe.range_group import RangeGroup
+from quantizer.observe.range_group import OperandRecord, RangeGroup
 from quantizer.observe.replay_batches import Batch
 from quantizer.plan.apply import apply_factor
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.proxy.site import Site
-
-__all__ = ["Trial", "choose_ranges"]
 
 _SHARES = tuple(0.9**step for step in range(1, 17))
 """Shares of the largest value, as further candidates: down to 0.19, in steps that change the error by little."""

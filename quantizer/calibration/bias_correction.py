@@ -18,40 +18,26 @@ Calls with ranges of their own have a shift each, as their errors are as differe
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections import deque
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from safetensors.torch import load
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor
 
-from quantizer.calibration.output_error import OutputError
-from quantizer.calibration.output_error import quantized
+from quantizer.calibration.output_error import OutputError, quantized
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.replay import run_judged
-from quantizer.common.distributed import all_gather_bytes
-from quantizer.common.distributed import get_world_size
+from quantizer.common.distributed import all_gather_bytes, get_world_size
 from quantizer.common.own_inputs import copied
-from quantizer.observe.padding import padding_mask
-from quantizer.observe.padding import without_padding
-from quantizer.observe.replay_batches import Batch
-from quantizer.observe.replay_batches import ReplayBatches
-from quantizer.observe.statistics import BiasShifts
-from quantizer.observe.statistics import Seen
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import SitePlan
-from quantizer.plan.site_plan import summary
+from quantizer.observe.padding import padding_mask, without_padding
+from quantizer.observe.replay_batches import Batch, ReplayBatches
+from quantizer.observe.statistics import BiasShifts, Seen
+from quantizer.plan.site_plan import Plan, SitePlan, summary
 from quantizer.proxy.call_numbers import current_call
 from quantizer.proxy.site import Site
-
-__all__ = ["corrected"]
 
 logger = logging.getLogger(__name__)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
-from quantizer.calibration.auto_range import Trial
-from quantizer.calibration.auto_range import choose_ranges
+from quantizer.calibration.auto_range import Trial, choose_ranges
 from quantizer.calibration.bias_correction import corrected
 from quantizer.calibration.costly_attention import leave_costly_attention
 from quantizer.calibration.output_error import OutputError
@@ -20,12 +18,8 @@ from quantizer.calibration.rounding.equalize import equalize_where_better
 from quantizer.calibration.rounding.progress import with_all_batches
 from quantizer.calibration.rounding.reconstruct import reconstruct_blocks
 from quantizer.calibration.rounding.scale_inputs import scale_inputs
-from quantizer.calibration.settings import calibrator_of
-from quantizer.calibration.settings import estimates_of
-from quantizer.calibration.settings import plan_settings
-from quantizer.calibration.settings import replays_batches
-from quantizer.calibration.smoothquant import ALPHAS
-from quantizer.calibration.smoothquant import Smoothing
+from quantizer.calibration.settings import calibrator_of, estimates_of, plan_settings, replays_batches
+from quantizer.calibration.smoothquant import ALPHAS, Smoothing
 from quantizer.calibration.weight_rounding import round_weights
 from quantizer.common.digest import tensors_digest
 from quantizer.common.distributed import get_world_size
@@ -34,14 +28,10 @@ from quantizer.numerics.qtype import qtype
 from quantizer.observe.replay_batches import Known
 from quantizer.observe.snapshot import snapshot
 from quantizer.observe.statistics import Seen
-from quantizer.plan.decide_operands import PlanSettings
-from quantizer.plan.decide_operands import judged_as
+from quantizer.plan.decide_operands import PlanSettings, judged_as
 from quantizer.plan.decide_sites import decide
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import plan_digest
+from quantizer.plan.site_plan import Plan, plan_digest
 from quantizer.plan.weight_scales import scale_of
-
-__all__ = ["make_plan"]
 
 
 def make_plan(proxy: Proxied, observation: Seen) -> Plan:

@@ -14,8 +14,6 @@ from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import Plan
 from quantizer.reasons import ReasonCode
 
-__all__ = ["leave_costly_attention"]
-
 _GAIN_DB = 1.0
 """The gain in the output's SQNR from which on attention stays in float, after a search.
 

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.calibration.proxied import Proxied
 from quantizer.common.digest import tensors_digest
 from quantizer.common.distributed import exact_sums
 from quantizer.common.own_inputs import copied
-from quantizer.observe.outputs import flat_output
-from quantizer.observe.outputs import floats
-from quantizer.observe.outputs import is_no_mask
+from quantizer.observe.outputs import flat_output, floats, is_no_mask
 from quantizer.observe.padding import padding_mask
-from quantizer.observe.replay_batches import Batch
-from quantizer.observe.replay_batches import ReplayBatches
-from quantizer.plan.apply import apply_plan
-from quantizer.plan.apply import switch_on
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import plan_digest
+from quantizer.observe.replay_batches import Batch, ReplayBatches
+from quantizer.plan.apply import apply_plan, switch_on
+from quantizer.plan.site_plan import Plan, plan_digest
 from quantizer.proxy.call_numbers import numbered
 from quantizer.proxy.eager_attention import attention_of
 from quantizer.proxy.restored_state import unmoved
-
-__all__ = ["OutputError", "other_attention_error", "quantized"]
 
 _OTHER = 0.01
 """From this error on, two implementations of attention compute something else: bfloat16 makes 0.0001."""

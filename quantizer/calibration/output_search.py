@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from quantizer.calibration.output_error import OutputError
@@ -23,8 +22,6 @@ from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import judged_as
 from quantizer.plan.site_plan import Plan
-
-__all__ = ["Setting", "choose"]
 
 _TOLERANCE_DB = 0.5
 """An earlier setting is preferred if its error is at most this much larger: it clips less of other data."""

@@ -22,8 +22,6 @@ from quantizer.observe.snapshot import seen_inputs
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.weight_scales import ScaledWeights
 
-__all__ = ["Calibrated", "Empty", "Held", "Inherited", "PlanSource", "PlanState", "Resuming"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Empty:

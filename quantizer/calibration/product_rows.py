@@ -7,12 +7,9 @@ G products of their own: the groups of a convolution, or the matrices of a batch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,8 +17,6 @@ from torch.nn import functional as F
 from quantizer.operations.einsum import labels
 from quantizer.proxy.site import Site
 from quantizer.proxy.weight import laid_out
-
-__all__ = ["ProductRows", "product_rows"]
 
 
 class ProductRows(Protocol):

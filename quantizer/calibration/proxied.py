@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
-from quantizer.config import QuantizerConfig
-from quantizer.config import SelectionConfig
-from quantizer.plan.selection import Selection
-from quantizer.plan.selection import exclusions
+from quantizer.config import QuantizerConfig, SelectionConfig
+from quantizer.plan.selection import Selection, exclusions
 from quantizer.plan.weight_scales import ScaledWeights
-from quantizer.proxy.build import UnrewrittenSource
-from quantizer.proxy.build import applied_patches
-from quantizer.proxy.build import build_proxy
-from quantizer.proxy.build import sites_of
-from quantizer.proxy.build import skipped_sources
+from quantizer.proxy.build import UnrewrittenSource, applied_patches, build_proxy, sites_of, skipped_sources
 from quantizer.proxy.place import add_output_sites
 from quantizer.proxy.site import Site
 from quantizer.rewrite.operator_patches import OperatorPatch
-
-__all__ = ["Proxied", "proxied", "proxied_copy", "selection_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -7,28 +7,20 @@ rows with huge values would outweigh all others. A row is the last axis; for a c
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.progress import counted
-from quantizer.observe.padding import padding_mask
-from quantizer.observe.padding import without_padding
+from quantizer.observe.padding import padding_mask, without_padding
 from quantizer.observe.replay_batches import Batch
-from quantizer.proxy.call_numbers import current_call
-from quantizer.proxy.call_numbers import numbered
+from quantizer.proxy.call_numbers import current_call, numbered
 from quantizer.proxy.restored_state import unmoved
-from quantizer.proxy.site import CallOverride
-from quantizer.proxy.site import Site
+from quantizer.proxy.site import CallOverride, Site
 from quantizer.proxy.split_attention import observed_probabilities
-
-__all__ = ["SiteCall", "replay", "run_judged"]
 
 _ROWS = 512
 """The number of rows of a linear's input that are tried: enough to tell ranges apart, and cheaper than all."""

@@ -6,28 +6,19 @@ import logging
 import math
 import warnings
 import weakref
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.calibration.choose_ranges import make_plan
 from quantizer.calibration.output_error import other_attention_error
-from quantizer.calibration.proxied import Proxied
-from quantizer.calibration.proxied import proxied_copy
-from quantizer.calibration.settings import make_observation
-from quantizer.calibration.settings import needs_batches
-from quantizer.calibration.settings import replays_batches
+from quantizer.calibration.proxied import Proxied, proxied_copy
+from quantizer.calibration.settings import make_observation, needs_batches, replays_batches
 from quantizer.calibration.smoothquant import fit_migrations
 from quantizer.common.data.doubts import warn_user
-from quantizer.common.distributed import all_gather_bytes
-from quantizer.common.distributed import get_rank
-from quantizer.common.distributed import get_world_size
-from quantizer.common.fingerprint import Fingerprint
-from quantizer.common.fingerprint import changed_types
-from quantizer.common.fingerprint import warn_of_other_weights
+from quantizer.common.distributed import all_gather_bytes, get_rank, get_world_size
+from quantizer.common.fingerprint import Fingerprint, changed_types, warn_of_other_weights
 from quantizer.common.own_inputs import copied
 from quantizer.common.tensor_stamp import tensor_version
 from quantizer.config import QuantizerConfig
@@ -35,19 +26,13 @@ from quantizer.errors import CalibrationError
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.observation import Observation
-from quantizer.observe.replay_batches import Batch
-from quantizer.observe.replay_batches import DealtBatches
-from quantizer.observe.replay_batches import ReplayBatches
-from quantizer.observe.replay_batches import in_types
-from quantizer.observe.snapshot import restored
-from quantizer.observe.snapshot import snapshot
+from quantizer.observe.replay_batches import Batch, DealtBatches, ReplayBatches, in_types
+from quantizer.observe.snapshot import restored, snapshot
 from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.computed.computation import named_tensors
 from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.model_sharing import OwnBuffers
-
-__all__ = ["CalibrationSession", "merge_across_ranks"]
 
 logger = logging.getLogger(__name__)
 

@@ -8,43 +8,19 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-from quantizer.calibration.proxied import Proxied
-from quantizer.calibration.proxied import selection_of
-from quantizer.calibrators import CANDIDATES
-from quantizer.calibrators import OF_FORMAT
-from quantizer.calibrators import Calibrator
-from quantizer.calibrators import Estimate
-from quantizer.calibrators import make_calibrator
+from quantizer.calibration.proxied import Proxied, selection_of
+from quantizer.calibrators import CANDIDATES, OF_FORMAT, Calibrator, Estimate, make_calibrator
 from quantizer.config import QuantizerConfig
-from quantizer.config.feasibility import default_format
-from quantizer.config.feasibility import rule_formats
-from quantizer.config.quantizer_section import ActivationsConfig
-from quantizer.config.quantizer_section import WeightsConfig
+from quantizer.config.feasibility import default_format, rule_formats
+from quantizer.config.quantizer_section import ActivationsConfig, WeightsConfig
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.observation import Observation
-from quantizer.observe.replay_batches import FEW
-from quantizer.observe.replay_batches import MANY
-from quantizer.observe.replay_batches import Enough
+from quantizer.observe.replay_batches import FEW, MANY, Enough
 from quantizer.plan.decide_operands import PlanSettings
-from quantizer.plan.operand_formats import FormatRule
-from quantizer.plan.operand_formats import Formats
-from quantizer.plan.operand_formats import formats_for
+from quantizer.plan.operand_formats import FormatRule, Formats, formats_for
 from quantizer.plan.site_plan import Plan
 from quantizer.reasons import ReasonCode
 from quantizer.targets import TargetProfile
-
-__all__ = [
-    "calibrator_of",
-    "estimates_of",
-    "keeps_batches",
-    "make_observation",
-    "needs_batches",
-    "plan_settings",
-    "replays_batches",
-    "sees_the_same",
-    "tell_where_nothing_is_quantized",
-    "warn_of_float32",
-]
 
 logger = logging.getLogger(__name__)
 

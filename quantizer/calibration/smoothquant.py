@@ -18,28 +18,19 @@ batches, because s is known only at the end; its bounds are exact again, and wit
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from quantizer.calibration.proxied import Proxied
-from quantizer.calibration.replay import SiteCall
-from quantizer.calibration.replay import replay
+from quantizer.calibration.replay import SiteCall, replay
 from quantizer.calibrators import Calibrator
-from quantizer.observe.range_group import Migration
-from quantizer.observe.range_group import OperandRecord
-from quantizer.observe.range_group import RangeGroup
+from quantizer.observe.range_group import Migration, OperandRecord, RangeGroup
 from quantizer.observe.snapshot import add_over_ranks
 from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import Plan
-
-__all__ = ["ALPHAS", "Smoothing", "fit_migrations", "held_factors", "migration_factors", "weight_record"]
 
 ALPHAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
 """The shares among which ``auto`` chooses, besides no migration."""

@@ -8,23 +8,17 @@ that hands objects from module to module, such as a cache, has those of the inne
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.calibration.replay import run_judged
 from quantizer.common.own_inputs import copied
 from quantizer.observe.padding import padding_mask
 from quantizer.observe.replay_batches import Batch
-from quantizer.proxy.recorded_calls import RecordedCall
-from quantizer.proxy.recorded_calls import RecordedCalls
+from quantizer.proxy.recorded_calls import RecordedCall, RecordedCalls
 from quantizer.proxy.site import Site
-
-__all__ = ["EndedCalls", "Reached", "StagedPasses", "Visit"]
 
 Visit = Callable[[Site, list[Any], dict[str, Any], Tensor | None], None]
 """A function of a call: its site, its arguments, and the mask [B, S] of real tokens of the batch (None: all)."""

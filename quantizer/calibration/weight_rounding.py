@@ -13,52 +13,31 @@ the end ranges are multiplied so that outputs are as large as those in float (``
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantizer.calibration.output_error import quantized
-from quantizer.calibration.product_rows import ProductRows
-from quantizer.calibration.product_rows import product_rows
+from quantizer.calibration.product_rows import ProductRows, product_rows
 from quantizer.calibration.proxied import Proxied
-from quantizer.calibration.rounding.progress import UNREACHED
-from quantizer.calibration.rounding.progress import nearest
-from quantizer.calibration.rounding.progress import progress
-from quantizer.calibration.rounding.progress import record
-from quantizer.calibration.rounding.progress import stored_weights
-from quantizer.calibration.rounding.progress import why_nearest
+from quantizer.calibration.rounding.progress import UNREACHED, nearest, progress, record, stored_weights, why_nearest
 from quantizer.calibration.staged_passes import StagedPasses
 from quantizer.common.progress import counted
 from quantizer.functional import fake_quantize
-from quantizer.numerics.gptq import column_costs
-from quantizer.numerics.gptq import gptq_codes
-from quantizer.numerics.gptq import output_error
-from quantizer.numerics.gptq import output_gains
+from quantizer.numerics.gptq import column_costs, gptq_codes, output_error, output_gains
 from quantizer.numerics.granularity import scale_of_each
-from quantizer.numerics.qtype import INT4
-from quantizer.numerics.qtype import INT8
-from quantizer.numerics.qtype import qtype
+from quantizer.numerics.qtype import INT4, INT8, qtype
 from quantizer.observe.padding import with_zeroed_padding
-from quantizer.observe.range_group import RangeGroup
-from quantizer.observe.range_group import RoundedWeight
+from quantizer.observe.range_group import RangeGroup, RoundedWeight
 from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import PlanSettings
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.weight_range import least_error_amax
-from quantizer.plan.weight_range import over_scale
-from quantizer.plan.weight_scales import as_rounded
-from quantizer.plan.weight_scales import with_range
+from quantizer.plan.site_plan import OperandPlan, Plan
+from quantizer.plan.weight_range import least_error_amax, over_scale
+from quantizer.plan.weight_scales import as_rounded, with_range
 from quantizer.proxy.site import Site
-
-__all__ = ["round_weights"]
-
 
 _PRODUCT = 2  # operands
 

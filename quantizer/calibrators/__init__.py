@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from quantizer.calibrators.base import CALIBRATORS
-from quantizer.calibrators.base import Calibrator
-from quantizer.calibrators.base import make_calibrator
-from quantizer.calibrators.candidates import CANDIDATES
-from quantizer.calibrators.candidates import OF_FORMAT
-from quantizer.calibrators.candidates import Estimate
-from quantizer.calibrators.candidates import estimates
+from quantizer.calibrators.base import CALIBRATORS, Calibrator, make_calibrator
+from quantizer.calibrators.candidates import CANDIDATES, OF_FORMAT, Estimate, estimates
 from quantizer.calibrators.entropy import EntropyCalibrator
 from quantizer.calibrators.max import MaxCalibrator
 from quantizer.calibrators.mse import MseCalibrator

@@ -9,13 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.calibrators.histogram import Histogram
-from quantizer.calibrators.histogram import in_memory_order
+from quantizer.calibrators.histogram import Histogram, in_memory_order
 from quantizer.common import choices
 from quantizer.common.registry import Registry
 from quantizer.errors import CalibrationError
-
-__all__ = ["CALIBRATORS", "Calibrator", "make_calibrator"]
 
 CALIBRATORS: Registry[type[Calibrator]] = choices.CALIBRATORS
 """The calibrators by name; ``@CALIBRATORS.add("name")`` adds a subclass of ``Calibrator`` that has ``estimate()``."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from quantizer.calibrators.base import Calibrator
 from quantizer.numerics.qtype import QType
-
-__all__ = ["CANDIDATES", "OF_FORMAT", "Estimate", "estimates"]
 
 OF_FORMAT = frozenset({"mse", "entropy"})
 """The calibrators that estimate rounding errors, and so need the ``dtype`` of the operand."""

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from quantizer.numerics.torch_operators import fake_quantize
 
-__all__ = ["BINS", "Histogram", "in_memory_order"]
-
 BINS = 2048
 
 _PIECE = 2**17

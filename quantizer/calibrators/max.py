@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from quantizer.calibrators.base import CALIBRATORS
-from quantizer.calibrators.base import Calibrator
-
-__all__ = ["MaxCalibrator"]
+from quantizer.calibrators.base import CALIBRATORS, Calibrator
 
 
 @CALIBRATORS.add("max")

@@ -5,12 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantizer.calibrators.base import CALIBRATORS
-from quantizer.calibrators.base import Calibrator
+from quantizer.calibrators.base import CALIBRATORS, Calibrator
 from quantizer.calibrators.histogram import Histogram
 from quantizer.numerics.qtype import qtype
-
-__all__ = ["MseCalibrator", "squared_errors"]
 
 
 @CALIBRATORS.add("mse")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from quantizer.calibrators.base import CALIBRATORS
-from quantizer.calibrators.base import Calibrator
+from quantizer.calibrators.base import CALIBRATORS, Calibrator
 from quantizer.calibrators.histogram import Histogram
-
-__all__ = ["PercentileCalibrator"]
 
 
 @CALIBRATORS.add("percentile")

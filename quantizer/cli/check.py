@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from argparse import ArgumentParser
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,6 @@ from rich.console import Console
 if TYPE_CHECKING:
     from quantizer.graph_check import Finding
 
-__all__ = ["Check"]
 
 _SHOWN = 3
 

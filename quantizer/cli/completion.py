@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from rich.console import Console
 
 from quantizer.cli.verb import Verb
-from quantizer.targets import AUTO
-from quantizer.targets import profiles
-
-__all__ = ["Completion"]
+from quantizer.targets import AUTO, profiles
 
 _BASH = """\
 _quantizer() {{

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from quantizer.cli.one_process import require_one_process
 from quantizer.common.paths import is_there
 from quantizer.config.data_section import is_function_name
 from quantizer.errors import ConfigError
-
-__all__ = ["Convert"]
 
 _THREE = ("LEAST", "USUAL", "MOST")
 _SIZES = {
@@ -109,12 +106,9 @@ processor/, config.json and a report; it is complete when the command ends well,
     def __call__(self, args: Namespace, console: Console) -> int:
         require_one_process("quantizer convert")
         # Imported here, so that a wrong argument is reported before the seconds that these imports take.
-        from quantizer.runs.convert import ConversionRequest
-        from quantizer.runs.convert import convert
-        from quantizer.runs.convert import data_source
+        from quantizer.runs.convert import ConversionRequest, convert, data_source
         from quantizer.runs.convert.functions.function_request import convert_function
-        from quantizer.runs.workload.convert_onnx import SUFFIX
-        from quantizer.runs.workload.convert_onnx import convert_onnx
+        from quantizer.runs.workload.convert_onnx import SUFFIX, convert_onnx
 
         given = {name: value for name, value in vars(args).items() if value is not None}
         for name in ("verb", "parser"):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 
 from rich.console import Console
 
 from quantizer.cli.verb import OVERRIDES_HELP
 from quantizer.config import load_run
-
-__all__ = ["Inspect"]
 
 
 class Inspect:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from argparse import ArgumentParser
-from argparse import Namespace
-from argparse import RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -22,18 +20,14 @@ from quantizer.cli.compare import Compare
 from quantizer.cli.completion import Completion
 from quantizer.cli.convert import Convert
 from quantizer.cli.inspect import Inspect
-from quantizer.cli.output import print_error
-from quantizer.cli.output import standard_output
+from quantizer.cli.output import print_error, standard_output
 from quantizer.cli.run import Run
 from quantizer.cli.show import Show
-from quantizer.cli.signals import Terminated
-from quantizer.cli.signals import end_as_on_ctrl_c
+from quantizer.cli.signals import Terminated, end_as_on_ctrl_c
 from quantizer.cli.validate import Validate
 from quantizer.cli.verb import Verb
 from quantizer.common.out_of_memory import is_out_of_memory
 from quantizer.errors import QuantizerError
-
-__all__ = ["VERBS", "main"]
 
 _WORKING: tuple[Verb, ...] = (Convert(), Run(), Compare(), Validate(), Inspect(), Show(), Check())
 VERBS: tuple[Verb, ...] = (*_WORKING, Completion(_WORKING))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from quantizer.errors import QuantizerError
 from quantizer.runs.ranks.launcher import launched
 
-__all__ = ["require_one_process"]
-
 
 def require_one_process(command: str) -> None:
     """Raise if a launcher such as ``torchrun`` started this process as one of several.

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextlib import suppress
-from typing import Any
-from typing import TextIO
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
 
 from quantizer.errors import QuantizerError
 from quantizer.report.page.glossary import words_in
 from quantizer.report.tables.text import visible
 from quantizer.runs.ranks.launcher import launched
-
-__all__ = ["print_error", "standard_output"]
 
 _WORDS = 2
 """How many words of an error are explained at most."""

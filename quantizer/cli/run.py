@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,11 +13,8 @@ from quantizer.cli.one_process import require_one_process
 from quantizer.cli.verb import OVERRIDES_HELP
 from quantizer.common.paths import is_file
 from quantizer.config import load_run
-from quantizer.config.sweep import Sweep
-from quantizer.config.sweep import read_sweep
+from quantizer.config.sweep import Sweep, read_sweep
 from quantizer.errors import QuantizerError
-
-__all__ = ["Run", "files_and_overrides"]
 
 _MANY = 50
 """A sweep of more runs is asked about first."""
@@ -85,8 +81,7 @@ kept, with --force too."""
         folder = Path(sweep.folder() if args.output is None else args.output)
         runs = sweep.runs(folder)
         from quantizer.report.compare.print import print_comparison
-        from quantizer.runs.sweep.carry_out import COMPARISON
-        from quantizer.runs.sweep.carry_out import carry_out_sweep
+        from quantizer.runs.sweep.carry_out import COMPARISON, carry_out_sweep
 
         found = carry_out_sweep(runs, folder, console, force=args.force, jobs=args.jobs, launcher=args.launcher)
         print_comparison(found, folder / COMPARISON, console)

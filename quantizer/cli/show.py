@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from argparse import ArgumentParser
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from quantizer.common.paths import is_file
-from quantizer.common.paths import is_folder
+from quantizer.common.paths import is_file, is_folder
 from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
-
-__all__ = ["Show"]
 
 
 class Show:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["HungUp", "Terminated", "end_as_on_ctrl_c"]
-
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM: a supervisor or a shutdown ends the process."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,17 +13,11 @@ from rich.text import Text
 from quantizer.cli.output import print_error
 from quantizer.cli.run import files_and_overrides
 from quantizer.cli.verb import OVERRIDES_HELP
-from quantizer.config import RunConfig
-from quantizer.config import dump_yaml
-from quantizer.config import load_run
+from quantizer.config import RunConfig, dump_yaml, load_run
 from quantizer.config.feasibility import check_run
 from quantizer.config.load import valid_sections
-from quantizer.config.sweep import SweepRun
-from quantizer.config.sweep import read_sweep
-from quantizer.errors import ConfigError
-from quantizer.errors import QuantizerError
-
-__all__ = ["Validate"]
+from quantizer.config.sweep import SweepRun, read_sweep
+from quantizer.errors import ConfigError, QuantizerError
 
 
 class Validate:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from typing import Protocol
 
 from rich.console import Console
-
-__all__ = ["OVERRIDES_HELP", "Verb"]
 
 OVERRIDES_HELP = (
     "set a key of CONFIG (the value is YAML), or remove one with ~key: quantizer.backend=openvino ~fallback"

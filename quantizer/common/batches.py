@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from quantizer.common.data.batches_of import batches_of
-from quantizer.common.data.batches_of import length_of
-from quantizer.common.data.doubts import doubts_of_batch
-from quantizer.common.data.doubts import warn_user
+from quantizer.common.data.batches_of import batches_of, length_of
+from quantizer.common.data.doubts import doubts_of_batch, warn_user
 from quantizer.common.inference_mode import as_ordinary
 from quantizer.common.out_of_memory import is_out_of_memory
 from quantizer.common.progress import counted
-from quantizer.errors import CalibrationError
-from quantizer.errors import QuantizerError
-
-__all__ = ["call", "run_batches"]
+from quantizer.errors import CalibrationError, QuantizerError
 
 
 def run_batches(

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["child_environment", "python_command", "safe_children"]
-
 
 def python_command(module: str, *words: object) -> list[str]:
     """Return the command that runs a module in a fresh Python process; start it with ``child_environment()``."""

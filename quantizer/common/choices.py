@@ -9,8 +9,6 @@ from typing import Any
 
 from quantizer.common.registry import Registry
 
-__all__ = ["CALIBRATORS", "TASKS"]
-
 CALIBRATORS: Registry[Any] = Registry(
     "calibrator", ("percentile", "max", "mse", "entropy"), reserved=("auto", "output")
 )

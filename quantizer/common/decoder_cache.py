@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CACHE", "PAST", "PRESENT", "TOTAL"]
-
 CACHE = "past_key_values"
 """The beginning of the names of inputs: ``past_key_values.0.key`` [batch x heads x tokens x width] is layer 0's."""
 

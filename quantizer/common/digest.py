@@ -8,8 +8,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["tensors_digest"]
-
 
 def tensors_digest(tensors: Mapping[str, Tensor], text: str = "") -> str:
     """Return the SHA-256 (hexadecimal) of the name, type, shape and values of every tensor, and of ``text``."""

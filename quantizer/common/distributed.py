@@ -6,30 +6,14 @@ A call that communicates must be made by all ranks, in the same order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch import distributed
+from torch import Tensor, distributed
 
 from quantizer.errors import LostRankError
-
-__all__ = [
-    "all_gather_bytes",
-    "all_reduce_sum",
-    "all_reduce_tensor",
-    "alone",
-    "exact_sums",
-    "get_rank",
-    "get_world_size",
-    "is_mine",
-    "of_first_rank",
-]
 
 _ALONE = [0]
 """How many blocks of ``alone`` are open."""

@@ -8,21 +8,15 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.tensor_stamp import TensorStamp
-from quantizer.errors import CalibrationError
-from quantizer.errors import QuantizerError
-
-__all__ = ["Fingerprint", "changed_parameters", "changed_types", "refuse_other_shapes", "warn_of_other_weights"]
+from quantizer.errors import CalibrationError, QuantizerError
 
 _SAMPLE = 1024
 """How many values of a parameter, about, give the mean magnitude that distinguishes a cast from other values."""

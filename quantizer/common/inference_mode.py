@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.common.structure import leaves
-from quantizer.common.structure import mapped
-
-__all__ = ["as_ordinary", "ordinary_tensors"]
+from quantizer.common.structure import leaves, mapped
 
 
 @contextmanager

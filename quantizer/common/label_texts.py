@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["TEMPLATE", "label_problem", "label_texts"]
-
 PLACE = "{}"
 TEMPLATE = f"This is a photo of {PLACE}."
 """The text of a label in the pipeline of transformers."""

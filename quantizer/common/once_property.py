@@ -5,10 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING
-from typing import Any
-
-__all__ = ["once_property"]
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     once_property = cached_property

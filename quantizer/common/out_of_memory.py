@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["is_out_of_memory"]
-
 # On a CPU torch raises a plain RuntimeError; on a GPU a subclass, whose message has these words too.
 _WORDS = ("can't allocate memory", "not enough memory", "out of memory", "DefaultCPUAllocator")
 

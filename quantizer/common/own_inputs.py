@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.structure import flattened
 from quantizer.common.tensor_stamp import tensor_version
-
-__all__ = ["copied", "given_copies", "on_own_tensors", "own", "own_tensors", "written_by"]
 
 
 def own(value: Any) -> Any:

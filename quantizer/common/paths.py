@@ -7,8 +7,6 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["expanded", "is_file", "is_folder", "is_there", "regular_file"]
-
 
 def expanded(path: str | os.PathLike[str]) -> Path:
     """Return a path with the home for its ``~``; with an unknown user's it stays as it is, as in a shell."""

@@ -12,14 +12,11 @@ import json
 import math
 import types
 import typing
-from collections.abc import Collection
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Any
 
 import yaml
-
-__all__ = ["decoded", "json_values", "yaml_values"]
 
 _DEEPEST = 100
 """The levels of nesting that are accepted. libyaml recurses for each level, and 100,000 of them crash the process."""

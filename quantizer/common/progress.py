@@ -6,18 +6,12 @@ A loop inside another one has no bar of its own. A command that prints its own p
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from dataclasses import field
-from typing import Any
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
-
-__all__ = ["Loop", "counted", "loop", "open_loops", "own_display"]
 
 Item = TypeVar("Item")
 

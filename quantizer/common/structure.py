@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
-
-__all__ = ["fields_of", "flattened", "leaves", "mapped"]
 
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 

@@ -17,10 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch import nn
-
-__all__ = ["TensorStamp", "tensor_version"]
+from torch import Tensor, nn
 
 _P, _Q = 503, 509
 """P and Q: odd, so that all signs changed do not add up to no change, and of a part that the caches hold."""

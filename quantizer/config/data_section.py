@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import re
-from os.path import expanduser
-from os.path import realpath
-from typing import Annotated
-from typing import Any
-from typing import Literal
+from os.path import expanduser, realpath
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator
-from pydantic import Field
-from pydantic import ValidationInfo
-from pydantic import field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from quantizer.common.choices import TASKS
-from quantizer.common.label_texts import TEMPLATE
-from quantizer.common.label_texts import label_problem
-from quantizer.common.label_texts import label_texts
+from quantizer.common.label_texts import TEMPLATE, label_problem, label_texts
 from quantizer.config.describe import Slot
-from quantizer.config.section import Expects
-from quantizer.config.section import OneOf
-from quantizer.config.section import Section
-from quantizer.config.section import Text
-from quantizer.config.section import TextList
-from quantizer.config.section import reject
-
-__all__ = ["MODULE", "MOST_SECONDS", "DataConfig", "DatasetConfig", "ModelConfig", "is_function_name"]
+from quantizer.config.section import Expects, OneOf, Section, Text, TextList, reject
 
 _TASKS = OneOf(TASKS)
 MODULE = "module"

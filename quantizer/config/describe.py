@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from types import NoneType
-from types import UnionType
-from typing import Annotated
-from typing import Any
-from typing import Literal
-from typing import Union
-from typing import get_args
-from typing import get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge
-from annotated_types import Gt
-from annotated_types import Le
+from annotated_types import Ge, Gt, Le
 
-from quantizer.config.section import Expects
-from quantizer.config.section import OneOf
-from quantizer.config.section import Section
-
-__all__ = ["KeyPath", "Slot", "nearest", "path_text", "paths_ending_in", "slot_at", "words_for"]
+from quantizer.config.section import Expects, OneOf, Section
 
 KeyPath = tuple[str | int, ...]
 """The path of a value: keys, and indices in lists."""

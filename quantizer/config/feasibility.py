@@ -7,16 +7,10 @@ from collections.abc import Iterable
 from quantizer.config.quantizer_section import QuantizerConfig
 from quantizer.config.schema import RunConfig
 from quantizer.errors import ConfigError
-from quantizer.numerics.qtype import UINT8
-from quantizer.numerics.qtype import QType
-from quantizer.numerics.qtype import qtype
+from quantizer.numerics.qtype import UINT8, QType, qtype
 from quantizer.reasons import RuleKind
 from quantizer.targets.feasibility import engine_problems
-from quantizer.targets.formats import Format
-from quantizer.targets.formats import impossible
-from quantizer.targets.formats import least_opset_of
-
-__all__ = ["default_format", "check_formats", "check_run", "least_opset", "rule_formats"]
+from quantizer.targets.formats import Format, impossible, least_opset_of
 
 
 def check_formats(config: QuantizerConfig) -> None:

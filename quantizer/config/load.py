@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from os import PathLike
-from os import fspath
-from os.path import abspath
-from os.path import expanduser
+from os import PathLike, fspath
+from os.path import abspath, expanduser
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +13,17 @@ import yaml
 from pydantic import ValidationError
 
 from quantizer.common.paths import is_there
-from quantizer.config.data_section import MODULE
-from quantizer.config.data_section import DataConfig
-from quantizer.config.data_section import DatasetConfig
-from quantizer.config.data_section import is_function_name
-from quantizer.config.describe import Slot
-from quantizer.config.describe import nearest
-from quantizer.config.describe import words_for
+from quantizer.config.data_section import MODULE, DataConfig, DatasetConfig, is_function_name
+from quantizer.config.describe import Slot, nearest, words_for
 from quantizer.config.origin import Draft
 from quantizer.config.quantizer_section import QuantizerConfig
 from quantizer.config.schema import RunConfig
 from quantizer.config.section import Section
 from quantizer.config.sensitivity_section import FallbackConfig
-from quantizer.config.validate import check_keys
-from quantizer.config.validate import finish
-from quantizer.config.yaml_file import Document
-from quantizer.config.yaml_file import read_yaml
+from quantizer.config.validate import check_keys, finish
+from quantizer.config.yaml_file import Document, read_yaml
 from quantizer.errors import ConfigError
 from quantizer.targets import AUTO
-
-__all__ = ["SWEEP", "dump_yaml", "fallback_config", "finished_run", "load_run", "quantizer_config", "run_draft"]
-__all__ += ["valid_sections"]
 
 SWEEP = "sweep"
 """The section of a file that makes several runs of it; see ``read_sweep``."""

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizer.config.describe import KeyPath
-from quantizer.config.describe import nearest
-from quantizer.config.describe import path_text
-from quantizer.config.describe import words_for
-from quantizer.config.yaml_file import Document
-from quantizer.config.yaml_file import parse_yaml
+from quantizer.config.describe import KeyPath, nearest, path_text, words_for
+from quantizer.config.yaml_file import Document, parse_yaml
 from quantizer.errors import ConfigError
-
-__all__ = ["Draft"]
 
 
 class Draft:

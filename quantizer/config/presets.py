@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-from typing import Literal
-
-__all__ = ["DEFAULT", "PRESETS", "preset_keys", "with_fitted_sizes", "with_preset"]
+from typing import Any, Literal
 
 _BY_OUTPUT = {"calibrator": "output", "smooth": "auto", "zero_point": True}
 

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
-from typing import Annotated
-from typing import Any
-from typing import ClassVar
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator
-from pydantic import BeforeValidator
-from pydantic import Field
-from pydantic import WrapValidator
-from pydantic import model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from quantizer.common.choices import CALIBRATORS
-from quantizer.config.presets import DEFAULT
-from quantizer.config.presets import with_preset
-from quantizer.config.section import Expects
-from quantizer.config.section import OneOf
-from quantizer.config.section import Section
-from quantizer.config.section import TextList
-from quantizer.config.section import reject
-from quantizer.config.section import tuple_from_list
+from quantizer.config.presets import DEFAULT, with_preset
+from quantizer.config.section import Expects, OneOf, Section, TextList, reject, tuple_from_list
 from quantizer.targets.base import TargetProfile
-from quantizer.targets.profiles import AUTO
-from quantizer.targets.profiles import profile
-from quantizer.targets.profiles import profiles
-
-__all__ = ["ActivationsConfig", "FormatConfig", "QuantizerConfig", "SelectionConfig", "SitesConfig", "WeightsConfig"]
+from quantizer.targets.profiles import AUTO, profile, profiles
 
 
 def _percentile(value: Any) -> float | tuple[float, ...]:

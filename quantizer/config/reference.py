@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic_core import PydanticUndefined
@@ -17,8 +16,6 @@ from quantizer.config.describe import Slot
 from quantizer.config.presets import preset_keys
 from quantizer.config.schema import RunConfig
 from quantizer.config.section import Section
-
-__all__ = ["reference"]
 
 _HEAD = """\
 # Configuration

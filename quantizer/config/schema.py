@@ -4,41 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated
-from typing import Any
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator
-from pydantic import BeforeValidator
-from pydantic import Field
-from pydantic import ValidationInfo
-from pydantic import WrapValidator
-from pydantic import field_validator
-from pydantic import model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from quantizer.config.data_section import DataConfig
-from quantizer.config.data_section import ModelConfig
+from quantizer.config.data_section import DataConfig, ModelConfig
 from quantizer.config.presets import with_fitted_sizes
 from quantizer.config.quantizer_section import QuantizerConfig
-from quantizer.config.section import AxisRange
-from quantizer.config.section import Expects
-from quantizer.config.section import Section
-from quantizer.config.section import Text
-from quantizer.config.section import reject
-from quantizer.config.section import some_and_unique
-from quantizer.config.section import tuple_from_list
-from quantizer.config.sensitivity_section import AmpConfig
-from quantizer.config.sensitivity_section import FallbackConfig
+from quantizer.config.section import AxisRange, Expects, Section, Text, reject, some_and_unique, tuple_from_list
+from quantizer.config.sensitivity_section import AmpConfig, FallbackConfig
 from quantizer.config.training_section import QatConfig
-
-__all__ = [
-    "DynamicConfig",
-    "EngineConfig",
-    "ExportConfig",
-    "ReportConfig",
-    "RunConfig",
-]
 
 _HALF_SCALES_OPSET = 19
 """The first opset in which QuantizeLinear accepts half scales."""

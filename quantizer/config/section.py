@@ -4,30 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
-from typing import Any
-from typing import NoReturn
+from typing import Annotated, Any, NoReturn
 
-from pydantic import AfterValidator
-from pydantic import BaseModel
-from pydantic import BeforeValidator
-from pydantic import ConfigDict
-from pydantic import StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from quantizer.common.registry import Registry
-
-__all__ = [
-    "AxisRange",
-    "Expects",
-    "OneOf",
-    "Section",
-    "Text",
-    "TextList",
-    "reject",
-    "some_and_unique",
-    "tuple_from_list",
-]
 
 
 class Section(BaseModel):

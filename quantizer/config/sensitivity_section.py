@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator
-from pydantic import Field
-from pydantic import model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from quantizer.config.section import Section
-from quantizer.config.section import TextList
-from quantizer.config.section import reject
-from quantizer.config.section import some_and_unique
-
-__all__ = ["AmpConfig", "FallbackConfig"]
+from quantizer.config.section import Section, TextList, reject, some_and_unique
 
 _MAX_EVALUATIONS = 25
 _CHOICES = ("num", "ratio", "names", "max_drop", "min_speedup")

@@ -9,11 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from os import fspath
 from pathlib import Path
@@ -21,21 +18,13 @@ from typing import Any
 
 import yaml
 
-from quantizer.config.describe import KeyPath
-from quantizer.config.describe import path_text
-from quantizer.config.describe import words_for
+from quantizer.config.describe import KeyPath, path_text, words_for
 from quantizer.config.feasibility import check_run
-from quantizer.config.load import SWEEP
-from quantizer.config.load import finished_run
-from quantizer.config.load import run_draft
+from quantizer.config.load import SWEEP, finished_run, run_draft
 from quantizer.config.origin import Draft
 from quantizer.config.schema import RunConfig
-from quantizer.config.yaml_file import Document
-from quantizer.config.yaml_file import parse_yaml
-from quantizer.config.yaml_file import read_yaml
+from quantizer.config.yaml_file import Document, parse_yaml, read_yaml
 from quantizer.errors import ConfigError
-
-__all__ = ["Axis", "Sweep", "SweepRun", "read_sweep", "split_values"]
 
 _LONGEST = 150
 """The most bytes in the name of a run, which is that of its folder too, before a hash ends it."""

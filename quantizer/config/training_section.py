@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-from typing import Any
-from typing import Literal
-from typing import get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
-from pydantic import WrapValidator
+from pydantic import Field, WrapValidator
 from pydantic_core import PydanticCustomError
 
-from quantizer.config.section import Expects
-from quantizer.config.section import Section
-
-__all__ = ["QatConfig"]
+from quantizer.config.section import Expects, Section
 
 _Kind = Literal["fixed", "average", "learned"]
 

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import isfinite
-from typing import Any
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from quantizer.config.describe import KeyPath
-from quantizer.config.describe import Slot
-from quantizer.config.describe import nearest
-from quantizer.config.describe import path_text
-from quantizer.config.describe import paths_ending_in
-from quantizer.config.describe import slot_at
-from quantizer.config.describe import words_for
+from quantizer.config.describe import KeyPath, Slot, nearest, path_text, paths_ending_in, slot_at, words_for
 from quantizer.config.origin import Draft
 from quantizer.config.section import Section
 from quantizer.errors import ConfigError
-
-__all__ = ["check_keys", "finish", "note_problems"]
 
 S = TypeVar("S", bound=Section)
 

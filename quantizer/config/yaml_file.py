@@ -7,8 +7,7 @@ null, and aliases. Tags, merge keys and duplicate keys are problems; all problem
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ import yaml
 
 from quantizer.config.describe import KeyPath
 from quantizer.errors import ConfigError
-
-__all__ = ["Document", "Fault", "parse_yaml", "read_yaml"]
 
 _TAG = "tag:yaml.org,2002:"
 _VALUES = {_TAG + name for name in ("bool", "int", "float", "null")}

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from quantizer.common.registry import Registry
-from quantizer.engines.base import Backend
-from quantizer.engines.base import BuildOptions
-from quantizer.engines.base import BuildResult
-from quantizer.engines.base import Engine
+from quantizer.engines.base import Backend, BuildOptions, BuildResult, Engine
 from quantizer.engines.cpu import cpu_instructions
 from quantizer.engines.detect_backend import detect_backend
 from quantizer.engines.engine_file import built_on
@@ -26,8 +22,6 @@ from quantizer.engines.inspection.inspection import Inspection
 from quantizer.errors import EngineError
 from quantizer.qdq.unreadable import unreadable_is
 from quantizer.targets import profile
-
-__all__ = ["backend", "backends", "build_engine", "inspect_engine", "load_engine"]
 
 backends: Registry[Backend] = Registry("backend")
 

@@ -6,15 +6,11 @@ PyTorch modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,19 +19,6 @@ from quantizer.engines.inspection.from_layers import RUNS
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.errors import EngineError
 from quantizer.targets import profile
-
-__all__ = [
-    "MOST_COPIED_BYTES",
-    "Array",
-    "Backend",
-    "BuildOptions",
-    "BuildResult",
-    "Engine",
-    "Progress",
-    "TensorSpec",
-    "checked_inputs",
-    "shown",
-]
 
 MOST_COPIED_BYTES = 2**29
 """The most bytes that further copies of a model's constants may take, where an engine has models for fixed sizes."""

@@ -10,13 +10,8 @@ from quantizer.engines.backends import backends
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.cpu import cpu_flags
 from quantizer.engines.int8_saturation import saturates
-from quantizer.errors import EngineError
-from quantizer.errors import install_command
-from quantizer.targets import AUTO
-from quantizer.targets import profile
-from quantizer.targets import profiles
-
-__all__ = ["Variant", "cpu_candidates", "cpu_variants"]
+from quantizer.errors import EngineError, install_command
+from quantizer.targets import AUTO, profile, profiles
 
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["cpu_flags", "cpu_info", "cpu_instructions"]
-
 INSTRUCTIONS = (
     "avx2",
     "avx512f",

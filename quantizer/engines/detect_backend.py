@@ -5,14 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from quantizer.engines.engine_file import checked_engine
-from quantizer.engines.engine_file import checked_onnx
+from quantizer.engines.engine_file import checked_engine, checked_onnx
 from quantizer.engines.inspection.onnx_graph import read_graph
 from quantizer.errors import EngineError
-from quantizer.targets import profile
-from quantizer.targets import profiles
-
-__all__ = ["detect_backend"]
+from quantizer.targets import profile, profiles
 
 _HEAD = 256
 

@@ -6,20 +6,13 @@ of an earlier call, and go on doing so; its engine files do not keep the names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
-from quantizer.common.decoder_cache import PAST
-from quantizer.common.decoder_cache import TOTAL
+from quantizer.common.decoder_cache import PAST, TOTAL
 from quantizer.engines.engine_file import read_varint
-
-__all__ = ["dimension_sizes", "input_dimensions", "ranges_with_cache", "shape_words"]
 
 # Field numbers in ONNX's protobuf messages: graph of a model; inputs of a graph; name and type of an input; tensor
 # of a type; its shape; dimensions of a shape; the name of a dimension.

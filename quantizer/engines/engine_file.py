@@ -11,25 +11,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from quantizer import files
-from quantizer.common.paths import is_file
-from quantizer.common.paths import is_folder
-from quantizer.common.paths import regular_file
+from quantizer.common.paths import is_file, is_folder, regular_file
 from quantizer.errors import EngineError
-
-__all__ = [
-    "built_on",
-    "check_signature",
-    "checked_engine",
-    "checked_onnx",
-    "checked_output",
-    "content_bytes",
-    "copy_content",
-    "read_engine",
-    "read_varint",
-    "sign_onnx",
-    "whole_file",
-    "write_engine",
-]
 
 _NOTE = b"\nquantizer engine: "
 _NOTE_WITHOUT_SUM = b"\nquantizer: "

@@ -8,8 +8,6 @@ from pathlib import Path
 from quantizer.engines.inspection.onnx_graph import read_graph
 from quantizer.errors import QuantizerError
 
-__all__ = ["hint_for", "named_node", "explain_error"]
-
 _SHOWN = 3
 # Fragments of libraries' messages and the remedy for each; the first match counts.
 _HINTS = (

@@ -10,8 +10,6 @@ from quantizer.engines.inspection.onnx_graph import read_graph
 from quantizer.numerics.qtype import UINT8
 from quantizer.targets import profile
 
-__all__ = ["EXACT_QMAX", "saturates", "saturation_warnings"]
-
 EXACT_QMAX = 2**15 // (2 * UINT8.qmax)
 """The largest code of a weight with which two products of bytes fit into 16 bits."""
 

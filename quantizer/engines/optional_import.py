@@ -5,11 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from quantizer.errors import EngineError
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import install_command
-
-__all__ = ["import_library"]
+from quantizer.errors import EngineError, MissingDependencyError, install_command
 
 
 def import_library(extra: str, *names: str) -> ModuleType:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic
-from typing import TypeVar
-
-__all__ = ["Pool"]
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from quantizer.errors import EngineError
 
-__all__ = ["COMPILED", "built_here", "check_trust", "is_untrusted", "native_code", "note_built", "note_digests"]
-
 COMPILED = "compiled.pt2"
 """The file with native code in the archive of a compiled torch engine."""
 

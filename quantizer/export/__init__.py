@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from quantizer.export.exporter import export_onnx
-from quantizer.export.exporter import least_opset
-from quantizer.export.exporter import require_exporter
+from quantizer.export.exporter import export_onnx, least_opset, require_exporter
 
 __all__ = ["export_onnx", "least_opset", "require_exporter"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from torch import nn
 from torch.nn import Parameter
 
-__all__ = ["bring_to_cpu"]
-
 _STAYS = ("cpu", "meta")
 
 

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["call_compiled_parts"]
-
 
 class _CompiledPart(nn.Module):
     """Caller of a compiled module, which is not registered as a child."""

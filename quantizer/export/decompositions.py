@@ -10,9 +10,7 @@ The file is the same after constants are folded, but for names of values and for
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
@@ -20,11 +18,8 @@ from unittest.mock import patch
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-__all__ = ["replaced_in_place"]
 
 _aten = torch.ops.aten
 _OF_CONVOLUTION = len(_aten.convolution.default._schema.arguments)
@@ -40,8 +35,7 @@ def replaced_in_place() -> Iterator[None]:
     A release of torch that works in another way is left as it is.
     """
     try:
-        from torch.onnx._internal.exporter import _decomp
-        from torch.onnx._internal.exporter import _fx_passes
+        from torch.onnx._internal.exporter import _decomp, _fx_passes
 
         decompose = _fx_passes.decompose_with_registry
         translated, table_without = (

@@ -9,12 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.common.data.sizes import BATCH
-from quantizer.common.data.sizes import Axes
-from quantizer.common.data.sizes import DataSizes
+from quantizer.common.data.sizes import BATCH, Axes, DataSizes
 from quantizer.errors import ExportError
-
-__all__ = ["asked_axes", "check_dynamic", "dynamic_shapes", "hint", "usual_axes", "widened"]
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,6 @@ from torch.nn import functional as F
 
 from quantizer.errors import ExportError
 
-__all__ = ["bags_as_reductions", "reduced_bag"]
-
 _MATRIX = 2  # axes
 
 

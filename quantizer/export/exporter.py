@@ -8,54 +8,38 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree
 
 from quantizer.common.data.batches_of import beside
-from quantizer.common.data.sizes import Axes
-from quantizer.common.data.sizes import DataSizes
+from quantizer.common.data.sizes import Axes, DataSizes
 from quantizer.common.interrupts import interrupts_end_the_block
-from quantizer.common.structure import fields_of
-from quantizer.common.structure import leaves
-from quantizer.errors import ExportError
-from quantizer.errors import MissingDependencyError
+from quantizer.common.structure import fields_of, leaves
+from quantizer.errors import ExportError, MissingDependencyError
 from quantizer.export.bring_to_cpu import bring_to_cpu
 from quantizer.export.compiled_parts import call_compiled_parts
-from quantizer.export.dynamic_axes import asked_axes
-from quantizer.export.dynamic_axes import check_dynamic
-from quantizer.export.dynamic_axes import dynamic_shapes
-from quantizer.export.dynamic_axes import hint
-from quantizer.export.dynamic_axes import usual_axes
-from quantizer.export.dynamic_axes import widened
+from quantizer.export.dynamic_axes import asked_axes, check_dynamic, dynamic_shapes, hint, usual_axes, widened
 from quantizer.export.embedding_bags import bags_as_reductions
 from quantizer.export.onnx_storage import write_onnx
 from quantizer.export.optimize import optimize
-from quantizer.export.passes import passes
-from quantizer.export.passes import run_passes
+from quantizer.export.passes import passes, run_passes
 from quantizer.export.qdq_translations import translations
 from quantizer.export.quick_exporter import quick_exporter
 from quantizer.files import checked_file
-from quantizer.float16.float32_modules import Float32Modules
-from quantizer.float16.float32_modules import convert_floats
+from quantizer.float16.float32_modules import Float32Modules, convert_floats
 from quantizer.float16.made_floats import with_one_type
-from quantizer.numerics.qtype import BLOCKS_OPSET
-from quantizer.numerics.qtype import qtype
+from quantizer.numerics.qtype import BLOCKS_OPSET, qtype
 from quantizer.proxy.build import own_copy
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.restored_state import untouched
 from quantizer.targets import TargetProfile
-
-__all__ = ["export_onnx", "least_opset", "require_exporter"]
 
 _HALF_SCALES_OPSET = 19
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import ExitStack
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from threading import RLock
 from typing import Any
 from unittest.mock import patch
-
-__all__ = ["exporter_cache"]
 
 _read: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 """What was read of each of the exporter's 500 translations, which live as long as the process, by what was asked."""

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import onnx_ir
 
-__all__ = ["optimize"]
-
 
 def optimize(model: onnx_ir.Model, output_names: Sequence[str] | None = None) -> None:
     """Fold constants, apply the rules of onnxscript, join equal constants and nodes, and name the outputs, in place.
@@ -26,8 +24,7 @@ def optimize(model: onnx_ir.Model, output_names: Sequence[str] | None = None) ->
     """
     import onnx_ir
     import onnx_ir.passes.common as common
-    from onnxscript import optimizer
-    from onnxscript import rewriter
+    from onnxscript import optimizer, rewriter
     from onnxscript.rewriter import onnx_fusions
     from onnxscript.rewriter.rules.common import slice_split_rule
 

@@ -18,13 +18,8 @@ import torch
 
 from quantizer.errors import ExportError
 from quantizer.export.recurrence_translations import recurrence_translations
-from quantizer.numerics.qtype import BLOCKS_OPSET
-from quantizer.numerics.qtype import INT8
-from quantizer.numerics.qtype import QType
-from quantizer.numerics.qtype import qtype
+from quantizer.numerics.qtype import BLOCKS_OPSET, INT8, QType, qtype
 from quantizer.operations import grouped_product as _registers  # noqa: F401
-
-__all__ = ["translations"]
 
 _INT64 = 7  # in ONNX's list of element types
 

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from quantizer.export.decompositions import replaced_in_place
 from quantizer.export.exporter_cache import exporter_cache
 
-__all__ = ["quick_exporter"]
-
 
 @contextmanager
 def quick_exporter() -> Iterator[None]:

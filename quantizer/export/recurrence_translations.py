@@ -13,8 +13,6 @@ import torch
 
 from quantizer.numerics.recurrence import CELLS
 
-__all__ = ["recurrence_translations"]
-
 _GATES = CELLS["lstm"].gates
 _OURS = "com.microsoft"
 

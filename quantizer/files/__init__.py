@@ -10,20 +10,10 @@ folder.py      atomic writing of a folder, which may replace a former one
 
 from __future__ import annotations
 
-from quantizer.files.folder import checked_folder
-from quantizer.files.folder import require_sole_writer
-from quantizer.files.folder import restore_folder
-from quantizer.files.folder import said_complete
-from quantizer.files.folder import write_folder
+from quantizer.files.folder import checked_folder, require_sole_writer, restore_folder, said_complete, write_folder
 from quantizer.files.marker import MARKER
-from quantizer.files.place import checked_file
-from quantizer.files.place import require_room
-from quantizer.files.place import require_writable
-from quantizer.files.temporary import begun_in
-from quantizer.files.temporary import is_begun
-from quantizer.files.temporary import scratch
-from quantizer.files.temporary import scratch_folder
-from quantizer.files.temporary import temporary_beside
+from quantizer.files.place import checked_file, require_room, require_writable
+from quantizer.files.temporary import begun_in, is_begun, scratch, scratch_folder, temporary_beside
 from quantizer.files.whole import whole_file
 
 __all__ = [

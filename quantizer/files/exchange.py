@@ -8,8 +8,6 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["exchange"]
-
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 # The kernel, file system or container does not support the call; the two folders are in order.

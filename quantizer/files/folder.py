@@ -10,34 +10,23 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quantizer.errors import QuantizerError
 from quantizer.files import exchange
-from quantizer.files.marker import MARKER
-from quantizer.files.marker import discard
-from quantizer.files.marker import foreign
-from quantizer.files.marker import read_marker
-from quantizer.files.marker import write_marker
-from quantizer.files.place import probe
-from quantizer.files.place import protected_reason
-from quantizer.files.place import real_place
-from quantizer.files.place import said_plainly
-from quantizer.files.place import settle
-from quantizer.files.place import sync_folder
-from quantizer.files.place import system_errors_as
-from quantizer.files.temporary import NEW
-from quantizer.files.temporary import OLD
-from quantizer.files.temporary import leftovers
-from quantizer.files.temporary import new_name
-from quantizer.files.temporary import other_writer
-from quantizer.files.temporary import remove_leftovers
-
-__all__ = ["checked_folder", "require_sole_writer", "restore_folder", "said_complete", "write_folder"]
+from quantizer.files.marker import MARKER, discard, foreign, read_marker, write_marker
+from quantizer.files.place import (
+    probe,
+    protected_reason,
+    real_place,
+    said_plainly,
+    settle,
+    sync_folder,
+    system_errors_as,
+)
+from quantizer.files.temporary import NEW, OLD, leftovers, new_name, other_writer, remove_leftovers
 
 _SHOWN = 3
 

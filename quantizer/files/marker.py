@@ -18,8 +18,6 @@ from pathlib import Path
 
 from quantizer.common.paths import regular_file
 
-__all__ = ["MARKER", "Marker", "discard", "foreign", "read_marker", "write_marker"]
-
 logger = logging.getLogger(__name__)
 
 MARKER = ".quantizer.json"

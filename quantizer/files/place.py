@@ -8,26 +8,11 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quantizer.errors import QuantizerError
 from quantizer.files.temporary import temporary_beside
-
-__all__ = [
-    "checked_file",
-    "file_behind",
-    "probe",
-    "protected_reason",
-    "real_place",
-    "require_room",
-    "require_writable",
-    "said_plainly",
-    "settle",
-    "sync_folder",
-    "system_errors_as",
-]
 
 _PROBE = 4096
 _DEEPEST = 256

@@ -19,27 +19,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Container
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextlib import suppress
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quantizer.files.marker import discard
-
-__all__ = [
-    "NEW",
-    "OLD",
-    "begun_in",
-    "is_begun",
-    "leftovers",
-    "new_name",
-    "other_writer",
-    "remove_leftovers",
-    "scratch",
-    "scratch_folder",
-    "temporary_beside",
-]
 
 NEW = ".part"
 OLD = ".old"

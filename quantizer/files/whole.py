@@ -8,13 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from quantizer.errors import QuantizerError
-from quantizer.files.place import file_behind
-from quantizer.files.place import settle
-from quantizer.files.place import sync_folder
-from quantizer.files.place import system_errors_as
+from quantizer.files.place import file_behind, settle, sync_folder, system_errors_as
 from quantizer.files.temporary import temporary_beside
-
-__all__ = ["whole_file"]
 
 
 @contextmanager

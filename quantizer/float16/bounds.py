@@ -7,16 +7,12 @@ most sqrt(K) |x| times the largest norm of a column of w (Cauchy-Schwarz).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from quantizer.numerics.float16 import FLOAT16_MAX
-
-__all__ = ["MASKS", "beyond", "is_mask", "largest_inside", "passes_masks_on", "result_bound"]
 
 MASKS = -1e8
 """Lower values are masks: no activation is so low unless others are as high."""

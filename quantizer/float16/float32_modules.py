@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.plain_values import decoded
-from quantizer.common.structure import leaves
-from quantizer.common.structure import mapped
-from quantizer.errors import ProxyError
-from quantizer.errors import QuantizerError
-from quantizer.numerics.float16 import FLOAT16_MASK
-from quantizer.numerics.float16 import FLOAT16_MAX
+from quantizer.common.structure import leaves, mapped
+from quantizer.errors import ProxyError, QuantizerError
+from quantizer.numerics.float16 import FLOAT16_MASK, FLOAT16_MAX
 from quantizer.numerics.qtype import QTYPES
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import SourceCall
-
-__all__ = ["Float32Modules", "convert_floats"]
 
 _STORAGE = {kind.storage for kind in QTYPES.values()}
 

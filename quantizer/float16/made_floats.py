@@ -13,22 +13,17 @@ that follows does too; a product or a normalization refuses the two. So it is ca
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from quantizer.numerics.float16 import FLOAT16_MASK
-from quantizer.numerics.float16 import FLOAT16_MAX
-
-__all__ = ["MadeFloats", "with_one_type"]
+from quantizer.numerics.float16 import FLOAT16_MASK, FLOAT16_MAX
 
 _ONE_TYPE = frozenset(
     function

@@ -19,8 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from quantizer.numerics.float16 import FLOAT16_MASK
 from quantizer.operations.aten_products import product_name
 
-__all__ = ["MaskTaint"]
-
 _CONSTANTS = frozenset({"fill_", "fill", "full", "full_like", "lift_fresh", "new_full", "scalar_tensor", "_to_copy"})
 _MOVES = frozenset(
     {

@@ -12,29 +12,18 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.calibrators.histogram import in_memory_order
 from quantizer.common.structure import leaves
 from quantizer.common.tensor_stamp import tensor_version
-from quantizer.float16.bounds import MASKS
-from quantizer.float16.bounds import beyond
-from quantizer.float16.bounds import is_mask
-from quantizer.float16.bounds import largest_inside
-from quantizer.float16.bounds import passes_masks_on
-from quantizer.float16.bounds import result_bound
+from quantizer.float16.bounds import MASKS, beyond, is_mask, largest_inside, passes_masks_on, result_bound
 from quantizer.float16.float32_modules import Float32Modules
-
-__all__ = ["Frame", "OverflowTracker", "ParameterMagnitudes"]
 
 Frame = tuple[str, int]
 """A running module: its path, and the number of its call."""

@@ -11,20 +11,16 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizer.common.structure import mapped
-from quantizer.float16.float32_modules import Float32Modules
-from quantizer.float16.float32_modules import convert_floats
+from quantizer.float16.float32_modules import Float32Modules, convert_floats
 from quantizer.float16.made_floats import MadeFloats
 from quantizer.float16.mask_taint import MaskTaint
 from quantizer.numerics.float16 import FLOAT16_MAX
 from quantizer.operations.aten_products import product_name
-
-__all__ = ["is_simulation", "simulate"]
 
 _MARK = "_quantizer_simulation"
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from quantizer.targets.graph_rules import Severity
 
-__all__ = ["Fault", "Finding"]
-
 
 @dataclass(frozen=True, slots=True)
 class Fault:

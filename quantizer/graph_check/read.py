@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from quantizer.common.paths import is_file
-from quantizer.common.paths import is_folder
-from quantizer.errors import ExportError
-from quantizer.errors import MissingDependencyError
+from quantizer.common.paths import is_file, is_folder
+from quantizer.errors import ExportError, MissingDependencyError
 from quantizer.graph_check.subject import Subject
-from quantizer.qdq.light_message import HeldBack
-from quantizer.qdq.light_message import light_message
-from quantizer.qdq.light_message import without_weights
+from quantizer.qdq.light_message import HeldBack, light_message, without_weights
 from quantizer.qdq.structure import structural_fault
 from quantizer.targets.base import TargetProfile
-
-__all__ = ["read_subject"]
 
 
 def read_subject(path: Path, target: TargetProfile) -> Subject:

@@ -6,14 +6,11 @@ rule. Severity and applicability on each target are data: ``quantizer/targets/gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from quantizer.common.registry import Registry
 from quantizer.graph_check.finding import Fault
 from quantizer.graph_check.subject import Subject
-
-__all__ = ["Rule", "rules"]
 
 Rule = Callable[[Subject], Iterator[Fault]]
 

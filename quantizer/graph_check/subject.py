@@ -6,21 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from quantizer.qdq.attention import Attention
-from quantizer.qdq.attention import attentions
-from quantizer.qdq.graph import is_dequantize
-from quantizer.qdq.graph import is_dynamic_quantize
-from quantizer.qdq.graph import is_quantize
-from quantizer.qdq.graph import maker
-from quantizer.qdq.graph import varying_inputs
-from quantizer.qdq.operand import MOVES
-from quantizer.qdq.operand import PRODUCTS
-from quantizer.qdq.operand import Operand
-from quantizer.qdq.operand import operands
+from quantizer.qdq.attention import Attention, attentions
+from quantizer.qdq.graph import is_dequantize, is_dynamic_quantize, is_quantize, maker, varying_inputs
+from quantizer.qdq.operand import MOVES, PRODUCTS, Operand, operands
 from quantizer.targets.base import TargetProfile
 from quantizer.targets.graph_rules import GraphRules
-
-__all__ = ["Subject"]
 
 _BETWEEN_CODES = (
     *MOVES,

@@ -15,8 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,7 @@ from torch import Tensor
 from quantizer.common.paths import regular_file
 from quantizer.errors import QuantizerError
 from quantizer.numerics.qtype import qtype
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import SitePlan
-
-__all__ = ["ToolkitScales", "read_toolkit_scales"]
+from quantizer.plan.site_plan import OperandPlan, Plan, SitePlan
 
 _AMAX = re.compile(r"(?:(?P<module>.+)\.)?_?(?P<quantizer>[^.]+)\._amax")
 

@@ -9,8 +9,7 @@ for tripy, and its output channels are on axis 0 then too.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors.torch import save
@@ -19,11 +18,7 @@ from torch import Tensor
 from quantizer.errors import QuantizerError
 from quantizer.files import whole_file
 from quantizer.numerics.qtype import INT8
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import SitePlan
-
-__all__ = ["TripyLinear", "TripyScales", "tripy_scales", "write_tripy_scales"]
+from quantizer.plan.site_plan import OperandPlan, Plan, SitePlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -12,15 +12,12 @@ is best is found by trying: the error of the product is tr((W - Q(W s) / s) H (W
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from quantizer.numerics.gptq import output_error
-
-__all__ = ["awq_share", "input_factors"]
 
 _SHARES = tuple(step / 20 for step in range(1, 20))
 """Values of alpha, as the paper's grid of 20."""

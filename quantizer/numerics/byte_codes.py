@@ -11,8 +11,6 @@ import warnings
 import torch
 from torch import Tensor
 
-__all__ = ["byte_codes", "spend_deprecation_warning"]
-
 
 def byte_codes(values: Tensor, scale: float, zero_point: int) -> Tensor:
     """Return UINT8 codes, clamp(round(values / scale) + zero_point, 0, 255), of float32 values on the CPU.

@@ -30,8 +30,6 @@ from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.qtype import qtype
 from quantizer.numerics.torch_operators import fake_quantize
 
-__all__ = ["block_scales", "dynamic_range", "fake_quantize_dynamic"]
-
 
 def dynamic_range(x: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
     """Return s [] in float32 and z [] in the format's storage type, of x [*], which has at least one value."""

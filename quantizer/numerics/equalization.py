@@ -13,8 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["equalizing_factors"]
-
 
 def equalizing_factors(first: Tensor, second: Tensor) -> Tensor:
     """Return s [C] for r1 [C] and r2 [C], float64; 1 for a channel of zeros, which no factor changes."""

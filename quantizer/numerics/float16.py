@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["FLOAT16_MASK", "FLOAT16_MAX"]
-
 FLOAT16_MAX = 65504.0
 """The largest number of float16 (IEEE 754-2008, binary16)."""
 

@@ -22,8 +22,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["column_costs", "gptq_codes", "output_error", "output_gains"]
-
 _DAMPING = 0.01
 """The least that is added to the diagonal of H, as a share of its mean: that of the paper."""
 

@@ -11,14 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.numerics.granularity import beside
-from quantizer.numerics.granularity import in_blocks
-from quantizer.numerics.qtype import QType
-from quantizer.numerics.qtype import qtype
-from quantizer.numerics.rounding import as_stored
-from quantizer.numerics.rounding import nearest
-
-__all__ = ["keep_for_backward", "straight_through"]
+from quantizer.numerics.granularity import beside, in_blocks
+from quantizer.numerics.qtype import QType, qtype
+from quantizer.numerics.rounding import as_stored, nearest
 
 _PIECE = 2**18
 """The number of values whose gradients a CPU computes at a time. The memory of larger buffers is mapped and cleared at

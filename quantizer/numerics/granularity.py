@@ -20,8 +20,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["beside", "in_blocks", "scale_of_each", "scale_shape"]
-
 
 def scale_shape(shape: Sequence[int], axis: int | None, block_size: int | None) -> tuple[int, ...]:
     """Return the shape of the scale of values [*shape]; axis and block size must fit the shape."""

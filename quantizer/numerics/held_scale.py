@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["held_scale", "is_normal"]
-
 
 def held_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a scale [*] > 0 rounded to ``dtype``, in float32: to nearest, below its normal numbers up."""

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from quantizer.numerics.held_scale import held_scale
 
-__all__ = ["GAIN", "as_held", "learned", "trained_scale"]
-
 GAIN = 100.0
 """The step of a scale's logarithm, relative to the step of a weight, at the same learning rate of Adam.
 

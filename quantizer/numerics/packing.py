@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["pack_pairs", "packed_size", "unpack_pairs"]
-
 _LOW = 0b1111
 _SIGN = 0b1000
 

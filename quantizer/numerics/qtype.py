@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["BLOCKS_OPSET", "FP8", "INT4", "INT8", "QTYPES", "UINT8", "QType", "qtype"]
 
 BLOCKS_OPSET = 21
 """The first opset of ONNX whose ``QuantizeLinear`` has scales per block."""

@@ -11,8 +11,7 @@ DynamicQuantizeLSTM of ONNX Runtime.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -21,10 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantizer.numerics.dynamic_range import fake_quantize_dynamic
-from quantizer.numerics.torch_operators import dequantize
-from quantizer.numerics.torch_operators import fake_quantize
-
-__all__ = ["CELLS", "Cell", "dynamic_lstm", "recurrence", "steps"]
+from quantizer.numerics.torch_operators import dequantize, fake_quantize
 
 _Next = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 

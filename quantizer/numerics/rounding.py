@@ -6,8 +6,6 @@ from torch import Tensor
 
 from quantizer.numerics.qtype import QType
 
-__all__ = ["as_stored", "nearest"]
-
 
 def nearest(exact: Tensor, kind: QType, zero_point: Tensor | None) -> Tensor:
     """Round x / s to integer codes, in place. FP8 is rounded by a cast after clamping: a cast need not saturate."""

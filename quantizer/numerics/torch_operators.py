@@ -27,15 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.numerics.gradients import keep_for_backward
-from quantizer.numerics.gradients import straight_through
-from quantizer.numerics.granularity import beside
-from quantizer.numerics.granularity import in_blocks
+from quantizer.numerics.gradients import keep_for_backward, straight_through
+from quantizer.numerics.granularity import beside, in_blocks
 from quantizer.numerics.qtype import qtype
-from quantizer.numerics.rounding import as_stored
-from quantizer.numerics.rounding import nearest
-
-__all__ = ["dequantize", "fake_quantize", "quantize"]
+from quantizer.numerics.rounding import as_stored, nearest
 
 
 def _codes(

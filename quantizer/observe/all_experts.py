@@ -6,19 +6,15 @@ with what its router chose.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.errors import CalibrationError
 from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.site import Site
-
-__all__ = ["show_all_experts"]
 
 _ROUTED = 2  # axes of the numbers of the experts of each token
 

@@ -8,58 +8,38 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
-from torch.utils import _python_dispatch
-from torch.utils import _pytree
+from torch import Tensor, nn
+from torch.utils import _python_dispatch, _pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from quantizer.calibrators import Calibrator
 from quantizer.errors import CalibrationError
-from quantizer.float16.overflow import OverflowTracker
-from quantizer.float16.overflow import ParameterMagnitudes
+from quantizer.float16.overflow import OverflowTracker, ParameterMagnitudes
 from quantizer.observe.call_operands import CallOperands
-from quantizer.observe.completeness.call_site import callers
-from quantizer.observe.completeness.call_site import innermost_frame
-from quantizer.observe.completeness.product_counter import Explanations
-from quantizer.observe.completeness.product_counter import ProductCounter
+from quantizer.observe.completeness.call_site import callers, innermost_frame
+from quantizer.observe.completeness.product_counter import Explanations, ProductCounter
 from quantizer.observe.finite_weights import FiniteParameters
 from quantizer.observe.output_readers import OutputReaders
 from quantizer.observe.padding import without_padding
-from quantizer.observe.range_group import ChannelRange
-from quantizer.observe.range_group import OperandRecord
-from quantizer.observe.range_group import RangeGroup
+from quantizer.observe.range_group import ChannelRange, OperandRecord, RangeGroup
 from quantizer.observe.replay_batches import Batch
-from quantizer.observe.site_statistics import SiteStatistics
-from quantizer.observe.site_statistics import merge_dimension
-from quantizer.observe.site_statistics import same_weight
-from quantizer.observe.site_statistics import why_varies
+from quantizer.observe.site_statistics import SiteStatistics, merge_dimension, same_weight, why_varies
 from quantizer.observe.statistics import Seen
-from quantizer.observe.tensor_origin import Origin
-from quantizer.observe.tensor_origin import OriginTracker
+from quantizer.observe.tensor_origin import Origin, OriginTracker
 from quantizer.operations.catalogue import kind_of
 from quantizer.operations.gemm_shape import Call
 from quantizer.operations.grouped_product import group_sizes
 from quantizer.proxy.computed.computation import named_tensors
 from quantizer.proxy.place import Place
-from quantizer.proxy.site import OUTPUT
-from quantizer.proxy.site import Site
-from quantizer.proxy.weight import Weight
-from quantizer.proxy.weight import Weights
+from quantizer.proxy.site import OUTPUT, Site
+from quantizer.proxy.weight import Weight, Weights
 from quantizer.reasons import ReasonCode
-
-__all__ = ["Pass", "Watched"]
 
 _TORCH = str(Path(torch.__file__).parent)
 

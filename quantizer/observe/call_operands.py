@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantizer.errors import CalibrationError
-from quantizer.observe.tensor_origin import Origin
-from quantizer.observe.tensor_origin import OriginTracker
+from quantizer.observe.tensor_origin import Origin, OriginTracker
 from quantizer.operations.einsum import labels
-from quantizer.proxy.computed.computation import RANDOM
-from quantizer.proxy.computed.computation import Computation
+from quantizer.proxy.computed.computation import RANDOM, Computation
 from quantizer.proxy.site import Site
-from quantizer.proxy.weight import Weight
-from quantizer.proxy.weight import Weights
-from quantizer.proxy.weight import is_transformed
-from quantizer.proxy.weight import non_finite
+from quantizer.proxy.weight import Weight, Weights, is_transformed, non_finite
 from quantizer.reasons import ReasonCode
-
-__all__ = ["CallOperands"]
 
 _PRODUCT = 2  # operands of a product
 _MATRIX = 2  # axes of a weight that is multiplied by ``@``

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.tensor_stamp import tensor_version
 from quantizer.errors import CalibrationError
 from quantizer.proxy.weight import non_finite
-
-__all__ = ["FiniteParameters"]
 
 
 class FiniteParameters:

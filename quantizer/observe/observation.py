@@ -8,45 +8,33 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.calibrators import Calibrator
 from quantizer.common.data.batches_of import row_count
 from quantizer.common.data.doubts import warn_user
 from quantizer.common.data.sizes import input_shapes
-from quantizer.common.own_inputs import on_own_tensors
-from quantizer.common.own_inputs import written_by
+from quantizer.common.own_inputs import on_own_tensors, written_by
 from quantizer.common.structure import leaves
 from quantizer.errors import CalibrationError
 from quantizer.observe.all_experts import show_all_experts
-from quantizer.observe.batch_pass import Pass
-from quantizer.observe.batch_pass import Watched
+from quantizer.observe.batch_pass import Pass, Watched
 from quantizer.observe.completeness.product_counter import Explanations
 from quantizer.observe.padding import read_mask
-from quantizer.observe.replay_batches import Enough
-from quantizer.observe.replay_batches import ReplayBatches
+from quantizer.observe.replay_batches import Enough, ReplayBatches
 from quantizer.observe.statistics import Seen
 from quantizer.operations.gemm_shape import recurrent
-from quantizer.proxy.build import UnrewrittenSource
-from quantizer.proxy.build import places_of
+from quantizer.proxy.build import UnrewrittenSource, places_of
 from quantizer.proxy.generated_classes import called_through
 from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.place import Place
-from quantizer.proxy.site import Site
-from quantizer.proxy.site import SourceCall
-
-__all__ = ["Observation"]
+from quantizer.proxy.site import Site, SourceCall
 
 _COPIES_GIVEN = "writes into its inputs ({names}): it was given copies, so that your data stays as it is"
 

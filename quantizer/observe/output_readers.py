@@ -7,8 +7,7 @@ integers between a convolution and its output quantizer. What counts are the val
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -16,8 +15,6 @@ import torch
 from torch import Tensor
 
 from quantizer.proxy.site import Site
-
-__all__ = ["OutputReaders"]
 
 _aten = torch.ops.aten
 _RECTIFIERS = frozenset({"relu", "relu_", "hardtanh", "hardtanh_", "clamp", "clamp_", "clamp_min", "clamp_min_"})

@@ -11,8 +11,6 @@ from quantizer.common.structure import leaves
 from quantizer.errors import SensitivityError
 from quantizer.observe.padding import output_without_padding
 
-__all__ = ["flat_output", "floats", "is_no_mask"]
-
 _MASK = 1e18
 """The magnitude from which on a value is a mask, such as that of logits that must not be chosen; its square is finite
 in float32."""

@@ -13,15 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "has_padding",
-    "output_without_padding",
-    "padding_mask",
-    "read_mask",
-    "with_zeroed_padding",
-    "without_padding",
-]
-
 _NAME = "attention_mask"
 _AXES = 2  # of a mask [B, S]
 

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree
 
-from quantizer.proxy.computed.computation import RANDOM
-from quantizer.proxy.computed.computation import Computation
-from quantizer.proxy.computed.computation import Step
-from quantizer.proxy.computed.computation import plain_arguments
-from quantizer.proxy.computed.computation import why_not_repeated
-
-__all__ = ["ParameterSteps"]
+from quantizer.proxy.computed.computation import RANDOM, Computation, Step, plain_arguments, why_not_repeated
 
 _DEEPEST = 100
 """The most calls one on the result of the other: a weight is made in a few, and a recurrence in thousands."""

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from quantizer.calibrators import Calibrator
 from quantizer.proxy.weight import Weight
-
-__all__ = ["MOST_CALLS", "ChannelRange", "Migration", "OperandRecord", "RangeGroup", "RoundedWeight"]
 
 MOST_CALLS = 32
 """The most tensors of a pass whose ranges are kept apart, so that a long loop takes bounded memory."""

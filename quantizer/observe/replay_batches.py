@@ -7,35 +7,21 @@ many as have enough rows together, within bounds.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Hashable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING
-from typing import Any
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantizer.common.distributed import all_gather_bytes
-from quantizer.common.distributed import get_rank
-from quantizer.common.distributed import get_world_size
-from quantizer.common.distributed import is_mine
+from quantizer.common.distributed import all_gather_bytes, get_rank, get_world_size, is_mine
 from quantizer.common.own_inputs import copied
-from quantizer.common.structure import leaves
-from quantizer.common.structure import mapped
+from quantizer.common.structure import leaves, mapped
 from quantizer.errors import CalibrationError
 
 if TYPE_CHECKING:
     from quantizer.observe.statistics import Seen
-
-__all__ = ["FEW", "MANY", "Batch", "DealtBatches", "Enough", "Known", "ReplayBatches", "in_types"]
 
 
 class Enough(NamedTuple):

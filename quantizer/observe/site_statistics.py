@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from quantizer.observe.range_group import OperandRecord
 from quantizer.operations.catalogue import Kind
 from quantizer.proxy.weight import Weight
 from quantizer.reasons import ReasonCode
-
-__all__ = ["SiteStatistics", "merge_dimension", "same_weight", "why_varies"]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,52 +10,38 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load
-from safetensors.torch import save
-from torch import Tensor
-from torch import nn
+from safetensors.torch import load, save
+from torch import Tensor, nn
 
 from quantizer.calibrators import Calibrator
-from quantizer.calibrators.histogram import BINS
-from quantizer.calibrators.histogram import Histogram
+from quantizer.calibrators.histogram import BINS, Histogram
 from quantizer.common.data.sizes import InputShapes
-from quantizer.common.distributed import all_gather_bytes
-from quantizer.common.distributed import get_world_size
-from quantizer.common.plain_values import decoded
-from quantizer.common.plain_values import json_values
-from quantizer.errors import CalibrationError
-from quantizer.errors import QuantizerError
+from quantizer.common.distributed import all_gather_bytes, get_world_size
+from quantizer.common.plain_values import decoded, json_values
+from quantizer.errors import CalibrationError, QuantizerError
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
-from quantizer.observe.range_group import ChannelRange
-from quantizer.observe.range_group import Migration
-from quantizer.observe.range_group import OperandRecord
-from quantizer.observe.range_group import RangeGroup
+from quantizer.observe.range_group import ChannelRange, Migration, OperandRecord, RangeGroup
 from quantizer.observe.site_statistics import SiteStatistics
-from quantizer.observe.snapshot_fields import SeenCalibrator
-from quantizer.observe.snapshot_fields import SeenDocument
-from quantizer.observe.snapshot_fields import SeenGroup
-from quantizer.observe.snapshot_fields import SeenSite
-from quantizer.observe.snapshot_fields import SeenWeight
-from quantizer.observe.snapshot_fields import seen_document
+from quantizer.observe.snapshot_fields import (
+    SeenCalibrator,
+    SeenDocument,
+    SeenGroup,
+    SeenSite,
+    SeenWeight,
+    seen_document,
+)
 from quantizer.observe.statistics import Seen
 from quantizer.proxy.computed.computation import named_tensors
 from quantizer.proxy.site import OUTPUT
-from quantizer.proxy.weight import Weight
-from quantizer.proxy.weight import WeightView
-
-__all__ = ["add_over_ranks", "restored", "seen_inputs", "snapshot"]
+from quantizer.proxy.weight import Weight, WeightView
 
 _SITE_FIELDS = tuple(
     name for name in SiteStatistics.__slots__ if name not in ("reads", "operands", "experts", "follows")

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Iterator
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from quantizer.calibrators.histogram import BINS
 from quantizer.common.plain_values import decoded
 from quantizer.operations.catalogue import Kind
 from quantizer.proxy.computed.computation import Computation
-
-__all__ = [
-    "SeenCalibrator",
-    "SeenDocument",
-    "SeenGroup",
-    "SeenHistogram",
-    "SeenOperand",
-    "SeenPart",
-    "SeenSite",
-    "SeenWeight",
-    "seen_document",
-]
 
 _EXPONENTS = range(-200, 1100)
 """log2 of a bin's width: from far below the smallest float to the largest double."""

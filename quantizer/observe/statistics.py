@@ -7,25 +7,17 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from quantizer.common.data.sizes import InputShapes
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
-from quantizer.observe.range_group import OperandRecord
-from quantizer.observe.range_group import RangeGroup
-from quantizer.observe.range_group import RoundedWeight
+from quantizer.observe.range_group import OperandRecord, RangeGroup, RoundedWeight
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.observe.site_statistics import SiteStatistics
-
-__all__ = ["BiasShifts", "RoundingProgress", "Seen"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

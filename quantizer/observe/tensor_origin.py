@@ -9,31 +9,22 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Iterable
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizer.float16.overflow import OverflowTracker
 from quantizer.observe.completeness.product_counter import ProductCounter
 from quantizer.observe.output_readers import OutputReaders
 from quantizer.observe.parameter_steps import ParameterSteps
-from quantizer.operations.aten_products import COMPOSITE
-from quantizer.operations.aten_products import PRODUCTS
-from quantizer.operations.aten_products import is_composite
-from quantizer.operations.aten_products import product_name
+from quantizer.operations.aten_products import COMPOSITE, PRODUCTS, is_composite, product_name
 from quantizer.proxy.computed.computation import Computation
 from quantizer.proxy.weight import is_transformed
-
-__all__ = ["Origin", "OriginTracker"]
 
 _SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
 _PART_OF_PRODUCT = frozenset(

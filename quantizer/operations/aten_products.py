@@ -7,15 +7,12 @@ multiplication and the addition of its result; masked elements, and those skippe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-
-__all__ = ["COMPOSITE", "FUSED_KERNELS", "PRODUCTS", "RECURRENT_KERNELS", "Product", "is_composite", "product_name"]
 
 Arguments = Sequence[Any]
 

@@ -8,35 +8,16 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
-from typing import Literal
-from typing import get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
 from quantizer.operations import gemm_shape
-
-__all__ = [
-    "CATALOGUE",
-    "METHODS",
-    "OPERATORS",
-    "Kind",
-    "Operand",
-    "Operation",
-    "in_graphs",
-    "is_fast_path_switch",
-    "kind_of",
-    "operation",
-    "operation_of",
-    "register_operation",
-    "registered_operations",
-]
 
 _ATEN = "torch.ops.aten."
 

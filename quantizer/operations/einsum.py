@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from quantizer.reasons import ReasonCode
 
-__all__ = ["Labels", "labels", "problem", "volume"]
-
 _DOTS = "..."
 
 

@@ -7,27 +7,10 @@ numbers, so that nothing here needs torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from quantizer.operations.einsum import labels
-from quantizer.operations.einsum import volume
-
-__all__ = [
-    "Call",
-    "Geometry",
-    "GeometryOf",
-    "attention",
-    "einsum",
-    "grouped",
-    "lookup",
-    "product",
-    "recurrent",
-    "transposed",
-    "weighted",
-]
+from quantizer.operations.einsum import labels, volume
 
 Shape = Sequence[int]
 

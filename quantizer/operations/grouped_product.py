@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["as_in_graphs", "group_sizes", "grouped_mm"]
-
 _MATRIX, _EXPERTS = 2, 3  # axes of the rows, and of the weights
 
 

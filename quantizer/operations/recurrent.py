@@ -6,8 +6,6 @@ from functools import partial
 
 from torch.nn import functional
 
-__all__ = ["input_product", "recurrent_product"]
-
 # Not functions: their text would be searched for sites, too.
 input_product = partial(functional.linear)
 """``input_product(x, weight, bias)`` with x [T, B, I]: one product for all steps."""

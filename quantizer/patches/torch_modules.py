@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from quantizer.rewrite.host_argument import PADDED
-from quantizer.rewrite.host_argument import RECURRENT
-from quantizer.rewrite.operator_patches import OperatorPatch
-from quantizer.rewrite.operator_patches import register_operator_patch
-
-__all__ = ["TORCH_PATCHES"]
+from quantizer.rewrite.host_argument import PADDED, RECURRENT
+from quantizer.rewrite.operator_patches import OperatorPatch, register_operator_patch
 
 
 def _nested_encoder() -> OperatorPatch:

@@ -6,10 +6,7 @@ Importing this file registers them. Each is exact: the model computes the same f
 
 from __future__ import annotations
 
-from quantizer.rewrite.operator_patches import OperatorPatch
-from quantizer.rewrite.operator_patches import register_operator_patch
-
-__all__ = ["TRANSFORMERS_PATCHES"]
+from quantizer.rewrite.operator_patches import OperatorPatch, register_operator_patch
 
 
 def _patch(name: str, function: str, before: str, after: str, target: str, reason: str) -> OperatorPatch:

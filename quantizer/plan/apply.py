@@ -3,55 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.errors import ProxyError
 from quantizer.numerics.qtype import qtype
-from quantizer.plan.changed_tensors import SMALL
-from quantizer.plan.changed_tensors import watch
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import SitePlan
-from quantizer.proxy.build import build_proxy
-from quantizer.proxy.build import quantizers_of
-from quantizer.proxy.build import sites_of
+from quantizer.plan.changed_tensors import SMALL, watch
+from quantizer.plan.site_plan import OperandPlan, SitePlan
+from quantizer.proxy.build import build_proxy, quantizers_of, sites_of
 from quantizer.proxy.eager_attention import use_python_paths
-from quantizer.proxy.frozen_operand import ComputedOperand
-from quantizer.proxy.frozen_operand import FrozenOperand
-from quantizer.proxy.generated_classes import number_calls
-from quantizer.proxy.generated_classes import with_listed_weights
-from quantizer.proxy.generated_classes import with_stored_weight
+from quantizer.proxy.frozen_operand import ComputedOperand, FrozenOperand
+from quantizer.proxy.generated_classes import number_calls, with_listed_weights, with_stored_weight
 from quantizer.proxy.lowered.stored_weight import LazyWeight
-from quantizer.proxy.model_sharing import OwnBuffers
-from quantizer.proxy.model_sharing import take_small
+from quantizer.proxy.model_sharing import OwnBuffers, take_small
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.place import add_output_sites
-from quantizer.proxy.site import OUTPUT
-from quantizer.proxy.site import Site
-from quantizer.proxy.site import move_beside_parameters
+from quantizer.proxy.site import OUTPUT, Site, move_beside_parameters
 from quantizer.proxy.weight import operand_of
-
-__all__ = [
-    "add_planned_outputs",
-    "apply_factor",
-    "apply_plan",
-    "dropped_parameters",
-    "freeze",
-    "frozen_new",
-    "frozen_proxy",
-    "frozen_skeleton",
-    "is_frozen_by",
-    "planned_weights",
-    "require_scales_of",
-    "store_weights",
-    "switch_on",
-    "with_passes",
-]
 
 
 def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.tensor_stamp import tensor_version
 from quantizer.errors import ProxyError
 from quantizer.proxy.local_hook import LocalHook
-
-__all__ = ["SMALL", "WatchedTensor", "watch"]
 
 SMALL = 2**16
 """The most elements of a tensor that is copied: a bias, a normalization, the head of a classifier."""

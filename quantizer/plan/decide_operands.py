@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.calibrators import Calibrator
 from quantizer.numerics.held_scale import is_normal
-from quantizer.numerics.qtype import INT8
-from quantizer.numerics.qtype import UINT8
-from quantizer.numerics.qtype import QType
-from quantizer.observe.range_group import Migration
-from quantizer.observe.range_group import OperandRecord
-from quantizer.observe.range_group import RangeGroup
+from quantizer.numerics.qtype import INT8, UINT8, QType
+from quantizer.observe.range_group import Migration, OperandRecord, RangeGroup
 from quantizer.observe.site_statistics import SiteStatistics
 from quantizer.operations.catalogue import Operand
 from quantizer.plan.operand_formats import Formats
-from quantizer.plan.site_plan import CallRange
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.weight_scales import ONE_SCALE
-from quantizer.plan.weight_scales import ScaledWeights
-from quantizer.plan.weight_scales import beyond
-from quantizer.plan.weight_scales import scale_of
-from quantizer.plan.weight_scales import with_range
-from quantizer.proxy.site import OUTPUT
-from quantizer.proxy.site import Site
+from quantizer.plan.site_plan import CallRange, OperandPlan
+from quantizer.plan.weight_scales import ONE_SCALE, ScaledWeights, beyond, scale_of, with_range
+from quantizer.proxy.site import OUTPUT, Site
 from quantizer.reasons import ReasonCode
 from quantizer.targets import TargetProfile
 from quantizer.targets.formats import Format
-
-__all__ = ["RESIDUAL_SQNR_DB", "PlanSettings", "judged_as", "operand_plans"]
 
 RESIDUAL_SQNR_DB = 33.0
 """``residual_add: auto`` quantizes an operand whose own signal to quantization-noise ratio reaches this.

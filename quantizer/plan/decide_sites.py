@@ -4,41 +4,27 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from quantizer.errors import ConfigError
-from quantizer.numerics.qtype import INT8
-from quantizer.numerics.qtype import UINT8
-from quantizer.numerics.qtype import qtype
+from quantizer.numerics.qtype import INT8, UINT8, qtype
 from quantizer.observe.site_statistics import SiteStatistics
 from quantizer.observe.statistics import Seen
 from quantizer.operations.gemm_shape import weighted
-from quantizer.plan.decide_operands import PlanSettings
-from quantizer.plan.decide_operands import operand_plans
-from quantizer.plan.precision_groups import group_names
-from quantizer.plan.precision_groups import recurrent_layer
+from quantizer.plan.decide_operands import PlanSettings, operand_plans
+from quantizer.plan.precision_groups import group_names, recurrent_layer
 from quantizer.plan.selection import by_kind
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import SitePlan
-from quantizer.plan.site_plan import summary
-from quantizer.plan.site_plan import without_orphans
+from quantizer.plan.site_plan import OperandPlan, Plan, SitePlan, summary, without_orphans
 from quantizer.proxy.generated_classes import original_class
 from quantizer.proxy.recurrence.layer import RecurrentLayer
-from quantizer.proxy.site import OUTPUT
-from quantizer.proxy.site import Site
-from quantizer.proxy.site import SourceCall
-from quantizer.reasons import ReasonCode
-from quantizer.reasons import RuleKind
+from quantizer.proxy.site import OUTPUT, Site, SourceCall
+from quantizer.reasons import ReasonCode, RuleKind
 from quantizer.targets import TargetProfile
 from quantizer.targets.formats import Format
-
-__all__ = ["decide"]
 
 _MASKED = torch.finfo(torch.float32).min / 2
 """The limit at or below which a value is taken for that of a mask, which hides a score from a softmax."""

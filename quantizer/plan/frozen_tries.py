@@ -10,31 +10,23 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections import Counter
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
-from types import BuiltinFunctionType
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.plan.apply import frozen_new
-from quantizer.plan.apply import planned_weights
+from quantizer.plan.apply import frozen_new, planned_weights
 from quantizer.plan.changed_tensors import WatchedTensor
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import SitePlan
+from quantizer.plan.site_plan import OperandPlan, SitePlan
 from quantizer.proxy.build import build_proxy
-from quantizer.proxy.kept_tensors import memory_of
-from quantizer.proxy.kept_tensors import reached_tensors
+from quantizer.proxy.kept_tensors import memory_of, reached_tensors
 from quantizer.proxy.model_sharing import Sharing
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import SourceCall
-
-__all__ = ["FrozenTries"]
 
 _CONTAINERS = (dict, OrderedDict, set, list)
 _FIXED = (bool, int, float, str, type(None), torch.dtype, torch.device, BuiltinFunctionType, FunctionType)

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence
-from collections.abc import Set
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from quantizer.errors import ConfigError
-from quantizer.numerics.qtype import INT8
-from quantizer.numerics.qtype import UINT8
+from quantizer.numerics.qtype import INT8, UINT8
 from quantizer.operations.catalogue import Kind
-from quantizer.plan.selection import Selection
-from quantizer.plan.selection import matched
+from quantizer.plan.selection import Selection, matched
 from quantizer.proxy.site import Site
 from quantizer.targets import TargetProfile
-from quantizer.targets.formats import Format
-from quantizer.targets.formats import impossible
-
-__all__ = ["FormatRule", "Formats", "formats_for"]
+from quantizer.targets.formats import Format, impossible
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

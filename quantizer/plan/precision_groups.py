@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from quantizer.plan.site_plan import SitePlan
 
-__all__ = ["group_names", "recurrent_layer"]
 
 _RECURRENT = ("input_product", "recurrent_product")
 

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.errors import CalibrationError
-from quantizer.numerics.held_scale import held_scale
-from quantizer.numerics.held_scale import is_normal
+from quantizer.numerics.held_scale import held_scale, is_normal
 from quantizer.numerics.qtype import qtype
-from quantizer.plan.site_plan import CallRange
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import Plan
-
-__all__ = ["scale_group", "scales_of", "with_given_weights", "with_scales"]
+from quantizer.plan.site_plan import CallRange, OperandPlan, Plan
 
 
 def scales_of(plan: Plan) -> dict[str, Tensor]:

@@ -17,37 +17,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
-from collections.abc import Mapping
-from dataclasses import asdict
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from safetensors import SafetensorError
-from safetensors.torch import load
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from quantizer.common.digest import tensors_digest
 from quantizer.common.paths import regular_file
-from quantizer.common.plain_values import decoded
-from quantizer.common.plain_values import json_values
-from quantizer.common.plain_values import yaml_values
+from quantizer.common.plain_values import decoded, json_values, yaml_values
 from quantizer.errors import QuantizerError
-from quantizer.files import restore_folder
-from quantizer.files import write_folder
+from quantizer.files import restore_folder, write_folder
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.plan.saved_folder_check import check_plan
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import SitePlan
-from quantizer.plan.weight_codes import codes_of_file
-from quantizer.plan.weight_codes import file_of_codes
-
-__all__ = ["load_state", "save_state", "state_bytes", "state_of_bytes"]
+from quantizer.plan.site_plan import OperandPlan, Plan, SitePlan
+from quantizer.plan.weight_codes import codes_of_file, file_of_codes
 
 FORMAT = 1
 _KIND = "saved quantizer"

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from quantizer.numerics.qtype import QTYPES
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import SitePlan
+from quantizer.plan.site_plan import OperandPlan, SitePlan
 from quantizer.plan.weight_codes import code_faults
-
-__all__ = ["check_plan"]
 
 _ROLES = ("activation", "weight")
 _TENSORS = ("amax", "scale", "smooth", "spread")

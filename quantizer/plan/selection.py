@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -22,11 +20,8 @@ from quantizer.errors import ConfigError
 from quantizer.operations.catalogue import Kind
 from quantizer.proxy.generated_classes import original_class
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.site import Site
-from quantizer.proxy.site import SourceCall
+from quantizer.proxy.site import Site, SourceCall
 from quantizer.reasons import RuleKind
-
-__all__ = ["Selection", "by_kind", "matched", "matches", "exclusions"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import fields
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -19,19 +17,7 @@ from quantizer.numerics.float16 import FLOAT16_MAX
 from quantizer.numerics.qtype import INT8
 from quantizer.proxy.computed.computation import Computation
 from quantizer.proxy.weight import WeightView
-from quantizer.reasons import ReasonCode
-from quantizer.reasons import RuleKind
-
-__all__ = [
-    "CallRange",
-    "OperandPlan",
-    "Plan",
-    "SitePlan",
-    "plan_digest",
-    "with_fallback",
-    "summary",
-    "without_orphans",
-]
+from quantizer.reasons import ReasonCode, RuleKind
 
 _REMARKS = {"reason", "rule", "note", "bias_note", "smoothing", "rounding", "estimate", "sqnr_db", "clipped"}
 """Fields that say why."""

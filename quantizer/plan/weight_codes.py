@@ -7,25 +7,16 @@ stored. Codes belong to the weight, the scale and the factors of smoothing that 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.numerics.granularity import scale_shape
-from quantizer.numerics.packing import pack_pairs
-from quantizer.numerics.packing import unpack_pairs
-from quantizer.numerics.qtype import QTYPES
-from quantizer.numerics.qtype import qtype
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import summary
-
-__all__ = ["changed_buffers", "code_faults", "codes_of_file", "file_of_codes", "without_codes", "without_former_codes"]
+from quantizer.numerics.packing import pack_pairs, unpack_pairs
+from quantizer.numerics.qtype import QTYPES, qtype
+from quantizer.plan.site_plan import OperandPlan, Plan, summary
 
 
 def without_codes(plan: Plan, why: str, ends: Callable[[OperandPlan], bool] = lambda _: True) -> Plan:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -12,8 +11,6 @@ from torch import Tensor
 from quantizer.functional import fake_quantize
 from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.qtype import QType
-
-__all__ = ["least_error_amax", "over_scale", "scale_bounds", "weight_amax"]
 
 _SHARES = tuple(round(1 - 0.02 * number, 2) for number in range(31))
 """The shares of the largest magnitude that ``mse`` compares: 1 to 0.4. INT4 clips most, and seldom below half."""

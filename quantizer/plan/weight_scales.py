@@ -6,40 +6,20 @@ A given scale (``load_scales``, a training) is not computed from the weight and 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from dataclasses import fields
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.tensor_stamp import TensorStamp
 from quantizer.errors import CalibrationError
 from quantizer.numerics.granularity import scale_shape
-from quantizer.numerics.held_scale import held_scale
-from quantizer.numerics.held_scale import is_normal
-from quantizer.numerics.qtype import INT8
-from quantizer.numerics.qtype import QType
-from quantizer.numerics.qtype import qtype
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.weight_range import scale_bounds
-from quantizer.plan.weight_range import weight_amax
-from quantizer.proxy.weight import Weight
-from quantizer.proxy.weight import operand_of
+from quantizer.numerics.held_scale import held_scale, is_normal
+from quantizer.numerics.qtype import INT8, QType, qtype
+from quantizer.plan.site_plan import OperandPlan, Plan
+from quantizer.plan.weight_range import scale_bounds, weight_amax
+from quantizer.proxy.weight import Weight, operand_of
 from quantizer.reasons import ReasonCode
-
-__all__ = [
-    "ONE_SCALE",
-    "ScaledWeights",
-    "as_rounded",
-    "beyond",
-    "scale_of",
-    "scaled_for",
-    "with_range",
-    "with_scales_of_weights",
-]
 
 ONE_SCALE = "one scale for all channels, as no axis of it holds them alone (groups of several input channels)"
 """The note on the weight of a transposed convolution if no axis of it is that of the output channels."""

@@ -10,50 +10,32 @@ from pickle import PickleError
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import patches as _patches
-from quantizer.errors import ProxyError
-from quantizer.errors import require_supported
+from quantizer.errors import ProxyError, require_supported
 from quantizer.operations.catalogue import operation
 from quantizer.proxy.eager_attention import use_eager_attention
-from quantizer.proxy.generated_classes import REWRITER
-from quantizer.proxy.generated_classes import as_sharer
-from quantizer.proxy.generated_classes import leads_to_forward
-from quantizer.proxy.generated_classes import original_class
-from quantizer.proxy.generated_classes import reachable_in
-from quantizer.proxy.generated_classes import rebind_kept
-from quantizer.proxy.generated_classes import rewritten_method
-from quantizer.proxy.generated_classes import with_forward
-from quantizer.proxy.kept_tensors import memory_of
-from quantizer.proxy.kept_tensors import reached_tensors
+from quantizer.proxy.generated_classes import (
+    REWRITER,
+    as_sharer,
+    leads_to_forward,
+    original_class,
+    reachable_in,
+    rebind_kept,
+    rewritten_method,
+    with_forward,
+)
+from quantizer.proxy.kept_tensors import memory_of, reached_tensors
 from quantizer.proxy.model_sharing import share
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.place import Place
 from quantizer.proxy.recurrence.recurrence import add_recurrences
-from quantizer.proxy.site import OUTPUT
-from quantizer.proxy.site import Site
-from quantizer.proxy.site import SourceCall
+from quantizer.proxy.site import OUTPUT, Site, SourceCall
 from quantizer.reasons import ReasonCode
-from quantizer.rewrite.find_sites import SiteSource
 from quantizer.rewrite.operator_patches import OperatorPatch
-from quantizer.rewrite.source_file import Key
-from quantizer.rewrite.source_file import SourceFile
-
-__all__ = [
-    "UnrewrittenSource",
-    "applied_patches",
-    "build_proxy",
-    "instrument",
-    "is_proxy",
-    "own_copy",
-    "places_of",
-    "quantizers_of",
-    "sites_of",
-    "skipped_sources",
-    "source_diff",
-]
+from quantizer.rewrite.source_file import Key, SourceFile
+from quantizer.rewrite.source_sites import SiteSource
 
 # The import registers them for every proxy, and for models that are instrumented in place.
 del _patches

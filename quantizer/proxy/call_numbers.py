@@ -9,14 +9,11 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-
-__all__ = ["add_calls", "calls_so_far", "count_call", "current_call", "next_call", "numbered", "with_numbered_calls"]
 
 
 class _Pass(threading.local):

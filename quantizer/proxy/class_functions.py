@@ -13,8 +13,6 @@ from quantizer.proxy.recurrence.layer import RecurrentLayer
 from quantizer.proxy.recurrence.recurrence import Recurrence
 from quantizer.proxy.site import SourceCall
 
-__all__ = ["FUNCTIONS", "HIDDEN", "IMPLICIT", "is_ours", "own_functions", "reachable_attributes"]
-
 FUNCTIONS = (types.FunctionType, property, staticmethod, classmethod)
 
 # These compute nothing; the additions in their source are of indices.

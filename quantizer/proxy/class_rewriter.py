@@ -10,32 +10,19 @@ from __future__ import annotations
 import functools
 import threading
 import types
-from collections.abc import Callable
-from collections.abc import Iterable
-from dataclasses import dataclass
-from dataclasses import replace
-from typing import Any
-from typing import Concatenate
-from typing import ParamSpec
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
-from quantizer.proxy.class_functions import FUNCTIONS
-from quantizer.proxy.class_functions import HIDDEN
-from quantizer.proxy.class_functions import IMPLICIT
-from quantizer.proxy.class_functions import is_ours
-from quantizer.proxy.class_functions import own_functions
-from quantizer.proxy.class_functions import reachable_attributes
+from quantizer.proxy.class_functions import FUNCTIONS, HIDDEN, IMPLICIT, is_ours, own_functions, reachable_attributes
 from quantizer.rewrite.host_argument import HOSTS
 from quantizer.rewrite.operator_patches import changes
 from quantizer.rewrite.rebuild import Rebuilder
 from quantizer.rewrite.rebuild_result import Rebuilt
-from quantizer.rewrite.source_file import Key
-from quantizer.rewrite.source_file import SourceFile
+from quantizer.rewrite.source_file import Key, SourceFile
 from quantizer.rewrite.source_sites import SiteSource
-
-__all__ = ["ClassRewriter", "Rewritten"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

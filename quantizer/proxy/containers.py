@@ -8,10 +8,7 @@ that a model overrides stays overridden.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import ItemsView
-from collections.abc import Iterator
-from collections.abc import KeysView
-from collections.abc import ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +16,6 @@ from torch import nn
 
 from quantizer.proxy.site import SourceCall
 from quantizer.rewrite.host_argument import as_written
-
-__all__ = ["container_views"]
 
 
 def _own(container: nn.Module) -> dict[str, nn.Module]:

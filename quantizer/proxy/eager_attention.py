@@ -12,10 +12,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from quantizer.rewrite.host_argument import EAGER
-from quantizer.rewrite.host_argument import RECORDED
-
-__all__ = ["as_recorded", "attention_of", "use_eager_attention", "use_python_paths"]
+from quantizer.rewrite.host_argument import EAGER, RECORDED
 
 _SETTING = "_attn_implementation"
 

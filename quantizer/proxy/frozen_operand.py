@@ -11,13 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.errors import ProxyError
 from quantizer.proxy.weight import WeightView
-
-__all__ = ["ComputedOperand", "FrozenOperand", "spread_as"]
 
 _SAMPLE = 256
 """About how many values of a computed weight are compared."""

@@ -7,39 +7,17 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.proxy.call_numbers import with_numbered_calls
 from quantizer.proxy.class_rewriter import ClassRewriter
 from quantizer.proxy.containers import container_views
-from quantizer.proxy.model_sharing import end_sharing
-from quantizer.proxy.model_sharing import hand_back
-from quantizer.rewrite.closures import held
-from quantizer.rewrite.closures import rebound
-from quantizer.rewrite.host_argument import WRITTEN
-from quantizer.rewrite.host_argument import as_written
-
-__all__ = [
-    "REWRITER",
-    "as_sharer",
-    "called_through",
-    "kept_methods",
-    "leads_to_forward",
-    "number_calls",
-    "original_class",
-    "reachable_in",
-    "rebind_kept",
-    "restore",
-    "with_forward",
-    "rewritten_method",
-    "with_listed_weights",
-    "with_stored_weight",
-]
+from quantizer.proxy.model_sharing import end_sharing, hand_back
+from quantizer.rewrite.closures import held, rebound
+from quantizer.rewrite.host_argument import WRITTEN, as_written
 
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 

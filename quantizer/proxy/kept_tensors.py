@@ -6,21 +6,14 @@ import copy
 import functools
 import types
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.rewrite.closures import cells
-from quantizer.rewrite.closures import rebound
-
-__all__ = ["memory_of", "reached_tensors", "replace_tensors", "tensors_of_functions"]
+from quantizer.rewrite.closures import cells, rebound
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, Enum, torch.dtype, torch.device)

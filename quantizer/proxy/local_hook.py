@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["LocalHook"]
-
 
 class LocalHook:
     """A callable hook around a function that observes one proxy.

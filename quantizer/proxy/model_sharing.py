@@ -13,25 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.tensor_stamp import tensor_version
-from quantizer.proxy.kept_tensors import memory_of
-from quantizer.proxy.kept_tensors import replace_tensors
-from quantizer.proxy.kept_tensors import tensors_of_functions
-
-__all__ = [
-    "OwnBuffers",
-    "Sharing",
-    "Twin",
-    "end_sharing",
-    "hand_back",
-    "hand_back_buffers",
-    "share",
-    "share_for_good",
-    "take_small",
-]
+from quantizer.proxy.kept_tensors import memory_of, replace_tensors, tensors_of_functions
 
 _MARK = "_quantizer_shares"
 _TWIN = "_quantizer_twin"

@@ -5,29 +5,21 @@ Legend: x [*] the operand; scale [] or [C]; factor [K]; stored [*] the weight's 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence
-from typing import Any
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.dynamic_range import fake_quantize_dynamic
 from quantizer.numerics.held_scale import held_scale
-from quantizer.numerics.log_scale import as_held
-from quantizer.numerics.log_scale import learned
-from quantizer.numerics.log_scale import trained_scale
+from quantizer.numerics.log_scale import as_held, learned, trained_scale
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.call_numbers import current_call
-from quantizer.proxy.frozen_operand import FrozenOperand
-from quantizer.proxy.frozen_operand import spread_as
+from quantizer.proxy.frozen_operand import FrozenOperand, spread_as
 from quantizer.proxy.weight import laid_out
-
-__all__ = ["OperandQuantizer", "Watcher", "is_recorded"]
 
 _CALLS = "call_quantizers"
 _SLICE = 2**20

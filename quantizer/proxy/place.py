@@ -6,23 +6,16 @@ quantized, the place has a site for its own result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Collection
-from typing import Any
-from typing import Protocol
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.qtype import UINT8
-from quantizer.proxy.site import OUTPUT
-from quantizer.proxy.site import Site
-from quantizer.proxy.site import SourceCall
-from quantizer.rewrite.find_sites import SiteSource
-
-__all__ = ["Place", "PlaceObserver", "add_output_sites"]
+from quantizer.proxy.site import OUTPUT, Site, SourceCall
+from quantizer.rewrite.source_sites import SiteSource
 
 
 class PlaceObserver(Protocol):

@@ -7,25 +7,19 @@ its module, or an output that was changed in place later.
 
 from __future__ import annotations
 
-from abc import ABC
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
-from typing import Self
+from typing import Any, Self
 
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.structure import leaves
-from quantizer.proxy.call_numbers import add_calls
-from quantizer.proxy.call_numbers import calls_so_far
+from quantizer.proxy.call_numbers import add_calls, calls_so_far
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import SourceCall
-
-__all__ = ["RecordedCall", "RecordedCalls"]
 
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 

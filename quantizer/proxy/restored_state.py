@@ -10,24 +10,18 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
-from collections import Counter
-from collections import OrderedDict
-from collections import defaultdict
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.own_inputs import given_copies
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import SourceCall
-
-__all__ = ["Held", "unmoved", "untouched"]
 
 _PLAIN = (bool, int, float, str, type(None))
 

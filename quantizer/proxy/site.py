@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.errors import ProxyError
-from quantizer.operations.catalogue import Operand
-from quantizer.operations.catalogue import Operation
-from quantizer.operations.catalogue import in_graphs
-from quantizer.operations.catalogue import operation
-from quantizer.proxy.call_numbers import count_call
-from quantizer.proxy.call_numbers import current_call
+from quantizer.operations.catalogue import Operand, Operation, in_graphs, operation
+from quantizer.proxy.call_numbers import count_call, current_call
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.split_attention import attention
-from quantizer.proxy.split_attention import observed_probabilities
-from quantizer.rewrite.find_sites import SiteSource
-
-__all__ = ["OUTPUT", "CallOverride", "Observer", "Site", "SourceCall", "move_beside_parameters"]
+from quantizer.proxy.split_attention import attention, observed_probabilities
+from quantizer.rewrite.source_sites import SiteSource
 
 OUTPUT = "output"
 """The operation of a site for the result of another call, and the name of that site in it."""

@@ -7,18 +7,14 @@ is computed from parameters and buffers alone is a weight too, and so is its com
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.calibrators.histogram import in_memory_order
 from quantizer.proxy.computed.computation import Computation
-
-__all__ = ["Weight", "WeightView", "Weights", "is_transformed", "laid_out", "non_finite", "operand_of"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from quantizer.qat.distillation import Distillation
 from quantizer.qat.parameter_groups import parameter_groups
-from quantizer.qat.scales import ScaleKind
-from quantizer.qat.scales import Scales
-from quantizer.qat.scales import changed_scales
-from quantizer.qat.scales import kinds_of
-from quantizer.qat.scales import set_up_scales
+from quantizer.qat.scales import ScaleKind, Scales, changed_scales, kinds_of, set_up_scales
 from quantizer.qat.schedule import Schedule
 from quantizer.qat.state_dict import prepare_state_dict
 

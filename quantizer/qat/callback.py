@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import TrainingError
-from quantizer.errors import require_supported
-from quantizer.proxy.build import is_proxy
-from quantizer.proxy.build import quantizers_of
+from quantizer.errors import MissingDependencyError, TrainingError, require_supported
+from quantizer.proxy.build import is_proxy, quantizers_of
 from quantizer.qat.gradient_check import has_gradient
 from quantizer.qat.schedule import Schedule
 
@@ -24,7 +21,6 @@ try:
 except ImportError as error:
     raise MissingDependencyError("transformers", "hf") from error
 
-__all__ = ["QATCallback"]
 
 logger = logging.getLogger(__name__)
 

@@ -4,38 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from collections.abc import Mapping
-from contextlib import contextmanager
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.digest import tensors_digest
-from quantizer.common.distributed import get_rank
-from quantizer.common.distributed import of_first_rank
+from quantizer.common.distributed import get_rank, of_first_rank
 from quantizer.common.plain_values import json_values
 from quantizer.errors import TrainingError
-from quantizer.files import checked_file
-from quantizer.files import whole_file
-
-__all__ = [
-    "BEST",
-    "LAST",
-    "check_checkpoints",
-    "read_checkpoint",
-    "read_facts",
-    "remove_checkpoints",
-    "share_checkpoints",
-    "write_checkpoint",
-]
+from quantizer.files import checked_file, whole_file
 
 LAST = "last.safetensors"
 BEST = "best.safetensors"

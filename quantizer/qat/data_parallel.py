@@ -8,11 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from quantizer.common.distributed import all_reduce_tensor
-from quantizer.common.distributed import get_rank
-from quantizer.common.distributed import get_world_size
-
-__all__ = ["own_rows", "sum_gradients"]
+from quantizer.common.distributed import all_reduce_tensor, get_rank, get_world_size
 
 Row = TypeVar("Row")
 

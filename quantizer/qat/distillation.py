@@ -13,23 +13,16 @@ compared as a hidden state is, except intermediate ones (``hidden_states``, ``at
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.structure import leaves
-from quantizer.errors import ProxyError
-from quantizer.errors import QuantizerError
-from quantizer.observe.padding import output_without_padding
-from quantizer.observe.padding import read_mask
-from quantizer.proxy.build import is_proxy
-from quantizer.proxy.build import own_copy
-
-__all__ = ["Distillation"]
+from quantizer.errors import ProxyError, QuantizerError
+from quantizer.observe.padding import output_without_padding, read_mask
+from quantizer.proxy.build import is_proxy, own_copy
 
 # Intermediate tensors and the loss of the labels: they are not compared.
 _ON_THE_WAY = ("hidden_states", "attentions", "past_key_values", "mems", "loss")

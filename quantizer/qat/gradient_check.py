@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-__all__ = ["has_gradient"]
-
 
 def has_gradient(parameters: Iterable[Tensor]) -> bool:
     """Return whether any parameter has a gradient that is not all zeros."""

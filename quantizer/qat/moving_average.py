@@ -9,23 +9,17 @@ Legend: x [*] the operand; s its scale [], [C] or in blocks; z its zero point (0
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.distributed import all_reduce_tensor
-from quantizer.numerics.granularity import beside
-from quantizer.numerics.granularity import in_blocks
+from quantizer.numerics.granularity import beside, in_blocks
 from quantizer.numerics.qtype import qtype
-from quantizer.observe.padding import read_mask
-from quantizer.observe.padding import without_padding
+from quantizer.observe.padding import read_mask, without_padding
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-
-__all__ = ["MOMENTUM", "MovingAverage", "Padding", "least_scale", "step"]
 
 MOMENTUM = 0.9
 

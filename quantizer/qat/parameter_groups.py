@@ -8,10 +8,7 @@ from torch import nn
 
 from quantizer.errors import QuantizerError
 from quantizer.numerics.log_scale import GAIN
-from quantizer.proxy.build import is_proxy
-from quantizer.proxy.build import quantizers_of
-
-__all__ = ["parameter_groups"]
+from quantizer.proxy.build import is_proxy, quantizers_of
 
 
 def parameter_groups(

@@ -7,30 +7,20 @@ arXiv:1902.08153). Operands that read one tensor share a parameter, as they shar
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
-from typing import Literal
-from typing import get_args
+from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.errors import ConfigError
 from quantizer.plan.replace_scales import scale_group
 from quantizer.plan.selection import matches
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import Plan
-from quantizer.proxy.build import quantizers_of
-from quantizer.proxy.build import sites_of
+from quantizer.plan.site_plan import OperandPlan, Plan
+from quantizer.proxy.build import quantizers_of, sites_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.qat.moving_average import MovingAverage
-from quantizer.qat.moving_average import Padding
-
-__all__ = ["ScaleKind", "Scales", "changed_scales", "fix_scales", "kinds_of", "set_up_scales"]
+from quantizer.qat.moving_average import MovingAverage, Padding
 
 ScaleKind = Literal["fixed", "average", "learned"]
 

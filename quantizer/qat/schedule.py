@@ -8,13 +8,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from quantizer.errors import QuantizerError
-from quantizer.proxy.build import is_proxy
-from quantizer.proxy.build import quantizers_of
-from quantizer.proxy.build import sites_of
+from quantizer.proxy.build import is_proxy, quantizers_of, sites_of
 from quantizer.qat import moving_average
 from quantizer.qat.scales import fix_scales
-
-__all__ = ["Schedule"]
 
 
 class Schedule:

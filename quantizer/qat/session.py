@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from quantizer.errors import CalibrationError
-from quantizer.errors import TrainingError
-from quantizer.plan.apply import apply_plan
-from quantizer.plan.apply import switch_on
-from quantizer.plan.apply import with_passes
-from quantizer.plan.replace_scales import with_given_weights
-from quantizer.plan.replace_scales import with_scales
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import with_fallback
-from quantizer.proxy.build import build_proxy
-from quantizer.proxy.build import own_copy
-from quantizer.proxy.build import sites_of
+from quantizer.errors import CalibrationError, TrainingError
+from quantizer.plan.apply import apply_plan, switch_on, with_passes
+from quantizer.plan.replace_scales import with_given_weights, with_scales
+from quantizer.plan.site_plan import Plan, with_fallback
+from quantizer.proxy.build import build_proxy, own_copy, sites_of
 from quantizer.proxy.local_hook import LocalHook
-from quantizer.proxy.model_sharing import hand_back_buffers
-from quantizer.proxy.model_sharing import share_for_good
-from quantizer.qat import Scales
-from quantizer.qat import changed_scales
-from quantizer.qat import kinds_of
-from quantizer.qat import prepare_state_dict
-from quantizer.qat import set_up_scales
-
-__all__ = ["QatSession"]
+from quantizer.proxy.model_sharing import hand_back_buffers, share_for_good
+from quantizer.qat import Scales, changed_scales, kinds_of, prepare_state_dict, set_up_scales
 
 logger = logging.getLogger(__name__)
 

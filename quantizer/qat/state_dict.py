@@ -14,16 +14,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.plain_values import json_values
 from quantizer.errors import TrainingError
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.qat.scales import ScaleKind
-
-__all__ = ["prepare_state_dict"]
 
 _BUFFER = "quantizer_decisions"
 

@@ -5,14 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from quantizer.qdq.graph import is_constant
-from quantizer.qdq.graph import maker
-from quantizer.qdq.graph import readers
-from quantizer.qdq.operand import MOVES
-from quantizer.qdq.operand import Operand
-from quantizer.qdq.operand import operands
-
-__all__ = ["Attention", "attentions", "mask_adds"]
+from quantizer.qdq.graph import is_constant, maker, readers
+from quantizer.qdq.operand import MOVES, Operand, operands
 
 _BEFORE = (*MOVES, "Add", "Sub", "Mul", "Div", "Where", "Cast", "Max", "Min", "Clip", "Tanh")
 _AFTER = (*MOVES, "Cast", "Dropout", "Where", "Mul", "Div", "QuantizeLinear", "DequantizeLinear")

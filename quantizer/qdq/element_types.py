@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
-from typing import NamedTuple
-
-__all__ = ["TypeGroup", "type_groups"]
+from typing import Any, NamedTuple
 
 
 class TypeGroup(NamedTuple):

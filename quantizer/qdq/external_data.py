@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["external_files", "files_of"]
-
 
 def external_files(path: Path) -> tuple[str, ...]:
     """Return the names of the files beside an ONNX file in which its initializers lie; empty if it holds them all."""

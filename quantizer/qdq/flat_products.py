@@ -11,14 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizer.qdq.graph import Step
-from quantizer.qdq.graph import constant
-from quantizer.qdq.graph import has_several_numbers
-from quantizer.qdq.graph import is_quantize
-from quantizer.qdq.graph import steps_before
+from quantizer.qdq.graph import Step, constant, has_several_numbers, is_quantize, steps_before
 from quantizer.qdq.operand import MATMULS
-
-__all__ = ["scales_by_negatives", "scales_flat_product"]
 
 _BETWEEN = frozenset(
     ["Add", "BatchNormalization", "Cast", "Clip", "Div", "Identity", "LeakyRelu", "Mul", "PRelu", "Relu", "Sub"]

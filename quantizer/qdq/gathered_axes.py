@@ -12,17 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from quantizer.qdq.graph import attribute
-from quantizer.qdq.graph import constant
-from quantizer.qdq.graph import is_quantize
-from quantizer.qdq.graph import maker
-from quantizer.qdq.graph import steps_before
+from quantizer.qdq.graph import attribute, constant, is_quantize, maker, steps_before
 from quantizer.qdq.moved_scales import moved_product
-from quantizer.qdq.operand import MOVES
-from quantizer.qdq.operand import PRODUCTS
-from quantizer.qdq.operand import operands
-
-__all__ = ["gathers_axis", "gathers_zero_points", "joins_before"]
+from quantizer.qdq.operand import MOVES, PRODUCTS, operands
 
 _CHANNELS = 1
 _PASSED = frozenset([*MOVES, "Add", "Cast", "Clip", "Concat", "Div", "Gather", "MaxPool", "Mul", "Relu", "Sub"])

@@ -2,42 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Iterator
-from typing import Any
-from typing import NamedTuple
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from quantizer.numerics.qtype import QTYPES
-
-__all__ = [
-    "HALVES",
-    "WIDTHS",
-    "Step",
-    "attribute",
-    "block_size",
-    "constant",
-    "element",
-    "floats",
-    "format_name",
-    "has_several_numbers",
-    "is_constant",
-    "is_dequantize",
-    "is_dequantized",
-    "is_dynamic_quantize",
-    "is_quantize",
-    "maker",
-    "name_of",
-    "pair_before",
-    "paired",
-    "readers",
-    "scalar",
-    "shape",
-    "steps_before",
-    "steps_type",
-    "varying_inputs",
-]
 
 HALVES = ("FLOAT16", "BFLOAT16")
 WIDTHS = {"FLOAT16": "float16", "BFLOAT16": "bfloat16", "FLOAT": "float32"}

@@ -9,13 +9,9 @@ Everything but such data becomes the message.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Container
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
-from typing import Any
-from typing import NamedTuple
-
-__all__ = ["HeldBack", "light_message", "without_weights"]
+from typing import Any, NamedTuple
 
 _LARGE = 1 << 16
 """The bytes from which on the data of an initializer stays in the file."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["masks_only"]
-
 # Operators that pass values on, moved or joined with others.
 _MOVES = frozenset(
     {

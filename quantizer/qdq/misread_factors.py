@@ -13,14 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizer.qdq.graph import has_several_numbers
-from quantizer.qdq.graph import is_constant
-from quantizer.qdq.graph import steps_before
-from quantizer.qdq.operand import MATMULS
-from quantizer.qdq.operand import operands
+from quantizer.qdq.graph import has_several_numbers, is_constant, steps_before
+from quantizer.qdq.operand import MATMULS, operands
 from quantizer.qdq.reductions import BY_NUMBER
-
-__all__ = ["is_read_both_ways", "misplaces_numbers"]
 
 _BETWEEN = BY_NUMBER | {"Cast", "Identity"}
 _SCALES = frozenset(["Div", "Mul"])

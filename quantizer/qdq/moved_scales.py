@@ -10,11 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from quantizer.qdq.graph import steps_before
-from quantizer.qdq.operand import MATMULS
-from quantizer.qdq.operand import Operand
-from quantizer.qdq.operand import operands
-
-__all__ = ["moved_product"]
+from quantizer.qdq.operand import MATMULS, Operand, operands
 
 _LINEAR = frozenset(["Add", "Cast", "Div", "Identity", "Mul", "Neg", "Slice", "Sub", "Unsqueeze"])
 

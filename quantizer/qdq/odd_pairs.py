@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizer.qdq.graph import attribute
-from quantizer.qdq.graph import is_dequantize
-
-__all__ = ["has_odd_pairs"]
+from quantizer.qdq.graph import attribute, is_dequantize
 
 _PAIRED = frozenset({"INT4", "UINT4"})
 

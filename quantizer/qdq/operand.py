@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from quantizer.qdq.graph import format_name
-from quantizer.qdq.graph import is_constant
-from quantizer.qdq.graph import is_dequantize
-from quantizer.qdq.graph import is_quantize
-from quantizer.qdq.graph import maker
-
-__all__ = ["MATMULS", "MOVES", "PRODUCTS", "Operand", "operands"]
+from quantizer.qdq.graph import format_name, is_constant, is_dequantize, is_quantize, maker
 
 MATMULS = ("MatMul", "Gemm")
 PRODUCTS = (*MATMULS, "Conv", "ConvTranspose")

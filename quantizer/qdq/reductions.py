@@ -11,18 +11,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizer.qdq.graph import Step
-from quantizer.qdq.graph import attribute
-from quantizer.qdq.graph import constant
-from quantizer.qdq.graph import has_several_numbers
-from quantizer.qdq.graph import is_quantize
-from quantizer.qdq.graph import maker
-from quantizer.qdq.graph import steps_before
-from quantizer.qdq.graph import varying_inputs
+from quantizer.qdq.graph import (
+    Step,
+    attribute,
+    constant,
+    has_several_numbers,
+    is_quantize,
+    maker,
+    steps_before,
+    varying_inputs,
+)
 from quantizer.qdq.moved_scales import moved_product
 from quantizer.qdq.operand import PRODUCTS
-
-__all__ = ["BY_NUMBER", "misreads_channels", "misreads_channels_before"]
 
 BY_NUMBER = frozenset(
     [

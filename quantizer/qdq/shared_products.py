@@ -13,14 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from quantizer.qdq.graph import constant
-from quantizer.qdq.graph import is_constant
-from quantizer.qdq.graph import is_quantize
-from quantizer.qdq.graph import varying_inputs
-from quantizer.qdq.operand import PRODUCTS
-from quantizer.qdq.operand import operands
-
-__all__ = ["is_shared_product", "sized_biases"]
+from quantizer.qdq.graph import constant, is_constant, is_quantize, varying_inputs
+from quantizer.qdq.operand import PRODUCTS, operands
 
 _SIZED = frozenset({"Resize", "Shape", "Size"})
 """Operators with which a file computes with the sizes of its tensors."""

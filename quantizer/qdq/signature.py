@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Signature", "Value", "read_signature"]
-
 
 @dataclass(frozen=True)
 class Value:

@@ -6,14 +6,11 @@ its shape and type require. Large files take no longer: no data is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from math import prod
 from typing import Any
-
-__all__ = ["structural_fault"]
 
 _QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 """Read as ONNX's whatever their domain."""

@@ -15,8 +15,6 @@ from pathlib import Path
 from quantizer.common.out_of_memory import is_out_of_memory
 from quantizer.errors import QuantizerError
 
-__all__ = ["unreadable_is"]
-
 _LONGEST = 300
 
 

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 from quantizer.report.charts.plots import sensitivity_bars
-from quantizer.report.json_file import read_record
-from quantizer.report.json_file import write_record
-from quantizer.report.json_file import write_text_atomic
-from quantizer.report.machine import collect_machine
-from quantizer.report.machine import collect_versions
-from quantizer.report.page.html import html_from_record
-from quantizer.report.page.html import require_html
-from quantizer.report.page.html import write_html
-from quantizer.report.ratios import latency_entries
-from quantizer.report.ratios import memory_entries
-from quantizer.report.ratios import size_entries
-from quantizer.report.record import VERSION
-from quantizer.report.record import EngineFile
-from quantizer.report.record import Fallback
-from quantizer.report.record import Latency
-from quantizer.report.record import LatencyEntry
-from quantizer.report.record import MemoryEntry
-from quantizer.report.record import ModelInfo
-from quantizer.report.record import Operand
-from quantizer.report.record import RunRecord
-from quantizer.report.record import Score
-from quantizer.report.record import SensitivityRow
-from quantizer.report.record import Site
-from quantizer.report.record import SizeEntry
-from quantizer.report.record import Stage
+from quantizer.report.json_file import read_record, write_record, write_text_atomic
+from quantizer.report.machine import collect_machine, collect_versions
+from quantizer.report.page.html import html_from_record, require_html, write_html
+from quantizer.report.ratios import latency_entries, memory_entries, size_entries
+from quantizer.report.record import (
+    VERSION,
+    EngineFile,
+    Fallback,
+    Latency,
+    LatencyEntry,
+    MemoryEntry,
+    ModelInfo,
+    RunRecord,
+    Score,
+    SensitivityRow,
+    SizeEntry,
+    Stage,
+)
+from quantizer.report.site_record import Operand, Site
 from quantizer.report.tables.headline import verdict
-from quantizer.report.tables.summary import print_record
-from quantizer.report.tables.summary import print_summary
-from quantizer.report.tables.tables import Column
-from quantizer.report.tables.tables import html_table
-from quantizer.report.tables.tables import string_from_table
-from quantizer.report.tables.tables import text_table
+from quantizer.report.tables.summary import print_record, print_summary
+from quantizer.report.tables.tables import Column, html_table, string_from_table, text_table
 
 __all__ = [
     # records

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from quantizer.report.record_base import Record
 
-__all__ = ["Candidate", "EngineChoice"]
-
 _FLOATS = ("float32", "float16", "bfloat16")
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from quantizer.common.plain_values import yaml_values
 from quantizer.report.record_base import Record
 
-__all__ = ["Cause", "Cure"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cure(Record):

@@ -14,10 +14,7 @@ from typing import Any
 
 from quantizer.common.plain_values import decoded
 from quantizer.errors import QuantizerError
-from quantizer.report.record import VERSION
-from quantizer.report.record import RunRecord
-
-__all__ = ["mapping_from_record", "record_from_mapping"]
+from quantizer.report.record import VERSION, RunRecord
 
 _READABLE = (7, VERSION)
 """What version 8 added has defaults."""

@@ -13,10 +13,7 @@ import sys
 from typing import Any
 
 from quantizer.report import record
-from quantizer.report.record import VERSION
-from quantizer.report.record import RunRecord
-
-__all__ = ["field_documentation", "format_page"]
+from quantizer.report.record import VERSION, RunRecord
 
 _INTRODUCTION = f"""# The format of `report.json`
 

@@ -9,11 +9,8 @@ from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import json_values
 from quantizer.errors import QuantizerError
 from quantizer.files import whole_file
-from quantizer.report.codec import mapping_from_record
-from quantizer.report.codec import record_from_mapping
+from quantizer.report.codec import mapping_from_record, record_from_mapping
 from quantizer.report.record import RunRecord
-
-__all__ = ["read_record", "write_record", "write_text_atomic"]
 
 
 def write_text_atomic(path: Path | str, text: str) -> Path:

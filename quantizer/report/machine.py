@@ -9,12 +9,8 @@ from collections.abc import Iterable
 from importlib import metadata
 
 from quantizer import __version__
-from quantizer.engines.cpu import cpu_info
-from quantizer.engines.cpu import cpu_instructions
-from quantizer.targets import profile
-from quantizer.targets import profiles
-
-__all__ = ["PACKAGES", "collect_machine", "collect_versions"]
+from quantizer.engines.cpu import cpu_info, cpu_instructions
+from quantizer.targets import profile, profiles
 
 PACKAGES = (
     "torch",

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from quantizer.report.record_base import Record
 
-__all__ = ["ALIKE_DB", "FURTHER_DB", "OutputDistance", "is_no_further", "worst_output"]
-
 ALIKE_DB = 30.0
 """SQNR of an engine's output to its proxy's that is always enough for a quantized model."""
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from quantizer.report.record_base import Record
 
-__all__ = ["GroupTime", "Placement", "PlacementPoint", "SpeedCheck"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GroupTime(Record):

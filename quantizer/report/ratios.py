@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from quantizer.errors import QuantizerError
-from quantizer.report.record import Latency
-from quantizer.report.record import LatencyEntry
-from quantizer.report.record import MemoryEntry
-from quantizer.report.record import SizeEntry
-
-__all__ = ["latency_entries", "memory_entries", "quantized_entry", "reference_entry", "reference_words", "size_entries"]
+from quantizer.report.record import Latency, LatencyEntry, MemoryEntry, SizeEntry
 
 _FEWEST_FOR_QUARTILES = 4
 

@@ -8,32 +8,18 @@ A field that is added, removed or changed in meaning needs a new :data:`VERSION`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
-from quantizer.engines.inspection.inspection import Inspection
-from quantizer.engines.inspection.inspection import Layer
-from quantizer.engines.inspection.inspection import PrecisionShare
-from quantizer.report.candidate_record import Candidate
-from quantizer.report.candidate_record import EngineChoice
-from quantizer.report.cause_record import Cause
-from quantizer.report.cause_record import Cure
+from quantizer.engines.inspection.inspection import Inspection, Layer, PrecisionShare
+from quantizer.report.candidate_record import Candidate, EngineChoice
+from quantizer.report.cause_record import Cause, Cure
 from quantizer.report.output_record import OutputDistance
-from quantizer.report.placement_record import GroupTime
-from quantizer.report.placement_record import Placement
-from quantizer.report.placement_record import PlacementPoint
-from quantizer.report.placement_record import SpeedCheck
+from quantizer.report.placement_record import GroupTime, Placement, PlacementPoint, SpeedCheck
 from quantizer.report.record_base import Record
-from quantizer.report.search.budget_record import BudgetOutcome
-from quantizer.report.search.budget_record import EngineCheck
-from quantizer.report.site_record import Histogram
-from quantizer.report.site_record import Operand
-from quantizer.report.site_record import RangeCandidate
-from quantizer.report.site_record import Site
-from quantizer.report.site_record import UnquantizedProduct
-from quantizer.report.training_record import TrainingRun
-from quantizer.report.training_record import TrainingScore
+from quantizer.report.search.budget_record import BudgetOutcome, EngineCheck
+from quantizer.report.site_record import Histogram, Operand, RangeCandidate, Site, UnquantizedProduct
+from quantizer.report.training_record import TrainingRun, TrainingScore
 
 __all__ = [
     "VERSION",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-__all__ = ["Record"]
-
 
 class Record:
     """The base of a record: lists among the arguments become tuples, so that records compare by value."""

@@ -11,8 +11,6 @@ import yaml
 from quantizer.common.plain_values import yaml_values
 from quantizer.report.record import RunRecord
 
-__all__ = ["GIVEN_IN_PYTHON", "is_from_python", "shown_setting"]
-
 GIVEN_IN_PYTHON = "given in Python"
 """The name of a data set that a call in Python gave."""
 

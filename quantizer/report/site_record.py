@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from quantizer.reasons import ReasonCode
-from quantizer.reasons import RuleKind
+from quantizer.reasons import ReasonCode, RuleKind
 from quantizer.report.record_base import Record
-
-__all__ = ["Histogram", "Operand", "RangeCandidate", "Site", "UnquantizedProduct"]
 
 # Additions of integers, tuples or broadcasts are sites like all others, but of no interest to a reader.
 _QUIET = (

@@ -5,27 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quantizer.engines.inspection.check_precision import LEAST_SHARE
-from quantizer.report.output_record import ALIKE_DB
-from quantizer.report.output_record import FURTHER_DB
-from quantizer.report.output_record import OutputDistance
-from quantizer.report.output_record import worst_output
+from quantizer.report.output_record import ALIKE_DB, FURTHER_DB, OutputDistance, worst_output
 from quantizer.report.placement_record import Placement
-from quantizer.report.ratios import quantized_entry
-from quantizer.report.ratios import reference_words
-from quantizer.report.record import RunRecord
-from quantizer.report.record import Score
+from quantizer.report.ratios import quantized_entry, reference_words
+from quantizer.report.record import RunRecord, Score
 from quantizer.report.search.budget_record import BudgetOutcome
 from quantizer.report.tables.headline import quantized_score
-from quantizer.report.tables.text import decibels
-from quantizer.report.tables.text import drop
-from quantizer.report.tables.text import error
-from quantizer.report.tables.text import percent
-from quantizer.report.tables.text import score
-from quantizer.report.tables.text import shape
-from quantizer.report.tables.text import signed
-from quantizer.report.tables.text import times
-
-__all__ = ["NOT", "THRESHOLDS", "USABLE", "Verdict", "missed_goals", "verdict_of"]
+from quantizer.report.tables.text import decibels, drop, error, percent, score, shape, signed, times
 
 USABLE, LOOK, NOT = "usable", "look at this", "do not use"
 _ORDER = (USABLE, LOOK, NOT)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from quantizer.rewrite.constructor_patch import patched
-from quantizer.rewrite.operator_patches import OperatorPatch
-from quantizer.rewrite.operator_patches import operator_patches
-from quantizer.rewrite.operator_patches import register_operator_patch
-from quantizer.rewrite.operator_patches import unregister_operator_patch
+from quantizer.rewrite.operator_patches import (
+    OperatorPatch,
+    operator_patches,
+    register_operator_patch,
+    unregister_operator_patch,
+)
 
 __all__ = [
     "OperatorPatch",

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
-
-__all__ = ["cells", "contents", "copy_attributes", "held", "rebound"]
 
 _EMPTY = object()
 

@@ -17,15 +17,12 @@ import importlib
 import sys
 import threading
 import types
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
 from quantizer.errors import SourceError
-
-__all__ = ["Source", "patched"]
 
 Source = str | types.ModuleType | type[nn.Module]
 """A modelling module by name, as an object, or discovered from one of its classes."""

@@ -9,28 +9,12 @@ from __future__ import annotations
 import ast
 import copy
 import types
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from quantizer.errors import SourceError
-from quantizer.rewrite.closures import cells
-from quantizer.rewrite.closures import contents
-from quantizer.rewrite.closures import copy_attributes
-from quantizer.rewrite.closures import rebound
+from quantizer.rewrite.closures import cells, contents, copy_attributes, rebound
 from quantizer.rewrite.source_file import definition_of
-
-__all__ = [
-    "between",
-    "clone_chain",
-    "copied_registry",
-    "hand_on_keywords",
-    "innermost",
-    "registries_of",
-    "transplant",
-    "variables_that_lead_to",
-]
 
 
 def innermost(function: types.FunctionType, name: str | None = None) -> types.FunctionType:

@@ -9,34 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from quantizer.operations import einsum
-from quantizer.operations.catalogue import METHODS
-from quantizer.operations.catalogue import OPERATORS
-from quantizer.operations.catalogue import Operation
-from quantizer.operations.catalogue import is_fast_path_switch
-from quantizer.operations.catalogue import operation_of
+from quantizer.operations.catalogue import METHODS, OPERATORS, Operation, is_fast_path_switch, operation_of
 from quantizer.reasons import ReasonCode
-from quantizer.rewrite.host_argument import PASS_HOST
-from quantizer.rewrite.host_argument import TAKES_APART
-from quantizer.rewrite.host_argument import VISIBLE
-from quantizer.rewrite.host_argument import WRITTEN_CLASS
-from quantizer.rewrite.host_argument import function_source
-from quantizer.rewrite.host_argument import hands_on
-from quantizer.rewrite.live_names import live_edits
-from quantizer.rewrite.live_names import why_not_live
-from quantizer.rewrite.names import FunctionNode
-from quantizer.rewrite.names import Scope
-from quantizer.rewrite.names import functions_in
-from quantizer.rewrite.names import is_literal
-from quantizer.rewrite.names import is_own
-from quantizer.rewrite.source_sites import Form
-from quantizer.rewrite.source_sites import FunctionSource
-from quantizer.rewrite.source_sites import HelperCall
-from quantizer.rewrite.source_sites import SiteSource
-from quantizer.rewrite.text_edits import Edit
-from quantizer.rewrite.text_edits import LineIndex
-from quantizer.rewrite.text_edits import find_symbol
-
-__all__ = ["Form", "FunctionSource", "SiteSource", "find_functions"]
+from quantizer.rewrite.host_argument import PASS_HOST, TAKES_APART, VISIBLE, WRITTEN_CLASS, function_source, hands_on
+from quantizer.rewrite.live_names import live_edits, why_not_live
+from quantizer.rewrite.names import FunctionNode, Scope, functions_in, is_literal, is_own
+from quantizer.rewrite.source_sites import Form, FunctionSource, HelperCall, SiteSource
+from quantizer.rewrite.text_edits import Edit, LineIndex, find_symbol
 
 _SYMBOLS = {"MatMult": b"@", "Add": b"+", "Mult": b"*"}
 _CHILDREN = frozenset({"children", "named_children", "modules", "named_modules"})  # loop over a module's children

@@ -13,8 +13,7 @@ import io
 import tokenize
 import types
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,34 +23,7 @@ from quantizer.reasons import ReasonCode
 from quantizer.rewrite.closures import rebound
 from quantizer.rewrite.names import FunctionNode
 from quantizer.rewrite.source_sites import FunctionSource
-from quantizer.rewrite.text_edits import Edit
-from quantizer.rewrite.text_edits import LineIndex
-from quantizer.rewrite.text_edits import first_line
-
-__all__ = [
-    "EAGER",
-    "HOST",
-    "HOSTS",
-    "PASS_HOST",
-    "PADDED",
-    "RECORDED",
-    "RECURRENCE",
-    "RECURRENT",
-    "TAKES_APART",
-    "VISIBLE",
-    "WRITTEN",
-    "WRITTEN_CLASS",
-    "Receivers",
-    "Wrapped",
-    "as_written",
-    "function_source",
-    "guarded",
-    "hands_on",
-    "pass_host",
-    "recurrent",
-    "takes_apart",
-    "viewer",
-]
+from quantizer.rewrite.text_edits import Edit, LineIndex, first_line
 
 # Names in rewritten text that no user writes.
 HOST = "_quantizer_host"

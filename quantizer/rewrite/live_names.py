@@ -12,18 +12,12 @@ from __future__ import annotations
 import ast
 import builtins
 import types
-from collections.abc import Collection
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from quantizer.reasons import ReasonCode
 from quantizer.rewrite.names import FunctionNode
-from quantizer.rewrite.text_edits import Edit
-from quantizer.rewrite.text_edits import LineIndex
-
-__all__ = ["LIVE", "NOW", "live_edits", "why_not_live"]
+from quantizer.rewrite.text_edits import Edit, LineIndex
 
 # Names in rewritten text that no user writes.
 LIVE = "_quantizer_live"

@@ -5,29 +5,26 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
-from typing import Any
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from quantizer.rewrite.host_argument import PADDED
-from quantizer.rewrite.host_argument import PASS_HOST
-from quantizer.rewrite.host_argument import RECURRENT
-from quantizer.rewrite.host_argument import TAKES_APART
-from quantizer.rewrite.host_argument import VISIBLE
-from quantizer.rewrite.host_argument import WRITTEN_CLASS
-from quantizer.rewrite.host_argument import Receivers
-from quantizer.rewrite.host_argument import as_written
-from quantizer.rewrite.host_argument import pass_host
-from quantizer.rewrite.host_argument import recurrent
-from quantizer.rewrite.host_argument import takes_apart
-from quantizer.rewrite.host_argument import viewer
-from quantizer.rewrite.live_names import LIVE
-from quantizer.rewrite.live_names import NOW
+from quantizer.rewrite.host_argument import (
+    PADDED,
+    PASS_HOST,
+    RECURRENT,
+    TAKES_APART,
+    VISIBLE,
+    WRITTEN_CLASS,
+    Receivers,
+    as_written,
+    pass_host,
+    recurrent,
+    takes_apart,
+    viewer,
+)
+from quantizer.rewrite.live_names import LIVE, NOW
 from quantizer.rewrite.padded_output import padded
 from quantizer.rewrite.source_sites import SiteSource
-
-__all__ = ["SyntheticModules"]
 
 
 class _Receiver(Protocol):

@@ -5,15 +5,11 @@ from __future__ import annotations
 import ast
 import types
 from collections import Counter
-from collections.abc import Iterator
-from collections.abc import Mapping
-from typing import Any
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from torch import Tensor
 from torch._ops import OpOverloadPacket
-
-__all__ = ["FunctionNode", "Scope", "bound_names", "dotted", "functions_in", "is_literal", "is_own"]
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 

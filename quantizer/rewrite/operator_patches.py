@@ -13,24 +13,12 @@ import ast
 import textwrap
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from quantizer.errors import SourceError
 from quantizer.operations.catalogue import registered_operations
-from quantizer.rewrite.names import FunctionNode
-from quantizer.rewrite.names import functions_in
+from quantizer.rewrite.names import FunctionNode, functions_in
 from quantizer.rewrite.text_edits import first_line
-
-__all__ = [
-    "OperatorPatch",
-    "PatchedText",
-    "apply_operator_patches",
-    "changes",
-    "operator_patches",
-    "register_operator_patch",
-    "unregister_operator_patch",
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

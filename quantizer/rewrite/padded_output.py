@@ -8,13 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.rewrite.host_argument import RECORDED
-from quantizer.rewrite.host_argument import takes_apart
-
-__all__ = ["padded"]
+from quantizer.rewrite.host_argument import RECORDED, takes_apart
 
 _BATCHED = 3
 _NESTED_ON = ("cpu", "cuda", "xpu")

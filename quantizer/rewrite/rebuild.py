@@ -13,32 +13,26 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
-from typing import Any
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from quantizer.errors import SourceError
 from quantizer.operations.catalogue import operation
 from quantizer.reasons import ReasonCode
-from quantizer.rewrite.decorators import clone_chain
-from quantizer.rewrite.decorators import copied_registry
-from quantizer.rewrite.decorators import hand_on_keywords
-from quantizer.rewrite.decorators import innermost
-from quantizer.rewrite.decorators import registries_of
-from quantizer.rewrite.decorators import transplant
-from quantizer.rewrite.host_argument import Wrapped
-from quantizer.rewrite.host_argument import guarded
+from quantizer.rewrite.decorators import (
+    clone_chain,
+    copied_registry,
+    hand_on_keywords,
+    innermost,
+    registries_of,
+    transplant,
+)
+from quantizer.rewrite.host_argument import Wrapped, guarded
 from quantizer.rewrite.module_globals import SyntheticModules
 from quantizer.rewrite.rebuild_result import Rebuilt
-from quantizer.rewrite.source_file import SourceFile
-from quantizer.rewrite.source_file import future_flags
-from quantizer.rewrite.source_sites import FunctionSource
-from quantizer.rewrite.source_sites import HelperCall
-
-__all__ = ["HostTargets", "Rebuilder"]
+from quantizer.rewrite.source_file import SourceFile, future_flags
+from quantizer.rewrite.source_sites import FunctionSource, HelperCall
 
 HostTargets = Mapping[str, tuple[types.FunctionType, ...]]
 """Static and class methods that hold sites, by name: what ``self.name(...)`` may call."""

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quantizer.reasons import ReasonCode
 from quantizer.rewrite.source_file import Key
 from quantizer.rewrite.source_sites import SiteSource
-
-__all__ = ["Rebuilt"]
 
 
 @dataclass(kw_only=True, slots=True)

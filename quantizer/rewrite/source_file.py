@@ -8,23 +8,16 @@ import difflib
 import linecache
 import types
 import warnings
-from collections.abc import Collection
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from typing import Any
 
 from quantizer.errors import SourceError
 from quantizer.operations.catalogue import registered_operations
 from quantizer.rewrite.find_sites import find_functions
-from quantizer.rewrite.operator_patches import apply_operator_patches
-from quantizer.rewrite.operator_patches import changes
-from quantizer.rewrite.source_sites import FunctionSource
-from quantizer.rewrite.source_sites import HelperCall
-from quantizer.rewrite.text_edits import LineIndex
-from quantizer.rewrite.text_edits import apply_edits
-from quantizer.rewrite.text_edits import first_line
-
-__all__ = ["SourceFile", "definition_of", "future_flags", "read_source"]
+from quantizer.rewrite.operator_patches import apply_operator_patches, changes
+from quantizer.rewrite.source_sites import FunctionSource, HelperCall
+from quantizer.rewrite.text_edits import LineIndex, apply_edits, first_line
 
 Key = tuple[str, int]
 

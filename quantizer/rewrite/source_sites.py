@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.rewrite.text_edits import Edit
-
-__all__ = ["Form", "FunctionSource", "HelperCall", "SiteSource"]
 
 Form = Literal["call", "method", "operator", "inplace"]
 

@@ -10,8 +10,6 @@ import ast
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Edit", "LineIndex", "apply_edits", "find_symbol", "first_line"]
-
 _CLOSE = 0
 _REPLACE = 1
 _OPEN = 2

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -14,29 +13,11 @@ from quantizer.engines import Inspection
 from quantizer.engines.candidates import Variant
 from quantizer.engines.cpu import cpu_flags
 from quantizer.engines.int8_saturation import saturates
-from quantizer.errors import EngineError
-from quantizer.errors import QuantizerError
+from quantizer.errors import EngineError, QuantizerError
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_machine
-from quantizer.report.candidate_record import Candidate
-from quantizer.report.candidate_record import EngineChoice
+from quantizer.report.candidate_record import Candidate, EngineChoice
 from quantizer.report.tables import text
-
-__all__ = [
-    "FAILURES",
-    "HOPELESS",
-    "NO_FASTER",
-    "bound",
-    "candidate_line",
-    "choose",
-    "failed",
-    "named",
-    "not_built",
-    "quantized_of",
-    "require_sites",
-    "slow_ones",
-    "timed",
-]
 
 FAILURES = (QuantizerError, RuntimeError)
 """What takes a candidate out of the choice and leaves the others in it; libraries raise the second."""

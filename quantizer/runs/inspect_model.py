@@ -10,8 +10,6 @@ from quantizer.quantizer import Quantizer
 from quantizer.runs.workload.function_source import returned_module
 from quantizer.tasks import load_model
 
-__all__ = ["inspect"]
-
 
 def inspect(config: RunConfig, diff: bool, console: Console) -> None:
     """Print what would be quantized in the model, or with ``diff`` also the rewritten source."""

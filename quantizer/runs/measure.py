@@ -7,38 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from quantizer.common.data.sizes import BATCH
-from quantizer.common.data.sizes import SEQUENCE
+from quantizer.common.data.sizes import BATCH, SEQUENCE
 from quantizer.config import RunConfig
-from quantizer.engines import BuildOptions
-from quantizer.engines import BuildResult
-from quantizer.engines import Engine
-from quantizer.engines import interleaved_latency
-from quantizer.engines import peak_memory_mib
+from quantizer.engines import BuildOptions, BuildResult, Engine, interleaved_latency, peak_memory_mib
 from quantizer.errors import EngineError
-from quantizer.report import EngineFile
-from quantizer.report import Latency
-from quantizer.report import MemoryEntry
-from quantizer.report import latency_entries
-from quantizer.report import memory_entries
+from quantizer.report import EngineFile, Latency, MemoryEntry, latency_entries, memory_entries
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.tables import text
-from quantizer.runs.run_context import RunContext
-from quantizer.runs.run_context import engine_inputs
+from quantizer.runs.run_context import RunContext, engine_inputs
 from quantizer.tasks import batch_shape
-
-__all__ = [
-    "FLOAT_STEM",
-    "NOT_VERIFIED",
-    "QUANTIZED_STEM",
-    "build_options",
-    "engine_file",
-    "float_options",
-    "measure_latency",
-    "measure_memory",
-    "run_sizes",
-    "with_deployed",
-]
 
 FLOAT_STEM, QUANTIZED_STEM = "float", "model"
 """The names of the two files of each engine, without their endings."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,54 +14,35 @@ from torch import nn
 
 from quantizer.common.progress import counted
 from quantizer.config import RunConfig
-from quantizer.engines import BuildResult
-from quantizer.engines import Engine
-from quantizer.engines import Inspection
-from quantizer.engines import inspect_engine
-from quantizer.engines import interleaved_latency
-from quantizer.engines import load_engine
-from quantizer.engines import medians
-from quantizer.engines.candidates import Variant
-from quantizer.engines.candidates import cpu_candidates
+from quantizer.engines import BuildResult, Engine, Inspection, inspect_engine, interleaved_latency, load_engine, medians
+from quantizer.engines.candidates import Variant, cpu_candidates
 from quantizer.quantizer import Quantizer
-from quantizer.report.candidate_record import Candidate
-from quantizer.report.candidate_record import EngineChoice
-from quantizer.runs.choose_engine import FAILURES
-from quantizer.runs.choose_engine import NO_FASTER
-from quantizer.runs.choose_engine import bound
-from quantizer.runs.choose_engine import candidate_line
-from quantizer.runs.choose_engine import choose
-from quantizer.runs.choose_engine import failed
-from quantizer.runs.choose_engine import named
-from quantizer.runs.choose_engine import not_built
-from quantizer.runs.choose_engine import quantized_of
-from quantizer.runs.choose_engine import require_sites
-from quantizer.runs.choose_engine import timed
-from quantizer.runs.measure import FLOAT_STEM
-from quantizer.runs.measure import build_options
-from quantizer.runs.measure import run_sizes
-from quantizer.runs.outputs.check_batches import check_batches
-from quantizer.runs.outputs.check_batches import checked_shapes
-from quantizer.runs.outputs.compare_outputs import References
-from quantizer.runs.outputs.compare_outputs import check_engine
-from quantizer.runs.outputs.output_check import far_from_float
-from quantizer.runs.outputs.output_check import tolerance
-from quantizer.runs.placement.rough_plan import RoughTrials
-from quantizer.runs.placement.rough_plan import rough_engine
-from quantizer.runs.ranks.variants import Calibrated
-from quantizer.runs.ranks.variants import variants_of
-from quantizer.runs.run_context import RunContext
-from quantizer.runs.run_context import engine_inputs
-from quantizer.runs.run_engines import RunEngines
-from quantizer.runs.run_engines import export_float
+from quantizer.report.candidate_record import Candidate, EngineChoice
+from quantizer.runs.choose_engine import (
+    FAILURES,
+    NO_FASTER,
+    bound,
+    candidate_line,
+    choose,
+    failed,
+    named,
+    not_built,
+    quantized_of,
+    require_sites,
+    timed,
+)
+from quantizer.runs.measure import FLOAT_STEM, build_options, run_sizes
+from quantizer.runs.outputs.check_batches import check_batches, checked_shapes
+from quantizer.runs.outputs.compare_outputs import References, check_engine
+from quantizer.runs.outputs.output_check import far_from_float, tolerance
+from quantizer.runs.placement.rough_plan import RoughTrials, rough_engine
+from quantizer.runs.ranks.variants import Calibrated, variants_of
+from quantizer.runs.run_context import RunContext, engine_inputs
+from quantizer.runs.run_engines import RunEngines, export_float
 from quantizer.runs.saved.kept_engines import KeptEngines
 from quantizer.runs.workload.workload import Scorer
 from quantizer.targets import AUTO
-from quantizer.tasks import Batch
-from quantizer.tasks import Row
-from quantizer.tasks import batch_shape
-
-__all__ = ["Picked", "chooses", "pick_backend", "with_backend"]
+from quantizer.tasks import Batch, Row, batch_shape
 
 _ROUNDS, _SECONDS = 15, 30.0
 """Of all engines in turns; slow ones have fewer rounds."""

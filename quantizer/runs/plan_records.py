@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
-from quantizer.report.placement_record import GroupTime
-from quantizer.report.placement_record import Placement
-from quantizer.report.placement_record import PlacementPoint
+from quantizer.report.placement_record import GroupTime, Placement, PlacementPoint
 from quantizer.report.record import SensitivityRow
-from quantizer.report.record import Site
-from quantizer.sensitivity import Fallback
-from quantizer.sensitivity import GroupSensitivity
+from quantizer.report.site_record import Site
+from quantizer.sensitivity import Fallback, GroupSensitivity
 from quantizer.sensitivity.prices.by_speed import frontier
 from quantizer.sensitivity.prices.group_prices import Prices
-
-__all__ = ["placement_record", "site_records"]
 
 
 def site_records(coverage: Iterable[Site]) -> tuple[Site, ...]:

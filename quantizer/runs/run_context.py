@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,52 +16,18 @@ from torch import nn
 from quantizer.common.own_inputs import own_tensors
 from quantizer.common.paths import is_folder
 from quantizer.common.progress import loop
-from quantizer.config import DataConfig
-from quantizer.config import DatasetConfig
-from quantizer.engines import Array
-from quantizer.engines import BuildResult
-from quantizer.engines import Engine
-from quantizer.errors import QuantizerError
-from quantizer.errors import TaskError
+from quantizer.config import DataConfig, DatasetConfig
+from quantizer.engines import Array, BuildResult, Engine
+from quantizer.errors import QuantizerError, TaskError
 from quantizer.files import said_complete
-from quantizer.qat.checkpoint import check_checkpoints
-from quantizer.qat.checkpoint import remove_checkpoints
-from quantizer.report import ModelInfo
-from quantizer.report import Score
-from quantizer.report import SizeEntry
-from quantizer.report import size_entries
+from quantizer.qat.checkpoint import check_checkpoints, remove_checkpoints
+from quantizer.report import ModelInfo, Score, SizeEntry, size_entries
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.ranks.first_rank import require_room_to_write
-from quantizer.runs.saved.kept_engines import check_engines
-from quantizer.runs.saved.kept_engines import remove_engines
+from quantizer.runs.saved.kept_engines import check_engines, remove_engines
 from quantizer.runs.workload.float_engines import FloatEngines
 from quantizer.sensitivity.score_cache import check_scores
-from quantizer.tasks import Batch
-from quantizer.tasks import Feed
-from quantizer.tasks import Predictions
-from quantizer.tasks import Row
-from quantizer.tasks import Task
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_processor
-from quantizer.tasks import load_rows
-
-__all__ = [
-    "ResumeFiles",
-    "RunContext",
-    "RunRows",
-    "bar",
-    "engine_inputs",
-    "load_context",
-    "predict",
-    "as_array",
-    "as_predictor",
-    "rows_of",
-    "score_record",
-    "sizes_of",
-    "require_names",
-    "resume_files",
-]
+from quantizer.tasks import Batch, Feed, Predictions, Row, Task, build_task, load_model, load_processor, load_rows
 
 _LONGEST_ENDING = ".search.json"
 """Of the files from which a run resumes."""

@@ -6,86 +6,56 @@ the machine to itself the first process does alone, and tells the others what fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC
-from datetime import datetime
-from functools import cached_property
-from functools import partial
+from datetime import UTC, datetime
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from quantizer.common.data.batches_of import in_several
 from quantizer.common.distributed import get_world_size
-from quantizer.config import AmpConfig
-from quantizer.config import RunConfig
-from quantizer.config import dump_yaml
-from quantizer.engines import BuildResult
-from quantizer.engines import Inspection
-from quantizer.engines import observe_engine
-from quantizer.engines import runs_here
+from quantizer.config import AmpConfig, RunConfig, dump_yaml
+from quantizer.engines import BuildResult, Inspection, observe_engine, runs_here
 from quantizer.errors import EngineError
 from quantizer.quantizer import Quantizer
-from quantizer.report import Latency
-from quantizer.report import RunRecord
-from quantizer.report import Score
-from quantizer.report import collect_machine
-from quantizer.report import collect_versions
+from quantizer.report import Latency, RunRecord, Score, collect_machine, collect_versions
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.output_record import OutputDistance
 from quantizer.report.search.search_records import fallback_record
-from quantizer.runs.measure import build_options
-from quantizer.runs.measure import engine_file
-from quantizer.runs.measure import measure_latency
-from quantizer.runs.measure import measure_memory
-from quantizer.runs.measure import run_sizes
-from quantizer.runs.measure import with_deployed
-from quantizer.runs.outputs.check_batches import check_batches
-from quantizer.runs.outputs.check_batches import checked_shapes
-from quantizer.runs.outputs.compare_outputs import NOTHING_DB
-from quantizer.runs.outputs.compare_outputs import References
-from quantizer.runs.outputs.compare_outputs import WrongEngineError
-from quantizer.runs.outputs.compare_outputs import distances_of
-from quantizer.runs.outputs.compare_outputs import output_distances
-from quantizer.runs.outputs.output_check import OutputCheck
-from quantizer.runs.outputs.output_check import Tolerance
-from quantizer.runs.outputs.output_check import tolerance
-from quantizer.runs.outputs.right_engine import refusal
-from quantizer.runs.outputs.right_engine import right_engine
-from quantizer.runs.pick_backend import Picked
-from quantizer.runs.pick_backend import pick_backend
+from quantizer.runs.measure import build_options, engine_file, measure_latency, measure_memory, run_sizes, with_deployed
+from quantizer.runs.outputs.check_batches import check_batches, checked_shapes
+from quantizer.runs.outputs.compare_outputs import (
+    NOTHING_DB,
+    References,
+    WrongEngineError,
+    distances_of,
+    output_distances,
+)
+from quantizer.runs.outputs.output_check import OutputCheck, Tolerance, tolerance
+from quantizer.runs.outputs.right_engine import refusal, right_engine
+from quantizer.runs.pick_backend import Picked, pick_backend
 from quantizer.runs.placement.run_placement import RunPlacement
 from quantizer.runs.plan_records import site_records
 from quantizer.runs.preflight import require_tools
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.ranks.first_rank import from_first_rank
 from quantizer.runs.ranks.same_work import require_same_work
-from quantizer.runs.ranks.variants import for_all_variants
-from quantizer.runs.ranks.variants import quantizer_of
-from quantizer.runs.run_context import ResumeFiles
-from quantizer.runs.run_context import sizes_of
-from quantizer.runs.run_engines import RunEngines
-from quantizer.runs.run_engines import nearest_form
+from quantizer.runs.ranks.variants import for_all_variants, quantizer_of
+from quantizer.runs.run_context import ResumeFiles, sizes_of
+from quantizer.runs.run_engines import RunEngines, nearest_form
 from quantizer.runs.run_reports import write_reports
 from quantizer.runs.saved.kept_engines import KeptEngines
-from quantizer.runs.search import measure_sensitivity
-from quantizer.runs.search import search_fallback
-from quantizer.runs.search import with_causes_of
+from quantizer.runs.search import measure_sensitivity, search_fallback, with_causes_of
 from quantizer.runs.task_metric import Metric
-from quantizer.runs.train import TrainingResult
-from quantizer.runs.train import train
+from quantizer.runs.train import TrainingResult, train
 from quantizer.runs.workload.open_axes import settle_axes
 from quantizer.runs.workload.workload import Load
 from quantizer.tasks import Batch
 from quantizer.views.histograms import noisiest
-
-__all__ = ["QUANTIZER", "RunCourse"]
 
 QUANTIZER = "quantizer"
 """The folder in it with the calibrated quantizer."""

@@ -10,25 +10,15 @@ import torch
 from torch import nn
 
 from quantizer.config import RunConfig
-from quantizer.engines import BuildResult
-from quantizer.engines import Engine
-from quantizer.engines import load_engine
-from quantizer.engines import runs_here
+from quantizer.engines import BuildResult, Engine, load_engine, runs_here
 from quantizer.engines.candidates import Variant
 from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
-from quantizer.runs.measure import FLOAT_STEM
-from quantizer.runs.measure import QUANTIZED_STEM
-from quantizer.runs.measure import build_options
-from quantizer.runs.measure import float_options
-from quantizer.runs.measure import run_sizes
+from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM, build_options, float_options, run_sizes
 from quantizer.runs.outputs.right_engine import OnlySizes
-from quantizer.runs.placement.price_groups import EngineFiles
-from quantizer.runs.placement.price_groups import Timing
+from quantizer.runs.placement.price_groups import EngineFiles, Timing
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.workload.float_engines import copy_files
-
-__all__ = ["FLOAT_STEM", "QUANTIZED_STEM", "RunEngines", "export_float", "nearest_form"]
 
 
 class RunEngines:

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from quantizer.report import RunRecord
-from quantizer.report import write_html
-from quantizer.report import write_record
+from quantizer.report import RunRecord, write_html, write_record
 from quantizer.report.card.run_card import write_run_card
-
-__all__ = ["write_reports"]
 
 
 def write_reports(record: RunRecord, formats: Sequence[str], folder: Path) -> None:

@@ -10,17 +10,11 @@ from torch import nn
 
 from quantizer.engines import Engine
 from quantizer.report import Score
-from quantizer.report.compare.resamples import Resamples
-from quantizer.report.compare.resamples import write_resamples
+from quantizer.report.compare.resamples import Resamples, write_resamples
 from quantizer.runs.ranks.first_rank import from_first_rank
-from quantizer.runs.run_context import RunContext
-from quantizer.runs.run_context import predict
-from quantizer.runs.run_context import score_record
-from quantizer.tasks import Predictions
-from quantizer.tasks import Row
+from quantizer.runs.run_context import RunContext, predict, score_record
+from quantizer.tasks import Predictions, Row
 from quantizer.tasks.datasets.rows import content_of
-
-__all__ = ["Scoring"]
 
 
 class Scoring:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,15 +20,9 @@ from quantizer.report.search.search_records import fallback_reason
 from quantizer.report.tables import text
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.task_metric import Metric
-from quantizer.sensitivity import Evaluation
-from quantizer.sensitivity import ScoreCache
-from quantizer.sensitivity import fingerprint
+from quantizer.sensitivity import Evaluation, ScoreCache, fingerprint
 from quantizer.sensitivity.prices.group_prices import Prices
-from quantizer.tasks import Batch
-from quantizer.tasks import Row
-from quantizer.tasks import rows_at
-
-__all__ = ["CAUSES", "has_causes", "measure_sensitivity", "search_fallback", "with_causes_of"]
+from quantizer.tasks import Batch, Row, rows_at
 
 _BATCHES, _ROWS = 2, 8
 """On so many rows of so many batches causes are looked for, as each setting that is tried is calibrated on them."""

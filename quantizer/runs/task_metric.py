@@ -8,13 +8,9 @@ from typing import Protocol
 
 from torch import nn
 
-from quantizer.runs.run_context import as_predictor
-from quantizer.runs.run_context import bar
-from quantizer.tasks import Row
-from quantizer.tasks import Task
+from quantizer.runs.run_context import as_predictor, bar
+from quantizer.tasks import Row, Task
 from quantizer.tasks.datasets.rows import content_of
-
-__all__ = ["Metric", "TaskMetric"]
 
 
 class Metric(Protocol):

@@ -8,50 +8,31 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable
-from collections.abc import Sequence
-from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.common.distributed import all_reduce_sum
-from quantizer.common.distributed import all_reduce_tensor
-from quantizer.common.distributed import get_world_size
+from quantizer.common.distributed import all_reduce_sum, all_reduce_tensor, get_world_size
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.own_inputs import own_tensors
 from quantizer.common.plain_values import decoded
 from quantizer.common.progress import loop
 from quantizer.config import QatConfig
 from quantizer.errors import TrainingError
-from quantizer.qat import Distillation
-from quantizer.qat import Schedule
-from quantizer.qat import parameter_groups
-from quantizer.qat.checkpoint import BEST
-from quantizer.qat.checkpoint import LAST
-from quantizer.qat.checkpoint import read_checkpoint
-from quantizer.qat.checkpoint import read_facts
-from quantizer.qat.checkpoint import share_checkpoints
-from quantizer.qat.checkpoint import write_checkpoint
-from quantizer.qat.data_parallel import own_rows
-from quantizer.qat.data_parallel import sum_gradients
+from quantizer.qat import Distillation, Schedule, parameter_groups
+from quantizer.qat.checkpoint import BEST, LAST, read_checkpoint, read_facts, share_checkpoints, write_checkpoint
+from quantizer.qat.data_parallel import own_rows, sum_gradients
 from quantizer.qat.gradient_check import has_gradient
 from quantizer.quantizer import Quantizer
-from quantizer.report.record import TrainingRun
-from quantizer.report.record import TrainingScore
+from quantizer.report.training_record import TrainingRun, TrainingScore
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.task_metric import Metric
 from quantizer.sensitivity import fingerprint
-from quantizer.tasks import Row
-from quantizer.tasks import Task
-from quantizer.tasks import rows_at
+from quantizer.tasks import Row, Task, rows_at
 from quantizer.tasks.datasets.rows import content_of
-
-__all__ = ["Training", "TrainingResult", "train"]
 
 logger = logging.getLogger(__name__)
 

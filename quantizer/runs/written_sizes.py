@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from quantizer.config import RunConfig
-from quantizer.tasks import read_checkpoint
-from quantizer.tasks import tasks
-
-__all__ = ["WRITTEN_BATCH_SIZES", "is_in_parts", "with_written_sizes"]
+from quantizer.tasks import read_checkpoint, tasks
 
 WRITTEN_BATCH_SIZES = (1, 4, 8)
 """Least, usual and most rows of models that write token by token, each row with a cache of its own."""

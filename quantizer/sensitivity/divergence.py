@@ -19,12 +19,8 @@ import torch
 from torch import Tensor
 
 from quantizer.errors import SensitivityError
-from quantizer.observe.outputs import flat_output
-from quantizer.observe.outputs import floats
-from quantizer.observe.padding import has_padding
-from quantizer.observe.padding import output_without_padding
-
-__all__ = ["Divergence", "Probe"]
+from quantizer.observe.outputs import flat_output, floats
+from quantizer.observe.padding import has_padding, output_without_padding
 
 _AT_ONCE = 2**20
 """So many logits are compared at once."""

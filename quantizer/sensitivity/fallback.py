@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quantizer.common.plain_values import decoded
@@ -18,17 +15,6 @@ from quantizer.plan.selection import matches
 from quantizer.plan.site_plan import Plan
 from quantizer.reasons import ReasonCode
 from quantizer.sensitivity.measurement import GroupSensitivity
-
-__all__ = [
-    "Evaluation",
-    "Fallback",
-    "by_name",
-    "by_rank",
-    "fallback_for_target",
-    "fallback_of",
-    "operands_of",
-    "per_cost",
-]
 
 _ROUNDING = 1e-9
 

@@ -22,31 +22,21 @@ far larger. The operands of the third are overwritten by the model before the ba
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.errors import SensitivityError
 from quantizer.observe.padding import padding_mask
 from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import Site
-from quantizer.sensitivity.divergence import Divergence
-from quantizer.sensitivity.divergence import Probe
+from quantizer.sensitivity.divergence import Divergence, Probe
 from quantizer.sensitivity.groups import Group
-from quantizer.sensitivity.passes import RepeatedCalls
-from quantizer.sensitivity.passes import overwritten
-from quantizer.sensitivity.passes import pass_of
-from quantizer.sensitivity.site_changes import Changes
-from quantizer.sensitivity.site_changes import Pending
-from quantizer.sensitivity.site_changes import watched
-
-__all__ = ["Loss", "gradient"]
+from quantizer.sensitivity.passes import RepeatedCalls, overwritten, pass_of
+from quantizer.sensitivity.site_changes import Changes, Pending, watched
 
 _SMALL = 0.25
 """The largest share that the square of a row's change may have of the row's own square."""

@@ -8,19 +8,14 @@ of a block (``encoder.layer.3.attention``).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from quantizer.errors import SensitivityError
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import SitePlan
+from quantizer.plan.site_plan import OperandPlan, SitePlan
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
-
-__all__ = ["GRANULARITIES", "Group", "groups_of"]
 
 GRANULARITIES = ("group", "layer", "block")
 

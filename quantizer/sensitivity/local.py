@@ -7,23 +7,17 @@ calls of the group's sites. The effect on the rest of the network does not count
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.observe.padding import padding_mask
-from quantizer.observe.padding import without_padding
+from quantizer.observe.padding import padding_mask, without_padding
 from quantizer.proxy.site import Site
 from quantizer.sensitivity.groups import Group
 from quantizer.sensitivity.passes import pass_of
-from quantizer.sensitivity.site_changes import Pending
-from quantizer.sensitivity.site_changes import watched
-
-__all__ = ["local"]
+from quantizer.sensitivity.site_changes import Pending, watched
 
 
 def local(

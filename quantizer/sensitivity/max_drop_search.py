@@ -7,18 +7,13 @@ float. Then groups are quantized again while the score allows it, lowest error p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from quantizer.common.progress import loop
 from quantizer.errors import SensitivityError
-from quantizer.sensitivity.fallback import Evaluation
-from quantizer.sensitivity.fallback import Fallback
-from quantizer.sensitivity.fallback import fallback_of
+from quantizer.sensitivity.fallback import Evaluation, Fallback, fallback_of
 from quantizer.sensitivity.measurement import GroupSensitivity
-
-__all__ = ["Tell", "search"]
 
 Candidate = tuple[GroupSensitivity, float]
 

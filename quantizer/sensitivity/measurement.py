@@ -9,40 +9,30 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.common.distributed import all_gather_bytes
-from quantizer.common.distributed import all_reduce_sum
-from quantizer.common.distributed import get_world_size
-from quantizer.common.own_inputs import copied
-from quantizer.common.own_inputs import on_own_tensors
+from quantizer.common.distributed import all_gather_bytes, all_reduce_sum, get_world_size
+from quantizer.common.own_inputs import copied, on_own_tensors
 from quantizer.common.progress import counted
 from quantizer.common.structure import mapped
 from quantizer.errors import SensitivityError
 from quantizer.proxy.eager_attention import as_recorded
 from quantizer.proxy.generated_classes import called_through
 from quantizer.proxy.local_hook import LocalHook
-from quantizer.proxy.restored_state import Held
-from quantizer.proxy.restored_state import unmoved
-from quantizer.sensitivity.gradient import Loss
-from quantizer.sensitivity.gradient import gradient
+from quantizer.proxy.restored_state import Held, unmoved
+from quantizer.sensitivity.gradient import Loss, gradient
 from quantizer.sensitivity.groups import Group
 from quantizer.sensitivity.local import local
 from quantizer.sensitivity.metric import Metric
 from quantizer.sensitivity.output import output
 from quantizer.sensitivity.passes import pass_of
-
-__all__ = ["MEASURES", "GroupSensitivity", "Measurement"]
 
 MEASURES = ("gradient", "local", "output", "metric")
 

@@ -7,14 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.errors import LostRankError
-from quantizer.errors import SensitivityError
+from quantizer.errors import LostRankError, SensitivityError
 from quantizer.proxy.restored_state import untouched
-
-__all__ = ["Metric", "Score"]
 
 Score = Callable[[nn.Module], float]
 """A function of a model, called like the user's own, that gives one number."""

@@ -10,8 +10,6 @@ from torch import Tensor
 from quantizer.numerics.qtype import qtype
 from quantizer.plan.site_plan import OperandPlan
 
-__all__ = ["outliers", "scaled"]
-
 _RATIO = 8.0
 """How many times as large as the median a channel or a token must be to count: three of the eight bits are lost."""
 

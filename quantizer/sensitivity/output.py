@@ -5,8 +5,7 @@ It is exact on these batches. It costs a pass for each group, of which the part 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from quantizer.sensitivity.divergence import Divergence
 from quantizer.sensitivity.groups import Group
 from quantizer.sensitivity.passes import pass_of
 from quantizer.sensitivity.reuse import Reuse
-
-__all__ = ["output"]
 
 
 def output(

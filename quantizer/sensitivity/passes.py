@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any
-from typing import Self
+from typing import Any, Self
 
 import torch
-from torch import Tensor
-from torch import nn
-from torch.utils.checkpoint import CheckpointError
-from torch.utils.checkpoint import checkpoint
-from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from quantizer.common.own_inputs import copied
 from quantizer.common.structure import leaves
-from quantizer.proxy.call_numbers import calls_so_far
-from quantizer.proxy.call_numbers import numbered
-
-__all__ = ["RepeatedCalls", "overwritten", "pass_of"]
+from quantizer.proxy.call_numbers import calls_so_far, numbered
 
 _PLAIN = (Tensor, bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 

@@ -6,22 +6,16 @@ passes take its recorded output, and nothing inside it runs; see ``proxy/recorde
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
-from typing import Self
+from typing import Any, Self
 
 from torch import nn
 
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.recorded_calls import RecordedCall
-from quantizer.proxy.recorded_calls import RecordedCalls
+from quantizer.proxy.recorded_calls import RecordedCall, RecordedCalls
 from quantizer.proxy.site import Site
-
-__all__ = ["Reuse"]
 
 
 class Reuse(RecordedCalls):

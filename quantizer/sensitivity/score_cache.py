@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,15 +13,10 @@ from types import CodeType
 
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.paths import regular_file
-from quantizer.common.plain_values import decoded
-from quantizer.common.plain_values import json_values
+from quantizer.common.plain_values import decoded, json_values
 from quantizer.errors import SensitivityError
-from quantizer.files import checked_file
-from quantizer.files import whole_file
-from quantizer.plan.site_plan import SitePlan
-from quantizer.plan.site_plan import plan_digest
-
-__all__ = ["ScoreCache", "check_scores", "fingerprint"]
+from quantizer.files import checked_file, whole_file
+from quantizer.plan.site_plan import SitePlan, plan_digest
 
 
 @dataclass(frozen=True)

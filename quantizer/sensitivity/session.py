@@ -3,45 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
 
-from quantizer.common.distributed import all_gather_bytes
-from quantizer.common.distributed import get_rank
+from quantizer.common.distributed import all_gather_bytes, get_rank
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import SensitivityError
-from quantizer.plan.apply import apply_plan
-from quantizer.plan.apply import store_weights
-from quantizer.plan.apply import with_passes
+from quantizer.plan.apply import apply_plan, store_weights, with_passes
 from quantizer.plan.changed_tensors import watch
 from quantizer.plan.frozen_tries import FrozenTries
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import with_fallback
-from quantizer.proxy.build import build_proxy
-from quantizer.proxy.build import sites_of
+from quantizer.plan.site_plan import Plan, with_fallback
+from quantizer.proxy.build import build_proxy, sites_of
 from quantizer.proxy.model_sharing import OwnBuffers
-from quantizer.sensitivity import Fallback
-from quantizer.sensitivity import GroupSensitivity
-from quantizer.sensitivity import Loss
-from quantizer.sensitivity import Measurement
-from quantizer.sensitivity import Metric
-from quantizer.sensitivity import ScoreCache
-from quantizer.sensitivity import Tell
-from quantizer.sensitivity import by_name
-from quantizer.sensitivity import by_rank
-from quantizer.sensitivity import fingerprint
-from quantizer.sensitivity import groups_of
-from quantizer.sensitivity import operands_of
-from quantizer.sensitivity import per_cost
-from quantizer.sensitivity import search
+from quantizer.sensitivity import (
+    Fallback,
+    GroupSensitivity,
+    Loss,
+    Measurement,
+    Metric,
+    ScoreCache,
+    Tell,
+    by_name,
+    by_rank,
+    fingerprint,
+    groups_of,
+    operands_of,
+    per_cost,
+    search,
+)
 from quantizer.sensitivity.prices.by_speed import by_speed
 from quantizer.sensitivity.prices.group_prices import Prices
-
-__all__ = ["SensitivitySession"]
 
 Costs = str | Mapping[str, float] | None
 

@@ -8,14 +8,10 @@ attention [.., S, S], made of operands [.., S, E], were most of the memory of a 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +22,6 @@ from quantizer.observe.outputs import is_no_mask
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 from quantizer.sensitivity.groups import Group
-
-__all__ = ["Changes", "Pending", "Visitor", "watched"]
 
 
 class Changes(NamedTuple):

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from quantizer.targets.base import AttentionLimits
-from quantizer.targets.base import FloatDtype
-from quantizer.targets.base import SiteKind
-from quantizer.targets.base import TargetProfile
+from quantizer.targets.base import AttentionLimits, FloatDtype, SiteKind, TargetProfile
 from quantizer.targets.graph_rules import GraphRules
-from quantizer.targets.profiles import AUTO
-from quantizer.targets.profiles import profile
-from quantizer.targets.profiles import profiles
+from quantizer.targets.profiles import AUTO, profile, profiles
 
 __all__ = ["AUTO", "AttentionLimits", "FloatDtype", "GraphRules", "SiteKind", "TargetProfile", "profile", "profiles"]
 

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import fields
-from typing import TYPE_CHECKING
-from typing import Literal
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Literal
 
-from quantizer.reasons import ReasonCode
-from quantizer.reasons import RuleKind
+from quantizer.reasons import ReasonCode, RuleKind
 from quantizer.targets.graph_rules import GraphRules
 from quantizer.targets.triton_server import TritonServer
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "AttentionLimits",
-    "DynamicRanges",
-    "FloatDtype",
-    "Recurrences",
-    "SiteKind",
-    "TargetProfile",
-    "TRANSPOSED",
-    "WrongConvolutions",
-]
 
 _LARGE_TABLE = 2**18
 """The numbers of a table of embeddings from which codes save a noteworthy part of a file: 768 KiB."""

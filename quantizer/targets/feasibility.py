@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence
-from collections.abc import Set
+from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
 from quantizer.targets.base import TargetProfile
-
-__all__ = ["Problem", "engine_problems"]
 
 
 class Problem(NamedTuple):

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantizer.numerics.qtype import BLOCKS_OPSET
-from quantizer.numerics.qtype import QType
+from quantizer.numerics.qtype import BLOCKS_OPSET, QType
 from quantizer.targets.base import TargetProfile
 from quantizer.targets.profiles import profiles
-
-__all__ = ["Format", "impossible", "least_opset_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

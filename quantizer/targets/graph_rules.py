@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal
-
-__all__ = ["ALWAYS", "OPERATOR_FORMAT", "GraphRules", "Severity"]
 
 Severity = Literal["error", "warning"]
 """An error: the backend refuses the file, computes other results than the file describes, or runs a product in another

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quantizer.targets.base import TRANSPOSED
-from quantizer.targets.base import DynamicRanges
-from quantizer.targets.base import Recurrences
-from quantizer.targets.base import TargetProfile
-from quantizer.targets.graph_rules import ALWAYS
-from quantizer.targets.graph_rules import GraphRules
+from quantizer.targets.base import TRANSPOSED, DynamicRanges, Recurrences, TargetProfile
+from quantizer.targets.graph_rules import ALWAYS, GraphRules
 from quantizer.targets.profiles import profiles
 from quantizer.targets.triton_server import TritonServer
-
-__all__ = ["ONNXRUNTIME", "ONNXRUNTIME_AVX2"]
 
 ONNXRUNTIME = profiles.add("onnxruntime")(
     TargetProfile(

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quantizer.targets.base import TRANSPOSED
-from quantizer.targets.base import DynamicRanges
-from quantizer.targets.base import Recurrences
-from quantizer.targets.base import TargetProfile
-from quantizer.targets.base import WrongConvolutions
-from quantizer.targets.graph_rules import ALWAYS
-from quantizer.targets.graph_rules import GraphRules
+from quantizer.targets.base import TRANSPOSED, DynamicRanges, Recurrences, TargetProfile, WrongConvolutions
+from quantizer.targets.graph_rules import ALWAYS, GraphRules
 from quantizer.targets.profiles import profiles
 from quantizer.targets.triton_server import TritonServer
-
-__all__ = ["DYNAMIC_BLOCK", "OPENVINO", "OPENVINO_AVX2"]
 
 DYNAMIC_BLOCK = 128
 """How many neighbours share a range at run time in our engines. A tenth faster than its default of 32."""

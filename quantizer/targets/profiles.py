@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quantizer.common.registry import Registry
-from quantizer.targets.base import FloatDtype
-from quantizer.targets.base import TargetProfile
-
-__all__ = ["AUTO", "profile", "profiles"]
+from quantizer.targets.base import FloatDtype, TargetProfile
 
 AUTO = "auto"
 """In place of a backend's name: the one whose engine is the fastest here."""

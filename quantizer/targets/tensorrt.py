@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from quantizer.targets.base import AttentionLimits
-from quantizer.targets.base import Recurrences
-from quantizer.targets.base import TargetProfile
-from quantizer.targets.graph_rules import ALWAYS
-from quantizer.targets.graph_rules import OPERATOR_FORMAT
-from quantizer.targets.graph_rules import GraphRules
+from quantizer.targets.base import AttentionLimits, Recurrences, TargetProfile
+from quantizer.targets.graph_rules import ALWAYS, OPERATOR_FORMAT, GraphRules
 from quantizer.targets.profiles import profiles
 from quantizer.targets.triton_server import TritonServer
-
-__all__ = ["TENSORRT"]
 
 TENSORRT = profiles.add("tensorrt")(
     TargetProfile(

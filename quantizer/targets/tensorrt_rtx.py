@@ -7,8 +7,6 @@ from dataclasses import replace
 from quantizer.targets.profiles import profiles
 from quantizer.targets.tensorrt import TENSORRT
 
-__all__ = ["RTX_MAGIC", "TENSORRT_RTX"]
-
 RTX_MAGIC = b"vtrt"
 """The first bytes of its engines."""
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quantizer.targets.base import TRANSPOSED
-from quantizer.targets.base import TargetProfile
-from quantizer.targets.graph_rules import ALWAYS
-from quantizer.targets.graph_rules import GraphRules
+from quantizer.targets.base import TRANSPOSED, TargetProfile
+from quantizer.targets.graph_rules import ALWAYS, GraphRules
 from quantizer.targets.profiles import profiles
-
-__all__ = ["TORCH", "TORCH_AVX2"]
 
 TORCH = profiles.add("torch")(
     TargetProfile(

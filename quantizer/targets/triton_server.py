@@ -6,11 +6,8 @@ It is from the documents and the sources of Triton's backends.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal
-
-__all__ = ["TritonServer"]
 
 
 @dataclass(frozen=True, kw_only=True)

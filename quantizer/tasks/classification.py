@@ -5,22 +5,17 @@ Shapes: N rows, B rows of a batch, C classes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from quantizer.errors import TaskError
-from quantizer.tasks.metrics import kl_divergence
-from quantizer.tasks.metrics import label_flips
-from quantizer.tasks.metrics import sqnr_db
+from quantizer.tasks.metrics import kl_divergence, label_flips, sqnr_db
 
 if TYPE_CHECKING:
     from quantizer.tasks.task import Predictions
-
-__all__ = ["checked_logits", "class_names", "compare_classifiers", "largest_logit", "require_one_label"]
 
 
 def class_names(config: Any) -> tuple[str, ...]:

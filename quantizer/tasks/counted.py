@@ -14,11 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.task import Predictions
-from quantizer.tasks.task import Task
-from quantizer.tasks.task import require_rows
-
-__all__ = ["CountedTask", "JudgedTask"]
+from quantizer.tasks.task import Predictions, Task, require_rows
 
 
 class JudgedTask(Task):

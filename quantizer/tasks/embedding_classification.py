@@ -13,26 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import TaskError
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import Text
-from quantizer.tasks.inputs import Inputs
-from quantizer.tasks.inputs import Sample
+from quantizer.errors import MissingDependencyError, TaskError
+from quantizer.tasks.datasets.rows import Row, Text
+from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.kinds import rows_of_kind
-from quantizer.tasks.metrics import accuracy
-from quantizer.tasks.metrics import label_flips
-from quantizer.tasks.metrics import mean_cosine
-from quantizer.tasks.metrics import sqnr_db
+from quantizer.tasks.metrics import accuracy, label_flips, mean_cosine, sqnr_db
 from quantizer.tasks.pooling import MEAN
-from quantizer.tasks.task import Batch
-from quantizer.tasks.task import Predictions
-from quantizer.tasks.task import Progress
-from quantizer.tasks.task import Run
-from quantizer.tasks.task import Task
-from quantizer.tasks.task import tasks
-
-__all__ = ["EmbeddingClassification"]
+from quantizer.tasks.task import Predictions, Progress, Run, Task, tasks
 
 MAX_ITERATIONS = 1000
 

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from quantizer.errors import TaskError
-from quantizer.tasks.classification import checked_logits
-from quantizer.tasks.classification import class_names
-from quantizer.tasks.classification import compare_classifiers
-from quantizer.tasks.classification import largest_logit
-from quantizer.tasks.classification import require_one_label
-from quantizer.tasks.datasets.rows import Audio
-from quantizer.tasks.datasets.rows import Image
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import class_number
-from quantizer.tasks.inputs import Inputs
-from quantizer.tasks.inputs import Sample
+from quantizer.tasks.classification import (
+    checked_logits,
+    class_names,
+    compare_classifiers,
+    largest_logit,
+    require_one_label,
+)
+from quantizer.tasks.datasets.rows import Audio, Image, Row, class_number
+from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import accuracy
-from quantizer.tasks.task import Batch
-from quantizer.tasks.task import Predictions
-from quantizer.tasks.task import Task
-
-__all__ = ["FileClassification"]
+from quantizer.tasks.task import Predictions, Task
 
 _SHOWN = 5
 

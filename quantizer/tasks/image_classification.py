@@ -12,8 +12,6 @@ from quantizer.tasks.image_inputs import ImageInputs
 from quantizer.tasks.inputs import Inputs
 from quantizer.tasks.task import tasks
 
-__all__ = ["ImageClassification"]
-
 
 @tasks.add("image-classification")
 class ImageClassification(FileClassification):

@@ -6,8 +6,7 @@ Shapes: B images in a batch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import TaskError
-from quantizer.tasks.inputs import EXAMPLE_ROWS
-from quantizer.tasks.inputs import Batch
-
-__all__ = ["ImageInputs", "read_depths", "read_image", "read_mask", "read_size", "require_pillow"]
+from quantizer.errors import MissingDependencyError, TaskError
+from quantizer.tasks.inputs import EXAMPLE_ROWS, Batch
 
 _INPUT = "pixel_values"
 _BYTES, _WORDS = 2**8 - 1, 2**16 - 1

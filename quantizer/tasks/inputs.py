@@ -8,27 +8,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-from typing import Protocol
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from quantizer.common.data.sizes import DataSizes
 from quantizer.common.decoder_cache import CACHE
 from quantizer.errors import TaskError
-
-__all__ = [
-    "EXAMPLE_ROWS",
-    "Batch",
-    "Feed",
-    "Inputs",
-    "Sample",
-    "TextInputs",
-    "batch_shape",
-    "longest_sequence",
-    "rows_at",
-]
 
 Batch: TypeAlias = dict[str, torch.Tensor]
 """The model's inputs by name: int64 [B x S] for texts, float32 [B x channels x height x width] for images,

@@ -8,8 +8,6 @@ from typing import TypeVar
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import Row
 
-__all__ = ["rows_of_kind"]
-
 Kind = TypeVar("Kind")
 DATASETS = {
     "Audio": "'audio-folder', 'audio-csv', 'hf'",

@@ -7,27 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import TaskError
-
-__all__ = [
-    "Metric",
-    "accuracy",
-    "bootstrap_interval",
-    "kl_divergence",
-    "label_flips",
-    "mean_cosine",
-    "paired_interval",
-    "resampled_scores",
-    "spearman",
-    "sqnr_db",
-]
+from quantizer.errors import MissingDependencyError, TaskError
 
 Array: TypeAlias = npt.NDArray[Any]
 Metric: TypeAlias = Callable[[Array, Array], Array]

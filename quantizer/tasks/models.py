@@ -5,9 +5,7 @@ A source is a local folder, a folder inside an installed package, or a hub name.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,35 +15,15 @@ import torch
 from quantizer.errors import TaskError
 from quantizer.tasks.audio.audio_inputs import require_extractor
 from quantizer.tasks.checkpoints.depth import require_depth
-from quantizer.tasks.checkpoints.heads import read_by
-from quantizer.tasks.checkpoints.heads import task_of
+from quantizer.tasks.checkpoints.heads import read_by, task_of
 from quantizer.tasks.checkpoints.sentence_folder import read_pooling
-from quantizer.tasks.checkpoints.sources import explained
-from quantizer.tasks.checkpoints.sources import require_reachable
-from quantizer.tasks.checkpoints.sources import resolve_source
-from quantizer.tasks.checkpoints.sources import transformers_package
-from quantizer.tasks.checkpoints.timm_models import classifier_of
-from quantizer.tasks.checkpoints.timm_models import loadable
-from quantizer.tasks.checkpoints.timm_models import require_timm
-from quantizer.tasks.classification import class_names
-from quantizer.tasks.classification import require_one_label
+from quantizer.tasks.checkpoints.sources import explained, require_reachable, resolve_source, transformers_package
+from quantizer.tasks.checkpoints.timm_models import classifier_of, loadable, require_timm
+from quantizer.tasks.classification import class_names, require_one_label
 from quantizer.tasks.image_inputs import require_pillow
 from quantizer.tasks.images.text_tower import has_text_tower
 from quantizer.tasks.inputs import longest_sequence
 from quantizer.tasks.task import tasks
-
-__all__ = [
-    "Checkpoint",
-    "empty_model",
-    "load_audio_processor",
-    "load_image_processor",
-    "load_model",
-    "load_processor",
-    "load_tokenizer",
-    "read_checkpoint",
-    "require_labels",
-    "resolve_source",
-]
 
 _CAUSAL = "AutoModelForCausalLM"
 _ENCODER = "AutoModel"

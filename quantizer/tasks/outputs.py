@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import load
-from safetensors.torch import save
+from safetensors.torch import load, save
 
-from quantizer.common.distributed import all_gather_bytes
-from quantizer.common.distributed import get_world_size
-from quantizer.common.distributed import is_mine
+from quantizer.common.distributed import all_gather_bytes, get_world_size, is_mine
 from quantizer.common.structure import fields_of
 from quantizer.errors import TaskError
-
-__all__ = ["dealt", "first_output", "of_all_ranks", "stacked"]
 
 Chunk = TypeVar("Chunk")
 

@@ -12,8 +12,6 @@ import torch
 
 from quantizer.errors import TaskError
 
-__all__ = ["MEAN", "MODES", "SIMILARITIES", "SentencePooling"]
-
 SIMILARITIES = ("cosine", "dot")
 
 

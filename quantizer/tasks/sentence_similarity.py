@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantizer.tasks.datasets.rows import Pair
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.images.text_tower import EMBEDDING
-from quantizer.tasks.images.text_tower import TextTower
-from quantizer.tasks.images.text_tower import has_text_tower
-from quantizer.tasks.inputs import Inputs
-from quantizer.tasks.inputs import Sample
+from quantizer.tasks.datasets.rows import Pair, Row
+from quantizer.tasks.images.text_tower import EMBEDDING, TextTower, has_text_tower
+from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.kinds import rows_of_kind
-from quantizer.tasks.metrics import mean_cosine
-from quantizer.tasks.metrics import spearman
-from quantizer.tasks.metrics import sqnr_db
+from quantizer.tasks.metrics import mean_cosine, spearman, sqnr_db
 from quantizer.tasks.outputs import first_output
 from quantizer.tasks.pooling import MEAN
-from quantizer.tasks.task import Batch
-from quantizer.tasks.task import Predictions
-from quantizer.tasks.task import Task
-from quantizer.tasks.task import tasks
-
-__all__ = ["SentenceSimilarity"]
+from quantizer.tasks.task import Predictions, Task, tasks
 
 
 @tasks.add("sentence-similarity")

@@ -10,22 +10,12 @@ import numpy.typing as npt
 import torch
 
 from quantizer.errors import TaskError
-from quantizer.tasks.classification import checked_logits
-from quantizer.tasks.classification import compare_classifiers
-from quantizer.tasks.classification import largest_logit
-from quantizer.tasks.classification import require_one_label
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import Text
-from quantizer.tasks.inputs import Inputs
-from quantizer.tasks.inputs import Sample
+from quantizer.tasks.classification import checked_logits, compare_classifiers, largest_logit, require_one_label
+from quantizer.tasks.datasets.rows import Row, Text
+from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import accuracy
-from quantizer.tasks.task import Batch
-from quantizer.tasks.task import Predictions
-from quantizer.tasks.task import Task
-from quantizer.tasks.task import tasks
-
-__all__ = ["SequenceClassification", "require_classes"]
+from quantizer.tasks.task import Predictions, Task, tasks
 
 
 @tasks.add("sequence-classification")

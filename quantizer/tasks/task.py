@@ -5,18 +5,12 @@ Shapes: N rows, B samples in a batch, S tokens, D width of an embedding, C class
 
 from __future__ import annotations
 
-from abc import ABC
-from abc import abstractmethod
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-from typing import ClassVar
-from typing import Literal
-from typing import TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,21 +19,11 @@ import torch
 from quantizer.common.choices import TASKS
 from quantizer.common.data.sizes import DataSizes
 from quantizer.common.registry import Registry
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import TaskError
+from quantizer.errors import MissingDependencyError, TaskError
 from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.inputs import Batch
-from quantizer.tasks.inputs import Inputs
-from quantizer.tasks.inputs import Sample
-from quantizer.tasks.inputs import TextInputs
-from quantizer.tasks.metrics import bootstrap_interval
-from quantizer.tasks.metrics import resampled_scores
-from quantizer.tasks.outputs import dealt
-from quantizer.tasks.outputs import first_output
-from quantizer.tasks.outputs import of_all_ranks
-from quantizer.tasks.outputs import stacked
-
-__all__ = ["Batch", "Predictions", "Progress", "Run", "Task", "build_task", "require_rows", "tasks"]
+from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs
+from quantizer.tasks.metrics import bootstrap_interval, resampled_scores
+from quantizer.tasks.outputs import dealt, first_output, of_all_ranks, stacked
 
 Run: TypeAlias = Callable[[Batch], object]
 """One call of a model, proxy or engine: takes a batch, returns a ``ModelOutput``, mapping, tuple or tensor."""

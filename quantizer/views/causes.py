@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import yaml
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.calibration.output_error import OutputError
 from quantizer.calibration.plan_source import PlanSource
 from quantizer.calibration.proxied import proxied_copy
-from quantizer.calibration.replay import SiteCall
-from quantizer.calibration.replay import replay
-from quantizer.common.batches import call
-from quantizer.common.batches import run_batches
+from quantizer.calibration.replay import SiteCall, replay
+from quantizer.common.batches import call, run_batches
 from quantizer.common.own_inputs import copied
-from quantizer.config import QuantizerConfig
-from quantizer.config import quantizer_config
+from quantizer.config import QuantizerConfig, quantizer_config
 from quantizer.errors import CalibrationWarning
 from quantizer.observe.replay_batches import Batch
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import with_fallback
-from quantizer.report.cause_record import Cause
-from quantizer.report.cause_record import Cure
+from quantizer.plan.site_plan import Plan, with_fallback
+from quantizer.report.cause_record import Cause, Cure
 from quantizer.report.tables.cause_lines import cause_lines
 from quantizer.sensitivity import operands_of
-from quantizer.sensitivity.outliers import outliers
-from quantizer.sensitivity.outliers import scaled
+from quantizer.sensitivity.outliers import outliers, scaled
 from quantizer.sensitivity.session import SensitivitySession
 from quantizer.views.table_view import View
-
-__all__ = ["Causes", "find_causes", "whole_setting", "with_setting"]
 
 _RANKED = 2
 """For each group that is asked for, so many are measured: the ranking by gradients is an estimate."""

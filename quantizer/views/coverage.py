@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Collection
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import SitePlan
+from quantizer.plan.site_plan import OperandPlan, Plan, SitePlan
 from quantizer.proxy.build import UnrewrittenSource
 from quantizer.reasons import ReasonCode
-from quantizer.report.site_record import Site
-from quantizer.report.site_record import UnquantizedProduct
+from quantizer.report.site_record import Site, UnquantizedProduct
 from quantizer.report.tables.tables import Column
-from quantizer.report.tables.text import counted
-from quantizer.report.tables.text import decibels
-from quantizer.report.tables.text import format_name
-from quantizer.report.tables.text import granularity
-from quantizer.report.tables.text import percent
+from quantizer.report.tables.text import counted, decibels, format_name, granularity, percent
 from quantizer.rewrite.operator_patches import OperatorPatch
-from quantizer.views.site_rows import planned_site
-from quantizer.views.site_rows import unrewritten_site
+from quantizer.views.site_rows import planned_site, unrewritten_site
 from quantizer.views.table_view import View
-from quantizer.views.unquantized import covered_share
-from quantizer.views.unquantized import unquantized_products
-
-__all__ = ["Coverage", "UnquantizedProducts", "RangeRow", "Ranges"]
+from quantizer.views.unquantized import covered_share, unquantized_products
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,18 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantizer.report.charts.histogram_plot import histogram_figure
-from quantizer.report.charts.histogram_plot import histogram_svg
-from quantizer.report.record import Histogram
-from quantizer.report.record import RangeCandidate
+from quantizer.report.charts.histogram_plot import histogram_figure, histogram_svg
+from quantizer.report.site_record import Histogram, RangeCandidate
 from quantizer.report.tables.tables import Column
-from quantizer.report.tables.text import decibels
-from quantizer.report.tables.text import percent
-from quantizer.report.tables.text import significant
+from quantizer.report.tables.text import decibels, percent, significant
 from quantizer.views.picture import Picture
 from quantizer.views.table_view import View
-
-__all__ = ["HistogramBin", "HistogramView"]
 
 _ROWS = 20
 _BAR = 40

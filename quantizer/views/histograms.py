@@ -7,20 +7,14 @@ import math
 
 from torch import Tensor
 
-from quantizer.calibrators import Calibrator
-from quantizer.calibrators import estimates
+from quantizer.calibrators import Calibrator, estimates
 from quantizer.calibrators.histogram import Histogram as Counts
 from quantizer.errors import QuantizerError
-from quantizer.numerics.qtype import QType
-from quantizer.numerics.qtype import qtype
+from quantizer.numerics.qtype import QType, qtype
 from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import judged_as
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import Plan
-from quantizer.report.record import Histogram
-from quantizer.report.record import RangeCandidate
-
-__all__ = ["histogram_of", "noisiest"]
+from quantizer.plan.site_plan import OperandPlan, Plan
+from quantizer.report.site_record import Histogram, RangeCandidate
 
 _BINS = 128
 """The largest number of bins in a record: more than a picture needs, and few enough for a report."""

@@ -9,8 +9,6 @@ from quantizer.proxy.lowered.lower import SiteKernel
 from quantizer.report.tables.tables import Column
 from quantizer.views.table_view import View
 
-__all__ = ["Kernels"]
-
 
 class Kernels(View[SiteKernel]):
     """The quantized sites of a lowered model, those without a kernel first."""

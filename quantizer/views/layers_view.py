@@ -7,21 +7,13 @@ from typing import Any
 
 from quantizer.report.placement_record import GroupTime
 from quantizer.report.record import SensitivityRow
-from quantizer.report.site_record import Site
-from quantizer.report.site_record import UnquantizedProduct
-from quantizer.report.tables.layer_rows import FLOAT
-from quantizer.report.tables.layer_rows import GroupRow
-from quantizer.report.tables.layer_rows import LayerRow
-from quantizer.report.tables.layer_rows import group_rows
-from quantizer.report.tables.layer_rows import layer_rows
-from quantizer.report.tables.layer_table import group_cells
-from quantizer.report.tables.layer_table import layer_cells
+from quantizer.report.site_record import Site, UnquantizedProduct
+from quantizer.report.tables.layer_rows import FLOAT, GroupRow, LayerRow, group_rows, layer_rows
+from quantizer.report.tables.layer_table import group_cells, layer_cells
 from quantizer.sensitivity.prices.group_prices import Prices
 from quantizer.views.coverage import Coverage
 from quantizer.views.sensitivity_view import Sensitivity
 from quantizer.views.table_view import View
-
-__all__ = ["Layers", "PutBack"]
 
 
 class PutBack(View[GroupRow]):

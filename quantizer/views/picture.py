@@ -6,8 +6,6 @@ import os
 
 from quantizer.files import whole_file
 
-__all__ = ["Picture"]
-
 
 class Picture:
     """An SVG picture.

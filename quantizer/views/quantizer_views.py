@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.calibration.choose_ranges import make_plan
 from quantizer.calibration.proxied import proxied_copy
 from quantizer.calibration.settings import make_observation
 from quantizer.common.data.batches_of import batches_of
-from quantizer.common.data.exported_program import Model
-from quantizer.common.data.exported_program import module_of
+from quantizer.common.data.exported_program import Model, module_of
 from quantizer.common.inference_mode import ordinary_tensors
 from quantizer.config import QuantizerConfig
-from quantizer.errors import CalibrationError
-from quantizer.errors import SensitivityError
+from quantizer.errors import CalibrationError, SensitivityError
 from quantizer.float16.simulate import simulate
 from quantizer.plan.replace_scales import scales_of
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import plan_digest
+from quantizer.plan.site_plan import Plan, plan_digest
 from quantizer.proxy.build import source_diff
 from quantizer.proxy.lowered.choose import Lowering
-from quantizer.proxy.lowered.lower import kernels_of
-from quantizer.proxy.lowered.lower import lower
+from quantizer.proxy.lowered.lower import kernels_of, lower
 from quantizer.sensitivity import Fallback
-from quantizer.views.causes import Causes
-from quantizer.views.causes import find_causes
-from quantizer.views.coverage import Coverage
-from quantizer.views.coverage import Ranges
+from quantizer.views.causes import Causes, find_causes
+from quantizer.views.coverage import Coverage, Ranges
 from quantizer.views.histogram_view import HistogramView
 from quantizer.views.histograms import histogram_of
 from quantizer.views.kernels_view import Kernels
@@ -41,7 +33,6 @@ from quantizer.views.sensitivity_view import Sensitivity
 if TYPE_CHECKING:
     from quantizer.model_session import ModelSession
 
-__all__ = ["QuantizerViews"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +82,7 @@ class QuantizerViews:
         """
         with ordinary_tensors():
             # Not at the top: nothing else of a quantizer needs the engines.
-            from quantizer.engines.int8_saturation import EXACT_QMAX
-            from quantizer.engines.int8_saturation import saturates
+            from quantizer.engines.int8_saturation import EXACT_QMAX, saturates
 
             widest = EXACT_QMAX if saturates() else None
             lowered = lower(self._session.frozen(module_of(model), fused=True), Lowering(widest=widest))

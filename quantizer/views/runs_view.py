@@ -8,21 +8,14 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from quantizer.report.compare.compared_run import ComparedRun
-from quantizer.report.compare.compared_run import read_runs
-from quantizer.report.compare.comparison import Comparison
-from quantizer.report.compare.comparison import Pair
-from quantizer.report.compare.comparison import compare
-from quantizer.report.compare.in_short import comparison_sentence
-from quantizer.report.compare.in_short import comparison_svg
+from quantizer.report.compare.compared_run import ComparedRun, read_runs
+from quantizer.report.compare.comparison import Comparison, Pair, compare
+from quantizer.report.compare.in_short import comparison_sentence, comparison_svg
 from quantizer.report.compare.print import print_comparison
-from quantizer.report.compare.tables import in_order
-from quantizer.report.compare.tables import runs_html
+from quantizer.report.compare.tables import in_order, runs_html
 from quantizer.report.page.compare_page import write_comparison
 from quantizer.report.tables.tables import plain_text
 from quantizer.views.picture import Picture
-
-__all__ = ["Runs", "compare_runs"]
 
 
 def compare_runs(runs: Sequence[str | os.PathLike[str]]) -> Runs:

@@ -6,16 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from quantizer.report.charts.pareto_plot import pareto_svg
-from quantizer.report.record import Evaluation
-from quantizer.report.record import Fallback
-from quantizer.report.tables.search_table import EVALUATION_COLUMNS
-from quantizer.report.tables.search_table import evaluation_caption
-from quantizer.report.tables.search_table import evaluation_cells
+from quantizer.report.record import Evaluation, Fallback
+from quantizer.report.tables.search_table import EVALUATION_COLUMNS, evaluation_caption, evaluation_cells
 from quantizer.report.tables.tables import Column
 from quantizer.views.picture import Picture
 from quantizer.views.table_view import View
-
-__all__ = ["Search"]
 
 
 class Search(View[Evaluation]):

@@ -13,15 +13,11 @@ from quantizer.report.record import SensitivityRow
 from quantizer.report.search.search_records import fallback_record
 from quantizer.report.tables.measure_labels import error_words
 from quantizer.report.tables.tables import Column
-from quantizer.report.tables.text import compact
-from quantizer.report.tables.text import error
-from quantizer.sensitivity import Fallback
-from quantizer.sensitivity import GroupSensitivity
+from quantizer.report.tables.text import compact, error
+from quantizer.sensitivity import Fallback, GroupSensitivity
 from quantizer.views.picture import Picture
 from quantizer.views.search_view import Search
 from quantizer.views.table_view import View
-
-__all__ = ["Sensitivity"]
 
 
 class Sensitivity(View[SensitivityRow]):

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import SitePlan
+from quantizer.plan.site_plan import OperandPlan, SitePlan
 from quantizer.proxy.build import UnrewrittenSource
-from quantizer.report.site_record import Operand
-from quantizer.report.site_record import Site
-
-__all__ = ["planned_site", "unrewritten_site"]
+from quantizer.report.site_record import Operand, Site
 
 
 def planned_site(entry: SitePlan) -> Site:

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import Any
-from typing import Generic
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import rich.table
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from quantizer.report.tables.tables import Column
-from quantizer.report.tables.tables import html_table
-from quantizer.report.tables.tables import string_from_table
-from quantizer.report.tables.tables import text_table
+from quantizer.report.tables.tables import Column, html_table, string_from_table, text_table
 from quantizer.report.tables.text import shorten
-
-__all__ = ["View"]
 
 Row = TypeVar("Row")
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from quantizer.observe.completeness.product_counter import CountedProduct
-from quantizer.observe.completeness.product_counter import Reason
+from quantizer.observe.completeness.product_counter import CountedProduct, Reason
 from quantizer.plan.site_plan import Plan
-from quantizer.reasons import ReasonCode
-from quantizer.reasons import RuleKind
+from quantizer.reasons import ReasonCode, RuleKind
 from quantizer.report.site_record import UnquantizedProduct
-
-__all__ = ["covered_share", "unquantized_products"]
 
 _BY_RULE = {RuleKind.TARGET: Reason.TARGET, RuleKind.SWITCH: Reason.SWITCHED_OFF}
 _BY_REASON = {ReasonCode.FROM_PARAMETERS: Reason.PARAMETERS, ReasonCode.PARAMETERS_ALONE: Reason.PARAMETERS}

@@ -11,19 +11,14 @@ import onnxruntime
 import pytest
 import torch
 from calibrated import make_calibrated
-from helpers import Mlp
-from helpers import Snapshot
-from helpers import assert_same
-from torch import Tensor
-from torch import nn
+from helpers import Mlp, Snapshot, assert_same
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quantizer import QATCalibrate
-from quantizer import Quantizer
+from quantizer import QATCalibrate, Quantizer
 from quantizer.calibration.output_error import OutputError
 from quantizer.common.fingerprint import Fingerprint
-from quantizer.errors import QuantizerError
-from quantizer.errors import TrainingError
+from quantizer.errors import QuantizerError, TrainingError
 from quantizer.interop.tripy import tripy_scales
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.site_plan import Plan
@@ -526,8 +521,7 @@ def test_a_copy_and_a_cast_keep_it() -> None:
 )
 def test_a_damaged_folder_is_refused(name: str, value: Tensor, said: str, tmp_path: Path) -> None:
     from helpers import forget_checksums
-    from safetensors.torch import load_file
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
     folder = calibrated(Net()).save(tmp_path / "saved")
     forget_checksums(folder)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.numerics.equalization import equalizing_factors

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 

@@ -11,19 +11,15 @@ from typing import Any
 import pytest
 import torch
 from helpers import Mlp
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.calibration import choose_ranges
-from quantizer.calibration import output_error
-from quantizer.calibration import output_search
+from quantizer.calibration import choose_ranges, output_error, output_search
 from quantizer.calibration.choose_ranges import make_plan
 from quantizer.calibration.output_error import OutputError
 from quantizer.calibrators import Estimate
 from quantizer.observe.replay_batches import ReplayBatches
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import plan_digest
+from quantizer.plan.site_plan import Plan, plan_digest
 
 NO_RESIDUAL = {"residual_add": False}
 

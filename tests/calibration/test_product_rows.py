@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quantizer.calibration.product_rows import ProductRows
-from quantizer.calibration.product_rows import product_rows
-from quantizer.proxy.build import build_proxy
-from quantizer.proxy.build import sites_of
+from quantizer.calibration.product_rows import ProductRows, product_rows
+from quantizer.proxy.build import build_proxy, sites_of
 
 
 class Net(nn.Module):

@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 from calibrated import make_calibrated
-from helpers import assert_same
-from helpers import batch
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import assert_same, batch, tiny
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer
@@ -21,11 +18,9 @@ from quantizer.calibration.rounding import reconstruct
 from quantizer.calibration.rounding.blocks import blocks_of
 from quantizer.calibration.rounding.learned import LearnedCodes
 from quantizer.errors import CalibrationError
-from quantizer.plan.apply import apply_plan
-from quantizer.plan.apply import switch_on
+from quantizer.plan.apply import apply_plan, switch_on
 from quantizer.plan.site_plan import OperandPlan
-from quantizer.proxy.build import build_proxy
-from quantizer.proxy.build import sites_of
+from quantizer.proxy.build import build_proxy, sites_of
 
 INT4: dict[str, Any] = {"backend": "onnxruntime", "formats": [{"weights": "int4", "activations": "float"}]}
 CLIPPED: dict[str, Any] = {

@@ -9,19 +9,15 @@ from typing import Any
 import pytest
 import torch
 from calibrated import make_calibrated
-from helpers import assert_same
-from helpers import batch
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import assert_same, batch, tiny
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer
 from quantizer.calibration.rounding import progress
 from quantizer.errors import CalibrationError
 from quantizer.observe.replay_batches import ReplayBatches
-from quantizer.plan.apply import apply_plan
-from quantizer.plan.apply import switch_on
+from quantizer.plan.apply import apply_plan, switch_on
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.proxy.build import build_proxy
 

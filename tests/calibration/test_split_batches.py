@@ -10,19 +10,11 @@ import torch
 from helpers import Mlp
 from outside import run_ranks
 from safetensors.torch import load_file
-from torch import Tensor
-from torch import distributed
-from torch import nn
+from torch import Tensor, distributed, nn
 
 from quantizer import Quantizer
-from quantizer.common.distributed import all_gather_bytes
-from quantizer.common.distributed import alone
-from quantizer.common.distributed import exact_sums
-from quantizer.common.distributed import get_rank
-from quantizer.common.distributed import get_world_size
-from quantizer.common.distributed import of_first_rank
-from quantizer.errors import CalibrationError
-from quantizer.errors import LostRankError
+from quantizer.common.distributed import all_gather_bytes, alone, exact_sums, get_rank, get_world_size, of_first_rank
+from quantizer.errors import CalibrationError, LostRankError
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "output": {"activations": {"calibrator": "output", "smooth": "auto"}, "bias_correction": True},

@@ -10,26 +10,18 @@ import pytest
 import torch
 import yaml
 from calibrated import make_calibrated
-from helpers import assert_same
-from helpers import batch
-from helpers import tiny
-from safetensors.torch import load_file
-from safetensors.torch import save_file
-from torch import Tensor
-from torch import nn
+from helpers import assert_same, batch, tiny
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quantizer import QATCalibrate
-from quantizer import Quantizer
+from quantizer import QATCalibrate, Quantizer
 from quantizer.calibration import weight_rounding
 from quantizer.calibration.rounding import progress
-from quantizer.errors import CalibrationError
-from quantizer.errors import ConfigError
-from quantizer.errors import QuantizerError
+from quantizer.errors import CalibrationError, ConfigError, QuantizerError
 from quantizer.numerics.gptq import gptq_codes
 from quantizer.observe.replay_batches import ReplayBatches
-from quantizer.plan.apply import apply_plan
-from quantizer.plan.apply import switch_on
+from quantizer.plan.apply import apply_plan, switch_on
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.weight_codes import without_codes
 from quantizer.proxy.build import build_proxy

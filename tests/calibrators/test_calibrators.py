@@ -9,23 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quantizer.calibrators import Calibrator
-from quantizer.calibrators import MaxCalibrator
-from quantizer.calibrators import MseCalibrator
-from quantizer.calibrators import PercentileCalibrator
-from quantizer.calibrators import make_calibrator
+from quantizer.calibrators import Calibrator, MaxCalibrator, MseCalibrator, PercentileCalibrator, make_calibrator
 from quantizer.calibrators.base import CALIBRATORS
 from quantizer.calibrators.candidates import estimates
-from quantizer.calibrators.histogram import BINS
-from quantizer.calibrators.histogram import Histogram
-from quantizer.calibrators.histogram import in_memory_order
-from quantizer.errors import CalibrationError
-from quantizer.errors import ConfigError
+from quantizer.calibrators.histogram import BINS, Histogram, in_memory_order
+from quantizer.errors import CalibrationError, ConfigError
 from quantizer.numerics.qtype import QTYPES
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=32)

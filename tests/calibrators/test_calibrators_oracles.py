@@ -9,16 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quantizer.calibrators import Calibrator
-from quantizer.calibrators import EntropyCalibrator
-from quantizer.calibrators import make_calibrator
-from quantizer.calibrators.entropy import divergences
-from quantizer.calibrators.entropy import ranges
+from quantizer.calibrators import Calibrator, EntropyCalibrator, make_calibrator
+from quantizer.calibrators.entropy import divergences, ranges
 from quantizer.calibrators.mse import squared_errors
 from quantizer.errors import CalibrationError
 

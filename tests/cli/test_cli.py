@@ -15,13 +15,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from quantizer.cli.main import VERBS
-from quantizer.cli.main import main
-from quantizer.config import RunConfig
-from quantizer.config import load_run
+from quantizer.cli.main import VERBS, main
+from quantizer.config import RunConfig, load_run
 from quantizer.engines.candidates import cpu_candidates
-from quantizer.errors import EngineError
-from quantizer.errors import QuantizerError
+from quantizer.errors import EngineError, QuantizerError
 
 REPOSITORY = Path(__file__).parents[2]
 GOOD = """\

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from quantizer.cli.main import VERBS
-from quantizer.cli.main import main
+from quantizer.cli.main import VERBS, main
 
 
 @pytest.fixture(scope="module")

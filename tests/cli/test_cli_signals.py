@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from quantizer.cli.main import main
-from quantizer.cli.signals import HungUp
-from quantizer.cli.signals import Terminated
-from quantizer.cli.signals import end_as_on_ctrl_c
+from quantizer.cli.signals import HungUp, Terminated, end_as_on_ctrl_c
 from quantizer.cli.validate import Validate
 
 

@@ -6,30 +6,18 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from helpers import ConvNet
-from helpers import Mlp
-from torch import Tensor
-from torch import nn
-from torch.utils.data import DataLoader
-from torch.utils.data import Dataset
-from torch.utils.data import IterableDataset
-from torch.utils.data import TensorDataset
+from helpers import ConvNet, Mlp
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from quantizer import Quantizer
-from quantizer.common.data.batches_of import BATCH_ROWS
-from quantizer.common.data.batches_of import MOST_ROWS
-from quantizer.common.data.batches_of import batches_of
-from quantizer.common.data.batches_of import beside
-from quantizer.common.data.batches_of import length_of
-from quantizer.common.data.batches_of import row_count
-from quantizer.errors import CalibrationError
-from quantizer.errors import CalibrationWarning
+from quantizer.common.data.batches_of import BATCH_ROWS, MOST_ROWS, batches_of, beside, length_of, row_count
+from quantizer.errors import CalibrationError, CalibrationWarning
 
 X = torch.randn(70, 32, generator=torch.Generator().manual_seed(3))
 CLASSES = torch.arange(70) % 10

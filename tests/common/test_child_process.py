@@ -16,14 +16,10 @@ from hostile_folder import HostileFolder
 
 import quantizer
 from quantizer.cli.main import main
-from quantizer.common.child_process import child_environment
-from quantizer.common.child_process import python_command
-from quantizer.common.child_process import safe_children
+from quantizer.common.child_process import child_environment, python_command, safe_children
 from quantizer.config import load_run
 from quantizer.config.sweep import SweepRun
-from quantizer.engines import BuildOptions
-from quantizer.engines import load_engine
-from quantizer.engines import peak_memory_mib
+from quantizer.engines import BuildOptions, load_engine, peak_memory_mib
 from quantizer.engines.measure import trial
 from quantizer.engines.measure.own_process import in_own_process
 from quantizer.engines.measure.trial import tried_build

@@ -7,14 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers import ConvNet
-from helpers import Mlp
+from helpers import ConvNet, Mlp
 from torch import Tensor
 
 from quantizer import Quantizer
-from quantizer.common.data.doubts import FEWEST_ROWS
-from quantizer.common.data.doubts import doubts_of_batch
-from quantizer.common.data.doubts import doubts_of_calibration
+from quantizer.common.data.doubts import FEWEST_ROWS, doubts_of_batch, doubts_of_calibration
 from quantizer.errors import CalibrationWarning
 
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 import quantizer
-from quantizer.cli.signals import Terminated
-from quantizer.cli.signals import end_as_on_ctrl_c
+from quantizer.cli.signals import Terminated, end_as_on_ctrl_c
 from quantizer.common.interrupts import interrupts_end_the_block
 
 

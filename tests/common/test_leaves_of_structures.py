@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections import UserDict
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from dataclasses import dataclass
-from types import MappingProxyType
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from quantizer.common.own_inputs import own
-from quantizer.common.own_inputs import own_tensors
-from quantizer.common.structure import fields_of
-from quantizer.common.structure import flattened
-from quantizer.common.structure import leaves
-from quantizer.common.structure import mapped
+from quantizer.common.own_inputs import own, own_tensors
+from quantizer.common.structure import fields_of, flattened, leaves, mapped
 
 
 @dataclass

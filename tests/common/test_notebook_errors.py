@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quantizer.errors import ConfigError
-from quantizer.errors import QuantizerError
+from quantizer.errors import ConfigError, QuantizerError
 
 CELL = """\
 from quantizer import Quantizer

@@ -10,11 +10,9 @@ import pytest
 from torch import nn
 
 import quantizer
-from quantizer import Quantizer
-from quantizer import from_onnx
+from quantizer import Quantizer, from_onnx
 from quantizer.common.paths import expanded
-from quantizer.engines import inspect_file
-from quantizer.engines import load_engine
+from quantizer.engines import inspect_file, load_engine
 from quantizer.errors import QuantizerError
 from quantizer.files import write_folder
 from quantizer.files.place import real_place

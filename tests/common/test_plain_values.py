@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
-from quantizer.common.plain_values import decoded
-from quantizer.common.plain_values import json_values
-from quantizer.common.plain_values import yaml_values
+from quantizer.common.plain_values import decoded, json_values, yaml_values
 
 
 class Colour(Enum):

@@ -8,10 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quantizer.common.progress import counted
-from quantizer.common.progress import loop
-from quantizer.common.progress import open_loops
-from quantizer.common.progress import own_display
+from quantizer.common.progress import counted, loop, open_loops, own_display
 
 
 class Terminal(io.StringIO):

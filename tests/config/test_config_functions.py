@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from quantizer.config import dump_yaml
-from quantizer.config import load_run
+from quantizer.config import dump_yaml, load_run
 from quantizer.config.data_section import is_function_name
 from quantizer.errors import ConfigError
 

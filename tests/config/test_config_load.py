@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 
-from quantizer.config import AmpConfig
-from quantizer.config import FallbackConfig
-from quantizer.config import QatConfig
-from quantizer.config import QuantizerConfig
-from quantizer.config import RunConfig
-from quantizer.config import SitesConfig
-from quantizer.config import dump_yaml
-from quantizer.config import load_run
-from quantizer.config import quantizer_config
+from quantizer.config import (
+    AmpConfig,
+    FallbackConfig,
+    QatConfig,
+    QuantizerConfig,
+    RunConfig,
+    SitesConfig,
+    dump_yaml,
+    load_run,
+    quantizer_config,
+)
 from quantizer.config.data_section import DataConfig
 from quantizer.errors import ConfigError
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from quantizer.config import load_run
-from quantizer.config.sweep import read_sweep
-from quantizer.config.sweep import split_values
+from quantizer.config.sweep import read_sweep, split_values
 from quantizer.errors import ConfigError
 
 PLAIN = """\

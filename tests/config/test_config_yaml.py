@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from quantizer.config import load_run
-from quantizer.config.yaml_file import parse_yaml
-from quantizer.config.yaml_file import read_yaml
+from quantizer.config.yaml_file import parse_yaml, read_yaml
 from quantizer.errors import ConfigError
 
 

@@ -12,11 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantizer.engines import TensorSpec
-from quantizer.engines import build_engine
-from quantizer.engines import interleaved_latency
-from quantizer.engines import medians
-from quantizer.engines import peak_memory_mib
+from quantizer.engines import TensorSpec, build_engine, interleaved_latency, medians, peak_memory_mib
 from quantizer.engines.measure import benchmark
 from quantizer.engines.measure.dummy_inputs import made_up_inputs
 from quantizer.errors import EngineError

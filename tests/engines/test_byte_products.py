@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 from helpers import BYTE_PRODUCTS_ARE_EXACT
 
-from quantizer.engines import build_engine
-from quantizer.engines import cpu
-from quantizer.engines import int8_saturation
+from quantizer.engines import build_engine, cpu, int8_saturation
 
 onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
 

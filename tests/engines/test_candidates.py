@@ -7,11 +7,8 @@ from importlib.machinery import ModuleSpec
 import pytest
 import torch
 
-from quantizer.engines import candidates
-from quantizer.engines import int8_saturation
-from quantizer.engines.candidates import Variant
-from quantizer.engines.candidates import cpu_candidates
-from quantizer.engines.candidates import cpu_variants
+from quantizer.engines import candidates, int8_saturation
+from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
 
 VNNI = {"avx2", "avx512f", "avx512_vnni"}

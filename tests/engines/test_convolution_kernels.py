@@ -11,10 +11,7 @@ import torch
 from torch import nn
 
 from quantizer import Quantizer
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import inspect_engine
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, build_engine, inspect_engine, load_engine
 from tests.outsiders.case import sqnr
 
 _LAYERS = {

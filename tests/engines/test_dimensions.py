@@ -9,14 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantizer.engines import build_engine
-from quantizer.engines import inspect_engine
-from quantizer.engines import load_engine
-from quantizer.engines.dimensions import dimension_sizes
-from quantizer.engines.dimensions import input_dimensions
-from quantizer.engines.dimensions import ranges_with_cache
-from quantizer.engines.engine_file import read_engine
-from quantizer.engines.engine_file import write_engine
+from quantizer.engines import build_engine, inspect_engine, load_engine
+from quantizer.engines.dimensions import dimension_sizes, input_dimensions, ranges_with_cache
+from quantizer.engines.engine_file import read_engine, write_engine
 from quantizer.engines.inspection.onnx_graph import graph_inspection
 from quantizer.errors import EngineError
 

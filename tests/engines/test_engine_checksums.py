@@ -11,17 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import detect_backend
-from quantizer.engines import inspect_engine
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, build_engine, detect_backend, inspect_engine, load_engine
 from quantizer.engines.cpu import cpu_instructions
-from quantizer.engines.engine_file import built_on
-from quantizer.engines.engine_file import checked_onnx
-from quantizer.engines.engine_file import read_engine
-from quantizer.engines.engine_file import sign_onnx
-from quantizer.engines.engine_file import write_engine
+from quantizer.engines.engine_file import built_on, checked_onnx, read_engine, sign_onnx, write_engine
 from quantizer.errors import EngineError
 
 backends_file = importlib.import_module("quantizer.engines.backends")

@@ -13,15 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantizer.engines import BuildOptions
-from quantizer.engines import backend
-from quantizer.engines import backends
-from quantizer.engines import build_engine
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, backend, backends, build_engine, load_engine
 from quantizer.engines.engine_file import whole_file
 from quantizer.engines.optional_import import import_library
-from quantizer.errors import EngineError
-from quantizer.errors import MissingDependencyError
+from quantizer.errors import EngineError, MissingDependencyError
 
 
 @pytest.fixture(params=["openvino", "onnxruntime", "tensorrt", "tensorrt-rtx"])

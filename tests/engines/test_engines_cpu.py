@@ -11,13 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import load_engine
-from quantizer.engines.base import TensorSpec
-from quantizer.engines.base import checked_inputs
-from quantizer.errors import EngineError
-from quantizer.errors import MissingDependencyError
+from quantizer.engines import BuildOptions, build_engine, load_engine
+from quantizer.engines.base import TensorSpec, checked_inputs
+from quantizer.errors import EngineError, MissingDependencyError
 
 onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
 

@@ -13,13 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import load_engine
-from quantizer.engines.tensorrt.build_progress import BuildMonitor
-from quantizer.engines.tensorrt.build_progress import run_monitored
-from quantizer.errors import EngineError
-from quantizer.errors import MissingDependencyError
+from quantizer.engines import BuildOptions, build_engine, load_engine
+from quantizer.engines.tensorrt.build_progress import BuildMonitor, run_monitored
+from quantizer.errors import EngineError, MissingDependencyError
 
 rtx = pytest.mark.skipif(find_spec("tensorrt_rtx_bindings") is None, reason="install enginequant[tensorrt-rtx]")
 

@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantizer.engines import Inspection
-from quantizer.engines import Layer
-from quantizer.engines import build_engine
-from quantizer.engines import check_precision
-from quantizer.engines import detect_backend
-from quantizer.engines import graph_inspection
-from quantizer.engines import inspect_engine
-from quantizer.engines import inspect_file
-from quantizer.engines import observe_engine
-from quantizer.engines import runs_here
+from quantizer.engines import (
+    Inspection,
+    Layer,
+    build_engine,
+    check_precision,
+    detect_backend,
+    graph_inspection,
+    inspect_engine,
+    inspect_file,
+    observe_engine,
+    runs_here,
+)
 from quantizer.engines.inspection.from_layers import inspection_from_layers
-from quantizer.engines.inspection.multiply_adds import attention_work
-from quantizer.engines.inspection.multiply_adds import convolution_work
-from quantizer.engines.inspection.multiply_adds import matmul_work
+from quantizer.engines.inspection.multiply_adds import attention_work, convolution_work, matmul_work
 from quantizer.engines.tensorrt.inspect import layers_from_json
 from quantizer.errors import EngineError
 

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, build_engine, load_engine
 
 onnx = pytest.importorskip("onnx", reason="needs enginequant[onnx]")
 pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")

@@ -8,16 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import inspect_engine
-from quantizer.engines import load_engine
-from quantizer.engines.engine_file import read_engine
-from quantizer.engines.engine_file import write_engine
+from quantizer.engines import BuildOptions, build_engine, inspect_engine, load_engine
+from quantizer.engines.engine_file import read_engine, write_engine
 from quantizer.engines.openvino import fixed_shapes
 from quantizer.engines.openvino.engine import _loaded
-from quantizer.engines.openvino.shared_bytes import parts_of
-from quantizer.engines.openvino.shared_bytes import read_ranges
+from quantizer.engines.openvino.shared_bytes import parts_of, read_ranges
 from quantizer.errors import EngineError
 
 onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")

@@ -13,10 +13,7 @@ import numpy as np
 import pytest
 from helpers import openvino_core
 
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import inspect_engine
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, build_engine, inspect_engine, load_engine
 from quantizer.errors import EngineError
 
 onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")

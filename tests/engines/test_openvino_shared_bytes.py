@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 
 from quantizer.engines.openvino import shared_bytes
-from quantizer.engines.openvino.shared_bytes import parts_of
-from quantizer.engines.openvino.shared_bytes import read_ranges
-from quantizer.engines.openvino.shared_bytes import share_bytes
-from quantizer.engines.openvino.shared_bytes import write_ranges
+from quantizer.engines.openvino.shared_bytes import parts_of, read_ranges, share_bytes, write_ranges
 
 RANDOM = np.random.default_rng(0)
 WEIGHTS = RANDOM.bytes(200_000)

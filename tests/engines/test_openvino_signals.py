@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
+from quantizer.engines import BuildOptions, build_engine
 
 pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install 'enginequant[openvino]'")
 

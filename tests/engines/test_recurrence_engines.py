@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from calibrated import make_calibrated
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.engines.backends import backends
 

@@ -16,18 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines.interface import AHEAD
-from engines.interface import CALLED
-from engines.interface import TIMED
-from engines.interface import interface
+from engines.interface import AHEAD, CALLED, TIMED, interface
 from threads import in_threads
 
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines.engine_file import read_engine
-from quantizer.engines.engine_file import write_engine
-from quantizer.engines.tensorrt.cache import save_cache
-from quantizer.engines.tensorrt.cache import use_cache
+from quantizer.engines import BuildOptions, build_engine
+from quantizer.engines.engine_file import read_engine, write_engine
+from quantizer.engines.tensorrt.cache import save_cache, use_cache
 from quantizer.engines.tensorrt.engine import TensorRTBackend
 from quantizer.engines.tensorrt.refit import weights_note
 from quantizer.engines.tensorrt.run import TensorRTEngine

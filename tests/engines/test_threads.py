@@ -14,10 +14,7 @@ import pytest
 from threads import in_threads
 
 from quantizer.common.once_property import once_property
-from quantizer.engines import BuildOptions
-from quantizer.engines import Engine
-from quantizer.engines import build_engine
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, Engine, build_engine, load_engine
 from quantizer.engines.pool import Pool
 
 pytest.importorskip("onnx", reason="install enginequant[onnx]")

@@ -10,15 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import batch
-from helpers import tiny
+from helpers import batch, tiny
 from torch import nn
 
 from quantizer import Quantizer
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import inspect_engine
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, build_engine, inspect_engine, load_engine
 from quantizer.errors import EngineError
 from quantizer.export import export_onnx
 

@@ -18,16 +18,10 @@ from torch import nn
 import quantizer
 from quantizer import Quantizer
 from quantizer.cli.main import main
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import inspect_engine
-from quantizer.engines import load_engine
-from quantizer.engines import trust
-from quantizer.engines.engine_file import read_engine
-from quantizer.engines.engine_file import write_engine
+from quantizer.engines import BuildOptions, build_engine, inspect_engine, load_engine, trust
+from quantizer.engines.engine_file import read_engine, write_engine
 from quantizer.engines.torch_engine.allowed_operators import allowed_operator
-from quantizer.errors import EngineError
-from quantizer.errors import QuantizerError
+from quantizer.errors import EngineError, QuantizerError
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 

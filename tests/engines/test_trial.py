@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from quantizer.engines import BuildOptions
-from quantizer.engines import backends
+from quantizer.engines import BuildOptions, backends
 from quantizer.engines.measure.trial import tried_build
 from quantizer.errors import EngineError
 

@@ -11,15 +11,12 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
-from torch.onnx._internal.exporter import _decomp
-from torch.onnx._internal.exporter import _fx_passes
+from torch.onnx._internal.exporter import _decomp, _fx_passes
 
 from quantizer.errors import ExportError
-from quantizer.export import export_onnx
-from quantizer.export import quick_exporter
+from quantizer.export import export_onnx, quick_exporter
 from quantizer.export.decompositions import replaced_in_place
 
 X = torch.randn(3, 5, 8)

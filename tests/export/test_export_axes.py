@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from quantizer import Quantizer

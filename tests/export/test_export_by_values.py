@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer
 from quantizer.errors import ExportError
-from quantizer.export.embedding_bags import bags_as_reductions
-from quantizer.export.embedding_bags import reduced_bag
+from quantizer.export.embedding_bags import bags_as_reductions, reduced_bag
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 

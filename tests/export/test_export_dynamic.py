@@ -9,16 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import needs_exact_byte_products
-from helpers import openvino_core
-from torch import Tensor
-from torch import nn
+from helpers import needs_exact_byte_products, openvino_core
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import inspect_engine
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, build_engine, inspect_engine, load_engine
 from quantizer.engines.inspection.onnx_graph import graph_inspection
 from quantizer.graph_check import check_file
 

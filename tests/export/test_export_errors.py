@@ -11,13 +11,11 @@ import pytest
 import torch
 from daily import some_daily
 from helpers import Mlp
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 import quantizer.export.exporter as onnx_file
 from quantizer import Quantizer
-from quantizer.errors import ExportError
-from quantizer.errors import MissingDependencyError
+from quantizer.errors import ExportError, MissingDependencyError
 from quantizer.export import export_onnx
 
 Prepared = tuple[Quantizer, nn.Module, Tensor]

@@ -11,19 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import ConvNet
-from helpers import Mlp
-from helpers import Snapshot
-from helpers import batch
-from helpers import needs_exact_byte_products
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import ConvNet, Mlp, Snapshot, batch, needs_exact_byte_products, tiny
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.engines import load_engine
-from quantizer.errors import ExportError
-from quantizer.errors import ProxyError
+from quantizer.errors import ExportError, ProxyError
 from quantizer.export import export_onnx
 from quantizer.graph_check import check_file
 from quantizer.targets import profile

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import batch
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import batch, tiny
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.export.passes import FoldChannelFactors

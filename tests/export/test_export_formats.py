@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.errors import ExportError
 from quantizer.export import export_onnx
-from quantizer.functional import dequantize
-from quantizer.functional import fake_quantize
-from quantizer.functional import quantize
+from quantizer.functional import dequantize, fake_quantize, quantize
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qtype import QTYPES
 from quantizer.targets import profile

@@ -10,15 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree
 
 from quantizer import Quantizer
 from quantizer.common.structure import leaves
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, build_engine, load_engine
 from quantizer.errors import ExportError
 
 pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import ConvNet
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import ExportError

@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import drop_unread
-from quantizer.export.passes.base import insert_before
+from quantizer.export.passes.base import add_constant, drop_unread, insert_before
 
 ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")
 

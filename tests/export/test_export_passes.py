@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 from quantizer.errors import ExportError
-from quantizer.export.passes import PASSES
-from quantizer.export.passes import FoldChannelFactors
-from quantizer.export.passes import UnsignedActivations
-from quantizer.export.passes import run_passes
+from quantizer.export.passes import PASSES, FoldChannelFactors, UnsignedActivations, run_passes
 from quantizer.export.passes.clamp_masks import ClampMasks
 from quantizer.export.passes.name_nodes import NameNodes
 from quantizer.export.passes.store_weights import StoreWeights

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.engines import load_engine
@@ -213,9 +212,7 @@ def test_other_gemms_stay(options: dict[str, Any]) -> None:
 def test_a_linear_on_two_dimensions_runs_in_int8(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
     pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
-    from quantizer.engines import BuildOptions
-    from quantizer.engines import build_engine
-    from quantizer.engines import inspect_engine
+    from quantizer.engines import BuildOptions, build_engine, inspect_engine
 
     model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)).eval(), torch.randn(8, 64)
     quantizer = Quantizer(preset="plain", backend="onnxruntime")

@@ -9,17 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import load_engine
-from quantizer.export.passes import BiasesApart
-from quantizer.export.passes import UnfusedProducts
-from quantizer.export.passes import UnsharedProducts
-from quantizer.export.passes import run_passes
+from quantizer.engines import BuildOptions, build_engine, load_engine
+from quantizer.export.passes import BiasesApart, UnfusedProducts, UnsharedProducts, run_passes
 from quantizer.graph_check import check_file
 from quantizer.qdq.shared_products import is_shared_product
 from quantizer.targets import profile

@@ -10,21 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 for _package in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(_package, reason="types of files need enginequant[onnx,onnxruntime]")
 
-import onnx  # noqa: E402
-from calibrated import make_calibrated  # noqa: E402
+import onnx
+from calibrated import make_calibrated
 
-from quantizer.engines import BuildOptions  # noqa: E402
-from quantizer.engines import build_engine  # noqa: E402
-from quantizer.engines import load_engine  # noqa: E402
-from quantizer.float16.made_floats import MadeFloats  # noqa: E402
-from quantizer.graph_check import check_file  # noqa: E402
+from quantizer.engines import BuildOptions, build_engine, load_engine
+from quantizer.float16.made_floats import MadeFloats
+from quantizer.graph_check import check_file
 
 ENGINES = [
     pytest.param(name, marks=() if find_spec(library) else pytest.mark.skip(reason=f"install enginequant[{extra}]"))

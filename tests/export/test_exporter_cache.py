@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import Mlp
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.export import export_onnx
-from quantizer.export import quick_exporter
+from quantizer.export import export_onnx, quick_exporter
 from quantizer.export.exporter_cache import exporter_cache
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantizer.export.passes import RowsOfCodes
-from quantizer.export.passes import run_passes
+from quantizer.export.passes import RowsOfCodes, run_passes
 
 onnx = pytest.importorskip("onnx", reason="needs enginequant[onnx]")
 ir = pytest.importorskip("onnx_ir", reason="needs enginequant[onnx]")

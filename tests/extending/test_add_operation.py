@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from outside import run_outside
-from outside import write_guide_module
+from outside import run_outside, write_guide_module
 
 PRELUDE = """
 import pytest

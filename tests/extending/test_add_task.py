@@ -11,9 +11,8 @@ import yaml
 for _package in ("transformers", "onnx", "onnxscript", "openvino"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,onnx,openvino]")
 
-from outside import run_outside  # noqa: E402
-from outside import write_guide_module  # noqa: E402
-from tiny_run import tiny_run  # noqa: E402
+from outside import run_outside, write_guide_module
+from tiny_run import tiny_run
 
 NAME = "unbalanced-classification"
 

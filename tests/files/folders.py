@@ -8,8 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from quantizer.files import MARKER
-from quantizer.files import write_folder
+from quantizer.files import MARKER, write_folder
 from quantizer.files.marker import read_marker
 
 KIND = "run"

@@ -13,22 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from folders import KIND
-from folders import fill
-from folders import names
-from folders import text_of
-from folders import write
+from folders import KIND, fill, names, text_of, write
 
 from quantizer.errors import QuantizerError
-from quantizer.files import MARKER
-from quantizer.files import checked_folder
-from quantizer.files import exchange
-from quantizer.files import restore_folder
-from quantizer.files import write_folder
+from quantizer.files import MARKER, checked_folder, exchange, restore_folder, write_folder
 from quantizer.files.exchange import exchange as really_exchange
-from quantizer.files.temporary import NEW
-from quantizer.files.temporary import OLD
-from quantizer.files.temporary import new_name
+from quantizer.files.temporary import NEW, OLD, new_name
 
 # -- what is kept --------------------------------------------------------------------------------------------------
 

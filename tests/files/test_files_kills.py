@@ -14,13 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from folders import Steps
-from folders import names
-from folders import text_of
-from folders import write
+from folders import Steps, names, text_of, write
 
-from quantizer.files import restore_folder
-from quantizer.files import whole_file
+from quantizer.files import restore_folder, whole_file
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 

@@ -11,20 +11,19 @@ import threading
 from pathlib import Path
 
 import pytest
-from folders import names
-from folders import write
+from folders import names, write
 
 from quantizer.errors import QuantizerError
-from quantizer.files import begun_in
-from quantizer.files import is_begun
-from quantizer.files import require_sole_writer
-from quantizer.files import scratch
-from quantizer.files import scratch_folder
-from quantizer.files import temporary
-from quantizer.files import temporary_beside
-from quantizer.files.temporary import leftovers
-from quantizer.files.temporary import new_name
-from quantizer.files.temporary import remove_leftovers
+from quantizer.files import (
+    begun_in,
+    is_begun,
+    require_sole_writer,
+    scratch,
+    scratch_folder,
+    temporary,
+    temporary_beside,
+)
+from quantizer.files.temporary import leftovers, new_name, remove_leftovers
 
 ROOT = str(Path(__file__).parents[2])
 WAITS = (

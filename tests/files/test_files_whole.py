@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 from folders import names
 
-from quantizer.errors import EngineError
-from quantizer.errors import QuantizerError
-from quantizer.files import checked_file
-from quantizer.files import require_room
-from quantizer.files import whole_file
+from quantizer.errors import EngineError, QuantizerError
+from quantizer.files import checked_file, require_room, whole_file
 
 
 def _write(path: Path | str, text: str) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,11 @@ import quantizer
 from quantizer import Quantizer
 from quantizer.config import load_run
 from quantizer.engines import load_engine
-from quantizer.errors import QuantizerError
-from quantizer.errors import TaskError
+from quantizer.errors import QuantizerError, TaskError
 from quantizer.files import write_folder
 from quantizer.report import read_record
 from quantizer.runs.convert import load_converted
-from quantizer.tasks import read_checkpoint
-from quantizer.tasks import resolve_source
+from quantizer.tasks import read_checkpoint, resolve_source
 
 pytestmark = pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no such devices")
 

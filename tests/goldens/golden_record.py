@@ -13,15 +13,12 @@ import json
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from golden_nets import NETS
-from golden_nets import GoldenNet
-from golden_nets import Packed
+from golden_nets import NETS, GoldenNet, Packed
 
 import quantizer
 from quantizer import Quantizer
@@ -29,8 +26,6 @@ from quantizer.errors import QuantizerError
 from quantizer.report.page.html import html_from_record
 from quantizer.report.record import RunRecord
 from quantizer.targets.profiles import profiles
-
-__all__ = ["BACKENDS", "EXPORTED", "golden_of", "machine", "recorded", "page_golden"]
 
 FOLDER = Path(__file__).resolve().parent / "recorded"
 _PACKAGE = Path(quantizer.__file__).parent

@@ -5,15 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import yaml
-from helpers import ConvNet
-from helpers import batch
-from helpers import tiny
+from helpers import ConvNet, batch, tiny
 from torch import nn
 
 import quantizer
@@ -21,7 +18,6 @@ import quantizer
 if TYPE_CHECKING:
     from product_record import Place
 
-__all__ = ["CASES", "NIGHTLY"]
 
 NIGHTLY = frozenset[str]()
 """Cases that take long, or are one more of a kind."""
@@ -89,8 +85,7 @@ def _functions(place: Place, **sections: Any) -> None:
 
 def _classifier(place: Place, **sections: Any) -> None:
     """Write a tiny classifier of texts with its data, a run of them, and settings of a conversion."""
-    from tiny_run import tiny_run
-    from tiny_run import write_rows
+    from tiny_run import tiny_run, write_rows
 
     run = tiny_run(place.folder)
     write_rows(place.folder / "training.csv", 48, seed=3)
@@ -175,8 +170,7 @@ def _convert_function(place: Place) -> None:
 
 
 def _encoder_decoder(place: Place) -> None:
-    from tiny_seq2seq import TEXTS
-    from tiny_seq2seq import tiny_t5
+    from tiny_seq2seq import TEXTS, tiny_t5
 
     tiny_t5(place.folder / "t5")
     pairs = "".join(f"{text},{TEXTS[number - 1]}\n" for number, text in enumerate(TEXTS)) * 4

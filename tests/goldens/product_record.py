@@ -21,9 +21,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,12 +36,8 @@ from trials_here import trials_here
 import quantizer.engines.measure.benchmark as benchmark
 from quantizer.cli.main import main
 from quantizer.engines.backends import backend
-from quantizer.engines.inspection.from_layers import inspection_from_layers
-from quantizer.engines.inspection.from_layers import is_product
-from quantizer.engines.inspection.inspection import Inspection
-from quantizer.engines.inspection.inspection import Layer
-
-__all__ = ["FOLDER", "Place", "differences", "produced", "recorded"]
+from quantizer.engines.inspection.from_layers import inspection_from_layers, is_product
+from quantizer.engines.inspection.inspection import Inspection, Layer
 
 FOLDER = Path(__file__).resolve().parent / "recorded" / "product"
 _REPOSITORY = Path(__file__).resolve().parents[2]

@@ -9,10 +9,8 @@ import torch
 from calibrated import make_calibrated
 from daily import some_daily
 from golden_nets import NETS
-from helpers import Snapshot
-from helpers import assert_same
-from tries import seen
-from tries import without
+from helpers import Snapshot, assert_same
+from tries import seen, without
 
 from quantizer.plan.apply import frozen_proxy
 from quantizer.plan.frozen_tries import FrozenTries

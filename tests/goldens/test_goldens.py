@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 from golden_nets import NETS
-from golden_record import BACKENDS
-from golden_record import golden_of
-from golden_record import machine
-from golden_record import recorded
+from golden_record import BACKENDS, golden_of, machine, recorded
 
 pytest.importorskip("transformers", reason="some of the nets are transformers models: install enginequant[hf]")
 pytest.importorskip("onnx", reason="the nets are exported: install enginequant[onnx]")

@@ -9,11 +9,8 @@ import pytest
 import torch
 from golden_record import machine
 from helpers import needs_exact_byte_products
-from product_cases import CASES
-from product_cases import NIGHTLY
-from product_record import differences
-from product_record import produced
-from product_record import recorded
+from product_cases import CASES, NIGHTLY
+from product_record import differences, produced, recorded
 
 for _package in ("transformers", "torchmetrics", "sklearn", "onnx", "onnxscript", "openvino", "onnxruntime", "jinja2"):
     pytest.importorskip(_package, reason="the cases need enginequant[hf,onnx,openvino,onnxruntime,report]")

@@ -10,15 +10,11 @@ from typing import Any
 import pytest
 import torch
 from calibrated import make_calibrated
-from helpers import ConvNet
-from helpers import batch
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import ConvNet, batch, tiny
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from quantizer import Quantizer
-from quantizer import quantize_model
+from quantizer import Quantizer, quantize_model
 from quantizer.tasks.metrics import sqnr_db
 
 pytestmark = pytest.mark.gpu

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_check_rules import CASES
-from test_check_rules import TENSORRT
-from test_check_rules import Case
+from test_check_rules import CASES, TENSORRT, Case
 
 trt = pytest.importorskip("tensorrt_rtx_bindings", reason="needs enginequant[tensorrt-rtx]")
 

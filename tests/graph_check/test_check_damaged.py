@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from quantizer.engines import inspect_file
-from quantizer.errors import EngineError
-from quantizer.errors import ExportError
+from quantizer.errors import EngineError, ExportError
 from quantizer.graph_check import check_file
 
 onnx = pytest.importorskip("onnx")

@@ -9,15 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from qdq_graphs import linear
-from qdq_graphs import onnx
+from qdq_graphs import linear, onnx
 
-from quantizer.errors import ConfigError
-from quantizer.errors import ExportError
-from quantizer.errors import MissingDependencyError
-from quantizer.graph_check import Finding
-from quantizer.graph_check import check_file
-from quantizer.graph_check import read
+from quantizer.errors import ConfigError, ExportError, MissingDependencyError
+from quantizer.graph_check import Finding, check_file, read
 from quantizer.qdq import light_message
 from quantizer.targets import profile
 

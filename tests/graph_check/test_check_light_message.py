@@ -11,8 +11,7 @@ import pytest
 from qdq_graphs import onnx
 
 from quantizer.errors import ExportError
-from quantizer.graph_check import check_file
-from quantizer.graph_check import read
+from quantizer.graph_check import check_file, read
 from quantizer.qdq import light_message as module
 from quantizer.qdq.light_message import light_message
 from quantizer.qdq.structure import structural_fault

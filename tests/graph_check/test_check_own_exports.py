@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ConvNet
-from helpers import Mlp
+from helpers import ConvNet, Mlp
 
 from quantizer import Quantizer
 from quantizer.graph_check import check_file

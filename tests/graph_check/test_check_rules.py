@@ -9,17 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from qdq_graphs import SCALE
-from qdq_graphs import Graph
-from qdq_graphs import attention
-from qdq_graphs import linear
-from qdq_graphs import onnx
+from qdq_graphs import SCALE, Graph, attention, linear, onnx
 
 from quantizer.graph_check import check_file
 from quantizer.graph_check.rule import rules
 from quantizer.numerics.qtype import FP8
-from quantizer.targets import profile
-from quantizer.targets import profiles
+from quantizer.targets import profile, profiles
 
 TENSORRT, OPENVINO, ONNXRUNTIME = "tensorrt", "openvino", "onnxruntime"
 

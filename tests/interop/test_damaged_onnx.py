@@ -12,12 +12,10 @@ import pytest
 onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
 pytest.importorskip("onnx_ir", reason="install enginequant[onnx]")
 
-from quantizer import from_onnx  # noqa: E402
-from quantizer.engines import build_engine  # noqa: E402
-from quantizer.engines import inspect_file  # noqa: E402
-from quantizer.engines import load_engine  # noqa: E402
-from quantizer.errors import QuantizerError  # noqa: E402
-from quantizer.graph_check import check_file  # noqa: E402
+from quantizer import from_onnx
+from quantizer.engines import build_engine, inspect_file, load_engine
+from quantizer.errors import QuantizerError
+from quantizer.graph_check import check_file
 
 node = onnx.helper.make_node
 

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 import quantizer
 from quantizer.errors import TaskError

@@ -8,14 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 import quantizer
 from quantizer import Quantizer
 from quantizer.cli.main import main
-from quantizer.errors import CalibrationError
-from quantizer.errors import ConfigError
+from quantizer.errors import CalibrationError, ConfigError
 from quantizer.export.exporter import export_onnx
 from quantizer.plan.site_plan import Plan
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import needs_exact_byte_products
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.errors import CalibrationError
-from quantizer.errors import ConfigError
-from quantizer.errors import ProxyError
-from quantizer.interop.pytorch_quantization import calib
+from quantizer.errors import CalibrationError, ConfigError, ProxyError
+from quantizer.interop.pytorch_quantization import calib, quant_modules
 from quantizer.interop.pytorch_quantization import nn as quant_nn
-from quantizer.interop.pytorch_quantization import quant_modules
 from quantizer.interop.pytorch_quantization.tensor_quant import QuantDescriptor
 
 

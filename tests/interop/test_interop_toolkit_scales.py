@@ -11,16 +11,12 @@ import pytest
 import torch
 from calibrated import make_calibrated
 from safetensors.torch import save_file
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.errors import CalibrationError
-from quantizer.errors import QuantizerError
+from quantizer.errors import CalibrationError, QuantizerError
 from quantizer.interop.toolkit_scales import read_toolkit_scales
-from tests.helpers import Mlp
-from tests.helpers import batch
-from tests.helpers import tiny
+from tests.helpers import Mlp, batch, tiny
 
 UP = "up.forward.linear_0"
 DOWN = "down.forward.linear_0"

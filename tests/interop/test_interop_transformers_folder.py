@@ -11,17 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same
-from helpers import batch
-from helpers import tiny
-from safetensors.torch import load
-from safetensors.torch import save
+from helpers import assert_same, batch, tiny
+from safetensors.torch import load, save
 from torch import nn
 
 from quantizer import QuantizerConfig
-from quantizer.errors import ConfigError
-from quantizer.errors import ProxyError
-from quantizer.errors import QuantizerError
+from quantizer.errors import ConfigError, ProxyError, QuantizerError
 
 tf = pytest.importorskip("transformers", reason="the plug-in is for transformers: install enginequant[hf]")
 plugin = importlib.import_module("quantizer.interop.transformers.plugin")

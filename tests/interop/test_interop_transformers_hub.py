@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same
-from helpers import batch
-from helpers import tiny
+from helpers import assert_same, batch, tiny
 
 from quantizer import QuantizerConfig
 from quantizer.errors import ProxyError

@@ -11,20 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Snapshot
-from helpers import assert_same
-from helpers import batch
-from helpers import differences
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import Snapshot, assert_same, batch, differences, tiny
+from torch import Tensor, nn
 
-from quantizer import Quantizer
-from quantizer import QuantizerConfig
+from quantizer import Quantizer, QuantizerConfig
 from quantizer.errors import ProxyError
-from quantizer.tasks import build_task
-from quantizer.tasks import load_rows
-from quantizer.tasks import load_tokenizer
+from quantizer.tasks import build_task, load_rows, load_tokenizer
 
 tf = pytest.importorskip("transformers", reason="the plug-in is for transformers: install enginequant[hf]")
 plugin = importlib.import_module("quantizer.interop.transformers.plugin")

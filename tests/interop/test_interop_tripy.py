@@ -9,14 +9,11 @@ import pytest
 import torch
 from calibrated import make_calibrated
 from safetensors import safe_open
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import QuantizerError
-from quantizer.interop.tripy import TripyLinear
-from quantizer.interop.tripy import tripy_scales
-from quantizer.interop.tripy import write_tripy_scales
+from quantizer.interop.tripy import TripyLinear, tripy_scales, write_tripy_scales
 from tests.helpers import Mlp
 
 

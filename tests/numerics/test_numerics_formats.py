@@ -8,21 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.numerics import torch_operators as ops
-from quantizer.numerics.granularity import beside
-from quantizer.numerics.granularity import in_blocks
-from quantizer.numerics.granularity import scale_shape
-from quantizer.numerics.qtype import BLOCKS_OPSET
-from quantizer.numerics.qtype import FP8
-from quantizer.numerics.qtype import INT4
-from quantizer.numerics.qtype import QTYPES
-from quantizer.numerics.qtype import UINT8
+from quantizer.numerics.granularity import beside, in_blocks, scale_shape
+from quantizer.numerics.qtype import BLOCKS_OPSET, FP8, INT4, QTYPES, UINT8
 
 GRANULARITIES = [(None, None), (0, None), (-1, None), (0, 3), (-1, 2)]
 ONE = torch.tensor(1.0)

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.granularity import in_blocks
-from quantizer.numerics.log_scale import GAIN
-from quantizer.numerics.log_scale import learned
-from quantizer.numerics.log_scale import trained_scale
+from quantizer.numerics.log_scale import GAIN, learned, trained_scale
 from quantizer.numerics.qtype import qtype
 
 

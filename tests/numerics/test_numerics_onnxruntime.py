@@ -16,18 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from quantizer.numerics import torch_operators as ops
-from quantizer.numerics.granularity import beside
-from quantizer.numerics.granularity import in_blocks
-from quantizer.numerics.granularity import scale_shape
-from quantizer.numerics.qtype import QTYPES
-from quantizer.numerics.qtype import qtype
+from quantizer.numerics.granularity import beside, in_blocks, scale_shape
+from quantizer.numerics.qtype import QTYPES, qtype
 
 onnx = pytest.importorskip("onnx", reason="the reference is enginequant[onnx,onnxruntime]")
 ort = pytest.importorskip("onnxruntime", reason="the reference is enginequant[onnx,onnxruntime]")

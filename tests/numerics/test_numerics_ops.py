@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.numerics import torch_operators as ops
-from quantizer.numerics.qtype import INT8
-from quantizer.numerics.qtype import qtype
+from quantizer.numerics.qtype import INT8, qtype
 
 
 def formula(x: Tensor, scale: Tensor, axis: int | None) -> Tensor:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from outsiders.case import faults_of
-from outsiders.case import reach
+from outsiders.case import faults_of, reach
 from outsiders.test_outsiders import all_cases
 
 

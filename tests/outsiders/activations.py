@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from outsiders.case import Case
-from outsiders.case import noise
-from outsiders.case import smooth
+from outsiders.case import Case, noise, smooth
 
 
 class _Gate(nn.Module):

@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quantizer import Quantizer
 from quantizer.common.structure import leaves
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, build_engine, load_engine
 from quantizer.engines.inspection.inspect_engine import inspect_file
 from quantizer.errors import QuantizerError
 from quantizer.graph_check import check_file
 from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.engine_module import EngineModule
-from tests.helpers import BYTE_PRODUCTS_ARE_EXACT
-from tests.helpers import Snapshot
-
-__all__ = ["BACKENDS", "SPEEDS", "Case", "Reached", "check", "faults_of", "noise", "reach", "smooth", "sqnr"]
+from tests.helpers import BYTE_PRODUCTS_ARE_EXACT, Snapshot
 
 BACKENDS = ("openvino", "onnxruntime", "torch")
 

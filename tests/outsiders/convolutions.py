@@ -6,12 +6,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from outsiders.case import Case
-from outsiders.case import noise
-from outsiders.case import smooth
+from outsiders.case import Case, noise, smooth
 
 # No engine here has an integer kernel for a transposed convolution: the share is that of the other products.
 

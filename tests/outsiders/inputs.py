@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from outsiders.case import Case
-from outsiders.case import noise
-from outsiders.case import smooth
+from outsiders.case import Case, noise, smooth
 
 
 def _body() -> nn.Sequential:

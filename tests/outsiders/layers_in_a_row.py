@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from outsiders.case import Case
-from outsiders.case import noise
+from outsiders.case import Case, noise
 
 
 class _Chain(nn.Module):

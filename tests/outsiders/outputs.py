@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections import UserDict
-from collections import namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from outsiders.case import Case
-from outsiders.case import noise
+from outsiders.case import Case, noise
 
 
 @dataclass

@@ -7,11 +7,9 @@ import types
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from outsiders.case import Case
-from outsiders.case import noise
+from outsiders.case import Case, noise
 
 
 class _Holder:

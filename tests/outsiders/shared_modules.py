@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from outsiders.case import Case
-from outsiders.case import noise
-from outsiders.case import smooth
+from outsiders.case import Case, noise, smooth
 
 
 class _Block(nn.Module):

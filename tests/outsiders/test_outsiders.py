@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outsiders.case import Case
-from outsiders.case import check
+from outsiders.case import Case, check
 
 _HERE = Path(__file__).parent
 

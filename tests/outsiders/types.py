@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from outsiders.case import Case
-from outsiders.case import noise
+from outsiders.case import Case, noise
 
 
 class _Linears(nn.Module):

@@ -9,23 +9,18 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer import Quantizer
-from quantizer import estimated_prices
-from quantizer import measured_prices
+from quantizer import Quantizer, estimated_prices, measured_prices
 from quantizer.cli.main import main
-from quantizer.engines.estimate import estimated_inspection
-from quantizer.engines.estimate import gpu_of
-from quantizer.engines.estimate import least
+from quantizer.engines.estimate import estimated_inspection, gpu_of, least
 from quantizer.engines.estimate.kernels import kernels
 from quantizer.errors import EngineError
 from quantizer.report import read_record
 
 onnx = pytest.importorskip("onnx", reason="reading a graph needs enginequant[onnx]")
 
-from quantizer.engines.inspection.onnx_graph import SizedGraph  # noqa: E402
+from quantizer.engines.inspection.onnx_graph import SizedGraph
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU engines are timed")
 

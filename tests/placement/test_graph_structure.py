@@ -9,7 +9,7 @@ import pytest
 onnx = pytest.importorskip("onnx", reason="needs enginequant[onnx]")
 numpy = pytest.importorskip("numpy")
 
-from quantizer.runs.placement.graph_structure import structure_digest  # noqa: E402
+from quantizer.runs.placement.graph_structure import structure_digest
 
 
 def digest(

@@ -12,19 +12,14 @@ import torch
 from torch import nn
 
 from quantizer import Quantizer
-from quantizer.engines.inspection.inspection import Inspection
-from quantizer.engines.inspection.inspection import Layer
-from quantizer.engines.inspection.place_times import NOWHERE
-from quantizer.engines.inspection.place_times import place_times
+from quantizer.engines.inspection.inspection import Inspection, Layer
+from quantizer.engines.inspection.place_times import NOWHERE, place_times
 from quantizer.errors import SensitivityError
 from quantizer.reasons import ReasonCode
 from quantizer.runs.placement import price_groups
 from quantizer.sensitivity import GroupSensitivity
-from quantizer.sensitivity.prices.by_speed import by_speed
-from quantizer.sensitivity.prices.by_speed import frontier
-from quantizer.sensitivity.prices.group_prices import GroupPrice
-from quantizer.sensitivity.prices.group_prices import Prices
-from quantizer.sensitivity.prices.group_prices import prices_from_places
+from quantizer.sensitivity.prices.by_speed import by_speed, frontier
+from quantizer.sensitivity.prices.group_prices import GroupPrice, Prices, prices_from_places
 
 # -- the time of places --------------------------------------------------------------------------------------------
 

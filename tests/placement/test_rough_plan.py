@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from quantizer import Quantizer
-from quantizer.engines import build_engine
-from quantizer.engines import load_engine
+from quantizer.engines import build_engine, load_engine
 from quantizer.plan.site_plan import Plan
 from quantizer.runs.placement import rough_plan
 

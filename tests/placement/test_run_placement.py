@@ -12,17 +12,14 @@ import yaml
 
 import quantizer.runs.placement.place_groups as place_groups
 from quantizer.cli.main import main
-from quantizer.report import RunRecord
-from quantizer.report import read_record
-from quantizer.runs.placement.price_groups import TimeCache
-from quantizer.runs.placement.price_groups import Timing
-from quantizer.sensitivity.prices.group_prices import GroupPrice
-from quantizer.sensitivity.prices.group_prices import Prices
+from quantizer.report import RunRecord, read_record
+from quantizer.runs.placement.price_groups import TimeCache, Timing
+from quantizer.sensitivity.prices.group_prices import GroupPrice, Prices
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,report,openvino]")
 
-from tiny_run import tiny_run  # noqa: E402
+from tiny_run import tiny_run
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 

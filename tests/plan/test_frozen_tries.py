@@ -10,19 +10,13 @@ from typing import Any
 import pytest
 import torch
 from calibrated import make_calibrated
-from helpers import ConvNet
-from helpers import Mlp
-from helpers import Snapshot
-from helpers import assert_same
-from torch import Tensor
-from torch import nn
-from tries import seen
-from tries import without
+from helpers import ConvNet, Mlp, Snapshot, assert_same
+from torch import Tensor, nn
+from tries import seen, without
 
 from quantizer.plan.apply import frozen_proxy
 from quantizer.plan.frozen_tries import FrozenTries
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import with_fallback
+from quantizer.plan.site_plan import Plan, with_fallback
 
 
 class _Stateful(nn.Module):

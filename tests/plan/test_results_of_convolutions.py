@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationWarning

@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import QuantizerError
-from quantizer.plan.saved_folder import state_bytes
-from quantizer.plan.saved_folder import state_of_bytes
+from quantizer.plan.saved_folder import state_bytes, state_of_bytes
 
 
 class _Wide(nn.Module):

@@ -10,15 +10,12 @@ import numpy as np
 import pytest
 import torch
 from calibrated import make_calibrated
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.calibration.session import CalibrationSession
 from quantizer.errors import ConfigError
-from quantizer.numerics.qtype import INT4
-from quantizer.numerics.qtype import INT8
-from quantizer.numerics.qtype import QType
+from quantizer.numerics.qtype import INT4, INT8, QType
 from quantizer.plan.weight_range import weight_amax
 
 GRANULARITIES = [(None, None), (0, None), (1, None), (-1, None), (0, 4), (1, 4)]

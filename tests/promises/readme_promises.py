@@ -8,8 +8,6 @@ from pathlib import Path
 
 from helpers import user_pages
 
-__all__ = ["PROMISING", "README", "marked_promises", "plain", "promising_sentences"]
-
 TESTS = Path(__file__).parents[1]
 README = user_pages()
 """The README, and the pages that it leads users to."""

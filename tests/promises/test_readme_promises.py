@@ -10,15 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ConvNet
-from helpers import Mlp
-from helpers import Snapshot
-from readme_promises import README
-from readme_promises import marked_promises
-from readme_promises import plain
-from readme_promises import promising_sentences
-from torch import Tensor
-from torch import nn
+from helpers import ConvNet, Mlp, Snapshot
+from readme_promises import README, marked_promises, plain, promising_sentences
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 

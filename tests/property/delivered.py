@@ -19,17 +19,9 @@ import warnings
 from pathlib import Path
 
 import torch
-from drawn_models import DrawnModel
-from drawn_models import drawn_models
-from hypothesis import HealthCheck
-from hypothesis import Phase
-from hypothesis import given
-from hypothesis import seed
-from hypothesis import settings
-from invariants import ENGINES
-from invariants import engine_follows
-from invariants import has_engines
-from invariants import is_finite
+from drawn_models import DrawnModel, drawn_models
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from invariants import ENGINES, engine_follows, has_engines, is_finite
 
 _QUIET = settings(database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 

@@ -7,8 +7,7 @@ import sys
 import tempfile
 import types
 import warnings
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,12 @@ import model_types as _types
 import torch
 from hypothesis import strategies as st
 from model_blocks import Answer
-from model_steps import IMAGE
-from model_steps import SEQUENCE
-from model_steps import SIZES
-from model_steps import add_step
+from model_steps import IMAGE, SEQUENCE, SIZES, add_step
 from model_text import ModelText
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.targets import profiles
 from tests.helpers import imported
-
-__all__ = ["DrawnModel", "drawn_models"]
 
 # Importing the files registers their steps.
 del _branches, _habits, _types

@@ -8,9 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +16,25 @@ import numpy as np
 import pytest
 import torch
 from drawn_models import DrawnModel
-from hypothesis import currently_in_test_context
-from hypothesis import event
+from hypothesis import currently_in_test_context, event
 from threads import in_threads
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.flop_counter import sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from quantizer import Quantizer
-from quantizer.common.data.sizes import BATCH
-from quantizer.common.data.sizes import DataSizes
-from quantizer.engines import BuildOptions
-from quantizer.engines import Engine
-from quantizer.engines import build_engine
-from quantizer.engines import load_engine
+from quantizer.common.data.sizes import BATCH, DataSizes
+from quantizer.engines import BuildOptions, Engine, build_engine, load_engine
 from quantizer.errors import ExportError
 from quantizer.export import export_onnx
 from quantizer.graph_check import check_file
 from quantizer.plan.site_plan import Plan
 from quantizer.runs.outputs.check_batches import LEAST_SAMPLES
-from quantizer.runs.outputs.compare_outputs import check_engine
-from quantizer.runs.outputs.compare_outputs import reference_outputs
+from quantizer.runs.outputs.compare_outputs import check_engine, reference_outputs
 from quantizer.runs.outputs.output_check import tolerance
 from quantizer.runs.run_context import engine_inputs
 from quantizer.tasks import rows_at
-from tests.helpers import Snapshot
-from tests.helpers import assert_same
-
-__all__ = [
-    "ENGINES",
-    "INVARIANTS",
-    "Invariant",
-    "a_half_file_has_one_type",
-    "engine_follows",
-    "engine_follows_the_frozen_proxy",
-    "float_outputs",
-    "has_engines",
-    "is_finite",
-]
+from tests.helpers import Snapshot, assert_same
 
 Invariant = Callable[[DrawnModel, Path], None]
 

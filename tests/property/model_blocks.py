@@ -12,28 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
-
-__all__ = [
-    "BLOCKS",
-    "Answer",
-    "Checkpointed",
-    "Counting",
-    "Decorated",
-    "Experts",
-    "Gated",
-    "Mapped",
-    "Normed",
-    "Registered",
-    "Remembering",
-    "Residual",
-    "Static",
-    "Tied",
-    "Twice",
-]
 
 
 @dataclass

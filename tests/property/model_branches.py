@@ -5,17 +5,8 @@ from __future__ import annotations
 import math
 
 from hypothesis import strategies as st
-from model_steps import ANY
-from model_steps import IMAGE
-from model_steps import ROW
-from model_steps import SEQUENCE
-from model_steps import add_step
-from model_steps import flag
-from model_steps import one_of
-from model_steps import step
+from model_steps import ANY, IMAGE, ROW, SEQUENCE, add_step, flag, one_of, step
 from model_text import ModelText
-
-__all__ = ["branch"]
 
 
 @step(ROW, SEQUENCE, keeps=True)

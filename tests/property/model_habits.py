@@ -5,16 +5,8 @@ from __future__ import annotations
 import math
 
 from hypothesis import strategies as st
-from model_steps import ANY
-from model_steps import ROW
-from model_steps import SEQUENCE
-from model_steps import SIZES
-from model_steps import flag
-from model_steps import one_of
-from model_steps import step
+from model_steps import ANY, ROW, SEQUENCE, SIZES, flag, one_of, step
 from model_text import ModelText
-
-__all__ = ["in_place"]
 
 
 def _spread(draw: st.DrawFn, weight: str, rows: int, columns: int) -> str:

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from model_blocks import BLOCKS
 from model_text import ModelText
 
-__all__ = ["ANY", "IMAGE", "ROW", "SEQUENCE", "SIZES", "STEPS", "add_step", "flag", "one_of", "step"]
-
 Step = Callable[[ModelText, st.DrawFn], None]
 
 ROW, SEQUENCE, IMAGE = 1, 2, 3

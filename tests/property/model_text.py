@@ -8,8 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 
-__all__ = ["ModelText"]
-
 _HEAD = """\
 from __future__ import annotations
 

@@ -6,16 +6,8 @@
 from __future__ import annotations
 
 from hypothesis import strategies as st
-from model_steps import ANY
-from model_steps import ROW
-from model_steps import SEQUENCE
-from model_steps import SIZES
-from model_steps import flag
-from model_steps import one_of
-from model_steps import step
+from model_steps import ANY, ROW, SEQUENCE, SIZES, flag, one_of, step
 from model_text import ModelText
-
-__all__ = ["made_floats"]
 
 _KINDS = ("torch.float64", "torch.float16", "torch.bfloat16", "torch.float32")
 

@@ -9,17 +9,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from drawn_models import DrawnModel
-from drawn_models import drawn_models
-from hypothesis import HealthCheck
-from hypothesis import assume
-from hypothesis import given
-from hypothesis import settings
-from invariants import INVARIANTS
-from invariants import Invariant
-from invariants import a_half_file_has_one_type
-from invariants import engine_follows_the_frozen_proxy
-from invariants import is_finite
+from drawn_models import DrawnModel, drawn_models
+from hypothesis import HealthCheck, assume, given, settings
+from invariants import INVARIANTS, Invariant, a_half_file_has_one_type, engine_follows_the_frozen_proxy, is_finite
 
 NIGHTLY = settings.default == settings.get_profile("nightly")
 MODELS = settings.get_profile("nightly").max_examples if NIGHTLY else 12

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)) * 3
 

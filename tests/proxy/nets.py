@@ -7,15 +7,13 @@ thought of being rewritten.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import net_helpers
 import torch
 from net_helpers import attend as imported
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 from calibrated import make_calibrated
-from helpers import Mlp
-from helpers import assert_same
-from torch import Tensor
-from torch import nn
+from helpers import Mlp, assert_same
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 

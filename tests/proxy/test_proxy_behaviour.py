@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,9 @@ import pytest
 import torch
 from calibrated import make_calibrated
 from daily import some_daily
-from helpers import ConvNet
-from helpers import Mlp
-from helpers import Snapshot
-from helpers import assert_same
-from helpers import batch
-from helpers import tiny
+from helpers import ConvNet, Mlp, Snapshot, assert_same, batch, tiny
 from outside import run_ranks
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.proxy.build import sites_of

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Mlp
-from helpers import assert_same
-from torch import Tensor
-from torch import nn
+from helpers import Mlp, assert_same
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.proxy.model_sharing import OwnBuffers

@@ -8,16 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ConvNet
-from helpers import Mlp
-from helpers import batch
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import ConvNet, Mlp, batch, tiny
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.errors import CalibrationError
-from quantizer.errors import ProxyError
+from quantizer.errors import CalibrationError, ProxyError
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.reasons import ReasonCode
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 from calibrated import make_calibrated
 from onnx import numpy_helper
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer

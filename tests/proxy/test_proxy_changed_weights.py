@@ -11,13 +11,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.errors import CalibrationError
-from quantizer.errors import ProxyError
-from quantizer.errors import TrainingError
+from quantizer.errors import CalibrationError, ProxyError, TrainingError
 
 CHANGED = "of 4 parameters changed since the calibration"
 

@@ -9,27 +9,13 @@ import sys
 import threading
 import types
 from pathlib import Path
-from typing import Any
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from class_nets import Asks
-from class_nets import Edited
-from class_nets import Mapping
-from class_nets import OldSuper
-from class_nets import Reversed
-from class_nets import Sliced
-from class_nets import SlicedList
-from class_nets import Stack
-from class_nets import Tail
-from class_nets import Whole
-from class_nets import X
-from class_nets import layers
-from helpers import assert_same
-from helpers import imported
-from torch import Tensor
-from torch import nn
+from class_nets import Asks, Edited, Mapping, OldSuper, Reversed, Sliced, SlicedList, Stack, Tail, Whole, X, layers
+from helpers import assert_same, imported
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.proxy.build import sites_of

@@ -10,20 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ConvNet
-from helpers import Mlp
-from helpers import batch
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import ConvNet, Mlp, batch, tiny
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quantizer import Quantizer
-from quantizer import quantize_model
-from quantizer.errors import ProxyError
-from quantizer.errors import QuantizerError
-from quantizer.observe.completeness.product_counter import CountedProduct
-from quantizer.observe.completeness.product_counter import Reason
+from quantizer import Quantizer, quantize_model
+from quantizer.errors import ProxyError, QuantizerError
+from quantizer.observe.completeness.product_counter import CountedProduct, Reason
 from quantizer.operations.aten_products import PRODUCTS
 
 LISTED = {reason.value for reason in Reason}

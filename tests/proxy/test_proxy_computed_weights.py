@@ -14,18 +14,13 @@ import yaml
 from calibrated import make_calibrated
 from daily import some_daily
 from helpers import Snapshot
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
-from torch.nn.utils import parametrize
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from quantizer import Quantizer
 from quantizer.engines import load_engine
-from quantizer.errors import CalibrationError
-from quantizer.errors import ProxyError
-from quantizer.errors import QuantizerError
+from quantizer.errors import CalibrationError, ProxyError, QuantizerError
 
 X = torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
 SOUND = torch.randn(8, 32, 20, generator=torch.Generator().manual_seed(4))

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ConvNet
-from helpers import Mlp
-from torch import Tensor
-from torch import nn
+from helpers import ConvNet, Mlp
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.proxy.build import quantizers_of

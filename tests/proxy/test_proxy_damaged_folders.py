@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quantizer import Quantizer
-from quantizer.errors import CalibrationError
-from quantizer.errors import QuantizerError
+from quantizer.errors import CalibrationError, QuantizerError
 
 
 def _model() -> nn.Module:

@@ -8,15 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ConvNet
-from helpers import Mlp
-from helpers import assert_same
-from torch import Tensor
-from torch import nn
+from helpers import ConvNet, Mlp, assert_same
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.errors import CalibrationError
-from quantizer.errors import ConfigError
+from quantizer.errors import CalibrationError, ConfigError
 from quantizer.numerics.dynamic_range import fake_quantize_dynamic
 
 DYNAMIC = {"ranges": "dynamic"}

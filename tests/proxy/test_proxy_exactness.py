@@ -6,16 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ARCHITECTURES
-from helpers import EAGER_ONLY
-from helpers import VISION
-from helpers import Snapshot
-from helpers import assert_same
-from helpers import batch
-from helpers import cast
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import ARCHITECTURES, EAGER_ONLY, VISION, Snapshot, assert_same, batch, cast, tiny
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.reasons import ReasonCode

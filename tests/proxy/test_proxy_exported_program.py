@@ -7,11 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from calibrated import make_calibrated
-from torch import Tensor
-from torch import nn
-from torch.export import Dim
-from torch.export import ExportedProgram
-from torch.export import export
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram, export
 
 from quantizer import Quantizer
 from quantizer.engines.backends import backends

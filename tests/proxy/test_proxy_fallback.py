@@ -7,18 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ConvNet
-from helpers import Mlp
-from helpers import Snapshot
-from helpers import assert_same
-from helpers import batch
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import ConvNet, Mlp, Snapshot, assert_same, batch, tiny
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.errors import ProxyError
-from quantizer.errors import SensitivityError
+from quantizer.errors import ProxyError, SensitivityError
 
 
 def _measured(model: nn.Module, *data: Any, **options: Any) -> tuple[Quantizer, nn.Module]:

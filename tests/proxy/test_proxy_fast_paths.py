@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 from helpers import needs_exact_byte_products
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer import QATCalibrate
-from quantizer import Quantizer
+from quantizer import QATCalibrate, Quantizer
 
 # torch says so of its own doings.
 pytestmark = [

@@ -11,13 +11,10 @@ import pytest
 import torch
 from calibrated import make_calibrated
 from helpers import needs_exact_byte_products
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import load_engine
+from quantizer.engines import BuildOptions, build_engine, load_engine
 from quantizer.errors import ConfigError
 from quantizer.plan.site_plan import OperandPlan
 

@@ -12,20 +12,13 @@ from typing import Any
 import pytest
 import torch
 from daily import some_daily
-from helpers import ConvNet
-from helpers import Mlp
-from helpers import Snapshot
-from helpers import assert_same
-from helpers import batch
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import ConvNet, Mlp, Snapshot, assert_same, batch, tiny
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer
 from quantizer.errors import QuantizerError
-from quantizer.files.temporary import OLD
-from quantizer.files.temporary import new_name
+from quantizer.files.temporary import OLD, new_name
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.qtype import QTYPES
 from quantizer.proxy.operand_quantizer import OperandQuantizer

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_same
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 

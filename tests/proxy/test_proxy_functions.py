@@ -17,12 +17,9 @@ import nets
 import pytest
 import torch
 from daily import some_daily
-from helpers import Snapshot
-from helpers import assert_same
-from helpers import imported
+from helpers import Snapshot, assert_same, imported
 from nets import NETS
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import ProxyError

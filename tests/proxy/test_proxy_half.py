@@ -10,17 +10,13 @@ import pytest
 import torch
 import yaml
 from calibrated import make_calibrated
-from helpers import assert_same
-from helpers import batch
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import assert_same, batch, tiny
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizer import Quantizer
-from quantizer.errors import ProxyError
-from quantizer.errors import QuantizerError
+from quantizer.errors import ProxyError, QuantizerError
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.torch_operators import dequantize

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same
-from helpers import imported
+from helpers import assert_same, imported
 
 from quantizer import Quantizer
 

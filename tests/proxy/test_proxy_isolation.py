@@ -10,19 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ARCHITECTURES
-from helpers import ConvNet
-from helpers import Mlp
-from helpers import Snapshot
-from helpers import assert_same
-from helpers import batch
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import ARCHITECTURES, ConvNet, Mlp, Snapshot, assert_same, batch, tiny
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.errors import CalibrationError
-from quantizer.errors import ProxyError
+from quantizer.errors import CalibrationError, ProxyError
 from quantizer.reasons import ReasonCode
 
 pytest.importorskip("transformers", reason="these tests make transformers models: install enginequant[hf]")

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from quantizer import Quantizer
 from quantizer.errors import ProxyError
-from quantizer.proxy import kept_tensors
-from quantizer.proxy import model_sharing
+from quantizer.proxy import kept_tensors, model_sharing
 
 
 class Helper:

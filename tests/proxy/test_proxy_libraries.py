@@ -8,8 +8,7 @@ import pickle
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,8 @@ import pytest
 import torch
 from calibrated import make_calibrated
 from daily import some_daily
-from helpers import Mlp
-from helpers import Snapshot
-from helpers import assert_same
-from helpers import batch
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import Mlp, Snapshot, assert_same, batch, tiny
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 

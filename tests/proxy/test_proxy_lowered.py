@@ -8,14 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ConvNet
-from helpers import Mlp
-from helpers import Snapshot
-from helpers import batch
-from helpers import needs_exact_byte_products
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import ConvNet, Mlp, Snapshot, batch, needs_exact_byte_products, tiny
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional

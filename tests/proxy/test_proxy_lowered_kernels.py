@@ -15,11 +15,7 @@ from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.byte_codes import spend_deprecation_warning
 from quantizer.numerics.dynamic_range import fake_quantize_dynamic
 from quantizer.proxy.lowered.activation import Activation
-from quantizer.proxy.lowered.kernels import IntegerConvolution
-from quantizer.proxy.lowered.kernels import IntegerLinear
-from quantizer.proxy.lowered.kernels import IntegerMatmul
-from quantizer.proxy.lowered.kernels import ScaledMatmul
-from quantizer.proxy.lowered.kernels import TableLookup
+from quantizer.proxy.lowered.kernels import IntegerConvolution, IntegerLinear, IntegerMatmul, ScaledMatmul, TableLookup
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 
 # On a CPU that of a GPU is oneDNN's, too.

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_same
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn import functional as F
 

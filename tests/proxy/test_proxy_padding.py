@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.observe.outputs import flat_output
-from quantizer.observe.padding import padding_mask
-from quantizer.observe.padding import read_mask
-from quantizer.observe.padding import without_padding
+from quantizer.observe.padding import padding_mask, read_mask, without_padding
 
 BATCH, LENGTH = 3, 8
 

@@ -6,16 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer import QATCalibrate
-from quantizer import Quantizer
+from quantizer import QATCalibrate, Quantizer
 from quantizer.errors import SourceError
-from quantizer.rewrite import OperatorPatch
-from quantizer.rewrite import operator_patches
-from quantizer.rewrite import register_operator_patch
-from quantizer.rewrite import unregister_operator_patch
+from quantizer.rewrite import OperatorPatch, operator_patches, register_operator_patch, unregister_operator_patch
 
 
 def positions(ids: Tensor) -> Tensor:

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_same
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.errors import CalibrationWarning
-from quantizer.errors import QuantizerError
+from quantizer.errors import CalibrationWarning, QuantizerError
 from quantizer.interop.toolkit_scales import read_toolkit_scales
 from quantizer.interop.tripy import tripy_scales
 from quantizer.plan.site_plan import OperandPlan

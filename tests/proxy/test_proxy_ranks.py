@@ -11,21 +11,15 @@ import torch
 from daily import some_daily
 from helpers import forget_checksums
 from outside import run_ranks
-from safetensors.torch import load_file
-from safetensors.torch import save_file
-from torch import Tensor
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
-from quantizer import QATCalibrate
-from quantizer import Quantizer
+from quantizer import QATCalibrate, Quantizer
 from quantizer.calibrators.histogram import BINS
-from quantizer.common.distributed import all_gather_bytes
-from quantizer.common.distributed import all_reduce_sum
-from quantizer.errors import CalibrationError
-from quantizer.errors import QuantizerError
+from quantizer.common.distributed import all_gather_bytes, all_reduce_sum
+from quantizer.errors import CalibrationError, QuantizerError
 from quantizer.plan.site_plan import Plan
-from tests.helpers import ConvNet
-from tests.helpers import Mlp
+from tests.helpers import ConvNet, Mlp
 
 CALIBRATORS: dict[str, dict[str, Any]] = {
     "max": {"calibrator": "max"},

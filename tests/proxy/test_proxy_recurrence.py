@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from calibrated import make_calibrated
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree
 
 from quantizer import Quantizer

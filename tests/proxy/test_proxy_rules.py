@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Mlp
-from helpers import batch
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import Mlp, batch, tiny
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import ConfigError
 from quantizer.plan.selection import matches
-from quantizer.report.record import Site
+from quantizer.report.site_record import Site
 
 
 class Attention(nn.Module):

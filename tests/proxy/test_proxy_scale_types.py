@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
-from quantizer.numerics.held_scale import held_scale
-from quantizer.numerics.held_scale import is_normal
+from quantizer.numerics.held_scale import held_scale, is_normal
 from quantizer.qat import parameter_groups
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 from calibrated import make_calibrated
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.errors import CalibrationError
-from quantizer.errors import ProxyError
+from quantizer.errors import CalibrationError, ProxyError
 from quantizer.plan.weight_scales import ONE_SCALE
 from tests.helpers import Mlp
 

@@ -9,17 +9,14 @@ from typing import Any
 import pytest
 import torch
 from calibrated import make_calibrated
-from helpers import Mlp
-from helpers import assert_same
+from helpers import Mlp, assert_same
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer
-from quantizer.calibration.smoothquant import ALPHAS
-from quantizer.calibration.smoothquant import migration_factors
+from quantizer.calibration.smoothquant import ALPHAS, migration_factors
 from quantizer.plan.site_plan import OperandPlan
 
 GAIN_DB = 15.0

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import ProxyError
-from quantizer.proxy.computed.computation import Computation
-from quantizer.proxy.computed.computation import Step
+from quantizer.proxy.computed.computation import Computation, Step
 from tests.outsiders.case import sqnr
 
 _SPREAD: dict[str, Callable[[Tensor, int], Tensor]] = {

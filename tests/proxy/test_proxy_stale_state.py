@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ConvNet
-from helpers import Mlp
-from torch import Tensor
-from torch import nn
+from helpers import ConvNet, Mlp
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer
-from quantizer.errors import ConfigError
-from quantizer.errors import ProxyError
+from quantizer.errors import ConfigError, ProxyError
 from quantizer.plan.apply import is_frozen_by
 from quantizer.proxy.build import sites_of
 

@@ -10,19 +10,15 @@ from typing import Any
 import pytest
 import torch
 from calibrated import make_calibrated
-from helpers import Mlp
-from helpers import forget_checksums
-from safetensors.torch import load_file
-from safetensors.torch import save_file
-from torch import Tensor
-from torch import nn
+from helpers import Mlp, forget_checksums
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from torch.nn import functional
 
 from quantizer import Quantizer
 from quantizer.config import RunConfig
 from quantizer.config.feasibility import check_run
-from quantizer.errors import ConfigError
-from quantizer.errors import ExportError
+from quantizer.errors import ConfigError, ExportError
 from quantizer.reasons import ReasonCode
 
 TARGET = "target tensorrt"

@@ -7,21 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import Mlp
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.errors import CalibrationError
-from quantizer.errors import ProxyError
+from quantizer.errors import CalibrationError, ProxyError
 from quantizer.numerics.log_scale import GAIN
-from quantizer.plan.apply import frozen_proxy
-from quantizer.plan.apply import is_frozen_by
-from quantizer.plan.apply import require_scales_of
+from quantizer.plan.apply import frozen_proxy, is_frozen_by, require_scales_of
 from quantizer.plan.weight_scales import with_scales_of_weights
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.weight import Weights
-from quantizer.proxy.weight import non_finite
+from quantizer.proxy.weight import Weights, non_finite
 
 
 def _found(parameter: nn.Parameter, value: Tensor) -> Tensor | None:

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from calibrated import make_calibrated
-from helpers import assert_same
-from helpers import batch
-from helpers import tiny
+from helpers import assert_same, batch, tiny
 from torch import nn
 
 from quantizer import Quantizer

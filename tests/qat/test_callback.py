@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same
-from helpers import batch
-from helpers import tiny
+from helpers import assert_same, batch, tiny
 from torch import nn
 
 from quantizer import Quantizer
@@ -25,7 +23,7 @@ from quantizer.proxy.build import sites_of
 transformers = pytest.importorskip("transformers")
 trainers = pytest.importorskip("trainers")
 
-from quantizer.qat.callback import QATCallback  # noqa: E402 - transformers may not be there
+from quantizer.qat.callback import QATCallback
 
 
 @pytest.fixture

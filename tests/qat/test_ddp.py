@@ -9,10 +9,8 @@ import pytest
 import torch
 from helpers import Mlp
 from outside import run_ranks
-from safetensors.torch import load_file
-from safetensors.torch import save_file
-from torch import Tensor
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from quantizer import Quantizer

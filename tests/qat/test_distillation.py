@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.errors import ProxyError
-from quantizer.errors import QuantizerError
+from quantizer.errors import ProxyError, QuantizerError
 from quantizer.qat import Distillation
 
 

@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 from calibrated import make_calibrated
-from helpers import assert_same
-from helpers import batch
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import assert_same, batch, tiny
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import TrainingError

@@ -10,13 +10,10 @@ import pytest
 import torch
 from calibrated import make_calibrated
 from helpers import ConvNet
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.errors import CalibrationError
-from quantizer.errors import ConfigError
-from quantizer.errors import ProxyError
+from quantizer.errors import CalibrationError, ConfigError, ProxyError
 from quantizer.numerics.log_scale import GAIN
 from quantizer.proxy.build import sites_of
 

@@ -10,20 +10,15 @@ import torch
 import torch.utils.checkpoint
 from calibrated import make_calibrated
 from helpers import ConvNet
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.errors import CalibrationError
-from quantizer.errors import ConfigError
-from quantizer.errors import ProxyError
-from quantizer.errors import QuantizerError
+from quantizer.errors import CalibrationError, ConfigError, ProxyError, QuantizerError
 from quantizer.numerics.qtype import QTYPES
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.qat import Schedule
-from quantizer.qat.moving_average import MOMENTUM
-from quantizer.qat.moving_average import least_scale
+from quantizer.qat.moving_average import MOMENTUM, least_scale
 
 
 class Residual(nn.Module):

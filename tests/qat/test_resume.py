@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 from daily import some_daily
-from helpers import ConvNet
-from helpers import assert_same
-from torch import Tensor
-from torch import nn
+from helpers import ConvNet, assert_same
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.qat import Schedule

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import ConvNet
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import ProxyError

@@ -10,8 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 from helpers import Mlp
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import TrainingError

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 import transformers
 from calibrated import make_calibrated
-from helpers import batch
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import batch, tiny
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.qat.callback import QATCallback

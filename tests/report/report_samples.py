@@ -5,33 +5,27 @@ from __future__ import annotations
 import random
 
 from quantizer.engines.inspection.from_layers import inspection_from_layers
-from quantizer.engines.inspection.inspection import Inspection
-from quantizer.engines.inspection.inspection import Layer
-from quantizer.report import EngineFile
-from quantizer.report import Fallback
-from quantizer.report import Latency
-from quantizer.report import ModelInfo
-from quantizer.report import Operand
-from quantizer.report import RunRecord
-from quantizer.report import Score
-from quantizer.report import SensitivityRow
-from quantizer.report import Site
-from quantizer.report import Stage
-from quantizer.report import latency_entries
-from quantizer.report import memory_entries
-from quantizer.report import size_entries
-from quantizer.report.candidate_record import Candidate
-from quantizer.report.candidate_record import EngineChoice
-from quantizer.report.placement_record import GroupTime
-from quantizer.report.placement_record import Placement
-from quantizer.report.placement_record import PlacementPoint
-from quantizer.report.placement_record import SpeedCheck
+from quantizer.engines.inspection.inspection import Inspection, Layer
+from quantizer.report import (
+    EngineFile,
+    Fallback,
+    Latency,
+    ModelInfo,
+    Operand,
+    RunRecord,
+    Score,
+    SensitivityRow,
+    Site,
+    Stage,
+    latency_entries,
+    memory_entries,
+    size_entries,
+)
+from quantizer.report.candidate_record import Candidate, EngineChoice
+from quantizer.report.placement_record import GroupTime, Placement, PlacementPoint, SpeedCheck
 from quantizer.report.record import Evaluation
-from quantizer.report.record import Histogram
-from quantizer.report.record import RangeCandidate
-from quantizer.report.record import TrainingRun
-from quantizer.report.record import TrainingScore
-from quantizer.report.record import UnquantizedProduct
+from quantizer.report.site_record import Histogram, RangeCandidate, UnquantizedProduct
+from quantizer.report.training_record import TrainingRun, TrainingScore
 
 FILE = "/usr/lib/python3/site-packages/transformers/models/bert/modeling_bert.py"
 SITES = (

@@ -19,29 +19,16 @@ from rich.console import Console
 
 from quantizer.cli.main import main
 from quantizer.errors import QuantizerError
-from quantizer.report import Latency
-from quantizer.report import ModelInfo
-from quantizer.report import Score
-from quantizer.report import html_from_record
-from quantizer.report import latency_entries
-from quantizer.report import size_entries
-from quantizer.report import write_record
-from quantizer.report.compare.compared_run import failed_run
-from quantizer.report.compare.compared_run import read_runs
-from quantizer.report.compare.comparison import compare
-from quantizer.report.compare.comparison import pair
+from quantizer.report import Latency, ModelInfo, Score, html_from_record, latency_entries, size_entries, write_record
+from quantizer.report.compare.compared_run import failed_run, read_runs
+from quantizer.report.compare.comparison import compare, pair
 from quantizer.report.compare.print import print_comparison
-from quantizer.report.compare.resamples import Resamples
-from quantizer.report.compare.resamples import read_resamples
-from quantizer.report.compare.resamples import write_resamples
+from quantizer.report.compare.resamples import Resamples, read_resamples, write_resamples
 from quantizer.report.compare.short_names import short_names
 from quantizer.report.compare.tables import csv_text
 from quantizer.report.output_record import OutputDistance
-from quantizer.report.page.compare_page import html_from_comparison
-from quantizer.report.page.compare_page import write_comparison
-from quantizer.tasks.metrics import accuracy
-from quantizer.tasks.metrics import bootstrap_interval
-from quantizer.tasks.metrics import resampled_scores
+from quantizer.report.page.compare_page import html_from_comparison, write_comparison
+from quantizer.tasks.metrics import accuracy, bootstrap_interval, resampled_scores
 
 TARGETS = np.arange(200) % 2
 

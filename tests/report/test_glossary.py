@@ -9,9 +9,7 @@ from report_samples import sample_record
 
 from quantizer.cli.output import print_error
 from quantizer.errors import QuantizerError
-from quantizer.report.page.glossary import GLOSSARY
-from quantizer.report.page.glossary import glossary_page
-from quantizer.report.page.glossary import words_in
+from quantizer.report.page.glossary import GLOSSARY, glossary_page, words_in
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,19 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from report_samples import bare_record
-from report_samples import sample_record
+from report_samples import bare_record, sample_record
 from rich.console import Console
 
-from quantizer.report import Latency
-from quantizer.report import RunRecord
-from quantizer.report import html_from_record
-from quantizer.report import latency_entries
-from quantizer.report.codec import mapping_from_record
-from quantizer.report.codec import record_from_mapping
+from quantizer.report import Latency, RunRecord, html_from_record, latency_entries
+from quantizer.report.codec import mapping_from_record, record_from_mapping
 from quantizer.report.tables.headline import verdict
-from quantizer.report.tables.spread import noise_sentence
-from quantizer.report.tables.spread import spread_words
+from quantizer.report.tables.spread import noise_sentence, spread_words
 from quantizer.report.tables.summary import print_record
 
 QUIET = [10.0, 10.1, 9.9, 10.2, 9.8]

@@ -6,18 +6,14 @@ import dataclasses
 from typing import Any
 
 import pytest
-from report_samples import bare_record
-from report_samples import sample_record
+from report_samples import bare_record, sample_record
 
 from quantizer.report.cause_record import Cause
 from quantizer.report.page.html import html_from_record
 from quantizer.report.placement_record import GroupTime
 from quantizer.report.record import SensitivityRow
-from quantizer.report.site_record import Operand
-from quantizer.report.site_record import Site
-from quantizer.report.site_record import UnquantizedProduct
-from quantizer.report.tables.layer_rows import group_rows
-from quantizer.report.tables.layer_rows import layer_rows
+from quantizer.report.site_record import Operand, Site, UnquantizedProduct
+from quantizer.report.tables.layer_rows import group_rows, layer_rows
 from quantizer.report.tables.layer_table import layer_cells
 
 

@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from report_samples import bare_record
-from report_samples import sample_record
+from report_samples import bare_record, sample_record
 
 import quantizer
-from quantizer.report import EngineFile
-from quantizer.report import ModelInfo
-from quantizer.report import RunRecord
+from quantizer.report import EngineFile, ModelInfo, RunRecord
 from quantizer.report.card.run_card import write_run_card
 
 

@@ -14,39 +14,33 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from report_samples import bare_record
-from report_samples import sample_choice
-from report_samples import sample_histogram
-from report_samples import sample_placement
-from report_samples import sample_record
+from report_samples import bare_record, sample_choice, sample_histogram, sample_placement, sample_record
 from rich.console import Console
 
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import QuantizerError
+from quantizer.errors import MissingDependencyError, QuantizerError
 from quantizer.reasons import counted
-from quantizer.report import Column
-from quantizer.report import Score
-from quantizer.report import html_from_record
-from quantizer.report import html_table
-from quantizer.report import print_record
-from quantizer.report import print_summary
-from quantizer.report import size_entries
-from quantizer.report import string_from_table
-from quantizer.report import text_table
-from quantizer.report import verdict
-from quantizer.report import write_html
-from quantizer.report import write_record
+from quantizer.report import (
+    Column,
+    Score,
+    html_from_record,
+    html_table,
+    print_record,
+    print_summary,
+    size_entries,
+    string_from_table,
+    text_table,
+    verdict,
+    write_html,
+    write_record,
+)
+from quantizer.report.cause_record import Cause, Cure
 from quantizer.report.charts.candidates_plot import candidates_svg
 from quantizer.report.charts.frontier_plot import frontier_svg
 from quantizer.report.charts.histogram_plot import histogram_figure
 from quantizer.report.page.page_content import diff_files
-from quantizer.report.record import Cause
-from quantizer.report.record import Cure
-from quantizer.report.record import RangeCandidate
-from quantizer.report.tables.choice_table import choice_table
-from quantizer.report.tables.choice_table import print_choice
-from quantizer.report.tables.text import significant
-from quantizer.report.tables.text import typeset
+from quantizer.report.site_record import RangeCandidate
+from quantizer.report.tables.choice_table import choice_table, print_choice
+from quantizer.report.tables.text import significant, typeset
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 VOID = {"meta", "input", "br", "img", "link"}

@@ -12,29 +12,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from report_samples import bare_record
-from report_samples import sample_record
+from report_samples import bare_record, sample_record
 
 from quantizer.errors import QuantizerError
-from quantizer.report import RunRecord
-from quantizer.report import Score
-from quantizer.report import SensitivityRow
-from quantizer.report import Stage
-from quantizer.report import collect_machine
-from quantizer.report import collect_versions
-from quantizer.report import latency_entries
-from quantizer.report import read_record
+from quantizer.report import (
+    RunRecord,
+    Score,
+    SensitivityRow,
+    Stage,
+    collect_machine,
+    collect_versions,
+    latency_entries,
+    read_record,
+    size_entries,
+    write_record,
+    write_text_atomic,
+)
 from quantizer.report import record as record_module
-from quantizer.report import size_entries
-from quantizer.report import write_record
-from quantizer.report import write_text_atomic
 from quantizer.report.cause_record import Cure
-from quantizer.report.codec import mapping_from_record
-from quantizer.report.codec import record_from_mapping
-from quantizer.report.format_page import field_documentation
-from quantizer.report.format_page import format_page
-from quantizer.report.ratios import quantized_entry
-from quantizer.report.ratios import reference_entry
+from quantizer.report.codec import mapping_from_record, record_from_mapping
+from quantizer.report.format_page import field_documentation, format_page
+from quantizer.report.ratios import quantized_entry, reference_entry
 
 RECORDS = [getattr(record_module, name) for name in record_module.__all__ if name != "VERSION"]
 ROOT = Path(__file__).parents[2]

@@ -8,19 +8,14 @@ import math
 from xml.etree import ElementTree
 
 import pytest
-from report_samples import sample_record
-from report_samples import sample_search
+from report_samples import sample_record, sample_search
 
 from quantizer.report.charts.heat_map import sensitivity_heatmap
 from quantizer.report.charts.pareto_plot import pareto_svg
 from quantizer.report.charts.plots import sensitivity_bars
-from quantizer.report.record import Evaluation
-from quantizer.report.record import Fallback
-from quantizer.report.record import SensitivityRow
+from quantizer.report.record import Evaluation, Fallback, SensitivityRow
 from quantizer.report.tables.measure_labels import error_words
-from quantizer.report.tables.text import MISSING
-from quantizer.report.tables.text import amount
-from quantizer.report.tables.text import error
+from quantizer.report.tables.text import MISSING, amount, error
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,18 +11,12 @@ from report_samples import sample_record
 from rich.console import Console
 
 from quantizer.engines import Inspection
-from quantizer.engines.inspection.inspection import Layer
-from quantizer.engines.inspection.inspection import PrecisionShare
+from quantizer.engines.inspection.inspection import Layer, PrecisionShare
 from quantizer.errors import QuantizerError
-from quantizer.report import RunRecord
-from quantizer.report import print_record
-from quantizer.report import write_record
-from quantizer.report.tables.lines import print_labelled
-from quantizer.report.tables.lines import wrapped
+from quantizer.report import RunRecord, print_record, write_record
+from quantizer.report.tables.lines import print_labelled, wrapped
 from quantizer.report.tables.summary import print_layers
-from quantizer.report.tables.tables import Column
-from quantizer.report.tables.tables import string_from_table
-from quantizer.report.tables.tables import text_table
+from quantizer.report.tables.tables import Column, string_from_table, text_table
 
 LONG = "encoder.layer.11.attention.output.dense.site_forward_linear_0/MatMul/MatMulScaleFusion"
 

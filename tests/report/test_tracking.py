@@ -6,20 +6,16 @@ import os
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import ModuleType
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from report_samples import bare_record
-from report_samples import sample_record
+from report_samples import bare_record, sample_record
 
 from quantizer.config.schema import ReportConfig
 from quantizer.errors import ConfigError
-from quantizer.report.tracking.figures import metrics_of
-from quantizer.report.tracking.figures import parameters_of
-from quantizer.report.tracking.trackers import TRACKERS
-from quantizer.report.tracking.trackers import track
+from quantizer.report.tracking.figures import metrics_of, parameters_of
+from quantizer.report.tracking.trackers import TRACKERS, track
 
 
 @pytest.fixture

@@ -10,22 +10,12 @@ from typing import Any
 import pytest
 from report_samples import bare_record
 
-from quantizer.engines.inspection.inspection import Inspection
-from quantizer.engines.inspection.inspection import PrecisionShare
-from quantizer.report import EngineFile
-from quantizer.report import Fallback
-from quantizer.report import Latency
-from quantizer.report import Score
-from quantizer.report import Site
-from quantizer.report import html_from_record
-from quantizer.report import latency_entries
+from quantizer.engines.inspection.inspection import Inspection, PrecisionShare
+from quantizer.report import EngineFile, Fallback, Latency, Score, Site, html_from_record, latency_entries
 from quantizer.report.card.run_card import write_run_card
-from quantizer.report.cause_record import Cause
-from quantizer.report.cause_record import Cure
+from quantizer.report.cause_record import Cause, Cure
 from quantizer.report.output_record import OutputDistance
-from quantizer.report.placement_record import GroupTime
-from quantizer.report.placement_record import Placement
-from quantizer.report.placement_record import SpeedCheck
+from quantizer.report.placement_record import GroupTime, Placement, SpeedCheck
 from quantizer.report.search.budget_record import BudgetOutcome
 from quantizer.report.tables.cause_lines import cause_lines
 from quantizer.report.verdict import verdict_of

@@ -11,16 +11,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from quantizer.rewrite.find_sites import FunctionSource
-from quantizer.rewrite.find_sites import SiteSource
-from quantizer.rewrite.host_argument import HOST
-from quantizer.rewrite.host_argument import PASS_HOST
-from quantizer.rewrite.host_argument import TAKES_APART
-from quantizer.rewrite.host_argument import VISIBLE
-from quantizer.rewrite.host_argument import WRITTEN_CLASS
-from quantizer.rewrite.live_names import LIVE
-from quantizer.rewrite.live_names import NOW
+from quantizer.rewrite.host_argument import HOST, PASS_HOST, TAKES_APART, VISIBLE, WRITTEN_CLASS
+from quantizer.rewrite.live_names import LIVE, NOW
 from quantizer.rewrite.source_file import SourceFile
+from quantizer.rewrite.source_sites import FunctionSource, SiteSource
 
 NAMESPACE = {"__name__": "sample", "torch": torch, "nn": torch.nn, "F": functional}
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from quantizer.rewrite.closures import held
-from quantizer.rewrite.closures import rebound
+from quantizer.rewrite.closures import held, rebound
 
 
 class Thing:

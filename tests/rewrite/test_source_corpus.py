@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from source_tools import sites_of
-from source_tools import stripped
+from source_tools import sites_of, stripped
 from torch import nn
 from torch.nn import functional
 

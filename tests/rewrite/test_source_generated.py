@@ -7,14 +7,10 @@ import linecache
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from source_tools import NAMESPACE
-from source_tools import stripped
-from torch import Tensor
-from torch import nn
+from source_tools import NAMESPACE, stripped
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.rewrite.source_file import SourceFile

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 

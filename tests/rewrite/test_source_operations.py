@@ -10,18 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from source_tools import rewritten_body
-from source_tools import sites_of
-from source_tools import source_file
+from source_tools import rewritten_body, sites_of, source_file
 from torch.nn import functional
 
-from quantizer.operations.catalogue import CATALOGUE
-from quantizer.operations.catalogue import kind_of
-from quantizer.operations.catalogue import operation
-from quantizer.operations.catalogue import operation_of
+from quantizer.operations.catalogue import CATALOGUE, kind_of, operation, operation_of
 from quantizer.operations.einsum import labels
-from quantizer.operations.gemm_shape import Call
-from quantizer.operations.gemm_shape import Geometry
+from quantizer.operations.gemm_shape import Call, Geometry
 from quantizer.reasons import ReasonCode
 
 

@@ -9,17 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from source_tools import rewritten_body
-from source_tools import sites_of
-from source_tools import source_file
-from source_tools import stripped
+from source_tools import rewritten_body, sites_of, source_file, stripped
 
 from quantizer.reasons import ReasonCode
 from quantizer.rewrite.host_argument import HOST
-from quantizer.rewrite.text_edits import Edit
-from quantizer.rewrite.text_edits import LineIndex
-from quantizer.rewrite.text_edits import apply_edits
-from quantizer.rewrite.text_edits import find_symbol
+from quantizer.rewrite.text_edits import Edit, LineIndex, apply_edits, find_symbol
 
 
 @pytest.mark.parametrize(

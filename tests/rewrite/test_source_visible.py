@@ -11,18 +11,15 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same
-from helpers import imported
+from helpers import assert_same, imported
 from source_tools import without_live
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 

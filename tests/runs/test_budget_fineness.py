@@ -14,13 +14,12 @@ from quantizer.report.search.budget_record import EngineCheck
 from quantizer.report.search.search_records import budget_outcome
 from quantizer.report.tables.search_table import budget_line
 from quantizer.runs.budget.fineness import budget_warnings
-from quantizer.sensitivity import Evaluation
-from quantizer.sensitivity import Fallback
+from quantizer.sensitivity import Evaluation, Fallback
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,report,openvino]")
 
-from tiny_run import tiny_run  # noqa: E402
+from tiny_run import tiny_run
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,9 @@ import torch
 from torch import nn
 
 from quantizer.engines import TensorSpec
-from quantizer.runs.outputs.check_batches import LEAST_SAMPLES
-from quantizer.runs.outputs.check_batches import check_batches
-from quantizer.runs.outputs.check_batches import check_shapes
-from quantizer.runs.outputs.compare_outputs import WrongEngineError
-from quantizer.runs.outputs.compare_outputs import check_engine
-from quantizer.runs.outputs.compare_outputs import reference_outputs
-from quantizer.runs.outputs.output_check import OutputCheck
-from quantizer.runs.outputs.output_check import Tolerance
-from quantizer.runs.outputs.output_check import tolerance
+from quantizer.runs.outputs.check_batches import LEAST_SAMPLES, check_batches, check_shapes
+from quantizer.runs.outputs.compare_outputs import WrongEngineError, check_engine, reference_outputs
+from quantizer.runs.outputs.output_check import OutputCheck, Tolerance, tolerance
 from quantizer.runs.workload.module_feed import ModuleFeed
 from quantizer.tasks.inputs import TextInputs
 

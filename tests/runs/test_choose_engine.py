@@ -8,18 +8,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from quantizer.engines import Inspection
-from quantizer.engines import PrecisionShare
-from quantizer.engines import int8_saturation
+from quantizer.engines import Inspection, PrecisionShare, int8_saturation
 from quantizer.errors import EngineError
 from quantizer.report.candidate_record import Candidate
 from quantizer.report.tables.choice_table import print_choice
 from quantizer.runs import choose_engine
-from quantizer.runs.choose_engine import bound
-from quantizer.runs.choose_engine import choose
-from quantizer.runs.choose_engine import require_sites
-from quantizer.runs.choose_engine import slow_ones
-from quantizer.runs.choose_engine import timed
+from quantizer.runs.choose_engine import bound, choose, require_sites, slow_ones, timed
 
 SHAPES = ("1 x 16", "8 x 128")
 

@@ -20,35 +20,28 @@ from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.engines import BuildOptions
 from quantizer.engines.candidates import cpu_candidates
-from quantizer.errors import EngineError
-from quantizer.errors import QuantizerError
+from quantizer.errors import EngineError, QuantizerError
 from quantizer.files import MARKER
 from quantizer.report.json_file import read_record
 from quantizer.report.verdict import verdict_of
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_rows
-from quantizer.tasks import load_tokenizer
+from quantizer.tasks import build_task, load_model, load_rows, load_tokenizer
 
 for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onnxruntime"):
     pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,openvino,onnxruntime]")
 
-from test_right_engines import Wrong  # noqa: E402
-from tiny_run import tiny_run  # noqa: E402
+from test_right_engines import Wrong
+from tiny_run import tiny_run
 
-import quantizer.calibration.costly_attention as attention  # noqa: E402
-import quantizer.runs.convert.engine_maker as maker  # noqa: E402
-import quantizer.runs.convert.run as steps  # noqa: E402
-import quantizer.runs.run_context as stages  # noqa: E402
-from quantizer.runs.budget.engine_budget import EngineBudget  # noqa: E402
-from quantizer.runs.convert import ConversionRequest  # noqa: E402
-from quantizer.runs.convert import load_converted  # noqa: E402
-from quantizer.runs.convert import measure  # noqa: E402
-from quantizer.runs.convert.data import DataSource  # noqa: E402
-from quantizer.runs.outputs.output_check import OutputCheck  # noqa: E402
-from quantizer.runs.outputs.output_check import tolerance  # noqa: E402
-from quantizer.runs.placement import place_groups  # noqa: E402
-from quantizer.runs.progress import stage_timer  # noqa: E402
+import quantizer.calibration.costly_attention as attention
+import quantizer.runs.convert.engine_maker as maker
+import quantizer.runs.convert.run as steps
+import quantizer.runs.run_context as stages
+from quantizer.runs.budget.engine_budget import EngineBudget
+from quantizer.runs.convert import ConversionRequest, load_converted, measure
+from quantizer.runs.convert.data import DataSource
+from quantizer.runs.outputs.output_check import OutputCheck, tolerance
+from quantizer.runs.placement import place_groups
+from quantizer.runs.progress import stage_timer
 
 (ONNXRUNTIME,), _ = cpu_candidates(("onnxruntime",))
 """The backend for this CPU."""

@@ -15,17 +15,10 @@ from quantizer.cli.main import main
 for _package in ("transformers", "scipy", "torchmetrics", "onnx", "onnxscript", "openvino", "onnxruntime"):
     pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,openvino,onnxruntime]")
 
-from tiny_audio import CLASSES  # noqa: E402
-from tiny_audio import tiny_ast  # noqa: E402
-from tiny_audio import tiny_ctc  # noqa: E402
-from tiny_audio import tiny_recordings  # noqa: E402
+from tiny_audio import CLASSES, tiny_ast, tiny_ctc, tiny_recordings
 
-from quantizer.runs.convert import load_converted  # noqa: E402
-from quantizer.runs.convert import measure  # noqa: E402
-from quantizer.tasks import build_task  # noqa: E402
-from quantizer.tasks import load_model  # noqa: E402
-from quantizer.tasks import load_processor  # noqa: E402
-from quantizer.tasks import load_rows  # noqa: E402
+from quantizer.runs.convert import load_converted, measure
+from quantizer.tasks import build_task, load_model, load_processor, load_rows
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 

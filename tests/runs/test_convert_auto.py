@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +14,27 @@ import torch
 for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onnxruntime"):
     pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,openvino,onnxruntime]")
 
-import onnx as onnx_library  # noqa: E402
-from onnx import numpy_helper  # noqa: E402
-from tiny_run import tiny_run  # noqa: E402
+import onnx as onnx_library
+from onnx import numpy_helper
+from tiny_run import tiny_run
 
-import quantizer.calibration.costly_attention as attention  # noqa: E402
-import quantizer.runs.convert.engine_maker as maker  # noqa: E402
-from quantizer import Quantizer  # noqa: E402
-from quantizer.cli.main import main  # noqa: E402
-from quantizer.engines import BuildOptions  # noqa: E402
-from quantizer.engines import BuildResult  # noqa: E402
-from quantizer.engines import Engine  # noqa: E402
-from quantizer.engines import candidates  # noqa: E402
-from quantizer.engines.candidates import Variant  # noqa: E402
-from quantizer.engines.candidates import cpu_candidates  # noqa: E402
-from quantizer.engines.candidates import cpu_variants  # noqa: E402
-from quantizer.engines.engine_file import read_engine  # noqa: E402
-from quantizer.engines.measure import trial  # noqa: E402
-from quantizer.errors import EngineError  # noqa: E402
-from quantizer.report.record import EngineCheck  # noqa: E402
-from quantizer.runs.budget.engine_budget import EngineBudget  # noqa: E402
-from quantizer.runs.convert import choose  # noqa: E402
-from quantizer.runs.convert import folder as folders  # noqa: E402
-from quantizer.runs.convert import load_converted  # noqa: E402
-from quantizer.runs.convert import measure  # noqa: E402
-from quantizer.runs.convert import request  # noqa: E402
-from quantizer.runs.convert.engine_maker import EngineMaker  # noqa: E402
-from quantizer.runs.convert.engine_maker import Made  # noqa: E402
-from quantizer.runs.placement import rough_plan  # noqa: E402
-from quantizer.runs.saved import kept_engines  # noqa: E402
-from quantizer.sensitivity import Fallback  # noqa: E402
-from quantizer.sensitivity import operands_of  # noqa: E402
+import quantizer.calibration.costly_attention as attention
+import quantizer.runs.convert.engine_maker as maker
+from quantizer import Quantizer
+from quantizer.cli.main import main
+from quantizer.engines import BuildOptions, BuildResult, Engine, candidates
+from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
+from quantizer.engines.engine_file import read_engine
+from quantizer.engines.measure import trial
+from quantizer.errors import EngineError
+from quantizer.report.search.budget_record import EngineCheck
+from quantizer.runs.budget.engine_budget import EngineBudget
+from quantizer.runs.convert import choose, load_converted, measure, request
+from quantizer.runs.convert import folder as folders
+from quantizer.runs.convert.engine_maker import EngineMaker, Made
+from quantizer.runs.placement import rough_plan
+from quantizer.runs.saved import kept_engines
+from quantizer.sensitivity import Fallback, operands_of
 
 SIZES = ("--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32")
 OPENVINO, ONNXRUNTIME, TORCH = sorted(cpu_candidates()[0], key=lambda name: ("torch" in name, "onnx" in name))

@@ -14,25 +14,17 @@ import torch
 
 from quantizer.cli.main import main
 from quantizer.errors import QuantizerError
-from quantizer.tasks import build_task
-from quantizer.tasks import load_image_processor
-from quantizer.tasks import load_model
-from quantizer.tasks import load_rows
+from quantizer.tasks import build_task, load_image_processor, load_model, load_rows
 
 for _package in ("transformers", "PIL", "onnx", "onnxscript", "openvino", "onnxruntime"):
     pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,openvino,onnxruntime]")
 
-from tiny_vision import CLASSES  # noqa: E402
-from tiny_vision import SIZE  # noqa: E402
-from tiny_vision import tiny_images  # noqa: E402
-from tiny_vision import tiny_resnet  # noqa: E402
-from tiny_vision import tiny_vit  # noqa: E402
+from tiny_vision import CLASSES, SIZE, tiny_images, tiny_resnet, tiny_vit
 
-import quantizer.runs.run_context as stages  # noqa: E402
-from quantizer import Quantizer  # noqa: E402
-from quantizer.runs.convert import load_converted  # noqa: E402
-from quantizer.runs.convert import measure  # noqa: E402
-from quantizer.runs.placement import place_groups  # noqa: E402
+import quantizer.runs.run_context as stages
+from quantizer import Quantizer
+from quantizer.runs.convert import load_converted, measure
+from quantizer.runs.placement import place_groups
 
 MADE = {"vit": "openvino", "resnet": "onnxruntime"}
 """Which of the two is converted for which backend."""

@@ -13,15 +13,9 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.engines import TensorSpec
 from quantizer.errors import EngineError
-from quantizer.runs.outputs.compare_outputs import NOTHING_DB
-from quantizer.runs.outputs.compare_outputs import Reference
-from quantizer.runs.outputs.compare_outputs import check_engine
-from quantizer.runs.outputs.compare_outputs import distances_of
-from quantizer.runs.outputs.compare_outputs import reference_outputs
+from quantizer.runs.outputs.compare_outputs import NOTHING_DB, Reference, check_engine, distances_of, reference_outputs
 from quantizer.runs.outputs.noise import float_noise
-from quantizer.runs.outputs.output_check import OutputCheck
-from quantizer.runs.outputs.output_check import Tolerance
-from quantizer.runs.outputs.output_check import tolerance
+from quantizer.runs.outputs.output_check import OutputCheck, Tolerance, tolerance
 
 
 class _Engine:

@@ -16,31 +16,24 @@ from quantizer.cli.main import main
 for _package in ("transformers", "scipy", "torchmetrics", "onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,onnxruntime]")
 
-import onnx  # noqa: E402
-import onnxruntime  # noqa: E402
-import transformers  # noqa: E402
-from tiny_audio import tiny_recordings  # noqa: E402
-from tiny_seq2seq import TEXTS  # noqa: E402
-from tiny_seq2seq import tiny_bart  # noqa: E402
-from tiny_seq2seq import tiny_t5  # noqa: E402
-from tiny_seq2seq import tiny_whisper  # noqa: E402
+import onnx
+import onnxruntime
+import transformers
+from tiny_audio import tiny_recordings
+from tiny_seq2seq import TEXTS, tiny_bart, tiny_t5, tiny_whisper
 
-from quantizer import Quantizer  # noqa: E402
-from quantizer.engines.candidates import cpu_candidates  # noqa: E402
-from quantizer.errors import QuantizerError  # noqa: E402
-from quantizer.errors import TaskError  # noqa: E402
-from quantizer.report import read_record  # noqa: E402
-from quantizer.runs.convert import ConversionRequest  # noqa: E402
-from quantizer.runs.convert import load_converted  # noqa: E402
-from quantizer.runs.convert import measure  # noqa: E402
-from quantizer.runs.convert.inputs import conversion_inputs  # noqa: E402
-from quantizer.runs.convert.parts import part_maker  # noqa: E402
-from quantizer.runs.convert.parts.limits import most_tokens  # noqa: E402
-from quantizer.runs.convert.parts.loaded import ConvertedParts  # noqa: E402
-from quantizer.tasks import load_model  # noqa: E402
-from quantizer.tasks.seq2seq.parts import PARTS  # noqa: E402
-from quantizer.tasks.seq2seq.parts import WITH_PAST  # noqa: E402
-from quantizer.tasks.seq2seq.writer import Writer  # noqa: E402
+from quantizer import Quantizer
+from quantizer.engines.candidates import cpu_candidates
+from quantizer.errors import QuantizerError, TaskError
+from quantizer.report import read_record
+from quantizer.runs.convert import ConversionRequest, load_converted, measure
+from quantizer.runs.convert.inputs import conversion_inputs
+from quantizer.runs.convert.parts import part_maker
+from quantizer.runs.convert.parts.limits import most_tokens
+from quantizer.runs.convert.parts.loaded import ConvertedParts
+from quantizer.tasks import load_model
+from quantizer.tasks.seq2seq.parts import PARTS, WITH_PAST
+from quantizer.tasks.seq2seq.writer import Writer
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
-from transformers import BertConfig
-from transformers import GPT2Config
+from transformers import AutoConfig, BertConfig, GPT2Config
 
 from quantizer.runs.convert.inputs import conversion_inputs
-from quantizer.runs.convert.request import ConversionRequest
-from quantizer.runs.convert.request import Sizes
+from quantizer.runs.convert.request import ConversionRequest, Sizes
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from quantizer.tasks.datasets.rows import Text
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,report,openvino]")
 
-from tiny_run import tiny_run  # noqa: E402
+from tiny_run import tiny_run
 
 BUDGET = 0.1
 

@@ -15,14 +15,11 @@ from torch import nn
 
 from quantizer.errors import TaskError
 from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.run_context import ResumeFiles
-from quantizer.runs.run_context import RunContext
+from quantizer.runs.run_context import ResumeFiles, RunContext
 from quantizer.runs.saved.call_form import CallForm
-from quantizer.runs.workload.function_scorer import FunctionMetric
-from quantizer.runs.workload.function_scorer import FunctionScorer
+from quantizer.runs.workload.function_scorer import FunctionMetric, FunctionScorer
 from quantizer.runs.workload.module_feed import ModuleFeed
-from quantizer.tasks.metrics import accuracy
-from quantizer.tasks.metrics import bootstrap_interval
+from quantizer.tasks.metrics import accuracy, bootstrap_interval
 
 DECISIONS = np.random.default_rng(0).integers(0, 2, (2, 60))
 """What the float model and another decide of 60 rows; right is 1."""

@@ -18,17 +18,15 @@ from torch import nn
 for _package in ("onnx", "onnxscript", "onnxruntime", "jinja2"):
     pytest.importorskip(_package, reason="a run needs enginequant[onnx,onnxruntime,report]")
 
-from quantizer.cli.main import main  # noqa: E402
-from quantizer.config import load_run  # noqa: E402
-from quantizer.engines import load_engine  # noqa: E402
-from quantizer.engines.candidates import cpu_candidates  # noqa: E402
-from quantizer.quantizer import Quantizer  # noqa: E402
-from quantizer.report import RunRecord  # noqa: E402
-from quantizer.report import read_record  # noqa: E402
-from quantizer.runs.budget.engine_budget import EngineBudget  # noqa: E402
-from quantizer.runs.workload.function_scorer import FunctionMetric  # noqa: E402
-from quantizer.runs.workload.function_scorer import FunctionScorer  # noqa: E402
-from quantizer.sensitivity import fingerprint  # noqa: E402
+from quantizer.cli.main import main
+from quantizer.config import load_run
+from quantizer.engines import load_engine
+from quantizer.engines.candidates import cpu_candidates
+from quantizer.quantizer import Quantizer
+from quantizer.report import RunRecord, read_record
+from quantizer.runs.budget.engine_budget import EngineBudget
+from quantizer.runs.workload.function_scorer import FunctionMetric, FunctionScorer
+from quantizer.sensitivity import fingerprint
 
 ONNXRUNTIME = next(name for name in cpu_candidates()[0] if name.startswith("onnxruntime"))
 
@@ -419,8 +417,7 @@ def test_an_engine_that_loses_more_by_the_function_narrows_the_search(folder: Pa
     from rich.console import Console
 
     from quantizer.runs.progress.stage_timer import StageTimer
-    from quantizer.runs.run_context import ResumeFiles
-    from quantizer.runs.run_context import RunContext
+    from quantizer.runs.run_context import ResumeFiles, RunContext
     from quantizer.runs.workload.module_feed import ModuleFeed
 
     timer = StageTimer(Console(file=StringIO()))

@@ -8,8 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,11 @@ from torch import nn
 
 pytest.importorskip("onnx", reason="the files of engines need enginequant[onnx]")
 
-from quantizer.engines.engine_file import read_engine
-from quantizer.engines.engine_file import write_engine
-from quantizer.qdq.signature import Signature
-from quantizer.qdq.signature import Value
+from quantizer.engines.engine_file import read_engine, write_engine
+from quantizer.qdq.signature import Signature, Value
 from quantizer.runs.outputs.compare_outputs import reference_outputs
 from quantizer.runs.outputs.output_check import Tolerance
-from quantizer.runs.serving import Expected
-from quantizer.runs.serving import ServedEngine
-from quantizer.runs.serving import write_serving_files
+from quantizer.runs.serving import Expected, ServedEngine, write_serving_files
 
 SHAPES = ((1, 4), (10, 6))
 CASES = ("1x4", "10x6")

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from quantizer.engines import BuildOptions
-from quantizer.engines import BuildResult
-from quantizer.engines import trust
+from quantizer.engines import BuildOptions, BuildResult, trust
 from quantizer.runs.saved import kept_engines
-from quantizer.runs.saved.kept_engines import KeptEngines
-from quantizer.runs.saved.kept_engines import remove_engines
+from quantizer.runs.saved.kept_engines import KeptEngines, remove_engines
 
 
 @pytest.fixture

@@ -16,14 +16,12 @@ from quantizer.cli.main import main
 for _package in ("transformers", "torchmetrics", "onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,onnxruntime]")
 
-from tiny_seq2seq import TEXTS  # noqa: E402
-from tiny_seq2seq import tiny_t5  # noqa: E402
+from tiny_seq2seq import TEXTS, tiny_t5
 
-from quantizer.report import read_record  # noqa: E402
-from quantizer.runs.convert import measure  # noqa: E402
-from quantizer.runs.convert.parts import part_maker  # noqa: E402
-from quantizer.tasks.seq2seq.parts import DECODER  # noqa: E402
-from quantizer.tasks.seq2seq.parts import PARTS  # noqa: E402
+from quantizer.report import read_record
+from quantizer.runs.convert import measure
+from quantizer.runs.convert.parts import part_maker
+from quantizer.tasks.seq2seq.parts import DECODER, PARTS
 
 AHEAD = find_spec("tensorrt_rtx_bindings") is not None and not torch.cuda.is_available()
 

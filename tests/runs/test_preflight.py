@@ -19,20 +19,14 @@ pytest.importorskip("openvino", reason="install enginequant[openvino]")
 from tiny_run import tiny_run
 
 from quantizer.cli.main import main
-from quantizer.config import RunConfig
-from quantizer.config import load_run
+from quantizer.config import RunConfig, load_run
 from quantizer.config.sweep import SweepRun
 from quantizer.engines.candidates import cpu_candidates
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import QuantizerError
-from quantizer.errors import TaskError
-from quantizer.errors import install_command
-from quantizer.files import begun_in
-from quantizer.files import temporary
+from quantizer.errors import MissingDependencyError, QuantizerError, TaskError, install_command
+from quantizer.files import begun_in, temporary
 from quantizer.files.temporary import new_name
 from quantizer.runs.preflight import run_ready
-from quantizer.runs.preflight.estimate import row_passes
-from quantizer.runs.preflight.estimate import run_estimate
+from quantizer.runs.preflight.estimate import row_passes, run_estimate
 from quantizer.runs.preflight.faults import Faults
 from quantizer.runs.preflight.run_ready import ready_to_run
 from quantizer.runs.run_context import RunRows

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,25 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 for _package in ("onnx", "onnxscript", "onnxruntime", "jinja2"):
     pytest.importorskip(_package, reason="quantize_model needs enginequant[onnx,onnxruntime,report]")
 
-import quantizer  # noqa: E402
-from quantizer.engines.candidates import cpu_candidates  # noqa: E402
-from quantizer.errors import CalibrationError  # noqa: E402
-from quantizer.errors import CalibrationWarning  # noqa: E402
-from quantizer.errors import ConfigError  # noqa: E402
-from quantizer.errors import EngineError  # noqa: E402
-from quantizer.errors import QuantizerError  # noqa: E402
-from quantizer.errors import TaskError  # noqa: E402
-from quantizer.report import read_record  # noqa: E402
-from quantizer.report.compare.compared_run import read_runs  # noqa: E402
-from quantizer.report.compare.comparison import compare  # noqa: E402
-from quantizer.report.page.compare_page import html_from_comparison  # noqa: E402
-from quantizer.runs.placement.run_placement import RunPlacement  # noqa: E402
+import quantizer
+from quantizer.engines.candidates import cpu_candidates
+from quantizer.errors import CalibrationError, CalibrationWarning, ConfigError, EngineError, QuantizerError, TaskError
+from quantizer.report import read_record
+from quantizer.report.compare.compared_run import read_runs
+from quantizer.report.compare.comparison import compare
+from quantizer.report.page.compare_page import html_from_comparison
+from quantizer.runs.placement.run_placement import RunPlacement
 
 ONNXRUNTIME = next(name for name in cpu_candidates()[0] if name.startswith("onnxruntime"))
 

@@ -12,19 +12,15 @@ from typing import Any
 import pytest
 import torch
 from outside import run_ranks
-from torch import distributed
-from torch import nn
+from torch import distributed, nn
 
-from quantizer.common.distributed import all_gather_bytes
-from quantizer.common.distributed import alone
-from quantizer.common.distributed import get_rank
+from quantizer.common.distributed import all_gather_bytes, alone, get_rank
 from quantizer.errors import QuantizerError
 from quantizer.qat.data_parallel import sum_gradients
 from quantizer.runs.ranks import process_group
 from quantizer.runs.ranks.same_work import require_same_work
 from quantizer.runs.scoring import Scoring
-from quantizer.tasks import Predictions
-from quantizer.tasks import Text
+from quantizer.tasks import Predictions, Text
 
 
 class _Task:

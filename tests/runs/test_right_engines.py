@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 import quantizer
 import quantizer.runs.run_course as run_course
@@ -24,13 +22,12 @@ from quantizer.errors import EngineError
 from quantizer.export.passes.per_target import unshared_products
 from quantizer.report import read_record
 from quantizer.report.verdict import verdict_of
-from quantizer.runs.measure import FLOAT_STEM
-from quantizer.runs.measure import QUANTIZED_STEM
+from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM
 
 for _package in ("onnx", "onnxscript", "onnxruntime", "openvino"):
     pytest.importorskip(_package, reason="install enginequant[onnx,onnxruntime,openvino]")
 
-from tiny_run import tiny_run  # noqa: E402
+from tiny_run import tiny_run
 
 
 class Gated(nn.Module):

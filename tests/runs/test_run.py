@@ -9,13 +9,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,11 +32,9 @@ import quantizer.runs.scoring as scoring
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import load_run
-from quantizer.engines import PeakMemory
-from quantizer.engines import load_engine
+from quantizer.engines import PeakMemory, load_engine
 from quantizer.errors import EngineError
-from quantizer.files import MARKER
-from quantizer.files import write_folder
+from quantizer.files import MARKER, write_folder
 from quantizer.report import read_record
 from quantizer.report.tracking import trackers
 from quantizer.runs import run_course
@@ -48,7 +44,7 @@ from quantizer.tasks import load_model
 for _package in ("transformers", "sklearn", "onnx", "onnxscript", "openvino", "jinja2"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,onnx,openvino,report]")
 
-from tiny_run import tiny_run  # noqa: E402
+from tiny_run import tiny_run
 
 REPOSITORY = Path(__file__).parents[2]
 COMPLETE = {

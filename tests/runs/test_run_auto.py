@@ -13,29 +13,24 @@ import yaml
 for _package in ("transformers", "sklearn", "onnx", "onnxscript", "openvino", "onnxruntime", "jinja2"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,onnx,openvino,onnxruntime,report]")
 
-import onnx  # noqa: E402
-from daily import some_daily  # noqa: E402
-from tiny_run import tiny_run  # noqa: E402
+import onnx
+from daily import some_daily
+from tiny_run import tiny_run
 
-import quantizer.runs.measure as run_measure  # noqa: E402
-import quantizer.runs.pick_backend as pick  # noqa: E402
-import quantizer.runs.placement.rough_plan as rough_plan  # noqa: E402
-import quantizer.runs.ranks.variants as run_variants  # noqa: E402
-import quantizer.runs.run_course  # noqa: E402
-from quantizer import Quantizer  # noqa: E402
-from quantizer.cli.main import main  # noqa: E402
-from quantizer.config import dump_yaml  # noqa: E402
-from quantizer.config import load_run  # noqa: E402
-from quantizer.engines import BuildResult  # noqa: E402
-from quantizer.engines import PeakMemory  # noqa: E402
-from quantizer.engines import candidates  # noqa: E402
-from quantizer.engines.candidates import Variant  # noqa: E402
-from quantizer.engines.candidates import cpu_candidates  # noqa: E402
-from quantizer.engines.candidates import cpu_variants  # noqa: E402
-from quantizer.engines.engine_file import read_engine  # noqa: E402
-from quantizer.errors import EngineError  # noqa: E402
-from quantizer.report import read_record  # noqa: E402
-from quantizer.runs.saved import kept_engines  # noqa: E402
+import quantizer.runs.measure as run_measure
+import quantizer.runs.pick_backend as pick
+import quantizer.runs.placement.rough_plan as rough_plan
+import quantizer.runs.ranks.variants as run_variants
+import quantizer.runs.run_course
+from quantizer import Quantizer
+from quantizer.cli.main import main
+from quantizer.config import dump_yaml, load_run
+from quantizer.engines import BuildResult, PeakMemory, candidates
+from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
+from quantizer.engines.engine_file import read_engine
+from quantizer.errors import EngineError
+from quantizer.report import read_record
+from quantizer.runs.saved import kept_engines
 
 OPENVINO, ONNXRUNTIME, TORCH = sorted(cpu_candidates()[0], key=lambda name: ("torch" in name, "onnx" in name))
 TIMES = {f"{OPENVINO} float32": 4.0, f"{OPENVINO} int8": 3.0, f"{ONNXRUNTIME} float32": 5.0, f"{ONNXRUNTIME} int8": 2.0}

@@ -16,8 +16,7 @@ from quantizer.engines import TensorSpec
 from quantizer.errors import QuantizerError
 from quantizer.files import said_complete
 from quantizer.qat.checkpoint import write_checkpoint
-from quantizer.runs.run_context import engine_inputs
-from quantizer.runs.run_context import resume_files
+from quantizer.runs.run_context import engine_inputs, resume_files
 
 
 def test_an_engine_of_half_precision_takes_images_in_half() -> None:

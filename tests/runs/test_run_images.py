@@ -13,8 +13,7 @@ from quantizer.cli.main import main
 for _package in ("transformers", "PIL", "scipy", "onnx", "onnxscript", "openvino"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,onnx,openvino]")
 
-from tiny_vision import tiny_images  # noqa: E402
-from tiny_vision import tiny_resnet  # noqa: E402
+from tiny_vision import tiny_images, tiny_resnet
 
 
 def _written(folder: Path) -> Path:

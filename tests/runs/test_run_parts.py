@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,36 +17,30 @@ from quantizer.cli.main import main
 for _package in ("transformers", "torchmetrics", "onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,onnx,onnxruntime]")
 
-from tiny_seq2seq import TEXTS  # noqa: E402
-from tiny_seq2seq import tiny_t5  # noqa: E402
+from tiny_seq2seq import TEXTS, tiny_t5
 
-import quantizer  # noqa: E402
-from quantizer import Quantizer  # noqa: E402
-from quantizer.config import RunConfig  # noqa: E402
-from quantizer.config import load_run  # noqa: E402
-from quantizer.engines.candidates import Variant  # noqa: E402
-from quantizer.errors import EngineError  # noqa: E402
-from quantizer.errors import QuantizerError  # noqa: E402
-from quantizer.files.temporary import OLD  # noqa: E402
-from quantizer.files.temporary import new_name  # noqa: E402
-from quantizer.report import read_record  # noqa: E402
-from quantizer.report.candidate_record import Candidate  # noqa: E402
-from quantizer.report.compare.resamples import read_resamples  # noqa: E402
-from quantizer.runs.convert import load_converted  # noqa: E402
-from quantizer.runs.convert import measure  # noqa: E402
-from quantizer.runs.convert.choose import PYTORCH  # noqa: E402
-from quantizer.runs.convert.inputs import ConversionInputs  # noqa: E402
-from quantizer.runs.convert.measure import ShapeLatency  # noqa: E402
-from quantizer.runs.convert.parts import course  # noqa: E402
-from quantizer.runs.convert.parts.course import PartsCourse  # noqa: E402
-from quantizer.runs.convert.parts.course import PartsDone  # noqa: E402
-from quantizer.runs.convert.parts.loaded import ConvertedParts  # noqa: E402
-from quantizer.runs.convert.parts.measure import write_once  # noqa: E402
-from quantizer.runs.convert.parts.result import WholeLatency  # noqa: E402
-from quantizer.runs.progress.stage_timer import StageTimer  # noqa: E402
-from quantizer.runs.written_sizes import with_written_sizes  # noqa: E402
-from quantizer.tasks import load_model  # noqa: E402
-from quantizer.tasks.seq2seq.writer import Writer  # noqa: E402
+import quantizer
+from quantizer import Quantizer
+from quantizer.config import RunConfig, load_run
+from quantizer.engines.candidates import Variant
+from quantizer.errors import EngineError, QuantizerError
+from quantizer.files.temporary import OLD, new_name
+from quantizer.report import read_record
+from quantizer.report.candidate_record import Candidate
+from quantizer.report.compare.resamples import read_resamples
+from quantizer.runs.convert import load_converted, measure
+from quantizer.runs.convert.choose import PYTORCH
+from quantizer.runs.convert.inputs import ConversionInputs
+from quantizer.runs.convert.measure import ShapeLatency
+from quantizer.runs.convert.parts import course
+from quantizer.runs.convert.parts.course import PartsCourse, PartsDone
+from quantizer.runs.convert.parts.loaded import ConvertedParts
+from quantizer.runs.convert.parts.measure import write_once
+from quantizer.runs.convert.parts.result import WholeLatency
+from quantizer.runs.progress.stage_timer import StageTimer
+from quantizer.runs.written_sizes import with_written_sizes
+from quantizer.tasks import load_model
+from quantizer.tasks.seq2seq.writer import Writer
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 

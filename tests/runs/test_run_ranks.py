@@ -9,8 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +20,22 @@ import yaml
 from helpers import Mlp
 from outside import run_ranks
 from safetensors.torch import load_file
-from torch import distributed
-from torch import nn
+from torch import distributed, nn
 
 from quantizer import Quantizer
 from quantizer.cli.main import main
-from quantizer.common.distributed import alone
-from quantizer.common.distributed import get_rank
-from quantizer.common.distributed import get_world_size
+from quantizer.common.distributed import alone, get_rank, get_world_size
 from quantizer.config import RunConfig
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import QuantizerError
 from quantizer.qat.checkpoint import read_facts
-from quantizer.runs.ranks.variants import for_all_variants
-from quantizer.runs.ranks.variants import quantizer_of
+from quantizer.runs.ranks.variants import for_all_variants, quantizer_of
 from quantizer.runs.run_context import as_predictor
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,report,openvino]")
 
-from tiny_run import tiny_run  # noqa: E402
-from tiny_run import write_rows  # noqa: E402
+from tiny_run import tiny_run, write_rows
 
 MEASURED = ("scores", "sensitivity", "fallback", "coverage", "histograms", "measure", "escaped")
 """What a report says of the plan, and not of the machine or the moment."""

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +23,20 @@ from daily import some_daily
 import quantizer.runs.run as pipeline
 from quantizer import Quantizer
 from quantizer.cli.main import main
-from quantizer.engines import BuildResult
-from quantizer.engines import Inspection
+from quantizer.engines import BuildResult, Inspection
 from quantizer.errors import EngineError
-from quantizer.report import RunRecord
-from quantizer.report import read_record
+from quantizer.report import RunRecord, read_record
 from quantizer.report.tables.text import shorten
 from quantizer.runs.placement.run_placement import RunPlacement
 from quantizer.runs.run_engines import RunEngines
 from quantizer.runs.task_metric import TaskMetric
 from quantizer.sensitivity import Fallback
-from quantizer.tasks import Predictions
-from quantizer.tasks import Row
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_rows
-from quantizer.tasks import load_tokenizer
-from quantizer.tasks import tasks
+from quantizer.tasks import Predictions, Row, build_task, load_model, load_rows, load_tokenizer, tasks
 
 for _package in ("transformers", "sklearn", "jinja2"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,report]")
 
-from tiny_run import tiny_run  # noqa: E402
+from tiny_run import tiny_run
 
 REPOSITORY = Path(__file__).parents[2]
 TASK = "sequence-classification"

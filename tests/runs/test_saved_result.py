@@ -11,25 +11,20 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 for _package in ("onnx", "onnxscript", "onnxruntime", "jinja2"):
     pytest.importorskip(_package, reason="quantize_model needs enginequant[onnx,onnxruntime,report]")
 
-import quantizer  # noqa: E402
-from quantizer.engines import load_engine  # noqa: E402
-from quantizer.engines.candidates import cpu_candidates  # noqa: E402
-from quantizer.errors import ConfigError  # noqa: E402
-from quantizer.errors import EngineError  # noqa: E402
-from quantizer.errors import QuantizerError  # noqa: E402
-from quantizer.errors import SensitivityError  # noqa: E402
-from quantizer.report.cause_record import Cause  # noqa: E402
-from quantizer.report.cause_record import Cure  # noqa: E402
-from quantizer.report.shown_setting import shown_setting  # noqa: E402
-from quantizer.report.tables.cause_lines import cause_lines  # noqa: E402
-from quantizer.runs.saved.call_form import CALL  # noqa: E402
-from quantizer.runs.workload.function_scorer import FunctionMetric  # noqa: E402
+import quantizer
+from quantizer.engines import load_engine
+from quantizer.engines.candidates import cpu_candidates
+from quantizer.errors import ConfigError, EngineError, QuantizerError, SensitivityError
+from quantizer.report.cause_record import Cause, Cure
+from quantizer.report.shown_setting import shown_setting
+from quantizer.report.tables.cause_lines import cause_lines
+from quantizer.runs.saved.call_form import CALL
+from quantizer.runs.workload.function_scorer import FunctionMetric
 
 ONNXRUNTIME = next(name for name in cpu_candidates()[0] if name.startswith("onnxruntime"))
 

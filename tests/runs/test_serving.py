@@ -13,25 +13,18 @@ import pytest
 for _package in ("onnx", "onnxruntime", "openvino"):
     pytest.importorskip(_package, reason="the files of engines need enginequant[onnx,openvino,onnxruntime]")
 
-import onnx  # noqa: E402
-import onnxruntime  # noqa: E402
-from pbtxt import read_pbtxt  # noqa: E402
+import onnx
+import onnxruntime
+from pbtxt import read_pbtxt
 
-import quantizer.runs.serving.linked_files as linked_files  # noqa: E402
-from quantizer.engines.engine_file import content_bytes  # noqa: E402
-from quantizer.engines.engine_file import read_engine  # noqa: E402
-from quantizer.engines.engine_file import write_engine  # noqa: E402
-from quantizer.engines.onnxruntime.slow_fusions import needs_basic_level  # noqa: E402
-from quantizer.errors import EngineError  # noqa: E402
-from quantizer.qdq.external_data import external_files  # noqa: E402
-from quantizer.qdq.signature import Signature  # noqa: E402
-from quantizer.qdq.signature import Value  # noqa: E402
-from quantizer.qdq.signature import read_signature  # noqa: E402
-from quantizer.runs.serving import ServedEngine  # noqa: E402
-from quantizer.runs.serving import ServingFiles  # noqa: E402
-from quantizer.runs.serving import model_name  # noqa: E402
-from quantizer.runs.serving import write_serving_files  # noqa: E402
-from quantizer.runs.serving.model_config import config_text  # noqa: E402
+import quantizer.runs.serving.linked_files as linked_files
+from quantizer.engines.engine_file import content_bytes, read_engine, write_engine
+from quantizer.engines.onnxruntime.slow_fusions import needs_basic_level
+from quantizer.errors import EngineError
+from quantizer.qdq.external_data import external_files
+from quantizer.qdq.signature import Signature, Value, read_signature
+from quantizer.runs.serving import ServedEngine, ServingFiles, model_name, write_serving_files
+from quantizer.runs.serving.model_config import config_text
 
 TEXTS = Signature(
     inputs=tuple(Value(name, "int64", ("batch", "sequence")) for name in ("input_ids", "attention_mask")),

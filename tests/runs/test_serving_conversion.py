@@ -9,13 +9,11 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,15 +25,14 @@ from pbtxt import read_pbtxt
 for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onnxruntime"):
     pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,openvino,onnxruntime]")
 
-import onnxruntime as ort  # noqa: E402
-import openvino as ov  # noqa: E402
-from tiny_run import tiny_run  # noqa: E402
+import onnxruntime as ort
+import openvino as ov
+from tiny_run import tiny_run
 
-import quantizer.calibration.costly_attention as attention  # noqa: E402
-from quantizer.cli.main import main  # noqa: E402
-from quantizer.runs.convert import load_converted  # noqa: E402
-from quantizer.runs.convert import measure  # noqa: E402
-from quantizer.tasks import load_model  # noqa: E402
+import quantizer.calibration.costly_attention as attention
+from quantizer.cli.main import main
+from quantizer.runs.convert import load_converted, measure
+from quantizer.tasks import load_model
 
 SIZES = ("--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32")
 ON_CPU = ("openvino", "onnxruntime")

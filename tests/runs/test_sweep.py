@@ -19,34 +19,31 @@ import yaml
 for _package in ("transformers", "sklearn", "onnx", "onnxscript", "onnxruntime", "jinja2"):
     pytest.importorskip(_package, reason="a sweep needs enginequant[hf,onnx,onnxruntime,report]")
 
-import transformers  # noqa: E402
-from pydantic import BaseModel  # noqa: E402
-from tiny_run import tiny_run  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+import transformers
+from pydantic import BaseModel
+from tiny_run import tiny_run
+from transformers import AutoTokenizer
 
-import quantizer.runs.measure as run_measure  # noqa: E402
-import quantizer.runs.run_engines as run_engines  # noqa: E402
-import quantizer.runs.sweep.late_causes as late_causes  # noqa: E402
-import quantizer.runs.sweep.one_run as one_run  # noqa: E402
-from quantizer import Quantizer  # noqa: E402
-from quantizer.cli.main import main  # noqa: E402
-from quantizer.config import load_run  # noqa: E402
-from quantizer.config.sweep import SweepRun  # noqa: E402
-from quantizer.engines import BuildResult  # noqa: E402
-from quantizer.engines import PeakMemory  # noqa: E402
-from quantizer.errors import EngineError  # noqa: E402
-from quantizer.report import read_record  # noqa: E402
-from quantizer.report.verdict import Verdict  # noqa: E402
-from quantizer.runs.sweep import launchers  # noqa: E402
-from quantizer.runs.sweep.one_run import Outcome  # noqa: E402
-from quantizer.runs.sweep.pace import Pace  # noqa: E402
-from quantizer.runs.sweep.pace import time_left  # noqa: E402
-from quantizer.runs.sweep.ready import ready_to_sweep  # noqa: E402
-from quantizer.runs.sweep.shared_work import shared_work  # noqa: E402
-from quantizer.runs.sweep.worker import config_of  # noqa: E402
-from quantizer.runs.sweep.worker import plain_config  # noqa: E402
-from quantizer.runs.workload.float_engines import FloatEngines  # noqa: E402
-from quantizer.tasks.embedding_classification import EmbeddingClassification  # noqa: E402
+import quantizer.runs.measure as run_measure
+import quantizer.runs.run_engines as run_engines
+import quantizer.runs.sweep.late_causes as late_causes
+import quantizer.runs.sweep.one_run as one_run
+from quantizer import Quantizer
+from quantizer.cli.main import main
+from quantizer.config import load_run
+from quantizer.config.sweep import SweepRun
+from quantizer.engines import BuildResult, PeakMemory
+from quantizer.errors import EngineError
+from quantizer.report import read_record
+from quantizer.report.verdict import Verdict
+from quantizer.runs.sweep import launchers
+from quantizer.runs.sweep.one_run import Outcome
+from quantizer.runs.sweep.pace import Pace, time_left
+from quantizer.runs.sweep.ready import ready_to_sweep
+from quantizer.runs.sweep.shared_work import shared_work
+from quantizer.runs.sweep.worker import config_of, plain_config
+from quantizer.runs.workload.float_engines import FloatEngines
+from quantizer.tasks.embedding_classification import EmbeddingClassification
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 

@@ -23,8 +23,7 @@ pytest.importorskip("jinja2", reason="a run needs enginequant[report]")
 
 from helpers import assert_same
 from safetensors.torch import load_file
-from tiny_run import tiny_run
-from tiny_run import write_rows
+from tiny_run import tiny_run, write_rows
 
 from quantizer import Quantizer
 from quantizer.cli.main import main
@@ -32,14 +31,8 @@ from quantizer.config import QatConfig
 from quantizer.errors import TrainingError
 from quantizer.report import read_record
 from quantizer.runs.task_metric import TaskMetric
-from quantizer.runs.train import Training
-from quantizer.runs.train import TrainingResult
-from quantizer.tasks import Row
-from quantizer.tasks import Task
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_rows
-from quantizer.tasks import load_tokenizer
+from quantizer.runs.train import Training, TrainingResult
+from quantizer.tasks import Row, Task, build_task, load_model, load_rows, load_tokenizer
 
 TASK = "sequence-classification"
 SETTINGS: dict[str, Any] = {"epochs": 2.5, "learning_rate": 0.0001, "tolerance": 0.0}

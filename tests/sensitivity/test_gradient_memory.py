@@ -11,8 +11,7 @@ import pytest
 import torch
 from calibrated import make_calibrated
 from helpers import Mlp
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.sensitivity.passes import RepeatedCalls
 

@@ -7,23 +7,16 @@ from typing import Any
 import pytest
 import torch
 from calibrated import make_calibrated
-from helpers import Mlp
-from helpers import batch
-from helpers import tiny
+from helpers import Mlp, batch, tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer
-from quantizer.errors import CalibrationError
-from quantizer.errors import ProxyError
-from quantizer.errors import SensitivityError
+from quantizer.errors import CalibrationError, ProxyError, SensitivityError
 from quantizer.numerics import torch_operators as ops
-from quantizer.sensitivity import Fallback
-from quantizer.sensitivity import GroupSensitivity
-from quantizer.sensitivity import by_rank
+from quantizer.sensitivity import Fallback, GroupSensitivity, by_rank
 
 
 def _quantizer(model: nn.Module, data: list[Any], **options: Any) -> Quantizer:

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import batch
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import batch, tiny
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 

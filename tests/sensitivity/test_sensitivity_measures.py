@@ -11,11 +11,8 @@ from typing import Any
 import pytest
 import torch
 from calibrated import make_calibrated
-from helpers import Mlp
-from helpers import batch
-from helpers import tiny
-from torch import Tensor
-from torch import nn
+from helpers import Mlp, batch, tiny
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from helpers import Mlp
 from outside import run_ranks
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.sensitivity.measurement import _mean

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Snapshot
-from helpers import batch
-from helpers import tiny
+from helpers import Snapshot, batch, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -22,16 +20,9 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import SensitivityError
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import SitePlan
+from quantizer.plan.site_plan import OperandPlan, SitePlan
 from quantizer.report.search.search_records import fallback_reason
-from quantizer.sensitivity import Evaluation
-from quantizer.sensitivity import Fallback
-from quantizer.sensitivity import GroupSensitivity
-from quantizer.sensitivity import by_name
-from quantizer.sensitivity import fingerprint
-from quantizer.sensitivity import per_cost
-from quantizer.sensitivity import search
+from quantizer.sensitivity import Evaluation, Fallback, GroupSensitivity, by_name, fingerprint, per_cost, search
 
 
 def _ranking(errors: list[float], multiply_adds: int = 1) -> list[GroupSensitivity]:

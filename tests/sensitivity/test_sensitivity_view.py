@@ -13,9 +13,7 @@ from torch import nn
 
 from quantizer import Quantizer
 from quantizer.errors import SensitivityError
-from quantizer.sensitivity import Evaluation
-from quantizer.sensitivity import Fallback
-from quantizer.sensitivity import GroupSensitivity
+from quantizer.sensitivity import Evaluation, Fallback, GroupSensitivity
 from quantizer.views.sensitivity_view import Sensitivity
 
 SVG = "{http://www.w3.org/2000/svg}"

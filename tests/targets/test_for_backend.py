@@ -13,23 +13,16 @@ import pytest
 import torch
 from calibrated import make_calibrated
 from daily import some_daily
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.calibration import output_error
 from quantizer.engines import load_engine
-from quantizer.errors import CalibrationError
-from quantizer.errors import ConfigError
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import plan_digest
+from quantizer.errors import CalibrationError, ConfigError
+from quantizer.plan.site_plan import Plan, plan_digest
 from quantizer.targets import profiles
-from quantizer.tasks import load_model
-from quantizer.tasks import load_tokenizer
-from tests.helpers import Mlp
-from tests.helpers import assert_same
-from tests.helpers import batch
-from tests.helpers import tiny
+from quantizer.tasks import load_model, load_tokenizer
+from tests.helpers import Mlp, assert_same, batch, tiny
 
 BATCHES = [batch("bert", padded=True, seed=seed, rows=4, length=16) for seed in range(2)]
 CPU = ("onnxruntime", "openvino")

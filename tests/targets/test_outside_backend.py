@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from outside import run_outside
-from outside import write_guide_module
+from outside import run_outside, write_guide_module
 
 for _package in ("transformers", "scipy", "onnx", "onnxscript"):
     pytest.importorskip(_package, reason="the backend of the guide needs enginequant[hf,onnx]")
 
-from tiny_run import tiny_run  # noqa: E402
+from tiny_run import tiny_run
 
 PRELUDE = """
 import sys

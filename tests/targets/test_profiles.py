@@ -12,9 +12,7 @@ from quantizer import QuantizerConfig
 from quantizer.config.describe import Slot
 from quantizer.engines import backends
 from quantizer.errors import ConfigError
-from quantizer.targets import TargetProfile
-from quantizer.targets import profile
-from quantizer.targets import profiles
+from quantizer.targets import TargetProfile, profile, profiles
 
 
 def test_names() -> None:

@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig
-from transformers import BertForSequenceClassification
-from transformers import BertModel
-from transformers import BertTokenizer
+from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizer
 
 WORDS = [
     "a",

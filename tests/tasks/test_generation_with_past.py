@@ -8,23 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from transformers import LlamaConfig
-from transformers import LlamaForCausalLM
-from transformers import MistralConfig
-from transformers import MistralForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.engines import load_engine
-from quantizer.errors import QuantizerError
-from quantizer.errors import TaskError
+from quantizer.errors import QuantizerError, TaskError
 from quantizer.runs.convert import load_converted
-from quantizer.tasks import Plain
-from quantizer.tasks import Task
-from quantizer.tasks import batch_shape
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
+from quantizer.tasks import Plain, Task, batch_shape, build_task, load_model
 from quantizer.tasks.tokens.decode_step import DecodeStep
 
 TASK = "text-generation-with-past"

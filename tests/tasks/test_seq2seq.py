@@ -12,33 +12,24 @@ import pytest
 import torch
 import transformers
 from tiny_audio import tiny_recordings
-from tiny_seq2seq import TEXTS
-from tiny_seq2seq import tiny_bart
-from tiny_seq2seq import tiny_t5
-from tiny_seq2seq import tiny_whisper
+from tiny_seq2seq import TEXTS, tiny_bart, tiny_t5, tiny_whisper
 
 from quantizer import Quantizer
 from quantizer.errors import TaskError
-from quantizer.tasks import Predictions
-from quantizer.tasks import Rewritten
-from quantizer.tasks import Speech
-from quantizer.tasks import Task
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_processor
-from quantizer.tasks import load_rows
-from quantizer.tasks import read_checkpoint
-from quantizer.tasks.seq2seq.parts import DECODER
-from quantizer.tasks.seq2seq.parts import ENCODER
-from quantizer.tasks.seq2seq.parts import WITH_PAST
-from quantizer.tasks.seq2seq.parts import parts_of
-from quantizer.tasks.seq2seq.parts import require_parts
-from quantizer.tasks.seq2seq.writer import Steps
-from quantizer.tasks.seq2seq.writer import Writer
-from quantizer.tasks.seq2seq.writer import in_parts
-from quantizer.tasks.seq2seq.writer import read_tokens
-from quantizer.tasks.seq2seq.writing import equal_texts
-from quantizer.tasks.seq2seq.writing import equal_tokens
+from quantizer.tasks import (
+    Predictions,
+    Rewritten,
+    Speech,
+    Task,
+    build_task,
+    load_model,
+    load_processor,
+    load_rows,
+    read_checkpoint,
+)
+from quantizer.tasks.seq2seq.parts import DECODER, ENCODER, WITH_PAST, parts_of, require_parts
+from quantizer.tasks.seq2seq.writer import Steps, Writer, in_parts, read_tokens
+from quantizer.tasks.seq2seq.writing import equal_texts, equal_tokens
 
 MADE: dict[str, Callable[[Path], Path]] = {"t5": tiny_t5, "bart": tiny_bart, "whisper": tiny_whisper}
 TASKS = {"t5": "text-to-text", "bart": "text-to-text", "whisper": "speech-to-text"}

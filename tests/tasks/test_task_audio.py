@@ -11,24 +11,21 @@ import pytest
 import torch
 import transformers
 from scipy.io import wavfile
-from tiny_audio import CLASSES
-from tiny_audio import RATE
-from tiny_audio import tiny_ast
-from tiny_audio import tiny_ctc
-from tiny_audio import tiny_recordings
-from tiny_audio import tiny_wav2vec2
+from tiny_audio import CLASSES, RATE, tiny_ast, tiny_ctc, tiny_recordings, tiny_wav2vec2
 
 from quantizer.errors import TaskError
-from quantizer.tasks import Audio
-from quantizer.tasks import Recordings
-from quantizer.tasks import Speech
-from quantizer.tasks import Task
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_processor
-from quantizer.tasks import load_rows
-from quantizer.tasks import read_checkpoint
-from quantizer.tasks import read_recordings
+from quantizer.tasks import (
+    Audio,
+    Recordings,
+    Speech,
+    Task,
+    build_task,
+    load_model,
+    load_processor,
+    load_rows,
+    read_checkpoint,
+    read_recordings,
+)
 from quantizer.tasks.audio.audio_inputs import read_recording
 
 SECONDS = 1

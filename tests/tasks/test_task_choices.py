@@ -11,17 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig
-from transformers import BertForMultipleChoice
+from transformers import BertConfig, BertForMultipleChoice
 
 from quantizer.cli.main import main
 from quantizer.errors import TaskError
-from quantizer.tasks import Choices
-from quantizer.tasks import Task
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_rows
-from quantizer.tasks import read_checkpoint
+from quantizer.tasks import Choices, Task, build_task, load_model, load_rows, read_checkpoint
 
 NAME = "multiple-choice"
 ROWS = [
@@ -139,8 +133,7 @@ def test_a_checkpoint_is_converted_end_to_end(
 ) -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason="a conversion needs enginequant[hf,onnx,onnxruntime]")
-    from quantizer.runs.convert import load_converted
-    from quantizer.runs.convert import measure
+    from quantizer.runs.convert import load_converted, measure
 
     monkeypatch.setattr(measure, "_SECONDS", 0.1)
     lines = [dataclasses.asdict(row) for row in ROWS]

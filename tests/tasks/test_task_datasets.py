@@ -10,13 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from quantizer.errors import ConfigError
-from quantizer.errors import TaskError
-from quantizer.tasks import Pair
-from quantizer.tasks import Text
-from quantizer.tasks import load_rows
-from quantizer.tasks.datasets import fetch
-from quantizer.tasks.datasets import vader
+from quantizer.errors import ConfigError, TaskError
+from quantizer.tasks import Pair, Text, load_rows
+from quantizer.tasks.datasets import fetch, vader
 
 SUBSET = "movieReviewSnippets"
 

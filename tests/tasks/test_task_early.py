@@ -12,18 +12,8 @@ import numpy as np
 import pytest
 from tiny_run import tiny_run
 
-from quantizer.errors import ConfigError
-from quantizer.errors import EngineError
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import TaskError
-from quantizer.tasks import Image
-from quantizer.tasks import Text
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_rows
-from quantizer.tasks import load_tokenizer
-from quantizer.tasks import read_checkpoint
-from quantizer.tasks import read_texts
+from quantizer.errors import ConfigError, EngineError, MissingDependencyError, TaskError
+from quantizer.tasks import Image, Text, build_task, load_model, load_rows, load_tokenizer, read_checkpoint, read_texts
 
 pytest.importorskip("transformers", reason="the tasks are of transformers models: install enginequant[hf]")
 

@@ -14,20 +14,8 @@ from PIL import Image as PillowImage
 from scipy.io import wavfile
 
 from quantizer.cli.main import main
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import TaskError
-from quantizer.tasks import Audio
-from quantizer.tasks import Choices
-from quantizer.tasks import Image
-from quantizer.tasks import Pair
-from quantizer.tasks import Plain
-from quantizer.tasks import Question
-from quantizer.tasks import Rewritten
-from quantizer.tasks import Row
-from quantizer.tasks import Speech
-from quantizer.tasks import Text
-from quantizer.tasks import Words
-from quantizer.tasks import load_rows
+from quantizer.errors import MissingDependencyError, TaskError
+from quantizer.tasks import Audio, Choices, Image, Pair, Plain, Question, Rewritten, Row, Speech, Text, Words, load_rows
 
 library = pytest.importorskip("datasets", reason="needs the extra datasets")
 TEXTS = {"text": ["a good film", "a bad film"], "label": [1, 0]}

@@ -11,22 +11,21 @@ import pytest
 import torch
 import transformers
 from PIL import Image as Picture
-from tiny_vision import CLASSES
-from tiny_vision import SIZE
-from tiny_vision import tiny_images
-from tiny_vision import tiny_vit
+from tiny_vision import CLASSES, SIZE, tiny_images, tiny_vit
 
 from quantizer.errors import TaskError
-from quantizer.tasks import Image
-from quantizer.tasks import Task
-from quantizer.tasks import build_task
-from quantizer.tasks import load_image_processor
-from quantizer.tasks import load_model
-from quantizer.tasks import load_processor
-from quantizer.tasks import load_rows
-from quantizer.tasks import read_checkpoint
-from quantizer.tasks import read_image
-from quantizer.tasks import read_images
+from quantizer.tasks import (
+    Image,
+    Task,
+    build_task,
+    load_image_processor,
+    load_model,
+    load_processor,
+    load_rows,
+    read_checkpoint,
+    read_image,
+    read_images,
+)
 
 NAME = "image-classification"
 

@@ -14,17 +14,10 @@ from tiny_vision import tiny_vit
 from transformers import BertForSequenceClassification
 
 from quantizer.engines.base import TensorSpec
-from quantizer.errors import QuantizerError
-from quantizer.errors import TaskError
+from quantizer.errors import QuantizerError, TaskError
 from quantizer.runs.convert.folder import Converted
 from quantizer.runs.task_metric import TaskMetric
-from quantizer.tasks import Image
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_rows
-from quantizer.tasks import read_checkpoint
-from quantizer.tasks import read_image
-from quantizer.tasks import read_images
+from quantizer.tasks import Image, build_task, load_model, load_rows, read_checkpoint, read_image, read_images
 
 # -- labels ----------------------------------------------------------------------------------------------------------
 

@@ -9,13 +9,15 @@ import pytest
 
 from quantizer.errors import TaskError
 from quantizer.tasks import metrics
-from quantizer.tasks.metrics import accuracy
-from quantizer.tasks.metrics import bootstrap_interval
-from quantizer.tasks.metrics import kl_divergence
-from quantizer.tasks.metrics import label_flips
-from quantizer.tasks.metrics import mean_cosine
-from quantizer.tasks.metrics import spearman
-from quantizer.tasks.metrics import sqnr_db
+from quantizer.tasks.metrics import (
+    accuracy,
+    bootstrap_interval,
+    kl_divergence,
+    label_flips,
+    mean_cosine,
+    spearman,
+    sqnr_db,
+)
 
 
 @pytest.fixture

@@ -9,13 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantizer.errors import ConfigError
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import TaskError
-from quantizer.tasks import load_model
-from quantizer.tasks import load_tokenizer
-from quantizer.tasks import models
-from quantizer.tasks import resolve_source
+from quantizer.errors import ConfigError, MissingDependencyError, TaskError
+from quantizer.tasks import load_model, load_tokenizer, models, resolve_source
 
 
 @pytest.fixture

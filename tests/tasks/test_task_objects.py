@@ -16,15 +16,9 @@ import transformers
 from PIL import Image as Picture
 
 from quantizer.errors import TaskError
-from quantizer.tasks import Boxes
-from quantizer.tasks import Image
-from quantizer.tasks import Task
-from quantizer.tasks import build_task
-from quantizer.tasks import load_rows
+from quantizer.tasks import Boxes, Image, Task, build_task, load_rows
 from quantizer.tasks.image_inputs import read_size
-from quantizer.tasks.images.average_precision import Found
-from quantizer.tasks.images.average_precision import average_precision
-from quantizer.tasks.images.average_precision import match_objects
+from quantizer.tasks.images.average_precision import Found, average_precision, match_objects
 
 COCO = pytest.importorskip("pycocotools.coco", reason="install enginequant[hf]").COCO
 COCOeval = pytest.importorskip("pycocotools.cocoeval", reason="install enginequant[hf]").COCOeval

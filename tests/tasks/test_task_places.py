@@ -12,13 +12,7 @@ import transformers
 from PIL import Image as Picture
 
 from quantizer.errors import TaskError
-from quantizer.tasks import Masked
-from quantizer.tasks import Task
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_processor
-from quantizer.tasks import load_rows
-from quantizer.tasks import read_checkpoint
+from quantizer.tasks import Masked, Task, build_task, load_model, load_processor, load_rows, read_checkpoint
 
 NAME = "semantic-segmentation"
 CLASSES = ("road", "car", "sky")

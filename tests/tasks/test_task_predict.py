@@ -6,12 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from quantizer.errors import ConfigError
-from quantizer.errors import TaskError
-from quantizer.tasks import Pair
-from quantizer.tasks import Text
-from quantizer.tasks import build_task
-from quantizer.tasks import first_output
+from quantizer.errors import ConfigError, TaskError
+from quantizer.tasks import Pair, Text, build_task, first_output
 
 PAIRS = [
     Pair("the cat is fast", "a cat was very fast , and good", 4.0),

@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 
 from quantizer.config import load_run
-from quantizer.tasks import build_task
-from quantizer.tasks import datasets
-from quantizer.tasks import load_model
-from quantizer.tasks import load_rows
-from quantizer.tasks import load_tokenizer
-from quantizer.tasks import tasks
+from quantizer.tasks import build_task, datasets, load_model, load_rows, load_tokenizer, tasks
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

@@ -12,14 +12,9 @@ import torch
 import transformers
 
 from quantizer.errors import TaskError
-from quantizer.tasks import Pair
-from quantizer.tasks import Text
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
+from quantizer.tasks import Pair, Text, build_task, load_model
 from quantizer.tasks.checkpoints.sentence_folder import read_pooling
-from quantizer.tasks.pooling import MEAN
-from quantizer.tasks.pooling import MODES
-from quantizer.tasks.pooling import SentencePooling
+from quantizer.tasks.pooling import MEAN, MODES, SentencePooling
 
 ROWS = [Pair("a good film", "the film was fine .", 4.0), Pair("a cat", "the plane is very fast", 0.5)]
 TYPE = "sentence_transformers.models."

@@ -8,8 +8,7 @@ import pytest
 import transformers
 
 from quantizer.errors import TaskError
-from quantizer.tasks import read_checkpoint
-from quantizer.tasks import read_texts
+from quantizer.tasks import read_checkpoint, read_texts
 
 GOOD = {
     "lines.txt": "a good film\n\n  the plot was dull \r\n",

@@ -9,16 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_vision import CLASSES
-from tiny_vision import tiny_images
+from tiny_vision import CLASSES, tiny_images
 
 from quantizer.cli.main import main
 from quantizer.errors import MissingDependencyError
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_processor
-from quantizer.tasks import load_rows
-from quantizer.tasks import read_checkpoint
+from quantizer.tasks import build_task, load_model, load_processor, load_rows, read_checkpoint
 from quantizer.tasks.checkpoints import timm_models
 
 TASK = "image-classification"
@@ -77,8 +72,7 @@ def test_a_folder_of_timm_loads_with_its_own_data_config(source: str, tmp_path: 
 def test_it_is_converted_and_serves(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason="a conversion needs enginequant[hf,onnx,onnxruntime]")
-    from quantizer.runs.convert import load_converted
-    from quantizer.runs.convert import measure
+    from quantizer.runs.convert import load_converted, measure
 
     monkeypatch.setattr(measure, "_SECONDS", 0.1)
     photos = tiny_images(tmp_path / "photos", 6, seed=0)

@@ -9,21 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_config
-from transformers import BertForMaskedLM
-from transformers import BertForQuestionAnswering
-from transformers import BertForTokenClassification
-from transformers import GPT2Config
-from transformers import GPT2LMHeadModel
+from transformers import (
+    BertForMaskedLM,
+    BertForQuestionAnswering,
+    BertForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from quantizer.errors import TaskError
-from quantizer.tasks import Plain
-from quantizer.tasks import Question
-from quantizer.tasks import Words
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_rows
-from quantizer.tasks import load_tokenizer
-from quantizer.tasks import read_checkpoint
+from quantizer.tasks import Plain, Question, Words, build_task, load_model, load_rows, load_tokenizer, read_checkpoint
 
 TAGS = ["O", "B-animal", "I-animal", "B-thing"]
 WORDS = [

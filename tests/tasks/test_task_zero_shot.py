@@ -11,19 +11,12 @@ import pytest
 import torch
 import transformers
 import yaml
-from tiny_vision import CLASSES
-from tiny_vision import SIZE
-from tiny_vision import tiny_images
+from tiny_vision import CLASSES, SIZE, tiny_images
 
 from quantizer.cli.main import main
 from quantizer.common.label_texts import label_texts
 from quantizer.errors import TaskError
-from quantizer.tasks import Pair
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_processor
-from quantizer.tasks import load_rows
-from quantizer.tasks import read_checkpoint
+from quantizer.tasks import Pair, build_task, load_model, load_processor, load_rows, read_checkpoint
 
 NAME = "zero-shot-image-classification"
 TEXTS = {"red": "a cat is fast .", "green": "the film was good", "blue": "the plane"}
@@ -165,8 +158,7 @@ def test_a_file_with_labels_of_another_kind(clip: str, tmp_path: Path, capsys: p
 def test_clip_is_converted_end_to_end(clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason="a conversion needs enginequant[hf,onnx,onnxruntime]")
-    from quantizer.runs.convert import load_converted
-    from quantizer.runs.convert import measure
+    from quantizer.runs.convert import load_converted, measure
 
     monkeypatch.setattr(measure, "_SECONDS", 0.1)
     folder = tiny_images(tmp_path / "photos", 6, seed=0)

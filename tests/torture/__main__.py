@@ -11,8 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from torture.faults import FAULTS
-from torture.faults import run_fault
+from torture.faults import FAULTS, run_fault
 from torture.kinds import KINDS
 from torture.runner import run_kind
 

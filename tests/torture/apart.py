@@ -13,16 +13,13 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from quantizer.errors import QuantizerError
-
-__all__ = ["End", "Stop", "apart", "mute", "preload"]
 
 _FORK = multiprocessing.get_context("fork")
 _PATIENCE = 120

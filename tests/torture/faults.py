@@ -11,22 +11,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 from quantizer.files import restore_folder
-from torture.apart import Stop
-from torture.apart import apart
-from torture.apart import preload
+from torture.apart import Stop, apart, preload
 from torture.runner import State
-from torture.victims import VICTIMS
-from torture.victims import Result
-from torture.victims import Victim
-
-__all__ = ["FAULTS", "run_fault"]
+from torture.victims import VICTIMS, Result, Victim
 
 _SIGNALS = (signal.SIGKILL,) * 4 + (signal.SIGTERM, signal.SIGINT)
 _BESIDE = {"notes.txt": b"mine", "out.txt": b"mine, too", ".out.hidden/mine": b"and this"}

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from torture.mutations import Mutation
 
-__all__ = ["KINDS", "Kind", "kind"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:

@@ -10,8 +10,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["Mutation", "cells", "json_text", "mutated", "raw", "safetensors_header", "text", "yaml_text"]
-
 Mutation = Callable[[bytes, random.Random], bytes]
 
 _DEEP = (90, 1_000, 100_000)

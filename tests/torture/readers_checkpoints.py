@@ -9,16 +9,11 @@ from tiny_run import tiny_run
 from torch import nn
 
 from quantizer import Quantizer
-from quantizer.qat.checkpoint import read_checkpoint
-from quantizer.qat.checkpoint import read_facts
-from quantizer.qat.checkpoint import write_checkpoint
-from quantizer.tasks import load_model
-from quantizer.tasks import load_tokenizer
+from quantizer.qat.checkpoint import read_checkpoint, read_facts, write_checkpoint
+from quantizer.tasks import load_model, load_tokenizer
 from torture import mutations
-from torture.kinds import Kind
-from torture.kinds import kind
-from torture.readers_plans import data
-from torture.readers_plans import model
+from torture.kinds import Kind, kind
+from torture.readers_plans import data, model
 
 _TENSORS = (mutations.raw, mutations.safetensors_header)
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from quantizer.config import dump_yaml
-from quantizer.config import load_run
+from quantizer.config import dump_yaml, load_run
 from quantizer.config.feasibility import check_run
 from torture import mutations
-from torture.kinds import Kind
-from torture.kinds import kind
+from torture.kinds import Kind, kind
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

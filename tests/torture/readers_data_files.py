@@ -7,12 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from quantizer.tasks import load_rows
-from quantizer.tasks import read_image
-from quantizer.tasks import read_texts
+from quantizer.tasks import load_rows, read_image, read_texts
 from torture import mutations
-from torture.kinds import Kind
-from torture.kinds import kind
+from torture.kinds import Kind, kind
 
 _TEXTS = ("the film is good", "a bad, slow plot", "quite \u00e9tonnant", 'she said "no"')
 

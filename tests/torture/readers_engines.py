@@ -16,23 +16,13 @@ from pathlib import Path
 import numpy as np
 
 from quantizer import Quantizer
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import inspect_engine
-from quantizer.engines import load_engine
-from quantizer.engines.engine_file import _NO_SUM
-from quantizer.engines.engine_file import _NOTE
-from quantizer.engines.engine_file import _signature
-from quantizer.engines.engine_file import read_engine
-from quantizer.engines.engine_file import sign_onnx
-from quantizer.engines.engine_file import write_engine
+from quantizer.engines import BuildOptions, build_engine, inspect_engine, load_engine
+from quantizer.engines.engine_file import _NO_SUM, _NOTE, _signature, read_engine, sign_onnx, write_engine
 from quantizer.engines.tensorrt.engine import _read_rtx
 from quantizer.targets.tensorrt_rtx import RTX_MAGIC
 from torture import mutations
-from torture.kinds import Kind
-from torture.kinds import kind
-from torture.readers_plans import data
-from torture.readers_plans import model
+from torture.kinds import Kind, kind
+from torture.readers_plans import data, model
 
 ENGINE = "model.engine"
 

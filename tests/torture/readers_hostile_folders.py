@@ -9,14 +9,12 @@ from pathlib import Path
 
 from hostile_folder import HostileFolder
 
-from quantizer.engines import BuildOptions
-from quantizer.engines import peak_memory_mib
+from quantizer.engines import BuildOptions, peak_memory_mib
 from quantizer.engines.measure.trial import tried_build
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.fetch import fetch_sdist
 from torture import mutations
-from torture.kinds import Kind
-from torture.kinds import kind
+from torture.kinds import Kind, kind
 from torture.readers_engines import exported
 
 

@@ -18,8 +18,7 @@ from quantizer.engines import inspect_file
 from quantizer.graph_check import check_file
 from quantizer.report.tables.engine_table import print_inspection
 from torture import mutations
-from torture.kinds import Kind
-from torture.kinds import kind
+from torture.kinds import Kind, kind
 from torture.readers_engines import exported
 
 _TARGETS = ("tensorrt", "openvino", "onnxruntime")

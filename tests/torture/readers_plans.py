@@ -10,11 +10,9 @@ from torch import nn
 
 from quantizer import Quantizer
 from quantizer.plan.replace_scales import scales_of
-from quantizer.plan.saved_folder import state_bytes
-from quantizer.plan.saved_folder import state_of_bytes
+from quantizer.plan.saved_folder import state_bytes, state_of_bytes
 from torture import mutations
-from torture.kinds import Kind
-from torture.kinds import kind
+from torture.kinds import Kind, kind
 
 SAVED = "saved"
 

@@ -9,17 +9,11 @@ from report.report_samples import sample_record
 from rich.console import Console
 from tiny_run import tiny_run
 
-from quantizer.report import html_from_record
-from quantizer.report import print_summary
-from quantizer.report import read_record
-from quantizer.report import write_record
-from quantizer.runs.convert import Conversion
-from quantizer.runs.convert import convert
-from quantizer.runs.convert import load_converted
+from quantizer.report import html_from_record, print_summary, read_record, write_record
+from quantizer.runs.convert import Conversion, convert, load_converted
 from quantizer.sensitivity import ScoreCache
 from torture import mutations
-from torture.kinds import Kind
-from torture.kinds import kind
+from torture.kinds import Kind, kind
 
 _JSON = (mutations.raw, mutations.text, mutations.json_text, mutations.json_text)
 

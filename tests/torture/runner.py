@@ -16,20 +16,15 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from quantizer.errors import QuantizerError
 from torture.apart import mute
-from torture.kinds import KINDS
-from torture.kinds import Kind
+from torture.kinds import KINDS, Kind
 from torture.mutations import mutated
-
-__all__ = ["State", "run_kind"]
 
 _CASE_SECONDS = 20
 _MEMORY = 24 * 2**30

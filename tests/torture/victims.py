@@ -13,16 +13,12 @@ from unittest import mock
 
 import torch
 import yaml
-from tiny_run import tiny_run
-from tiny_run import write_rows
+from tiny_run import tiny_run, write_rows
 from translated import translate_once
 
 from quantizer import Quantizer
 from quantizer.cli.main import main
-from torture.readers_plans import data
-from torture.readers_plans import model
-
-__all__ = ["VICTIMS", "Result", "Victim"]
+from torture.readers_plans import data, model
 
 Result = dict[str, str]
 _OF_THE_MOMENT = frozenset({"created", "latency", "memory", "stages", "machine", "time_us", "time_share"})

@@ -9,14 +9,13 @@ import pytest
 import torch
 import yaml
 from calibrated import make_calibrated
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
 from quantizer.plan.site_plan import Plan
-from quantizer.report.record import Cause
+from quantizer.report.cause_record import Cause
 from quantizer.report.tables.cause_lines import cause_lines
 from quantizer.views import causes
 from quantizer.views.causes import with_setting

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.report.site_record import Site

@@ -12,8 +12,7 @@ from calibrated import make_calibrated
 from helpers import Mlp
 
 from quantizer import Quantizer
-from quantizer.errors import CalibrationError
-from quantizer.errors import QuantizerError
+from quantizer.errors import CalibrationError, QuantizerError
 from quantizer.numerics.torch_operators import fake_quantize
 from quantizer.views.histograms import noisiest
 

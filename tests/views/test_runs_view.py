@@ -10,12 +10,7 @@ import pytest
 import quantizer
 from quantizer.cli.main import main
 from quantizer.errors import QuantizerError
-from quantizer.report import Latency
-from quantizer.report import ModelInfo
-from quantizer.report import RunRecord
-from quantizer.report import Score
-from quantizer.report import latency_entries
-from quantizer.report import write_record
+from quantizer.report import Latency, ModelInfo, RunRecord, Score, latency_entries, write_record
 
 
 def _run(folder: Path, score: float, ms: float, metric: str = "accuracy") -> Path:

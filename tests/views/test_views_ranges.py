@@ -11,8 +11,7 @@ from calibrated import make_calibrated
 from helpers import Mlp
 
 from quantizer import Quantizer
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import SitePlan
+from quantizer.plan.site_plan import OperandPlan, SitePlan
 from quantizer.views.coverage import Ranges
 
 

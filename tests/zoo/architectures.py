@@ -3,31 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
-
-__all__ = [
-    "ALL_THE_WAY",
-    "AUDIO",
-    "DECODERS",
-    "ENCODER_DECODERS",
-    "MIXTURES_OF_EXPERTS",
-    "MULTIMODAL",
-    "SERIES",
-    "TEXT_ENCODERS",
-    "TORCH",
-    "VISION",
-    "Architecture",
-    "TorchArchitecture",
-    "shrunk",
-]
+from torch import Tensor, nn
 
 WIDTH = 32
 VOCABULARY = 99

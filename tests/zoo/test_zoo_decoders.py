@@ -5,13 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from architectures import DECODERS
-from architectures import MIXTURES_OF_EXPERTS
-from architectures import Architecture
-from zoo_steps import all_the_way
-from zoo_steps import each_pattern
-from zoo_steps import off_is_identical
-from zoo_steps import repeated_patterns
+from architectures import DECODERS, MIXTURES_OF_EXPERTS, Architecture
+from zoo_steps import all_the_way, each_pattern, off_is_identical, repeated_patterns
 
 pytest.importorskip("transformers", reason="these tests make transformers models: install enginequant[hf]")
 

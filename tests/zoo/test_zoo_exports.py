@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "zoo"))
 
 from choose import chosen
-from page_sections import exports_section
-from page_sections import tools_section
+from page_sections import exports_section, tools_section
 from rounded import RoundedShare
 
 from quantizer import Quantizer

@@ -13,32 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.engines import BuildOptions
-from quantizer.engines import build_engine
-from quantizer.engines import load_engine
-from quantizer.errors import EngineError
-from quantizer.errors import ExportError
+from quantizer.engines import BuildOptions, build_engine, load_engine
+from quantizer.errors import EngineError, ExportError
 from quantizer.export import export_onnx
 from quantizer.patches.transformers_models import TRANSFORMERS_PATCHES
-from quantizer.rewrite import OperatorPatch
-from quantizer.rewrite import register_operator_patch
-from quantizer.rewrite import unregister_operator_patch
+from quantizer.rewrite import OperatorPatch, register_operator_patch, unregister_operator_patch
 from quantizer.rewrite.operator_patches import apply_operator_patches
 
 pytest.importorskip("transformers", reason="install enginequant[hf]")
 pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
 
-from architectures import AUDIO
-from architectures import ENCODER_DECODERS
-from architectures import MIXTURES_OF_EXPERTS
-from architectures import TEXT_ENCODERS
-from transformers.models.tapas.modeling_tapas import IndexMap
-from transformers.models.tapas.modeling_tapas import gather
-from transformers.models.tapas.modeling_tapas import reduce_min
+from architectures import AUDIO, ENCODER_DECODERS, MIXTURES_OF_EXPERTS, TEXT_ENCODERS
+from transformers.models.tapas.modeling_tapas import IndexMap, gather, reduce_min
 
 rtx = pytest.mark.skipif(find_spec("tensorrt_rtx_bindings") is None, reason="install enginequant[tensorrt-rtx]")
 

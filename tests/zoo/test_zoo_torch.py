@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import TORCH
-from architectures import TorchArchitecture
+from architectures import TORCH, TorchArchitecture
 from zoo_steps import all_the_way
 
 

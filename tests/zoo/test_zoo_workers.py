@@ -14,8 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "zoo"))
 
 from page import changes
-from workers import Limits
-from workers import rows_of
+from workers import Limits, rows_of
 
 
 def work(key: str, tell: Callable[[str, Any], None]) -> None:

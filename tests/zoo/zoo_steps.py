@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from architectures import ALL_THE_WAY
-from architectures import Architecture
-from architectures import TorchArchitecture
+from architectures import ALL_THE_WAY, Architecture, TorchArchitecture
 from helpers import Snapshot
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from quantizer import Quantizer
 from quantizer.reasons import ReasonCode
 from quantizer.views.coverage import Coverage
-
-__all__ = ["all_the_way", "each_pattern", "off_is_identical", "repeated_patterns", "unequal_observed"]
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

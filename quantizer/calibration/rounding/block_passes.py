@@ -6,36 +6,23 @@ As in ``staged_passes.py`` what ended before a block is recorded and not compute
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from contextlib import contextmanager
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.calibration.staged_passes import EndedCalls
-from quantizer.calibration.staged_passes import Reached
+from quantizer.calibration.staged_passes import EndedCalls, Reached
 from quantizer.common.autocast import Autocast
 from quantizer.common.own_inputs import copied
-from quantizer.observe.outputs import floats
-from quantizer.observe.outputs import is_no_mask
-from quantizer.observe.padding import output_without_padding
-from quantizer.observe.padding import padding_mask
+from quantizer.observe.outputs import floats, is_no_mask
+from quantizer.observe.padding import output_without_padding, padding_mask
 from quantizer.observe.replay_batches import Batch
-from quantizer.proxy.call_numbers import calls_so_far
-from quantizer.proxy.call_numbers import numbered
+from quantizer.proxy.call_numbers import calls_so_far, numbered
 from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import Site
-
-__all__ = ["BlockCall", "BlockPasses"]
 
 
 class _Given(NamedTuple):

@@ -6,16 +6,12 @@ every module that such a container is in. What is left is a block: an encoder la
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.site import Site
-from quantizer.proxy.site import SourceCall
-
-__all__ = ["Block", "blocks_of"]
+from quantizer.proxy.site import Site, SourceCall
 
 Block = tuple[str, nn.Module, tuple[Site, ...]]
 """The path of a block, the block, and its sites."""

@@ -18,9 +18,7 @@ kept batches decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,24 +26,16 @@ from torch import Tensor
 
 from quantizer.calibration.output_error import OutputError
 from quantizer.calibration.proxied import Proxied
-from quantizer.calibration.replay import SiteCall
-from quantizer.calibration.replay import replay
-from quantizer.calibration.smoothquant import held_factors
-from quantizer.calibration.smoothquant import weight_record
+from quantizer.calibration.replay import SiteCall, replay
+from quantizer.calibration.smoothquant import held_factors, weight_record
 from quantizer.calibrators import Calibrator
 from quantizer.numerics.equalization import equalizing_factors
-from quantizer.observe.range_group import ChannelRange
-from quantizer.observe.range_group import Migration
-from quantizer.observe.range_group import OperandRecord
-from quantizer.observe.range_group import RangeGroup
+from quantizer.observe.range_group import ChannelRange, Migration, OperandRecord, RangeGroup
 from quantizer.observe.snapshot import add_over_ranks
 from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import PlanSettings
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import SitePlan
+from quantizer.plan.site_plan import Plan, SitePlan
 from quantizer.reasons import ReasonCode
-
-__all__ = ["equalize_where_better"]
 
 _RATIO = 8.0
 """The largest magnitude of a channel in medians over channels, beyond which one scale leaves half of them 5 bits."""

@@ -5,30 +5,21 @@ A parameter is moved by the sign of its gradient, whatever the gradient's size, 
 
 from __future__ import annotations
 
-from abc import ABC
-from abc import abstractmethod
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.functional import fake_quantize
-from quantizer.functional import quantize
+from quantizer.functional import fake_quantize, quantize
 from quantizer.numerics.granularity import scale_of_each
 from quantizer.numerics.log_scale import GAIN
-from quantizer.numerics.qtype import INT8
-from quantizer.numerics.qtype import qtype
-from quantizer.observe.range_group import RangeGroup
-from quantizer.observe.range_group import RoundedWeight
+from quantizer.numerics.qtype import INT8, qtype
+from quantizer.observe.range_group import RangeGroup, RoundedWeight
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-
-__all__ = ["Learned", "LearnedCodes", "LearnedRange"]
 
 _WITHIN = 0.45
 """How far from a code, in steps, a number may be that is to be rounded to it whatever floats do."""

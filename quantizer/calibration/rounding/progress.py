@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from quantizer.calibration.proxied import Proxied
 from quantizer.common.digest import tensors_digest
-from quantizer.common.distributed import alone
-from quantizer.common.distributed import get_world_size
+from quantizer.common.distributed import alone, get_world_size
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import CalibrationError
 from quantizer.numerics.qtype import qtype
 from quantizer.observe.range_group import RoundedWeight
 from quantizer.observe.replay_batches import ReplayBatches
-from quantizer.observe.statistics import RoundingProgress
-from quantizer.observe.statistics import Seen
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import Plan
-
-__all__ = ["UNREACHED", "nearest", "progress", "record", "stored_weights", "why_nearest", "with_all_batches"]
+from quantizer.observe.statistics import RoundingProgress, Seen
+from quantizer.plan.site_plan import OperandPlan, Plan
 
 UNREACHED = "no batch that was kept reaches it"
 

@@ -19,44 +19,30 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.calibration.output_error import quantized
 from quantizer.calibration.proxied import Proxied
-from quantizer.calibration.rounding.block_passes import BlockCall
-from quantizer.calibration.rounding.block_passes import BlockPasses
+from quantizer.calibration.rounding.block_passes import BlockCall, BlockPasses
 from quantizer.calibration.rounding.blocks import blocks_of
-from quantizer.calibration.rounding.learned import LearnedCodes
-from quantizer.calibration.rounding.learned import LearnedRange
-from quantizer.calibration.rounding.progress import progress
-from quantizer.calibration.rounding.progress import record
-from quantizer.calibration.rounding.progress import stored_weights
-from quantizer.calibration.rounding.progress import why_nearest
+from quantizer.calibration.rounding.learned import LearnedCodes, LearnedRange
+from quantizer.calibration.rounding.progress import progress, record, stored_weights, why_nearest
 from quantizer.common.progress import counted
 from quantizer.errors import CalibrationError
 from quantizer.numerics.qtype import qtype
 from quantizer.observe.range_group import RangeGroup
-from quantizer.observe.statistics import RoundingProgress
-from quantizer.observe.statistics import Seen
+from quantizer.observe.statistics import RoundingProgress, Seen
 from quantizer.plan.decide_operands import PlanSettings
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.weight_scales import as_rounded
-from quantizer.plan.weight_scales import scale_of
+from quantizer.plan.site_plan import OperandPlan, Plan
+from quantizer.plan.weight_scales import as_rounded, scale_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import Site
-
-__all__ = ["reconstruct_blocks"]
 
 _STEPS = 200
 

@@ -7,11 +7,8 @@ tensor share their factors, so that export folds them into the normalization or 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,22 +21,14 @@ from quantizer.calibration.staged_passes import StagedPasses
 from quantizer.calibrators import make_calibrator
 from quantizer.common.progress import counted
 from quantizer.functional import fake_quantize
-from quantizer.numerics.awq import awq_share
-from quantizer.numerics.awq import input_factors
+from quantizer.numerics.awq import awq_share, input_factors
 from quantizer.observe.padding import with_zeroed_padding
-from quantizer.observe.range_group import Migration
-from quantizer.observe.range_group import OperandRecord
-from quantizer.observe.range_group import RangeGroup
-from quantizer.observe.range_group import RoundedWeight
+from quantizer.observe.range_group import Migration, OperandRecord, RangeGroup, RoundedWeight
 from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import PlanSettings
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import Plan
-from quantizer.plan.weight_scales import as_rounded
-from quantizer.plan.weight_scales import scaled_for
+from quantizer.plan.site_plan import OperandPlan, Plan
+from quantizer.plan.weight_scales import as_rounded, scaled_for
 from quantizer.proxy.site import Site
-
-__all__ = ["scale_inputs"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

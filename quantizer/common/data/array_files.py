@@ -14,8 +14,6 @@ from torch import Tensor
 from quantizer.common.paths import regular_file
 from quantizer.errors import CalibrationError
 
-__all__ = ["ARRAY_FILES", "array_batches"]
-
 ARRAY_FILES = (".npz", ".safetensors")
 
 

@@ -7,32 +7,19 @@ become tensors, a label behind the inputs is dropped, and tensors are moved to t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
-from torch import nn
-from torch.utils.data import DataLoader
-from torch.utils.data import Dataset
-from torch.utils.data import IterableDataset
-from torch.utils.data import Subset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from quantizer.common.data.doubts import warn_user
-from quantizer.common.data.labels import Forward
-from quantizer.common.data.labels import without_label
-from quantizer.errors import CalibrationError
-from quantizer.errors import QuantizerError
-
-__all__ = ["BATCH_ROWS", "MOST_ROWS", "WITHOUT_VALUES", "batches_of", "beside", "in_several", "length_of", "row_count"]
+from quantizer.common.data.labels import Forward, without_label
+from quantizer.errors import CalibrationError, QuantizerError
 
 Row = TypeVar("Row")
 Batch = TypeVar("Batch")

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.errors import CalibrationWarning
-
-__all__ = ["FEWEST_ROWS", "doubts_of_batch", "doubts_of_calibration", "warn_user"]
 
 FEWEST_ROWS = 32
 """With fewer rows than that ranges depend on which rows they are."""

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import fx
-from torch import nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 
 from quantizer.errors import ProxyError
-
-__all__ = ["Model", "module_of", "refuse_compiled"]
 
 Model: TypeAlias = nn.Module | ExportedProgram
 """What a ``Quantizer`` takes."""

@@ -13,12 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.errors import CalibrationError
-
-__all__ = ["Forward", "without_label"]
 
 _LABELS = frozenset({"label", "labels", "target", "targets", "y"})
 """Names of arguments that take a label."""

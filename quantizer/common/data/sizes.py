@@ -8,23 +8,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantizer.common.decoder_cache import CACHE
-from quantizer.common.decoder_cache import PAST
-from quantizer.common.decoder_cache import TOTAL
-
-__all__ = ["BATCH", "SEQUENCE", "Axes", "DataSizes", "InputShapes", "input_shapes"]
+from quantizer.common.decoder_cache import CACHE, PAST, TOTAL
 
 Axes = Mapping[str, Mapping[int, str]]
 """Input name to {axis: dimension name}."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from quantizer.engines.estimate.gpu import DEFAULT
-from quantizer.engines.estimate.gpu import Gpu
-from quantizer.engines.estimate.gpu import gpu_of
-from quantizer.engines.estimate.gpu import least
+from quantizer.engines.estimate.gpu import DEFAULT, Gpu, gpu_of, least
 from quantizer.engines.estimate.layer_times import estimated_inspection
 
 __all__ = ["DEFAULT", "Gpu", "estimated_inspection", "gpu_of", "least"]

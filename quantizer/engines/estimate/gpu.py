@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.engines.inspection.inspection import LOW_PRECISIONS
 from quantizer.errors import EngineError
-
-__all__ = ["DEFAULT", "Gpu", "gpu_of", "least"]
 
 DEFAULT = "sm89"
 """The compute capability that is taken where none is named."""

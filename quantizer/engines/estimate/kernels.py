@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from quantizer.engines.inspection.onnx_graph import SizedGraph
-from quantizer.qdq.operand import MOVES
-from quantizer.qdq.operand import PRODUCTS
-
-__all__ = ["Kernel", "kernels", "size"]
+from quantizer.qdq.operand import MOVES, PRODUCTS
 
 _BARRIERS = frozenset(
     {

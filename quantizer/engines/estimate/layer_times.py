@@ -6,25 +6,17 @@ A kernel takes as long as its products or its memory traffic, whichever is more 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from quantizer.engines.dimensions import input_dimensions
-from quantizer.engines.dimensions import shape_words
+from quantizer.engines.dimensions import input_dimensions, shape_words
 from quantizer.engines.estimate.gpu import Gpu
-from quantizer.engines.estimate.kernels import Kernel
-from quantizer.engines.estimate.kernels import kernels
-from quantizer.engines.estimate.kernels import size
+from quantizer.engines.estimate.kernels import Kernel, kernels, size
 from quantizer.engines.inspection.from_layers import inspection_from_layers
-from quantizer.engines.inspection.inspection import Inspection
-from quantizer.engines.inspection.inspection import Layer
-from quantizer.engines.inspection.onnx_graph import SizedGraph
-from quantizer.engines.inspection.onnx_graph import read_graph
+from quantizer.engines.inspection.inspection import Inspection, Layer
+from quantizer.engines.inspection.onnx_graph import SizedGraph, read_graph
 from quantizer.qdq.operand import PRODUCTS
-
-__all__ = ["estimated_inspection"]
 
 
 def estimated_inspection(

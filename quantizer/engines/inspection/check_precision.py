@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from quantizer.engines.inspection.from_layers import is_product
-from quantizer.engines.inspection.from_layers import named
-from quantizer.engines.inspection.inspection import LOW_PRECISIONS
-from quantizer.engines.inspection.inspection import Inspection
+from quantizer.engines.inspection.from_layers import is_product, named
+from quantizer.engines.inspection.inspection import LOW_PRECISIONS, Inspection
 from quantizer.errors import EngineError
-
-__all__ = ["LEAST_SHARE", "check_precision"]
 
 LEAST_SHARE = 0.5
 """The least part of the work that a graph asks for in low precision that an engine has to do in it.

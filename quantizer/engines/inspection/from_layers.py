@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections import defaultdict
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from quantizer.engines.inspection.inspection import LOW_PRECISIONS
-from quantizer.engines.inspection.inspection import Inspection
-from quantizer.engines.inspection.inspection import Layer
-from quantizer.engines.inspection.inspection import PrecisionShare
-
-__all__ = ["RUNS", "WARMUP", "block_of", "inspection_from_layers", "is_product", "named", "run_note"]
+from quantizer.engines.inspection.inspection import LOW_PRECISIONS, Inspection, Layer, PrecisionShare
 
 RUNS = 5
 """Runs that the time of a layer is the median of."""

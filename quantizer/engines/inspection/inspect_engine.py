@@ -7,14 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from quantizer.engines.backends import backend
-from quantizer.engines.backends import inspect_engine
+from quantizer.engines.backends import backend, inspect_engine
 from quantizer.engines.detect_backend import detect_backend
 from quantizer.engines.inspection.check_precision import check_precision
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.engines.inspection.onnx_graph import graph_inspection
-
-__all__ = ["inspect_file", "observe_engine", "runs_here"]
 
 
 def runs_here(name: str) -> bool:

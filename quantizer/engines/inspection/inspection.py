@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LOW_PRECISIONS", "Inspection", "Layer", "PrecisionShare"]
-
 LOW_PRECISIONS = ("int8", "fp8", "int4", "fp4")
 """What is asked for when a model is quantized."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-__all__ = ["attention_work", "convolution_work", "matmul_work"]
-
 Shape = Sequence[int]
 
 

@@ -5,32 +5,22 @@ This is what an engine should do; what it does only the engine itself can state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quantizer.engines.dimensions import dimension_sizes
-from quantizer.engines.dimensions import input_dimensions
-from quantizer.engines.dimensions import shape_words
+from quantizer.engines.dimensions import dimension_sizes, input_dimensions, shape_words
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.inspection.from_layers import inspection_from_layers
-from quantizer.engines.inspection.inspection import LOW_PRECISIONS
-from quantizer.engines.inspection.inspection import Inspection
-from quantizer.engines.inspection.inspection import Layer
-from quantizer.engines.inspection.multiply_adds import convolution_work
-from quantizer.engines.inspection.multiply_adds import matmul_work
+from quantizer.engines.inspection.inspection import LOW_PRECISIONS, Inspection, Layer
+from quantizer.engines.inspection.multiply_adds import convolution_work, matmul_work
 from quantizer.engines.optional_import import import_library
 from quantizer.errors import EngineError
-from quantizer.qdq.operand import MATMULS
-from quantizer.qdq.operand import MOVES
-from quantizer.qdq.operand import PRODUCTS
+from quantizer.qdq.operand import MATMULS, MOVES, PRODUCTS
 from quantizer.qdq.structure import structural_fault
 from quantizer.qdq.unreadable import unreadable_is
-
-__all__ = ["SizedGraph", "graph_inspection", "precision_of", "read_graph"]
 
 # Larger constants do not determine shapes: only their own shape is kept.
 _SMALL = 1024

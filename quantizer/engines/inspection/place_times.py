@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from quantizer.engines.inspection.inspection import Inspection
-from quantizer.engines.inspection.inspection import Layer
-
-__all__ = ["NOWHERE", "place_times"]
+from quantizer.engines.inspection.inspection import Inspection, Layer
 
 NOWHERE = ""
 """The place of layers that belong to no module that was asked for, nor lie behind one that does."""

@@ -8,8 +8,6 @@ from typing import Any
 from quantizer.engines.inspection.onnx_graph import read_graph
 from quantizer.qdq.operand import PRODUCTS
 
-__all__ = ["product_names"]
-
 _FUSED = frozenset(
     {
         "Add",

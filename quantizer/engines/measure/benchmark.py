@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from quantizer.engines.measure.own_process import in_own_process
 from quantizer.errors import EngineError
-
-__all__ = ["PeakMemory", "interleaved_latency", "medians", "peak_memory_mib"]
 
 _FEWEST_ROUNDS = 3
 _WARM = 0.1

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 
 import numpy as np
 
-from quantizer.engines.base import Array
-from quantizer.engines.base import Engine
-from quantizer.engines.base import TensorSpec
+from quantizer.engines.base import Array, Engine, TensorSpec
 from quantizer.engines.dimensions import dimension_sizes
 from quantizer.errors import EngineError
-
-__all__ = ["made_up_inputs", "working_inputs"]
 
 _MOST = 2**40
 """So many values no input has: a file that was damaged may ask for them."""

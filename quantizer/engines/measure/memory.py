@@ -23,8 +23,6 @@ from quantizer.engines.optional_import import import_library
 from quantizer.errors import QuantizerError
 from quantizer.targets import profile
 
-__all__ = ["main", "peak_rss_mib"]
-
 _RUNS = 3
 
 

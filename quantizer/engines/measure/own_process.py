@@ -9,14 +9,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from quantizer.common.child_process import child_environment
-from quantizer.common.child_process import python_command
+from quantizer.common.child_process import child_environment, python_command
 from quantizer.engines.backends import backend as registered
-from quantizer.engines.trust import built_here
-from quantizer.engines.trust import note_digests
+from quantizer.engines.trust import built_here, note_digests
 from quantizer.errors import EngineError
-
-__all__ = ["in_own_process", "read_built"]
 
 
 def read_built() -> None:

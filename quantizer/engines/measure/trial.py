@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 
-from quantizer.engines.backends import build_engine
-from quantizer.engines.backends import load_engine
-from quantizer.engines.base import BuildOptions
-from quantizer.engines.base import BuildResult
+from quantizer.engines.backends import build_engine, load_engine
+from quantizer.engines.base import BuildOptions, BuildResult
 from quantizer.engines.measure.dummy_inputs import working_inputs
-from quantizer.engines.measure.own_process import in_own_process
-from quantizer.engines.measure.own_process import read_built
-from quantizer.engines.trust import built_here
-from quantizer.engines.trust import note_digests
+from quantizer.engines.measure.own_process import in_own_process, read_built
+from quantizer.engines.trust import built_here, note_digests
 from quantizer.errors import QuantizerError
-
-__all__ = ["TIMEOUT_S", "main", "tried_build"]
 
 TIMEOUT_S = 600.0
 """After so many seconds a build and its first run are given up."""

@@ -11,8 +11,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-__all__ = ["fuse_biases"]
-
 _BIAS = {"MatMulIntegerToFloat": 6, "DynamicQuantizeMatMul": 4}
 """The products, and which of the inputs of each is the bias."""
 _WEIGHT = "KN"

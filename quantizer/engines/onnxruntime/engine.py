@@ -11,8 +11,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,23 +21,13 @@ from typing import Any
 import numpy as np
 
 from quantizer.engines.backends import backends
-from quantizer.engines.base import BuildOptions
-from quantizer.engines.base import BuildResult
-from quantizer.engines.base import TensorSpec
-from quantizer.engines.base import checked_inputs
-from quantizer.engines.base import shown
+from quantizer.engines.base import BuildOptions, BuildResult, TensorSpec, checked_inputs, shown
 from quantizer.engines.cpu import cpu_instructions
 from quantizer.engines.dimensions import shape_words
-from quantizer.engines.engine_file import check_signature
-from quantizer.engines.engine_file import checked_onnx
-from quantizer.engines.engine_file import checked_output
-from quantizer.engines.engine_file import sign_onnx
-from quantizer.engines.engine_file import whole_file
+from quantizer.engines.engine_file import check_signature, checked_onnx, checked_output, sign_onnx, whole_file
 from quantizer.engines.error_hints import explain_error
 from quantizer.engines.in_kind import in_kind
-from quantizer.engines.inspection.from_layers import RUNS
-from quantizer.engines.inspection.from_layers import inspection_from_layers
-from quantizer.engines.inspection.from_layers import run_note
+from quantizer.engines.inspection.from_layers import RUNS, inspection_from_layers, run_note
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.engines.int8_saturation import saturation_warnings
 from quantizer.engines.measure.dummy_inputs import working_inputs
@@ -47,8 +36,6 @@ from quantizer.engines.onnxruntime.inspect import observed_layers
 from quantizer.engines.onnxruntime.slow_fusions import SLOW_FUSIONS
 from quantizer.engines.optional_import import import_library
 from quantizer.errors import EngineError
-
-__all__ = ["ONNXRuntimeBackend", "ONNXRuntimeEngine"]
 
 _DTYPES = {
     "tensor(bool)": "bool",

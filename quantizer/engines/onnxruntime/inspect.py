@@ -6,23 +6,17 @@ import json
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantizer.engines.inspection.from_layers import RUNS
-from quantizer.engines.inspection.from_layers import WARMUP
+from quantizer.engines.inspection.from_layers import RUNS, WARMUP
 from quantizer.engines.inspection.inspection import Layer
-from quantizer.engines.inspection.multiply_adds import convolution_work
-from quantizer.engines.inspection.multiply_adds import matmul_work
+from quantizer.engines.inspection.multiply_adds import convolution_work, matmul_work
 from quantizer.engines.inspection.onnx_graph import read_graph
 from quantizer.errors import EngineError
 from quantizer.files import scratch
 from quantizer.qdq.operand import MOVES
-
-__all__ = ["observed_layers"]
 
 _CONVOLUTIONS = frozenset({"Conv", "FusedConv", "QLinearConv", "ConvInteger", "NhwcFusedConv", "ConvTranspose"})
 _MATMULS = frozenset(

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-__all__ = ["SLOW_FUSIONS", "needs_basic_level"]
-
 SLOW_FUSIONS = ("SkipLayerNormFusion", "BiasGeluFusion", "MatMulAddFusion")
 
 _CONVOLUTIONS = ("Conv", "ConvInteger", "FusedConv", "QLinearConv")

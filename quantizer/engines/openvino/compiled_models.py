@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from quantizer.engines.base import Array
-from quantizer.engines.dimensions import input_dimensions
-from quantizer.engines.dimensions import ranges_with_cache
+from quantizer.engines.dimensions import input_dimensions, ranges_with_cache
 from quantizer.engines.error_hints import explain_error
-from quantizer.engines.openvino.fixed_shapes import fixed_shapes
-from quantizer.engines.openvino.fixed_shapes import shapes_at
+from quantizer.engines.openvino.fixed_shapes import fixed_shapes, shapes_at
 from quantizer.engines.openvino.signal_stack import kept_signal_stack
 from quantizer.errors import EngineError
 from quantizer.targets.openvino import DYNAMIC_BLOCK
-
-__all__ = ["GROUP", "Dimensions", "Models", "checked_precision", "compile_models", "port_name", "reason", "shapes_of"]
 
 GROUP = "DYNAMIC_QUANTIZATION_GROUP_SIZE"
 """How many neighbours share a range where OpenVINO rounds the other operand of a stored weight at run time. It holds at

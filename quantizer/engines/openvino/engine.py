@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,46 +24,31 @@ from typing import Any
 import numpy as np
 
 from quantizer.engines.backends import backends
-from quantizer.engines.base import Array
-from quantizer.engines.base import BuildOptions
-from quantizer.engines.base import BuildResult
-from quantizer.engines.base import TensorSpec
-from quantizer.engines.base import checked_inputs
-from quantizer.engines.base import shown
+from quantizer.engines.base import Array, BuildOptions, BuildResult, TensorSpec, checked_inputs, shown
 from quantizer.engines.cpu import cpu_instructions
 from quantizer.engines.dimensions import shape_words
-from quantizer.engines.engine_file import checked_engine
-from quantizer.engines.engine_file import checked_onnx
-from quantizer.engines.engine_file import checked_output
-from quantizer.engines.engine_file import read_engine
-from quantizer.engines.engine_file import write_engine
+from quantizer.engines.engine_file import checked_engine, checked_onnx, checked_output, read_engine, write_engine
 from quantizer.engines.in_kind import in_kind
-from quantizer.engines.inspection.from_layers import RUNS
-from quantizer.engines.inspection.from_layers import inspection_from_layers
-from quantizer.engines.inspection.from_layers import run_note
+from quantizer.engines.inspection.from_layers import RUNS, inspection_from_layers, run_note
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.engines.int8_saturation import saturation_warnings
 from quantizer.engines.measure.dummy_inputs import made_up_inputs
-from quantizer.engines.openvino.compiled_models import GROUP
-from quantizer.engines.openvino.compiled_models import Dimensions
-from quantizer.engines.openvino.compiled_models import Models
-from quantizer.engines.openvino.compiled_models import checked_precision
-from quantizer.engines.openvino.compiled_models import compile_models
-from quantizer.engines.openvino.compiled_models import port_name
-from quantizer.engines.openvino.compiled_models import reason
-from quantizer.engines.openvino.compiled_models import shapes_of
+from quantizer.engines.openvino.compiled_models import (
+    GROUP,
+    Dimensions,
+    Models,
+    checked_precision,
+    compile_models,
+    port_name,
+    reason,
+    shapes_of,
+)
 from quantizer.engines.openvino.inspect import observed_layers
-from quantizer.engines.openvino.shared_bytes import Ranges
-from quantizer.engines.openvino.shared_bytes import parts_of
-from quantizer.engines.openvino.shared_bytes import read_ranges
-from quantizer.engines.openvino.shared_bytes import share_bytes
-from quantizer.engines.openvino.shared_bytes import write_ranges
+from quantizer.engines.openvino.shared_bytes import Ranges, parts_of, read_ranges, share_bytes, write_ranges
 from quantizer.engines.openvino.signal_stack import kept_signal_stack
 from quantizer.engines.optional_import import import_library
 from quantizer.engines.pool import Pool
 from quantizer.errors import EngineError
-
-__all__ = ["OpenVINOBackend", "OpenVINOEngine"]
 
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 _EMULATED = "this CPU has no BF16 instructions: OpenVINO emulates them, which is slower than float32"

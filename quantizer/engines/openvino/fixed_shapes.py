@@ -7,13 +7,10 @@ at 1 x 16 and 10% less at 8 x 128. Each is compiled apart, and has a copy of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quantizer.engines.base import MOST_COPIED_BYTES
-
-__all__ = ["fixed_shapes", "shapes_at"]
 
 _SMALLEST, _USUAL = 0, 1
 _BATCH = "batch"

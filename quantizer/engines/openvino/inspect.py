@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Collection
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
 from quantizer.engines.base import Array
-from quantizer.engines.inspection.from_layers import RUNS
-from quantizer.engines.inspection.from_layers import WARMUP
-from quantizer.engines.inspection.inspection import LOW_PRECISIONS
-from quantizer.engines.inspection.inspection import Layer
-from quantizer.engines.inspection.multiply_adds import attention_work
-from quantizer.engines.inspection.multiply_adds import convolution_work
-from quantizer.engines.inspection.multiply_adds import matmul_work
-
-__all__ = ["observed_layers"]
+from quantizer.engines.inspection.from_layers import RUNS, WARMUP
+from quantizer.engines.inspection.inspection import LOW_PRECISIONS, Layer
+from quantizer.engines.inspection.multiply_adds import attention_work, convolution_work, matmul_work
 
 _ROLES = {
     **dict.fromkeys(("FullyConnected", "MatMul", "Convolution", "Deconvolution"), "product"),

@@ -6,14 +6,11 @@ only what is not stored yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from quantizer.engines.base import Array
-
-__all__ = ["Ranges", "parts_of", "read_ranges", "share_bytes", "write_ranges"]
 
 Ranges = tuple[tuple[int, int], ...]
 """Where the bytes of a model lie: start and end of each piece."""

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["kept_signal_stack"]
-
 
 class _Stack(ctypes.Structure):
     """``stack_t`` of <signal.h>, as Linux has it."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quantizer.engines.base import Progress
-
-__all__ = ["BuildMonitor", "run_monitored", "trt_monitor"]
 
 T = TypeVar("T")
 

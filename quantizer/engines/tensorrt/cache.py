@@ -11,8 +11,6 @@ from typing import Any
 from quantizer.engines.engine_file import whole_file
 from quantizer.errors import EngineError
 
-__all__ = ["save_cache", "use_cache"]
-
 
 def use_cache(config: Any, path: Path) -> None:
     """Give the cache in ``path`` to a builder's configuration; an empty one if there is no such file.

@@ -7,46 +7,27 @@ that it finds. Types come from the graph alone (strongly typed networks), so the
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from quantizer.engines.backends import backends
-from quantizer.engines.base import BuildOptions
-from quantizer.engines.base import BuildResult
-from quantizer.engines.dimensions import ranges_with_cache
-from quantizer.engines.dimensions import shape_words
-from quantizer.engines.engine_file import checked_engine
-from quantizer.engines.engine_file import checked_onnx
-from quantizer.engines.engine_file import checked_output
-from quantizer.engines.engine_file import read_engine
-from quantizer.engines.engine_file import write_engine
-from quantizer.engines.error_hints import hint_for
-from quantizer.engines.error_hints import named_node
-from quantizer.engines.inspection.from_layers import RUNS
-from quantizer.engines.inspection.from_layers import inspection_from_layers
-from quantizer.engines.inspection.from_layers import run_note
+from quantizer.engines.base import BuildOptions, BuildResult
+from quantizer.engines.dimensions import ranges_with_cache, shape_words
+from quantizer.engines.engine_file import checked_engine, checked_onnx, checked_output, read_engine, write_engine
+from quantizer.engines.error_hints import hint_for, named_node
+from quantizer.engines.inspection.from_layers import RUNS, inspection_from_layers, run_note
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.engines.measure.dummy_inputs import made_up_inputs
 from quantizer.engines.optional_import import import_library
-from quantizer.engines.tensorrt.build_progress import BuildMonitor
-from quantizer.engines.tensorrt.build_progress import run_monitored
-from quantizer.engines.tensorrt.build_progress import trt_monitor
-from quantizer.engines.tensorrt.cache import save_cache
-from quantizer.engines.tensorrt.cache import use_cache
-from quantizer.engines.tensorrt.refit import strip_weights
-from quantizer.engines.tensorrt.refit import stripping_hint
-from quantizer.engines.tensorrt.refit import weights_note
-from quantizer.engines.tensorrt.run import TensorRTEngine
-from quantizer.engines.tensorrt.run import TrtLog
-from quantizer.engines.tensorrt.run import trt_log
+from quantizer.engines.tensorrt.build_progress import BuildMonitor, run_monitored, trt_monitor
+from quantizer.engines.tensorrt.cache import save_cache, use_cache
+from quantizer.engines.tensorrt.refit import strip_weights, stripping_hint, weights_note
+from quantizer.engines.tensorrt.run import TensorRTEngine, TrtLog, trt_log
 from quantizer.errors import EngineError
 from quantizer.targets import profile
 from quantizer.targets.tensorrt_rtx import RTX_MAGIC
-
-__all__ = ["TensorRTBackend"]
 
 _HEAD = 24
 

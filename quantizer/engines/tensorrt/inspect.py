@@ -8,17 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quantizer.engines.inspection.inspection import Layer
-from quantizer.engines.inspection.multiply_adds import convolution_work
-from quantizer.engines.inspection.multiply_adds import matmul_work
+from quantizer.engines.inspection.multiply_adds import convolution_work, matmul_work
 from quantizer.errors import EngineError
-
-__all__ = ["layers_from_json"]
 
 # Longest first: "FP8" is no part of another word, "Float" is.
 _PRECISIONS = (

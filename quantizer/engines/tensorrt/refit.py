@@ -13,8 +13,6 @@ from typing import Any
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.errors import EngineError
 
-__all__ = ["refit", "strip_weights", "stripping_hint", "weights_note"]
-
 _NOTE = "weights"
 
 

@@ -11,19 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.engines.base import Array
-from quantizer.engines.base import TensorSpec
-from quantizer.engines.base import checked_inputs
-from quantizer.engines.base import shown
+from quantizer.engines.base import Array, TensorSpec, checked_inputs, shown
 from quantizer.engines.in_kind import in_kind
-from quantizer.engines.inspection.from_layers import RUNS
-from quantizer.engines.inspection.from_layers import WARMUP
+from quantizer.engines.inspection.from_layers import RUNS, WARMUP
 from quantizer.engines.inspection.inspection import Layer
 from quantizer.engines.tensorrt.inspect import layers_from_json
 from quantizer.engines.tensorrt.refit import refit
 from quantizer.errors import EngineError
-
-__all__ = ["TensorRTEngine", "TrtLog", "trt_log", "trt_profiler"]
 
 # Logged after every other message if there is no driver, also when all goes well.
 _NOISE = "catchCudaError"

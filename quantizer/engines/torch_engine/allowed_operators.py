@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.ao.quantization.fx._decomposed as _decomposed  # registers the operators
 
-__all__ = ["allowed_operator", "operator_name"]
-
 del _decomposed
 
 _ATEN = """

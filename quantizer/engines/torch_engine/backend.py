@@ -11,17 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING
 
 from quantizer.engines.backends import backends
-from quantizer.engines.base import BuildOptions
-from quantizer.engines.base import BuildResult
+from quantizer.engines.base import BuildOptions, BuildResult
 from quantizer.engines.cpu import cpu_instructions
-from quantizer.engines.engine_file import checked_onnx
-from quantizer.engines.engine_file import checked_output
-from quantizer.engines.engine_file import write_engine
+from quantizer.engines.engine_file import checked_onnx, checked_output, write_engine
 from quantizer.engines.inspection.from_layers import RUNS
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.engines.int8_saturation import saturation_warnings
@@ -30,8 +26,6 @@ from quantizer.errors import EngineError
 
 if TYPE_CHECKING:
     from quantizer.engines.torch_engine.engine import TorchEngine
-
-__all__ = ["TorchBackend"]
 
 
 class TorchBackend:

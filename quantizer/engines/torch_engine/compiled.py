@@ -14,8 +14,7 @@ import threading
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -30,8 +29,6 @@ from quantizer.engines.torch_engine.lowering.node_shapes import prepacking_witho
 from quantizer.engines.trust import note_built
 from quantizer.errors import EngineError
 from quantizer.files import scratch
-
-__all__ = ["CompiledGraph", "compile_graph", "kernel_calls", "missing_compiler"]
 
 _SETTINGS = {"freezing": True, "cpp.dynamic_threads": True}
 

@@ -9,17 +9,16 @@ import torch
 from torch import fx
 
 from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
-from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION_PREPACK
-from quantizer.engines.torch_engine.lowering.matching import LINEAR
-from quantizer.engines.torch_engine.lowering.matching import LINEAR_PREPACK
-from quantizer.engines.torch_engine.lowering.matching import aten
-from quantizer.engines.torch_engine.lowering.matching import is_call
-from quantizer.engines.torch_engine.lowering.matching import only_reader
-from quantizer.engines.torch_engine.lowering.matching import quantize
-from quantizer.numerics.byte_codes import byte_codes
-from quantizer.numerics.byte_codes import spend_deprecation_warning
-
-__all__ = ["prepare_eager"]
+from quantizer.engines.torch_engine.lowering.matching import (
+    CONVOLUTION_PREPACK,
+    LINEAR,
+    LINEAR_PREPACK,
+    aten,
+    is_call,
+    only_reader,
+    quantize,
+)
+from quantizer.numerics.byte_codes import byte_codes, spend_deprecation_warning
 
 
 def prepare_eager(module: LoweredGraph) -> LoweredGraph:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -15,34 +13,23 @@ from typing import Any
 
 import torch
 
-from quantizer.engines.base import Array
-from quantizer.engines.base import Progress
-from quantizer.engines.base import TensorSpec
-from quantizer.engines.base import checked_inputs
-from quantizer.engines.base import shown
-from quantizer.engines.engine_file import checked_engine
-from quantizer.engines.engine_file import read_engine
+from quantizer.engines.base import Array, Progress, TensorSpec, checked_inputs, shown
+from quantizer.engines.engine_file import checked_engine, read_engine
 from quantizer.engines.in_kind import in_kind
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.engines.measure.benchmark import interleaved_latency
 from quantizer.engines.measure.dummy_inputs import working_inputs
-from quantizer.engines.torch_engine.compiled import CompiledGraph
-from quantizer.engines.torch_engine.compiled import compile_graph
-from quantizer.engines.torch_engine.compiled import missing_compiler
+from quantizer.engines.torch_engine.compiled import CompiledGraph, compile_graph, missing_compiler
 from quantizer.engines.torch_engine.eager import prepare_eager
-from quantizer.engines.torch_engine.graph_file import GraphFile
-from quantizer.engines.torch_engine.graph_file import unpack
+from quantizer.engines.torch_engine.graph_file import GraphFile, unpack
 from quantizer.engines.torch_engine.inspect import inspect_graph
 from quantizer.engines.torch_engine.lowered_graph import program
 from quantizer.engines.torch_engine.lowering.lower import lower
 from quantizer.engines.torch_engine.lowering.node_shapes import RunnableSizes
-from quantizer.engines.torch_engine.onnx_import.importer import Imported
-from quantizer.engines.torch_engine.onnx_import.importer import import_onnx
+from quantizer.engines.torch_engine.onnx_import.importer import Imported, import_onnx
 from quantizer.engines.torch_engine.thread_count import computing_threads
 from quantizer.engines.trust import check_trust
 from quantizer.errors import EngineError
-
-__all__ = ["TorchEngine", "built_file", "checked_library", "inspected", "loaded", "read_file"]
 
 _ROUNDS = 7
 _PREPARING = threading.Lock()

@@ -15,13 +15,9 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,16 +26,12 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import fx
 
-from quantizer.common.plain_values import decoded
-from quantizer.common.plain_values import json_values
+from quantizer.common.plain_values import decoded, json_values
 from quantizer.engines.base import TensorSpec
-from quantizer.engines.torch_engine.allowed_operators import allowed_operator
-from quantizer.engines.torch_engine.allowed_operators import operator_name
+from quantizer.engines.torch_engine.allowed_operators import allowed_operator, operator_name
 from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.trust import COMPILED
 from quantizer.errors import EngineError
-
-__all__ = ["GraphFile", "unpack"]
 
 DESCRIPTION = "engine.json"
 WEIGHTS = "weights.safetensors"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -14,30 +13,24 @@ import torch
 from torch import fx
 
 from quantizer.engines.dimensions import shape_words
-from quantizer.engines.inspection.from_layers import WARMUP
-from quantizer.engines.inspection.from_layers import inspection_from_layers
-from quantizer.engines.inspection.from_layers import run_note
-from quantizer.engines.inspection.inspection import Inspection
-from quantizer.engines.inspection.inspection import Layer
-from quantizer.engines.inspection.multiply_adds import attention_work
-from quantizer.engines.inspection.multiply_adds import convolution_work
-from quantizer.engines.inspection.multiply_adds import matmul_work
-from quantizer.engines.torch_engine.compiled import CompiledGraph
-from quantizer.engines.torch_engine.compiled import kernel_calls
+from quantizer.engines.inspection.from_layers import WARMUP, inspection_from_layers, run_note
+from quantizer.engines.inspection.inspection import Inspection, Layer
+from quantizer.engines.inspection.multiply_adds import attention_work, convolution_work, matmul_work
+from quantizer.engines.torch_engine.compiled import CompiledGraph, kernel_calls
 from quantizer.engines.torch_engine.eager import prepare_eager
 from quantizer.engines.torch_engine.graph_file import GraphFile
 from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
-from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION
-from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION_PREPACK
-from quantizer.engines.torch_engine.lowering.matching import LINEAR
-from quantizer.engines.torch_engine.lowering.matching import LINEAR_ADD
-from quantizer.engines.torch_engine.lowering.matching import LINEAR_PREPACK
-from quantizer.engines.torch_engine.lowering.matching import aten
-from quantizer.engines.torch_engine.lowering.matching import decomposed
-from quantizer.engines.torch_engine.lowering.matching import is_call
+from quantizer.engines.torch_engine.lowering.matching import (
+    CONVOLUTION,
+    CONVOLUTION_PREPACK,
+    LINEAR,
+    LINEAR_ADD,
+    LINEAR_PREPACK,
+    aten,
+    decomposed,
+    is_call,
+)
 from quantizer.engines.torch_engine.lowering.node_shapes import node_values
-
-__all__ = ["inspect_graph"]
 
 _INTEGER = (LINEAR, LINEAR_ADD, CONVOLUTION)
 _PACKS = (LINEAR_PREPACK, CONVOLUTION_PREPACK)

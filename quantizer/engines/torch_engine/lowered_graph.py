@@ -6,14 +6,11 @@ read from a file may hold any text there, so it is run node by node.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
-
-__all__ = ["LoweredGraph", "program"]
 
 
 class LoweredGraph(torch.nn.Module):

@@ -8,14 +8,11 @@ this thread alone is set, where torch computes with OpenMP.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
 import torch
-
-__all__ = ["computing_threads"]
 
 
 @contextmanager

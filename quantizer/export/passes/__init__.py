@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from quantizer.common.registry import Registry
-from quantizer.export.passes.base import GraphPass
-from quantizer.export.passes.base import run_passes
+from quantizer.export.passes.base import GraphPass, run_passes
 from quantizer.export.passes.clamp_masks import ClampMasks
 from quantizer.export.passes.drop_unread_nodes import DropUnreadNodes
 from quantizer.export.passes.einsum_to_matmul import EinsumToMatMul
@@ -19,21 +18,19 @@ from quantizer.export.passes.gemm_to_matmul import GemmToMatMul
 from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
 from quantizer.export.passes.per_target.bytes_first import BytesFirst
-from quantizer.export.passes.per_target.kept_axes import ConcatsBeforeQuantize
-from quantizer.export.passes.per_target.kept_axes import GathersApart
-from quantizer.export.passes.per_target.kept_axes import KeptAxes
+from quantizer.export.passes.per_target.kept_axes import ConcatsBeforeQuantize, GathersApart, KeptAxes
 from quantizer.export.passes.per_target.moves_of_codes import MovesOfCodes
 from quantizer.export.passes.per_target.pairs_of_codes import PairsOfCodes
 from quantizer.export.passes.per_target.plain_softplus import PlainSoftplus
 from quantizer.export.passes.per_target.rows_of_codes import RowsOfCodes
-from quantizer.export.passes.per_target.unfused_products import NumbersBehindProducts
-from quantizer.export.passes.per_target.unfused_products import UnfusedProducts
-from quantizer.export.passes.per_target.unfused_products import WeightsReadOneWay
+from quantizer.export.passes.per_target.unfused_products import (
+    NumbersBehindProducts,
+    UnfusedProducts,
+    WeightsReadOneWay,
+)
 from quantizer.export.passes.per_target.unfused_rectifiers import UnfusedRectifiers
-from quantizer.export.passes.per_target.unfused_reductions import FactorsBeforeReductions
-from quantizer.export.passes.per_target.unfused_reductions import UnfusedReductions
-from quantizer.export.passes.per_target.unshared_products import BiasesApart
-from quantizer.export.passes.per_target.unshared_products import UnsharedProducts
+from quantizer.export.passes.per_target.unfused_reductions import FactorsBeforeReductions, UnfusedReductions
+from quantizer.export.passes.per_target.unshared_products import BiasesApart, UnsharedProducts
 from quantizer.export.passes.per_target.unsigned_activations import UnsignedActivations
 from quantizer.export.passes.quantize_once import QuantizeOnce
 from quantizer.export.passes.rectify_before_quantize import RectifyBeforeQuantize

@@ -4,32 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-from abc import ABC
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
-from typing import ClassVar
-from typing import Generic
-from typing import Protocol
-from typing import TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from quantizer.errors import ExportError
-
-__all__ = [
-    "GraphPass",
-    "MatchPass",
-    "add_constant",
-    "drop_unread",
-    "insert_before",
-    "insert_transpose",
-    "largest_number",
-    "replace_node",
-    "run_passes",
-    "smallest_normal",
-    "take_out",
-]
 
 Match = TypeVar("Match")
 

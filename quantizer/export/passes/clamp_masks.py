@@ -15,11 +15,8 @@ import numpy as np
 
 from quantizer.export.passes.base import add_constant
 from quantizer.numerics.float16 import FLOAT16_MASK
-from quantizer.qdq.graph import floats
-from quantizer.qdq.graph import scalar
+from quantizer.qdq.graph import floats, scalar
 from quantizer.qdq.masks import masks_only
-
-__all__ = ["ClampMasks"]
 
 
 class ClampMasks:

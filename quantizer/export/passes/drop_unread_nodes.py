@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["DropUnreadNodes"]
-
 
 class DropUnreadNodes:
     """Removal of everything that leads to no output."""

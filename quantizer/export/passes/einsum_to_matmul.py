@@ -15,13 +15,8 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import insert_before
-from quantizer.export.passes.base import insert_transpose
-from quantizer.export.passes.base import replace_node
+from quantizer.export.passes.base import MatchPass, insert_before, insert_transpose, replace_node
 from quantizer.qdq.graph import is_dequantized
-
-__all__ = ["EinsumToMatMul", "labels_of"]
 
 
 @dataclass(frozen=True, slots=True)

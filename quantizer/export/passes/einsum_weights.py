@@ -16,17 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import drop_unread
-from quantizer.export.passes.base import insert_before
-from quantizer.export.passes.base import insert_transpose
-from quantizer.export.passes.base import replace_node
+from quantizer.export.passes.base import (
+    MatchPass,
+    add_constant,
+    drop_unread,
+    insert_before,
+    insert_transpose,
+    replace_node,
+)
 from quantizer.export.passes.einsum_to_matmul import labels_of
-from quantizer.qdq.graph import block_size
-from quantizer.qdq.graph import is_dequantized
-
-__all__ = ["EinsumWeights"]
+from quantizer.qdq.graph import block_size, is_dequantized
 
 _MATRIX = 2  # axes
 

@@ -9,14 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import drop_unread
-from quantizer.export.passes.base import insert_before
-from quantizer.qdq.graph import block_size
-from quantizer.qdq.graph import is_dequantized
-
-__all__ = ["ExpertWeights"]
+from quantizer.export.passes.base import MatchPass, add_constant, drop_unread, insert_before
+from quantizer.qdq.graph import block_size, is_dequantized
 
 _EXPERTS = 3  # axes
 

@@ -18,14 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import take_out
+from quantizer.export.passes.base import add_constant, take_out
 from quantizer.qdq.element_types import type_groups
-from quantizer.qdq.graph import element
-from quantizer.qdq.graph import is_dequantize
-from quantizer.qdq.graph import maker
-
-__all__ = ["FloatTypes"]
+from quantizer.qdq.graph import element, is_dequantize, maker
 
 _FLOATS = ("DOUBLE", "FLOAT", "FLOAT16", "BFLOAT16")
 _OPERANDS = {"MatMul": 2, "Gemm": 2, "Conv": 2, "ConvTranspose": 2, "Einsum": 2}

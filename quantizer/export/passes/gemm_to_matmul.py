@@ -8,14 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import insert_before
-from quantizer.export.passes.base import insert_transpose
-from quantizer.export.passes.base import replace_node
-from quantizer.qdq.graph import attribute
-from quantizer.qdq.graph import is_dequantized
-
-__all__ = ["GemmToMatMul"]
+from quantizer.export.passes.base import MatchPass, insert_before, insert_transpose, replace_node
+from quantizer.qdq.graph import attribute, is_dequantized
 
 
 class GemmToMatMul(MatchPass[Any]):

@@ -10,14 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import drop_unread
-from quantizer.qdq.graph import floats
-from quantizer.qdq.graph import is_dynamic_quantize
-from quantizer.qdq.graph import pair_before
-
-__all__ = ["LayoutBeforeQuantize"]
+from quantizer.export.passes.base import MatchPass, add_constant, drop_unread
+from quantizer.qdq.graph import floats, is_dynamic_quantize, pair_before
 
 _LAYOUT = frozenset({"Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 

@@ -10,8 +10,6 @@ import ast
 from collections import Counter
 from typing import Any
 
-__all__ = ["NameNodes"]
-
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
 _PARAMETER = "pkg.torch.export.graph_signature.InputSpec.kind"

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import take_out
+from quantizer.export.passes.base import MatchPass, take_out
 from quantizer.export.passes.share_quantizers import content
-from quantizer.qdq.graph import is_quantize
-from quantizer.qdq.graph import pair_before
-
-__all__ = ["QuantizeOnce"]
+from quantizer.qdq.graph import is_quantize, pair_before
 
 
 class QuantizeOnce(MatchPass[Any]):

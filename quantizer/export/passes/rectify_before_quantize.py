@@ -11,15 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import take_out
+from quantizer.export.passes.base import MatchPass, take_out
 from quantizer.numerics.qtype import UINT8
-from quantizer.qdq.graph import floats
-from quantizer.qdq.graph import is_quantize
-from quantizer.qdq.graph import pair_before
-from quantizer.qdq.graph import scalar
-
-__all__ = ["RectifyBeforeQuantize", "is_within", "starts_at_zero"]
+from quantizer.qdq.graph import floats, is_quantize, pair_before, scalar
 
 _CLOSE = 1e-5
 """How far, relatively, the largest code may be beyond the limit of a Clip: rounding of the scale."""

@@ -16,18 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import drop_unread
-from quantizer.export.passes.base import insert_before
-from quantizer.export.passes.base import smallest_normal
-from quantizer.export.passes.base import take_out
-from quantizer.qdq.graph import floats
-from quantizer.qdq.graph import is_dynamic_quantize
-from quantizer.qdq.graph import pair_before
-from quantizer.qdq.graph import scalar
-
-__all__ = ["ScaleBeforeQuantize"]
+from quantizer.export.passes.base import MatchPass, add_constant, drop_unread, insert_before, smallest_normal, take_out
+from quantizer.qdq.graph import floats, is_dynamic_quantize, pair_before, scalar
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,6 @@ from typing import Any
 
 from quantizer.export.passes.base import take_out
 
-__all__ = ["ShareQuantizers", "content"]
-
 _KINDS = ("QuantizeLinear", "DynamicQuantizeLinear", "DequantizeLinear")
 
 

@@ -12,15 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import drop_unread
+from quantizer.export.passes.base import add_constant, drop_unread
 from quantizer.numerics import torch_operators as ops
-from quantizer.numerics.qtype import QTYPES
-from quantizer.numerics.qtype import QType
-from quantizer.qdq.graph import block_size
-from quantizer.qdq.graph import floats
-
-__all__ = ["StoreWeights"]
+from quantizer.numerics.qtype import QTYPES, QType
+from quantizer.qdq.graph import block_size, floats
 
 
 class StoreWeights:

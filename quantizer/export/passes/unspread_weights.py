@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantizer.export.passes.base import MatchPass
-from quantizer.qdq.graph import attribute
-from quantizer.qdq.graph import is_dequantize
-
-__all__ = ["UnspreadWeights"]
+from quantizer.qdq.graph import attribute, is_dequantize
 
 _MATRIX = 2  # axes
 

@@ -13,8 +13,6 @@ import numpy as np
 
 from quantizer.qdq.graph import is_dequantize
 
-__all__ = ["WeightsAsRead"]
-
 
 class WeightsAsRead:
     """``DQ(w [N, K], axis 0) -> Transpose -> MatMul`` becomes ``DQ(w' [K, N], axis 1) -> MatMul``.

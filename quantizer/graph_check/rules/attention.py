@@ -9,10 +9,7 @@ from quantizer.graph_check.rule import rules
 from quantizer.graph_check.subject import Subject
 from quantizer.numerics.qtype import FP8
 from quantizer.qdq.attention import Attention
-from quantizer.qdq.graph import name_of
-from quantizer.qdq.graph import shape
-
-__all__ = ["attention_operator", "attention_size", "half_attention"]
+from quantizer.qdq.graph import name_of, shape
 
 
 @rules.add("half-attention")

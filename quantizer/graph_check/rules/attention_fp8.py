@@ -7,12 +7,8 @@ from collections.abc import Iterator
 from quantizer.graph_check.finding import Fault
 from quantizer.graph_check.rule import rules
 from quantizer.graph_check.subject import Subject
-from quantizer.numerics.qtype import FP8
-from quantizer.numerics.qtype import INT8
-from quantizer.qdq.graph import constant
-from quantizer.qdq.graph import name_of
-
-__all__ = ["fp8_attention", "int8_with_fp8_attention"]
+from quantizer.numerics.qtype import FP8, INT8
+from quantizer.qdq.graph import constant, name_of
 
 _SCALE = 1 / FP8.qmax
 _HALF_STEP = 2**-8

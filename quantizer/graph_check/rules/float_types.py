@@ -11,16 +11,8 @@ from quantizer.graph_check.rules.operators import is_quantized_operator
 from quantizer.graph_check.rules.opset import opset_format
 from quantizer.graph_check.subject import Subject
 from quantizer.qdq.element_types import type_groups
-from quantizer.qdq.graph import HALVES
-from quantizer.qdq.graph import WIDTHS
-from quantizer.qdq.graph import element
-from quantizer.qdq.graph import is_dequantize
-from quantizer.qdq.graph import is_quantize
-from quantizer.qdq.graph import maker
-from quantizer.qdq.graph import name_of
+from quantizer.qdq.graph import HALVES, WIDTHS, element, is_dequantize, is_quantize, maker, name_of
 from quantizer.qdq.operand import Operand
-
-__all__ = ["element_type", "float32_rest", "mixed_types"]
 
 _OF_ANY_TYPE = frozenset({"Cast", "CastLike", "QuantizeLinear", "DequantizeLinear", "Identity", "Reshape", "Transpose"})
 

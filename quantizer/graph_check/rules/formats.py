@@ -9,14 +9,8 @@ import numpy as np
 from quantizer.graph_check.finding import Fault
 from quantizer.graph_check.rule import rules
 from quantizer.graph_check.subject import Subject
-from quantizer.numerics.qtype import INT8
-from quantizer.numerics.qtype import UINT8
-from quantizer.qdq.graph import constant
-from quantizer.qdq.graph import format_name
-from quantizer.qdq.graph import is_constant
-from quantizer.qdq.graph import name_of
-
-__all__ = ["format_taken", "saturating_weight", "signedness", "zero_point"]
+from quantizer.numerics.qtype import INT8, UINT8
+from quantizer.qdq.graph import constant, format_name, is_constant, name_of
 
 
 @rules.add("zero-point")

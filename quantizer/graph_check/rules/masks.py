@@ -11,12 +11,8 @@ from quantizer.graph_check.finding import Fault
 from quantizer.graph_check.rule import rules
 from quantizer.graph_check.subject import Subject
 from quantizer.numerics.float16 import FLOAT16_MASK
-from quantizer.qdq.graph import constant
-from quantizer.qdq.graph import name_of
-from quantizer.qdq.graph import readers
+from quantizer.qdq.graph import constant, name_of, readers
 from quantizer.qdq.masks import masks_only
-
-__all__ = ["mask_range"]
 
 
 @rules.add("mask-range")

@@ -8,11 +8,7 @@ from typing import Any
 from quantizer.graph_check.finding import Fault
 from quantizer.graph_check.rule import rules
 from quantizer.graph_check.subject import Subject
-from quantizer.qdq.graph import is_dequantize
-from quantizer.qdq.graph import is_quantize
-from quantizer.qdq.graph import name_of
-
-__all__ = ["foreign_operator", "is_quantized_operator"]
+from quantizer.qdq.graph import is_dequantize, is_quantize, name_of
 
 _ONNX = ("", "ai.onnx")
 _WORDS = ("QLinear", "Integer", "Quantize", "QGemm", "QAttention")

@@ -8,16 +8,8 @@ from typing import Any
 from quantizer.graph_check.finding import Fault
 from quantizer.graph_check.rule import rules
 from quantizer.graph_check.subject import Subject
-from quantizer.numerics.qtype import FP8
-from quantizer.numerics.qtype import INT4
-from quantizer.numerics.qtype import QTYPES
-from quantizer.qdq.graph import HALVES
-from quantizer.qdq.graph import attribute
-from quantizer.qdq.graph import element
-from quantizer.qdq.graph import format_name
-from quantizer.qdq.graph import name_of
-
-__all__ = ["opset_format", "opset_range"]
+from quantizer.numerics.qtype import FP8, INT4, QTYPES
+from quantizer.qdq.graph import HALVES, attribute, element, format_name, name_of
 
 _HALF_SCALES, _BLOCKS = FP8.onnx_opset, INT4.onnx_opset
 

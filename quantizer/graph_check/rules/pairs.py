@@ -11,13 +11,7 @@ from quantizer.graph_check.finding import Fault
 from quantizer.graph_check.rule import rules
 from quantizer.graph_check.rules.operators import is_quantized_operator
 from quantizer.graph_check.subject import Subject
-from quantizer.qdq.graph import constant
-from quantizer.qdq.graph import is_dequantize
-from quantizer.qdq.graph import name_of
-from quantizer.qdq.graph import paired
-from quantizer.qdq.graph import readers
-
-__all__ = ["dead_quantizer", "pair_differs", "quantize_alone", "shared_input"]
+from quantizer.qdq.graph import constant, is_dequantize, name_of, paired, readers
 
 
 @rules.add("dead-quantizer")

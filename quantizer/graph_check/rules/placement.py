@@ -10,40 +10,22 @@ from quantizer.graph_check.rule import rules
 from quantizer.graph_check.subject import Subject
 from quantizer.numerics.qtype import INT4
 from quantizer.qdq.attention import mask_adds
-from quantizer.qdq.flat_products import scales_by_negatives
-from quantizer.qdq.flat_products import scales_flat_product
-from quantizer.qdq.gathered_axes import gathers_axis
-from quantizer.qdq.gathered_axes import gathers_zero_points
-from quantizer.qdq.gathered_axes import joins_before
-from quantizer.qdq.graph import attribute
-from quantizer.qdq.graph import is_constant
-from quantizer.qdq.graph import is_dequantize
-from quantizer.qdq.graph import is_quantize
-from quantizer.qdq.graph import maker
-from quantizer.qdq.graph import name_of
-from quantizer.qdq.graph import steps_type
-from quantizer.qdq.graph import varying_inputs
-from quantizer.qdq.misread_factors import is_read_both_ways
-from quantizer.qdq.misread_factors import misplaces_numbers
-from quantizer.qdq.operand import PRODUCTS
-from quantizer.qdq.operand import Operand
-from quantizer.qdq.reductions import BY_NUMBER
-from quantizer.qdq.reductions import misreads_channels
-from quantizer.qdq.reductions import misreads_channels_before
-from quantizer.qdq.shared_products import is_shared_product
-from quantizer.qdq.shared_products import sized_biases
-
-__all__ = [
-    "fused_product",
-    "fused_reduction",
-    "gathered_axis",
-    "gemm_bias",
-    "half_site",
-    "quantized_bias",
-    "quantized_mask",
-    "shared_product",
-    "site_kind",
-]
+from quantizer.qdq.flat_products import scales_by_negatives, scales_flat_product
+from quantizer.qdq.gathered_axes import gathers_axis, gathers_zero_points, joins_before
+from quantizer.qdq.graph import (
+    attribute,
+    is_constant,
+    is_dequantize,
+    is_quantize,
+    maker,
+    name_of,
+    steps_type,
+    varying_inputs,
+)
+from quantizer.qdq.misread_factors import is_read_both_ways, misplaces_numbers
+from quantizer.qdq.operand import PRODUCTS, Operand
+from quantizer.qdq.reductions import BY_NUMBER, misreads_channels, misreads_channels_before
+from quantizer.qdq.shared_products import is_shared_product, sized_biases
 
 
 @rules.add("half-site")

@@ -8,15 +8,8 @@ from typing import Any
 from quantizer.graph_check.finding import Fault
 from quantizer.graph_check.rule import rules
 from quantizer.graph_check.subject import Subject
-from quantizer.qdq.graph import is_constant
-from quantizer.qdq.graph import is_dequantize
-from quantizer.qdq.graph import name_of
-from quantizer.qdq.graph import readers
-from quantizer.qdq.operand import MOVES
-from quantizer.qdq.operand import PRODUCTS
-from quantizer.qdq.operand import Operand
-
-__all__ = ["cast_between", "float_reader", "moved_operand", "scaled_operand"]
+from quantizer.qdq.graph import is_constant, is_dequantize, name_of, readers
+from quantizer.qdq.operand import MOVES, PRODUCTS, Operand
 
 _STEPS = (
     *PRODUCTS,

@@ -9,14 +9,8 @@ from quantizer.graph_check.finding import Fault
 from quantizer.graph_check.rule import rules
 from quantizer.graph_check.subject import Subject
 from quantizer.qdq.attention import mask_adds
-from quantizer.qdq.graph import is_constant
-from quantizer.qdq.graph import is_dequantize
-from quantizer.qdq.graph import is_quantize
-from quantizer.qdq.graph import maker
-from quantizer.qdq.graph import name_of
+from quantizer.qdq.graph import is_constant, is_dequantize, is_quantize, maker, name_of
 from quantizer.qdq.operand import PRODUCTS
-
-__all__ = ["residual_side"]
 
 
 @rules.add("residual-side")

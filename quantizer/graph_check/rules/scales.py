@@ -9,12 +9,7 @@ import numpy as np
 from quantizer.graph_check.finding import Fault
 from quantizer.graph_check.rule import rules
 from quantizer.graph_check.subject import Subject
-from quantizer.qdq.graph import constant
-from quantizer.qdq.graph import element
-from quantizer.qdq.graph import is_constant
-from quantizer.qdq.graph import name_of
-
-__all__ = ["dynamic_range", "scale_constant", "scale_type", "scale_value"]
+from quantizer.qdq.graph import constant, element, is_constant, name_of
 
 
 @rules.add("scale-constant")

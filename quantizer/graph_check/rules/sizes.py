@@ -8,12 +8,8 @@ from math import prod
 from quantizer.graph_check.finding import Fault
 from quantizer.graph_check.rule import rules
 from quantizer.graph_check.subject import Subject
-from quantizer.qdq.graph import attribute
-from quantizer.qdq.graph import name_of
-from quantizer.qdq.graph import shape
+from quantizer.qdq.graph import attribute, name_of, shape
 from quantizer.qdq.operand import Operand
-
-__all__ = ["matrix_vector", "small_product"]
 
 _ADVICE = "leave the product float"
 _Size = int | None

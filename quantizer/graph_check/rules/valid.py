@@ -9,8 +9,6 @@ from quantizer.graph_check.rule import rules
 from quantizer.graph_check.rules.opset import opset_format
 from quantizer.graph_check.subject import Subject
 
-__all__ = ["external_data", "onnx_checker"]
-
 
 @rules.add("onnx-checker")
 def onnx_checker(subject: Subject) -> Iterator[Fault]:

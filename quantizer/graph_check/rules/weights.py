@@ -7,13 +7,9 @@ from collections.abc import Iterator
 from quantizer.graph_check.finding import Fault
 from quantizer.graph_check.rule import rules
 from quantizer.graph_check.subject import Subject
-from quantizer.qdq.graph import attribute
-from quantizer.qdq.graph import name_of
-from quantizer.qdq.graph import shape
+from quantizer.qdq.graph import attribute, name_of, shape
 from quantizer.qdq.odd_pairs import has_odd_pairs
 from quantizer.qdq.operand import Operand
-
-__all__ = ["activation_channels", "float_weight", "odd_pairs", "turned_weight", "weight_axis"]
 
 
 def _weights(subject: Subject) -> Iterator[Operand]:

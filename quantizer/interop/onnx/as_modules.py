@@ -10,19 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import fx
-from torch import nn
+from torch import Tensor, fx, nn
 
 from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.interop.onnx.graph_module import identifier
-from quantizer.interop.onnx.operations import Add
-from quantizer.interop.onnx.operations import MatMul
-from quantizer.interop.onnx.weighted import Made
-from quantizer.interop.onnx.weighted import Weights
-from quantizer.interop.onnx.weighted import weighted_module
-
-__all__ = ["ModuleGraph", "with_modules"]
+from quantizer.interop.onnx.operations import Add, MatMul
+from quantizer.interop.onnx.weighted import Made, Weights, weighted_module
 
 aten = torch.ops.aten
 

@@ -8,16 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.engines.torch_engine.onnx_import.importer import import_graph
-from quantizer.errors import EngineError
-from quantizer.errors import TaskError
+from quantizer.errors import EngineError, TaskError
 from quantizer.interop.onnx.as_modules import with_modules
-from quantizer.interop.onnx.graph_module import OnnxModule
-from quantizer.interop.onnx.graph_module import module_of
-from quantizer.interop.onnx.read_model import fix_inputs
-from quantizer.interop.onnx.read_model import read_model
+from quantizer.interop.onnx.graph_module import OnnxModule, module_of
+from quantizer.interop.onnx.read_model import fix_inputs, read_model
 from quantizer.qdq.unreadable import unreadable_is
-
-__all__ = ["from_onnx"]
 
 
 def from_onnx(path: str | os.PathLike[str], *, fixed: Mapping[str, Any] | None = None) -> OnnxModule:

@@ -15,10 +15,7 @@ import types
 from typing import Any
 
 import torch
-from torch import fx
-from torch import nn
-
-__all__ = ["OnnxModule", "identifier", "module_of"]
+from torch import fx, nn
 
 _NO_LETTERS = re.compile(r"\W+", re.ASCII)
 

@@ -6,10 +6,7 @@ They are sites as those of any other model: their source is rewritten.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-from torch import nn
-
-__all__ = ["Add", "Lstm", "MatMul"]
+from torch import Tensor, nn
 
 
 class MatMul(nn.Module):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,9 @@ import numpy as np
 
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.optional_import import import_library
-from quantizer.errors import EngineError
-from quantizer.errors import TaskError
+from quantizer.errors import EngineError, TaskError
 from quantizer.qdq.external_data import files_of
 from quantizer.qdq.structure import structural_fault
-
-__all__ = ["read_model", "fix_inputs"]
 
 _QUANTIZED = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger")
 _QUANTIZED_STARTS = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulNBits")

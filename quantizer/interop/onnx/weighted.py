@@ -9,14 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import fx
-from torch import nn
+from torch import Tensor, fx, nn
 
 from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.interop.onnx.operations import Lstm
-
-__all__ = ["Made", "Weights", "weighted_module"]
 
 aten = torch.ops.aten
 

@@ -8,8 +8,6 @@ from torch import Tensor
 from quantizer.calibrators import PercentileCalibrator
 from quantizer.errors import CalibrationError
 
-__all__ = ["HistogramCalibrator", "MaxCalibrator", "amax_of"]
-
 _METHODS = ("percentile", "mse", "entropy")
 
 

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from quantizer.errors import CalibrationError
-from quantizer.interop.pytorch_quantization.calib import HistogramCalibrator
-from quantizer.interop.pytorch_quantization.calib import MaxCalibrator
-from quantizer.interop.pytorch_quantization.calib import amax_of
+from quantizer.interop.pytorch_quantization.calib import HistogramCalibrator, MaxCalibrator, amax_of
 from quantizer.interop.pytorch_quantization.tensor_quant import QuantDescriptor
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.qtype import INT8
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-
-__all__ = [
-    "QuantConv1d",
-    "QuantConv2d",
-    "QuantConv3d",
-    "QuantConvTranspose1d",
-    "QuantConvTranspose2d",
-    "QuantConvTranspose3d",
-    "QuantLinear",
-    "TensorQuantizer",
-]
 
 
 class TensorQuantizer(OperandQuantizer):

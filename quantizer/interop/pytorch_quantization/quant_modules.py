@@ -8,22 +8,19 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from quantizer.errors import ProxyError
-from quantizer.interop.pytorch_quantization.nn import QuantConv1d
-from quantizer.interop.pytorch_quantization.nn import QuantConv2d
-from quantizer.interop.pytorch_quantization.nn import QuantConv3d
-from quantizer.interop.pytorch_quantization.nn import QuantConvTranspose1d
-from quantizer.interop.pytorch_quantization.nn import QuantConvTranspose2d
-from quantizer.interop.pytorch_quantization.nn import QuantConvTranspose3d
-from quantizer.interop.pytorch_quantization.nn import QuantLinear
-from quantizer.interop.pytorch_quantization.nn import TensorQuantizer
-from quantizer.proxy.build import instrument
-from quantizer.proxy.build import is_proxy
-from quantizer.proxy.build import sites_of
+from quantizer.interop.pytorch_quantization.nn import (
+    QuantConv1d,
+    QuantConv2d,
+    QuantConv3d,
+    QuantConvTranspose1d,
+    QuantConvTranspose2d,
+    QuantConvTranspose3d,
+    QuantLinear,
+    TensorQuantizer,
+)
+from quantizer.proxy.build import instrument, is_proxy, sites_of
 from quantizer.proxy.eager_attention import use_eager_attention
-from quantizer.rewrite.constructor_patch import Source
-from quantizer.rewrite.constructor_patch import patched
-
-__all__ = ["deactivate", "initialize", "quantize_model"]
+from quantizer.rewrite.constructor_patch import Source, patched
 
 logger = logging.getLogger(__name__)
 

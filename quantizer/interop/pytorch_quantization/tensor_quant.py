@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from quantizer.errors import ConfigError
 from quantizer.numerics.qtype import INT8
 
-__all__ = ["QUANT_DESC_8BIT_PER_TENSOR", "QuantDescriptor"]
-
 _METHODS = ("max", "histogram")
 
 

@@ -7,31 +7,23 @@ stays with its weights when their file is split, renamed or sent elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from quantizer.config import QuantizerConfig
-from quantizer.config import quantizer_config
-from quantizer.errors import ConfigError
-from quantizer.errors import ProxyError
-from quantizer.errors import QuantizerError
+from quantizer.config import QuantizerConfig, quantizer_config
+from quantizer.errors import ConfigError, ProxyError, QuantizerError
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import sites_of
 
 if TYPE_CHECKING:
     from transformers.modeling_utils import PreTrainedModel
 
-__all__ = ["METHOD", "STATE", "SavedConfig", "read_state", "require_loaded", "require_sites"]
 
 METHOD = QuantizerConfig.quant_method
 STATE = "quantizer_state"

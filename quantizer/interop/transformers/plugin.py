@@ -8,44 +8,25 @@ integers, and ``from_pretrained`` of that folder, without a config, returns the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch import nn
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from torch import Tensor, nn
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 
-from quantizer.config import QuantizerConfig
-from quantizer.config import quantizer_config
-from quantizer.errors import ProxyError
-from quantizer.errors import QuantizerError
+from quantizer.config import QuantizerConfig, quantizer_config
+from quantizer.errors import ProxyError, QuantizerError
 from quantizer.float16.simulate import is_simulation
-from quantizer.interop.transformers.folder import METHOD
-from quantizer.interop.transformers.folder import STATE
-from quantizer.interop.transformers.folder import SavedConfig
-from quantizer.interop.transformers.folder import read_state
-from quantizer.interop.transformers.folder import require_loaded
-from quantizer.interop.transformers.folder import require_sites
-from quantizer.numerics.packing import pack_pairs
-from quantizer.numerics.packing import packed_size
-from quantizer.numerics.packing import unpack_pairs
+from quantizer.interop.transformers.folder import METHOD, STATE, SavedConfig, read_state, require_loaded, require_sites
+from quantizer.numerics.packing import pack_pairs, packed_size, unpack_pairs
 from quantizer.numerics.qtype import qtype
-from quantizer.plan.apply import add_planned_outputs
-from quantizer.plan.apply import dropped_parameters
-from quantizer.plan.apply import frozen_skeleton
-from quantizer.plan.apply import is_frozen_by
-from quantizer.plan.saved_folder import state_bytes
-from quantizer.plan.saved_folder import state_of_bytes
+from quantizer.plan.apply import add_planned_outputs, dropped_parameters, frozen_skeleton, is_frozen_by
+from quantizer.plan.saved_folder import state_bytes, state_of_bytes
 from quantizer.plan.site_plan import Plan
-from quantizer.proxy.build import instrument
-from quantizer.proxy.build import is_proxy
-from quantizer.proxy.build import sites_of
+from quantizer.proxy.build import instrument, is_proxy, sites_of
 from quantizer.proxy.eager_attention import use_eager_attention
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.quantizer import Quantizer
@@ -53,7 +34,6 @@ from quantizer.quantizer import Quantizer
 if TYPE_CHECKING:
     from transformers.modeling_utils import PreTrainedModel
 
-__all__ = ["TransformersQuantizer", "quantizer_of"]
 
 logger = logging.getLogger(__name__)
 

@@ -13,15 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from quantizer.observe.completeness.called_object import Called
-from quantizer.observe.completeness.called_object import called
-from quantizer.operations.catalogue import OPERATORS
-from quantizer.operations.catalogue import Operation
+from quantizer.observe.completeness.called_object import Called, called
+from quantizer.operations.catalogue import OPERATORS, Operation
 from quantizer.proxy.generated_classes import REWRITER
 from quantizer.proxy.place import Place
 from quantizer.rewrite.live_names import LIVE
-
-__all__ = ["Caller", "callers", "innermost_frame"]
 
 # Between a function's text and the dispatch mode, these only pass a call on.
 _HANDS_ON = (

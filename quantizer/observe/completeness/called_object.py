@@ -13,14 +13,9 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.operations.catalogue import METHODS
-from quantizer.operations.catalogue import Operation
-from quantizer.operations.catalogue import operation_of
-
-__all__ = ["Called", "called"]
+from quantizer.operations.catalogue import METHODS, Operation, operation_of
 
 _UNKNOWN = object()
 

@@ -12,32 +12,20 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import asdict
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.plain_values import decoded
-from quantizer.observe.completeness.call_site import Caller
-from quantizer.observe.completeness.call_site import callers
-from quantizer.observe.completeness.call_site import innermost_frame
-from quantizer.observe.completeness.running_modules import follow
-from quantizer.observe.completeness.running_modules import leave
-from quantizer.operations.aten_products import FUSED_KERNELS
-from quantizer.operations.aten_products import PRODUCTS
-from quantizer.operations.aten_products import RECURRENT_KERNELS
+from quantizer.observe.completeness.call_site import Caller, callers, innermost_frame
+from quantizer.observe.completeness.running_modules import follow, leave
+from quantizer.operations.aten_products import FUSED_KERNELS, PRODUCTS, RECURRENT_KERNELS
 from quantizer.proxy.build import UnrewrittenSource
-from quantizer.proxy.site import Site
-from quantizer.proxy.site import SourceCall
-
-__all__ = ["CountedProduct", "Explanations", "ProductCounter", "Reason"]
+from quantizer.proxy.site import Site, SourceCall
 
 
 class Reason(Enum):

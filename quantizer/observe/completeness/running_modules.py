@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
-from torch.nn.modules.module import register_module_forward_pre_hook
-
-__all__ = ["Follower", "follow", "leave"]
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 
 class Follower(Protocol):

@@ -11,23 +11,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.plain_values import json_values
 from quantizer.common.tensor_stamp import TensorStamp
-
-__all__ = ["RANDOM", "Computation", "Step", "named_tensors", "plain_arguments", "why_not_repeated"]
 
 RANDOM = "with random numbers"
 """Why a computation of random numbers cannot be repeated."""

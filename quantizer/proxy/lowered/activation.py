@@ -14,14 +14,9 @@ import torch
 from torch import Tensor
 
 from quantizer.numerics.byte_codes import byte_codes
-from quantizer.numerics.dynamic_range import block_scales
-from quantizer.numerics.dynamic_range import dynamic_range
-from quantizer.numerics.qtype import INT8
-from quantizer.numerics.qtype import UINT8
-from quantizer.numerics.qtype import qtype
+from quantizer.numerics.dynamic_range import block_scales, dynamic_range
+from quantizer.numerics.qtype import INT8, UINT8, qtype
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-
-__all__ = ["Activation", "Codes"]
 
 Codes = tuple[Tensor, "float | Tensor", "int | Tensor", "Tensor | None"]
 """q, s, z, and the scales of the rows [.., 1], by which the product has yet to be multiplied; None: by none."""

@@ -10,8 +10,6 @@ from typing import Any
 
 from quantizer.proxy.lowered.kernels import Window
 
-__all__ = ["CALLS", "Call"]
-
 Arguments = tuple[Any, Any, Any, Window] | None
 """The activation, the weight, the bias or None, and the window; None for a call that no kernel makes."""
 

@@ -9,18 +9,17 @@ from torch import Tensor
 
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.lowered.activation import Activation
-from quantizer.proxy.lowered.calls import CALLS
-from quantizer.proxy.lowered.calls import Call
-from quantizer.proxy.lowered.kernels import IntegerConvolution
-from quantizer.proxy.lowered.kernels import IntegerLinear
-from quantizer.proxy.lowered.kernels import IntegerMatmul
-from quantizer.proxy.lowered.kernels import Kernel
-from quantizer.proxy.lowered.kernels import ScaledMatmul
-from quantizer.proxy.lowered.kernels import TableLookup
+from quantizer.proxy.lowered.calls import CALLS, Call
+from quantizer.proxy.lowered.kernels import (
+    IntegerConvolution,
+    IntegerLinear,
+    IntegerMatmul,
+    Kernel,
+    ScaledMatmul,
+    TableLookup,
+)
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
-
-__all__ = ["FLOATS", "Lowering", "choose"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The types of values that kernels take and return; they compute in float32 what they do not compute in codes."""

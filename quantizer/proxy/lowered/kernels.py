@@ -12,8 +12,7 @@ returns is corrected afterwards, in operations that a compiler fuses. ``aten::_s
 from __future__ import annotations
 
 import copy
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +20,6 @@ from torch.nn import functional
 
 from quantizer.proxy.lowered.activation import Activation
 from quantizer.proxy.lowered.compiled_linear import integer_linear
-
-__all__ = ["IntegerConvolution", "IntegerLinear", "IntegerMatmul", "Kernel", "ScaledMatmul", "TableLookup", "Window"]
 
 Window = tuple[Any, ...]
 """Stride, padding, dilation and groups of a convolution, as its call gives them; empty for other products."""

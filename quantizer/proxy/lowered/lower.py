@@ -12,8 +12,6 @@ from quantizer.proxy.build import sites_of
 from quantizer.proxy.lowered.choose import Lowering
 from quantizer.proxy.lowered.lowered_site import LoweredSite
 
-__all__ = ["SiteKernel", "is_lowered", "kernels_of", "lower"]
-
 _MARK = "_quantizer_lowered"
 
 

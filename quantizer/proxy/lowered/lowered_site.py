@@ -6,22 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.errors import ProxyError
-from quantizer.proxy.call_numbers import count_call
-from quantizer.proxy.call_numbers import next_call
+from quantizer.proxy.call_numbers import count_call, next_call
 from quantizer.proxy.lowered.calls import CALLS
-from quantizer.proxy.lowered.choose import FLOATS
-from quantizer.proxy.lowered.choose import Lowering
-from quantizer.proxy.lowered.choose import choose
+from quantizer.proxy.lowered.choose import FLOATS, Lowering, choose
 from quantizer.proxy.lowered.kernels import Kernel
 from quantizer.proxy.lowered.stored_weight import LazyWeight
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
-
-__all__ = ["LoweredSite"]
 
 
 class LoweredSite(Site):

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.operand_quantizer import is_recorded
-
-__all__ = ["LazyWeight", "StoredWeight"]
+from quantizer.proxy.operand_quantizer import OperandQuantizer, is_recorded
 
 
 class StoredWeight(Tensor):

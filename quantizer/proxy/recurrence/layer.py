@@ -8,16 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.numerics.recurrence import steps
-from quantizer.operations.recurrent import input_product
-from quantizer.operations.recurrent import recurrent_product
+from quantizer.operations.recurrent import input_product, recurrent_product
 from quantizer.proxy.recurrence.recorded import as_operator
 from quantizer.proxy.site import Site
-
-__all__ = ["LayerWeights", "RecurrentLayer"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,6 @@ from quantizer.errors import ExportError
 from quantizer.numerics import recurrence as ops
 from quantizer.proxy.site import Site
 
-__all__ = ["RecordedLayer", "as_operator"]
-
 
 def as_operator(layer: Any, x: Tensor) -> RecordedLayer | None:
     """Return a frozen layer as an operator; None if its one step is recorded as it is.

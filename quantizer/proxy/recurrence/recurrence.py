@@ -6,21 +6,16 @@ Legend: as in ``layer.py``; D directions, which is 1 or 2. The arguments are tho
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from quantizer.numerics.recurrence import CELLS
-from quantizer.proxy.recurrence.layer import LayerWeights
-from quantizer.proxy.recurrence.layer import RecurrentLayer
+from quantizer.proxy.recurrence.layer import LayerWeights, RecurrentLayer
 from quantizer.rewrite.host_argument import RECURRENCE
-
-__all__ = ["Recurrence", "add_recurrences"]
 
 _CELLS = {nn.LSTMCell: "lstm", nn.GRUCell: "gru"}
 

@@ -17,8 +17,6 @@ from quantizer.report.record import Score
 from quantizer.report.tables import text
 from quantizer.targets import profile
 
-__all__ = ["CARD", "CardFacts", "card_text", "figure", "loading"]
-
 CARD = "README.md"
 """The name of the file, by which the hub knows a card."""
 

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantizer.report.card.model_card import CARD
-from quantizer.report.card.model_card import CardFacts
-from quantizer.report.card.model_card import card_text
-from quantizer.report.card.model_card import figure
-from quantizer.report.card.model_card import loading
+from quantizer.report.card.model_card import CARD, CardFacts, card_text, figure, loading
 from quantizer.report.json_file import write_text_atomic
-from quantizer.report.ratios import quantized_entry
-from quantizer.report.ratios import reference_entry
+from quantizer.report.ratios import quantized_entry, reference_entry
 from quantizer.report.record import RunRecord
 from quantizer.report.tables import text
 from quantizer.report.tables.headline import quantized_score
 from quantizer.report.verdict import missed_goals
-
-__all__ = ["write_run_card"]
 
 _SNIPPET = """\
 import numpy as np

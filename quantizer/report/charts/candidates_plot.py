@@ -10,15 +10,9 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantizer.report.candidate_record import Candidate
-from quantizer.report.candidate_record import EngineChoice
-from quantizer.report.charts.svg import svg_legend
-from quantizer.report.charts.svg import svg_note
-from quantizer.report.charts.svg import svg_picture
-from quantizer.report.charts.svg import svg_text
+from quantizer.report.candidate_record import Candidate, EngineChoice
+from quantizer.report.charts.svg import svg_legend, svg_note, svg_picture, svg_text
 from quantizer.report.tables import text
-
-__all__ = ["candidates_svg"]
 
 _COLOURS = {"quantized": "#2f7fd6", "float": "#c26a12"}
 """See ``pareto_plot.py``."""

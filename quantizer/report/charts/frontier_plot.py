@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import html
 
-from quantizer.report.charts.svg import svg_legend
-from quantizer.report.charts.svg import svg_note
-from quantizer.report.charts.svg import svg_picture
-from quantizer.report.charts.svg import svg_text
-from quantizer.report.placement_record import Placement
-from quantizer.report.placement_record import PlacementPoint
+from quantizer.report.charts.svg import svg_legend, svg_note, svg_picture, svg_text
+from quantizer.report.placement_record import Placement, PlacementPoint
 from quantizer.report.tables import text
-
-__all__ = ["frontier_svg"]
 
 _COLOURS = {"plan": "#2f7fd6", "taken": "#c26a12"}
 """See ``pareto_plot.py``."""

@@ -9,22 +9,13 @@ from __future__ import annotations
 import html
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quantizer.report.charts.svg import svg_legend
-from quantizer.report.charts.svg import svg_note
-from quantizer.report.charts.svg import svg_picture
-from quantizer.report.charts.svg import svg_text
+from quantizer.report.charts.svg import svg_legend, svg_note, svg_picture, svg_text
 from quantizer.report.tables.measure_labels import error_words
-from quantizer.report.tables.ranking import RankedRow
-from quantizer.report.tables.ranking import blocks_in_order
-from quantizer.report.tables.text import MISSING
-from quantizer.report.tables.text import error
-from quantizer.report.tables.text import shorten
-
-__all__ = ["sensitivity_heatmap"]
+from quantizer.report.tables.ranking import RankedRow, blocks_in_order
+from quantizer.report.tables.text import MISSING, error, shorten
 
 _HUE = "#d55e00"
 _FAINT, _FULL = 0.06, 0.8

@@ -6,15 +6,9 @@ import html
 import math
 from collections.abc import Iterator
 
-from quantizer.report.charts.svg import svg_picture
-from quantizer.report.charts.svg import svg_text
-from quantizer.report.record import Histogram
-from quantizer.report.record import RangeCandidate
-from quantizer.report.tables.text import decibels
-from quantizer.report.tables.text import percent
-from quantizer.report.tables.text import significant
-
-__all__ = ["histogram_figure", "histogram_svg"]
+from quantizer.report.charts.svg import svg_picture, svg_text
+from quantizer.report.site_record import Histogram, RangeCandidate
+from quantizer.report.tables.text import decibels, percent, significant
 
 # Both colours have a contrast of at least 3:1 to white and to near-black pages (WCAG 1.4.11), and differ for the common
 # forms of colour blindness.

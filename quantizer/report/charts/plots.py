@@ -5,17 +5,10 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from quantizer.report.charts.svg import svg_legend
-from quantizer.report.charts.svg import svg_note
-from quantizer.report.charts.svg import svg_picture
-from quantizer.report.charts.svg import svg_text
+from quantizer.report.charts.svg import svg_legend, svg_note, svg_picture, svg_text
 from quantizer.report.tables.measure_labels import error_words
-from quantizer.report.tables.ranking import RankedRow
-from quantizer.report.tables.ranking import blocks_in_order
-from quantizer.report.tables.text import error
-from quantizer.report.tables.text import shorten
-
-__all__ = ["sensitivity_bars"]
+from quantizer.report.tables.ranking import RankedRow, blocks_in_order
+from quantizer.report.tables.text import error, shorten
 
 # Each has a contrast of at least 3:1 to white and to near-black pages (WCAG 1.4.11), and they differ for the common
 # forms of colour blindness; a wide picture also writes the kind beside each bar.

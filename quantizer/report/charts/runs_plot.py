@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from quantizer.report.charts.svg import svg_legend
-from quantizer.report.charts.svg import svg_note
-from quantizer.report.charts.svg import svg_picture
-from quantizer.report.charts.svg import svg_text
+from quantizer.report.charts.svg import svg_legend, svg_note, svg_picture, svg_text
 from quantizer.report.tables import text
-
-__all__ = ["RunPoint", "runs_svg"]
 
 _FRONT, _FLOAT = "#2f7fd6", "#c26a12"
 """See ``pareto_plot.py``."""

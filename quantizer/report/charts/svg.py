@@ -9,8 +9,6 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-__all__ = ["svg_legend", "svg_note", "svg_picture", "svg_text"]
-
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
 _LEGEND_ROW = 20
 

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from quantizer.report.charts.svg import svg_legend
-from quantizer.report.charts.svg import svg_note
-from quantizer.report.charts.svg import svg_picture
-from quantizer.report.charts.svg import svg_text
-from quantizer.report.record import TrainingRun
-from quantizer.report.tables.text import counted
-from quantizer.report.tables.text import plain
-
-__all__ = ["loss_svg", "score_svg", "training_caption"]
+from quantizer.report.charts.svg import svg_legend, svg_note, svg_picture, svg_text
+from quantizer.report.tables.text import counted, plain
+from quantizer.report.training_record import TrainingRun
 
 # All colours have a contrast of at least 3:1 to white and to near-black pages (WCAG 1.4.11), and differ for the common
 # forms of colour blindness.

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
-from quantizer.report.compare.resamples import Resamples
-from quantizer.report.compare.resamples import read_resamples
+from quantizer.report.compare.resamples import Resamples, read_resamples
 from quantizer.report.compare.run_folders import run_folders
 from quantizer.report.json_file import read_record
 from quantizer.report.output_record import worst_output
 from quantizer.report.ratios import quantized_entry
-from quantizer.report.record import LatencyEntry
-from quantizer.report.record import RunRecord
-from quantizer.report.record import Score
-from quantizer.report.record import SizeEntry
+from quantizer.report.record import LatencyEntry, RunRecord, Score, SizeEntry
 from quantizer.report.tables.headline import quantized_score
 from quantizer.report.tables.spread import noise_sentence
 from quantizer.report.verdict import verdict_of
-
-__all__ = ["ComparedRun", "failed_run", "read_run", "read_runs"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,7 @@ Two scores are compared only if they are of the same rows and metric; their inte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -16,8 +15,6 @@ import numpy as np
 from quantizer.report.compare.compared_run import ComparedRun
 from quantizer.report.tables import text
 from quantizer.tasks.metrics import paired_interval
-
-__all__ = ["Comparison", "Pair", "compare", "pair"]
 
 
 @dataclass(frozen=True, kw_only=True)

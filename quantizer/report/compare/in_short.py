@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from quantizer.report.charts.runs_plot import RunPoint
-from quantizer.report.charts.runs_plot import runs_svg
+from quantizer.report.charts.runs_plot import RunPoint, runs_svg
 from quantizer.report.compare.compared_run import ComparedRun
 from quantizer.report.compare.comparison import Comparison
-from quantizer.report.compare.tables import decibels_or_equal
-from quantizer.report.compare.tables import in_order
+from quantizer.report.compare.tables import decibels_or_equal, in_order
 from quantizer.report.tables import text
-
-__all__ = ["comparison_sentence", "comparison_svg"]
 
 
 def comparison_sentence(comparison: Comparison) -> str:

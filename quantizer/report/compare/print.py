@@ -12,12 +12,8 @@ from rich.text import Text
 from quantizer.report.compare.compared_run import ComparedRun
 from quantizer.report.compare.comparison import Comparison
 from quantizer.report.compare.short_names import short_names
-from quantizer.report.compare.tables import decibels_or_equal
-from quantizer.report.compare.tables import in_order
-from quantizer.report.compare.tables import setting
+from quantizer.report.compare.tables import decibels_or_equal, in_order, setting
 from quantizer.report.tables import text
-
-__all__ = ["print_comparison"]
 
 _MOST_KEYS = 4
 """So many settings are written beside each run; where more differ, the page has them."""

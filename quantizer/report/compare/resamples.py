@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from quantizer.common.paths import regular_file
-from quantizer.common.plain_values import decoded
-from quantizer.common.plain_values import json_values
+from quantizer.common.plain_values import decoded, json_values
 from quantizer.errors import QuantizerError
 from quantizer.files import whole_file
-
-__all__ = ["RESAMPLES", "Resamples", "read_resamples", "write_resamples"]
 
 RESAMPLES = "resamples.json"
 

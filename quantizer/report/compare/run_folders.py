@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantizer.common.paths import is_file
-from quantizer.common.paths import is_folder
-
-__all__ = ["run_folders"]
+from quantizer.common.paths import is_file, is_folder
 
 
 def run_folders(folder: Path) -> list[Path]:

@@ -7,8 +7,6 @@ from itertools import takewhile
 
 from quantizer.report.tables import text
 
-__all__ = ["short_names"]
-
 _BOUNDS = ",/"
 """What separates the parts of a name: values in that of a sweep's run, folders in a path."""
 

@@ -5,21 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from quantizer.report.compare.compared_run import ComparedRun
-from quantizer.report.compare.comparison import Comparison
-from quantizer.report.compare.comparison import Pair
+from quantizer.report.compare.comparison import Comparison, Pair
 from quantizer.report.tables import text
-from quantizer.report.tables.tables import Column
-from quantizer.report.tables.tables import html_table
-from quantizer.report.verdict import NOT
-from quantizer.report.verdict import USABLE
-
-__all__ = ["csv_text", "decibels_or_equal", "in_order", "pairs_html", "runs_html", "settings_html", "setting"]
+from quantizer.report.tables.tables import Column, html_table
+from quantizer.report.verdict import NOT, USABLE
 
 
 def runs_html(comparison: Comparison, links: Mapping[str, str], *, style: bool = False) -> str:

@@ -8,18 +8,12 @@ from typing import Any
 from urllib.parse import quote
 
 from quantizer.report.compare.comparison import Comparison
-from quantizer.report.compare.in_short import comparison_sentence
-from quantizer.report.compare.in_short import comparison_svg
-from quantizer.report.compare.tables import csv_text
-from quantizer.report.compare.tables import pairs_html
-from quantizer.report.compare.tables import runs_html
-from quantizer.report.compare.tables import settings_html
+from quantizer.report.compare.in_short import comparison_sentence, comparison_svg
+from quantizer.report.compare.tables import csv_text, pairs_html, runs_html, settings_html
 from quantizer.report.json_file import write_text_atomic
 from quantizer.report.page.html import render
 from quantizer.report.tables import text
 from quantizer.report.verdict import THRESHOLDS
-
-__all__ = ["html_from_comparison", "write_comparison"]
 
 
 def write_comparison(comparison: Comparison, page: Path | None, table: Path | None, title: str) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 import sys
 
-__all__ = ["GLOSSARY", "glossary_page", "words_in"]
-
 GLOSSARY = {
     "amax": "The largest magnitude that a range holds. What lies beyond it is clipped to it. Symmetric INT8 has steps "
     "of amax / 127.",

@@ -10,8 +10,7 @@ import base64
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantizer.errors import MissingDependencyError
 from quantizer.report.json_file import write_text_atomic
@@ -21,7 +20,6 @@ from quantizer.report.record import RunRecord
 if TYPE_CHECKING:
     import jinja2
 
-__all__ = ["html_from_record", "render", "require_html", "write_html"]
 
 _FOLDER = Path(__file__).parent
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -16,59 +15,41 @@ from quantizer.report.charts.heat_map import sensitivity_heatmap
 from quantizer.report.charts.histogram_plot import histogram_figure
 from quantizer.report.charts.pareto_plot import pareto_svg
 from quantizer.report.charts.plots import sensitivity_bars
-from quantizer.report.charts.training_plot import loss_svg
-from quantizer.report.charts.training_plot import score_svg
-from quantizer.report.charts.training_plot import training_caption
+from quantizer.report.charts.training_plot import loss_svg, score_svg, training_caption
 from quantizer.report.codec import mapping_from_record
-from quantizer.report.output_record import worst_output
+from quantizer.report.output_record import OutputDistance, worst_output
 from quantizer.report.page.glossary import GLOSSARY
-from quantizer.report.page.page_tables import cost_table
-from quantizer.report.page.page_tables import coverage_by_kind
-from quantizer.report.page.page_tables import coverage_by_reason
-from quantizer.report.page.page_tables import coverage_table
-from quantizer.report.page.page_tables import escaped_table
-from quantizer.report.page.page_tables import evaluations_table
-from quantizer.report.page.page_tables import outputs_table
-from quantizer.report.page.page_tables import ranges_table
-from quantizer.report.page.page_tables import score_table
-from quantizer.report.page.page_tables import sensitivity_table
-from quantizer.report.ratios import quantized_entry
-from quantizer.report.ratios import reference_entry
-from quantizer.report.record import Latency
-from quantizer.report.record import MemoryEntry
-from quantizer.report.record import OutputDistance
-from quantizer.report.record import RunRecord
-from quantizer.report.record import Score
-from quantizer.report.record import Site
-from quantizer.report.record import SizeEntry
-from quantizer.report.record import Stage
-from quantizer.report.shown_setting import is_from_python
-from quantizer.report.shown_setting import shown_setting
+from quantizer.report.page.page_tables import (
+    cost_table,
+    coverage_by_kind,
+    coverage_by_reason,
+    coverage_table,
+    escaped_table,
+    evaluations_table,
+    outputs_table,
+    ranges_table,
+    score_table,
+    sensitivity_table,
+)
+from quantizer.report.ratios import quantized_entry, reference_entry
+from quantizer.report.record import Latency, MemoryEntry, RunRecord, Score, SizeEntry, Stage
+from quantizer.report.shown_setting import is_from_python, shown_setting
+from quantizer.report.site_record import Site
 from quantizer.report.tables import text
 from quantizer.report.tables.cause_lines import lines_of_causes
-from quantizer.report.tables.choice_table import choice_table
-from quantizer.report.tables.choice_table import missing_lines
-from quantizer.report.tables.engine_table import engine_facts
-from quantizer.report.tables.engine_table import engine_table
-from quantizer.report.tables.engine_table import layers_table
-from quantizer.report.tables.engine_table import verified_words
-from quantizer.report.tables.headline import covered_share
-from quantizer.report.tables.headline import quantized_score
-from quantizer.report.tables.headline import verdict
-from quantizer.report.tables.layer_table import group_table
-from quantizer.report.tables.layer_table import layer_table
+from quantizer.report.tables.choice_table import choice_table, missing_lines
+from quantizer.report.tables.engine_table import engine_facts, engine_table, layers_table, verified_words
+from quantizer.report.tables.headline import covered_share, quantized_score, verdict
+from quantizer.report.tables.layer_table import group_table, layer_table
 from quantizer.report.tables.measure_labels import error_words
 from quantizer.report.tables.placement_lines import placement_lines
 from quantizer.report.tables.search_table import evaluation_caption
-from quantizer.report.tables.tables import Column
-from quantizer.report.tables.tables import html_table
-from quantizer.report.verdict import THRESHOLDS
-from quantizer.report.verdict import verdict_of
+from quantizer.report.tables.tables import Column, html_table
+from quantizer.report.verdict import THRESHOLDS, verdict_of
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-__all__ = ["DiffFile", "Tile", "diff_files", "tiles", "view_from_record"]
 
 _BARS = 10
 _NAMES = {"memory_gib": "memory, GiB", "instructions": "INT8 instructions"}

@@ -6,23 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from quantizer.reasons import counted
-from quantizer.report.record import Fallback
-from quantizer.report.record import Operand
-from quantizer.report.record import RunRecord
-from quantizer.report.record import SensitivityRow
-from quantizer.report.record import Site
-from quantizer.report.record import UnquantizedProduct
+from quantizer.report.record import Fallback, RunRecord, SensitivityRow
+from quantizer.report.site_record import Operand, Site, UnquantizedProduct
 from quantizer.report.tables import text
 from quantizer.report.tables.headline import multiply_add_share
 from quantizer.report.tables.measure_labels import error_words
-from quantizer.report.tables.search_table import EVALUATION_COLUMNS
-from quantizer.report.tables.search_table import evaluation_cells
+from quantizer.report.tables.search_table import EVALUATION_COLUMNS, evaluation_cells
 from quantizer.report.tables.spread import spread_words
-from quantizer.report.tables.tables import Column
-from quantizer.report.tables.tables import html_table
-
-__all__ = ["cost_table", "coverage_by_kind", "coverage_by_reason", "coverage_table", "evaluations_table"]
-__all__ += ["escaped_table", "outputs_table", "ranges_table", "score_table", "sensitivity_table"]
+from quantizer.report.tables.tables import Column, html_table
 
 
 def score_table(record: RunRecord) -> str:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from quantizer.report.record_base import Record
 
-__all__ = ["BudgetOutcome", "EngineCheck"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCheck(Record):

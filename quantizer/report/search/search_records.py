@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quantizer.report.record import Evaluation
-from quantizer.report.record import Fallback
-from quantizer.report.record import Score
-from quantizer.report.search.budget_record import BudgetOutcome
-from quantizer.report.search.budget_record import EngineCheck
+from quantizer.report.record import Evaluation, Fallback, Score
+from quantizer.report.search.budget_record import BudgetOutcome, EngineCheck
 from quantizer.report.tables.headline import quantized_score
 from quantizer.sensitivity import Fallback as Chosen
-
-__all__ = ["budget_outcome", "fallback_reason", "fallback_record"]
 
 
 def fallback_record(

@@ -8,11 +8,8 @@ from collections.abc import Sequence
 from quantizer.report.cause_record import Cause
 from quantizer.report.placement_record import Placement
 from quantizer.report.record import RunRecord
-from quantizer.report.shown_setting import is_from_python
-from quantizer.report.shown_setting import shown_setting
+from quantizer.report.shown_setting import is_from_python, shown_setting
 from quantizer.report.tables import text
-
-__all__ = ["cause_lines", "lines_of_causes"]
 
 
 def lines_of_causes(record: RunRecord) -> list[str]:

@@ -12,10 +12,7 @@ from rich.text import Text
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.tables import text
 from quantizer.report.tables.lines import print_lines
-from quantizer.report.tables.tables import Column
-from quantizer.report.tables.tables import html_table
-
-__all__ = ["choice_table", "missing_lines", "print_choice"]
+from quantizer.report.tables.tables import Column, html_table
 
 _ROOM = 20
 """Letters of a verdict beside the times of three shapes in a terminal of 80."""

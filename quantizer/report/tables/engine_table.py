@@ -11,11 +11,7 @@ from rich.console import Console
 from quantizer.engines import Inspection
 from quantizer.report.tables import text
 from quantizer.report.tables.lines import print_lines
-from quantizer.report.tables.tables import Column
-from quantizer.report.tables.tables import html_table
-from quantizer.report.tables.tables import text_table
-
-__all__ = ["engine_facts", "engine_table", "layers_table", "print_inspection", "shares_line", "verified_words"]
+from quantizer.report.tables.tables import Column, html_table, text_table
 
 _SLOWEST = 10
 _LEAST = 0.01

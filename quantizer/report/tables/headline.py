@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quantizer.reasons import counted
-from quantizer.report.ratios import quantized_entry
-from quantizer.report.ratios import reference_entry
-from quantizer.report.ratios import reference_words
-from quantizer.report.record import RunRecord
-from quantizer.report.record import Score
-from quantizer.report.record import Site
+from quantizer.report.ratios import quantized_entry, reference_entry, reference_words
+from quantizer.report.record import RunRecord, Score
+from quantizer.report.site_record import Site
 from quantizer.report.tables import text
 from quantizer.report.tables.spread import noise_sentence
-from quantizer.report.tables.text import file_size
-from quantizer.report.tables.text import percent
-from quantizer.report.tables.text import score
-from quantizer.report.tables.text import signed
-
-__all__ = ["covered_share", "multiply_add_share", "quantized_score", "verdict"]
+from quantizer.report.tables.text import file_size, percent, score, signed
 
 # A ratio within this share of 1 counts as no change: timings vary by about as much.
 _SAME = 0.05

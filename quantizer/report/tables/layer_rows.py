@@ -6,22 +6,15 @@ is that of the whole group, in the line of each of its sites.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections import defaultdict
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.report.cause_record import Cause
 from quantizer.report.placement_record import GroupTime
 from quantizer.report.record import SensitivityRow
-from quantizer.report.site_record import Operand
-from quantizer.report.site_record import Site
-from quantizer.report.site_record import UnquantizedProduct
+from quantizer.report.site_record import Operand, Site, UnquantizedProduct
 from quantizer.report.tables.text import format_name
-
-__all__ = ["FLOAT", "GroupRow", "LayerRow", "group_rows", "layer_rows"]
 
 FLOAT = "float"
 

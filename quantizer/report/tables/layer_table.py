@@ -11,15 +11,9 @@ from typing import Any
 
 from quantizer.report.record import RunRecord
 from quantizer.report.tables import text
-from quantizer.report.tables.layer_rows import GroupRow
-from quantizer.report.tables.layer_rows import LayerRow
-from quantizer.report.tables.layer_rows import group_rows
-from quantizer.report.tables.layer_rows import layer_rows
+from quantizer.report.tables.layer_rows import GroupRow, LayerRow, group_rows, layer_rows
 from quantizer.report.tables.measure_labels import error_words
-from quantizer.report.tables.tables import Column
-from quantizer.report.tables.tables import html_table
-
-__all__ = ["Cells", "group_cells", "group_table", "layer_cells", "layer_table"]
+from quantizer.report.tables.tables import Column, html_table
 
 Cells = tuple[list[Column], list[list[Any]]]
 """Columns, and the cells of each row."""

@@ -9,10 +9,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.text import Text
 
-from quantizer.report.tables.text import shorten
-from quantizer.report.tables.text import visible
-
-__all__ = ["print_labelled", "print_lines", "wrapped"]
+from quantizer.report.tables.text import shorten, visible
 
 _LEAST = 20
 """The narrowest column that text is wrapped in; a narrower terminal breaks the lines itself."""

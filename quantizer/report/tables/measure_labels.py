@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ErrorWords", "error_words"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorWords:

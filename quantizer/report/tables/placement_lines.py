@@ -5,8 +5,6 @@ from __future__ import annotations
 from quantizer.report.placement_record import Placement
 from quantizer.report.tables import text
 
-__all__ = ["placement_lines"]
-
 
 def placement_lines(placement: Placement) -> list[str]:
     """Return what low precision wins, what the plan is predicted to take, and how a goal was met, in sentences."""

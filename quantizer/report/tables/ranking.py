@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-__all__ = ["RankedRow", "blocks_in_order"]
-
 
 class RankedRow(Protocol):
     """A group with its error."""

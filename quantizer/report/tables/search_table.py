@@ -9,8 +9,6 @@ from quantizer.report.search.budget_record import BudgetOutcome
 from quantizer.report.tables import text
 from quantizer.report.tables.tables import Column
 
-__all__ = ["EVALUATION_COLUMNS", "budget_line", "evaluation_caption", "evaluation_cells"]
-
 EVALUATION_COLUMNS = (
     Column(title="evaluation"),
     Column(title="groups put back", numeric=True),

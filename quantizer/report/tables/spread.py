@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from quantizer.report.ratios import quantized_entry
-from quantizer.report.ratios import reference_entry
-from quantizer.report.record import Latency
-from quantizer.report.record import LatencyEntry
-from quantizer.report.tables.text import milliseconds
-from quantizer.report.tables.text import percent
-
-__all__ = ["noise_sentence", "spread_words"]
+from quantizer.report.ratios import quantized_entry, reference_entry
+from quantizer.report.record import Latency, LatencyEntry
+from quantizer.report.tables.text import milliseconds, percent
 
 _NOISY = 0.15
 """The share of the median that the middle half of the times may span."""

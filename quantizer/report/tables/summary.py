@@ -14,24 +14,19 @@ from rich.text import Text
 from quantizer.errors import QuantizerError
 from quantizer.report.json_file import read_record
 from quantizer.report.output_record import worst_output
-from quantizer.report.ratios import quantized_entry
-from quantizer.report.ratios import reference_entry
+from quantizer.report.ratios import quantized_entry, reference_entry
 from quantizer.report.record import RunRecord
 from quantizer.report.shown_setting import is_from_python
 from quantizer.report.tables import text
 from quantizer.report.tables.cause_lines import lines_of_causes
 from quantizer.report.tables.choice_table import print_choice
-from quantizer.report.tables.engine_table import print_inspection
-from quantizer.report.tables.engine_table import shares_line
+from quantizer.report.tables.engine_table import print_inspection, shares_line
 from quantizer.report.tables.headline import quantized_score
-from quantizer.report.tables.lines import print_labelled
-from quantizer.report.tables.lines import print_lines
+from quantizer.report.tables.lines import print_labelled, print_lines
 from quantizer.report.tables.placement_lines import placement_lines
 from quantizer.report.tables.search_table import budget_line
 from quantizer.report.tables.spread import noise_sentence
 from quantizer.report.verdict import verdict_of
-
-__all__ = ["print_layers", "print_record", "print_summary"]
 
 
 def print_summary(folder: Path | str, console: Console) -> None:

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Callable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.console import ConsoleOptions
-from rich.console import RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from quantizer.report.tables.text import MISSING
-from quantizer.report.tables.text import plain
-from quantizer.report.tables.text import shorten
-from quantizer.report.tables.text import typeset
-from quantizer.report.tables.text import visible
-
-__all__ = ["Column", "html_table", "plain_text", "string_from_table", "text_table"]
+from quantizer.report.tables.text import MISSING, plain, shorten, typeset, visible
 
 STYLE = """<style>
 .qz-table{overflow-x:auto;max-width:100%}

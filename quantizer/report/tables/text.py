@@ -6,28 +6,6 @@ import math
 import re
 from collections.abc import Sequence
 
-__all__ = [
-    "MISSING",
-    "amount",
-    "compact",
-    "counted",
-    "count",
-    "decibels",
-    "drop",
-    "error",
-    "file_size",
-    "format_name",
-    "granularity",
-    "interval",
-    "listed",
-    "milliseconds",
-    "percent",
-    "plain",
-    "score",
-    "seconds",
-]
-__all__ += ["shape", "shorten", "significant", "signed", "times", "typeset", "visible"]
-
 MISSING = "\N{EN DASH}"
 """The text of a missing value on a page."""
 

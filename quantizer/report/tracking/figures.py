@@ -10,8 +10,6 @@ from quantizer.report.output_record import worst_output
 from quantizer.report.record import RunRecord
 from quantizer.report.tables.headline import covered_share
 
-__all__ = ["metrics_of", "parameters_of"]
-
 _MIB = 2**20
 
 

@@ -17,10 +17,7 @@ from rich.console import Console
 
 from quantizer.engines.optional_import import import_library
 from quantizer.report.record import RunRecord
-from quantizer.report.tracking.figures import metrics_of
-from quantizer.report.tracking.figures import parameters_of
-
-__all__ = ["TRACKERS", "print_tracked", "track"]
+from quantizer.report.tracking.figures import metrics_of, parameters_of
 
 _PROJECT = "quantizer"
 _ARTIFACTS = ("report.html", "config.yaml")

@@ -12,8 +12,6 @@ from quantizer.runs.pick_backend import chooses
 from quantizer.targets import AUTO
 from quantizer.tasks import tasks
 
-__all__ = ["configured_warnings"]
-
 
 def configured_warnings(config: RunConfig, rows: int) -> Iterator[str]:
     """Yield why the budget of a configuration is finer than its tuning rows can tell, a sentence each.

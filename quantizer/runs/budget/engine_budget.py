@@ -5,15 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from quantizer.engines import Engine
-from quantizer.report.record import EngineCheck
+from quantizer.report.search.budget_record import EngineCheck
 from quantizer.runs.budget.fineness import budget_warnings
-from quantizer.runs.run_context import RunContext
-from quantizer.runs.run_context import as_predictor
-from quantizer.runs.run_context import bar
+from quantizer.runs.run_context import RunContext, as_predictor, bar
 from quantizer.runs.workload.function_scorer import FunctionScorer
 from quantizer.tasks import Row
-
-__all__ = ["CHECK_BY_FUNCTION", "CHECK_ON_ROWS", "EngineBudget", "rows_searched"]
 
 CHECK_ON_ROWS, CHECK_BY_FUNCTION = "check the engine on rows that the search did not see", "check the engine"
 """The stage in which an engine is held to its budget."""

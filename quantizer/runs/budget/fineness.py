@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-__all__ = ["budget_warnings"]
-
 _CHANGED = 0.01
 """p before anything ran: an assumption, of which the message tells. The demo's INT8 changes 1.5% of the answers."""
 

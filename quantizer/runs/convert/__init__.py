@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from quantizer.common.old_paths import old_names
 from quantizer.runs.convert.data import data_source
-from quantizer.runs.convert.folder import Converted
-from quantizer.runs.convert.folder import load_converted
+from quantizer.runs.convert.folder import Converted, load_converted
 from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.convert.run import convert
 
 __all__ = ["ConversionRequest", "Converted", "convert", "data_source", "load_converted"]
-
-__getattr__ = old_names(__name__, {"Conversion": "ConversionRequest"})

@@ -5,11 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantizer.report import collect_machine
-from quantizer.report.card.model_card import CARD
-from quantizer.report.card.model_card import CardFacts
-from quantizer.report.card.model_card import card_text
-from quantizer.report.card.model_card import figure
-from quantizer.report.card.model_card import loading
+from quantizer.report.card.model_card import CARD, CardFacts, card_text, figure, loading
 from quantizer.report.json_file import write_text_atomic
 from quantizer.report.tables import text
 from quantizer.report.tables.headline import quantized_score
@@ -17,8 +13,6 @@ from quantizer.report.verdict import missed_goals
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.result import BackendResult
 from quantizer.tasks import tasks
-
-__all__ = ["write_card"]
 
 _SAMPLE = {"text": "a text", "image": "an-image.png", "audio": "a-recording.wav"}
 _SNIPPET = """\

@@ -4,47 +4,39 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from quantizer.common.progress import counted
-from quantizer.engines import Engine
-from quantizer.engines import Inspection
-from quantizer.engines import inspect_engine
+from quantizer.engines import Engine, Inspection, inspect_engine
 from quantizer.engines.candidates import Variant
 from quantizer.errors import EngineError
 from quantizer.quantizer import Quantizer
-from quantizer.report.candidate_record import Candidate
-from quantizer.report.candidate_record import EngineChoice
+from quantizer.report.candidate_record import Candidate, EngineChoice
 from quantizer.report.tables import text
-from quantizer.runs.choose_engine import FAILURES
-from quantizer.runs.choose_engine import HOPELESS
-from quantizer.runs.choose_engine import NO_FASTER
-from quantizer.runs.choose_engine import bound
-from quantizer.runs.choose_engine import candidate_line
-from quantizer.runs.choose_engine import choose
-from quantizer.runs.choose_engine import failed
-from quantizer.runs.choose_engine import named
-from quantizer.runs.choose_engine import not_built
-from quantizer.runs.choose_engine import slow_ones
-from quantizer.runs.choose_engine import timed
-from quantizer.runs.convert.engine_maker import EngineMaker
-from quantizer.runs.convert.engine_maker import Made
-from quantizer.runs.convert.folder import ENGINE
-from quantizer.runs.convert.folder import ONNX
-from quantizer.runs.convert.measure import ShapeLatency
-from quantizer.runs.convert.measure import measure_latency
+from quantizer.runs.choose_engine import (
+    FAILURES,
+    HOPELESS,
+    NO_FASTER,
+    bound,
+    candidate_line,
+    choose,
+    failed,
+    named,
+    not_built,
+    slow_ones,
+    timed,
+)
+from quantizer.runs.convert.engine_maker import EngineMaker, Made
+from quantizer.runs.convert.folder import ENGINE, ONNX
+from quantizer.runs.convert.measure import ShapeLatency, measure_latency
 from quantizer.runs.outputs.output_check import far_from_float
 from quantizer.runs.placement.rough_plan import RoughTrials
 from quantizer.runs.run_context import engine_inputs
 from quantizer.runs.scoring import Scoring
 from quantizer.tasks import Batch
-
-__all__ = ["PYTORCH", "Chooser", "Chosen"]
 
 PYTORCH = "PyTorch float"
 

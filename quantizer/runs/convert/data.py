@@ -6,22 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantizer.common.paths import is_file
-from quantizer.common.paths import is_folder
-from quantizer.errors import ConfigError
-from quantizer.errors import TaskError
-from quantizer.tasks import Row
-from quantizer.tasks import Sample
-from quantizer.tasks import Task
-from quantizer.tasks import datasets
-from quantizer.tasks import folder_holds
-from quantizer.tasks import load_rows
-from quantizer.tasks import read_images
-from quantizer.tasks import read_recordings
-from quantizer.tasks import read_texts
-from quantizer.tasks import text_files
-
-__all__ = ["CALIBRATION_ROWS", "DataSource", "Samples", "data_source", "read_calibration", "read_labelled"]
+from quantizer.common.paths import is_file, is_folder
+from quantizer.errors import ConfigError, TaskError
+from quantizer.tasks import (
+    Row,
+    Sample,
+    Task,
+    datasets,
+    folder_holds,
+    load_rows,
+    read_images,
+    read_recordings,
+    read_texts,
+    text_files,
+)
 
 CALIBRATION_ROWS = 128
 """The default number of calibration rows, if there are so many."""

@@ -2,55 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from quantizer.engines import BuildOptions
-from quantizer.engines import BuildResult
-from quantizer.engines import Engine
-from quantizer.engines import interleaved_latency
-from quantizer.engines import load_engine
-from quantizer.engines import medians
-from quantizer.engines import runs_here
+from quantizer.engines import BuildOptions, BuildResult, Engine, interleaved_latency, load_engine, medians, runs_here
 from quantizer.engines.candidates import Variant
 from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
-from quantizer.report.record import EngineCheck
+from quantizer.report.search.budget_record import EngineCheck
 from quantizer.runs.budget.engine_budget import EngineBudget
-from quantizer.runs.choose_engine import HOPELESS
-from quantizer.runs.choose_engine import require_sites
-from quantizer.runs.convert.folder import ENGINE
-from quantizer.runs.convert.folder import ONNX
+from quantizer.runs.choose_engine import HOPELESS, require_sites
+from quantizer.runs.convert.folder import ENGINE, ONNX
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.outputs.compare_outputs import References
-from quantizer.runs.outputs.output_check import OutputCheck
-from quantizer.runs.outputs.output_check import Tolerance
-from quantizer.runs.outputs.output_check import tolerance
-from quantizer.runs.outputs.right_engine import OnlySizes
-from quantizer.runs.outputs.right_engine import right_engine
+from quantizer.runs.outputs.output_check import OutputCheck, Tolerance, tolerance
+from quantizer.runs.outputs.right_engine import OnlySizes, right_engine
 from quantizer.runs.placement.place_groups import GroupPlacer
-from quantizer.runs.placement.price_groups import EngineFiles
-from quantizer.runs.placement.price_groups import TimeCache
-from quantizer.runs.placement.price_groups import Timing
+from quantizer.runs.placement.price_groups import EngineFiles, TimeCache, Timing
 from quantizer.runs.placement.rough_plan import rough_engine
-from quantizer.runs.run_context import RunContext
-from quantizer.runs.run_context import engine_inputs
+from quantizer.runs.run_context import RunContext, engine_inputs
 from quantizer.runs.saved.kept_engines import KeptEngines
-from quantizer.runs.search import measure_sensitivity
-from quantizer.runs.search import search_fallback
+from quantizer.runs.search import measure_sensitivity, search_fallback
 from quantizer.runs.task_metric import TaskMetric
 from quantizer.sensitivity.prices.group_prices import Prices
 from quantizer.targets import profile
-from quantizer.tasks import Batch
-from quantizer.tasks import Row
-
-__all__ = ["EngineMaker", "Made"]
+from quantizer.tasks import Batch, Row
 
 _AMP_BATCHES = 4
 _FEW_ROUNDS = 5

@@ -12,38 +12,22 @@ from __future__ import annotations
 import json
 import threading
 import warnings
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
-from typing import cast
+from typing import Any, cast
 
 from quantizer.common.paths import regular_file
-from quantizer.common.plain_values import decoded
-from quantizer.common.plain_values import json_values
-from quantizer.engines import Array
-from quantizer.engines import Engine
-from quantizer.engines import backend
-from quantizer.engines import load_engine
+from quantizer.common.plain_values import decoded, json_values
+from quantizer.engines import Array, Engine, backend, load_engine
 from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
 from quantizer.report import collect_machine
 from quantizer.runs.convert.parts.loaded import ConvertedParts
-from quantizer.runs.serving.generate import CACHED
-from quantizer.runs.serving.generate import empty_cache
-from quantizer.runs.serving.generate import greedy
-from quantizer.tasks import Recordings
-from quantizer.tasks import Sample
-from quantizer.tasks import load_processor
-from quantizer.tasks import read_image
-from quantizer.tasks import tasks
-from quantizer.tasks.seq2seq.parts import ENCODER
-from quantizer.tasks.seq2seq.parts import PARTS
-
-__all__ = ["CONFIG", "ENGINE", "ONNX", "Converted", "load_converted", "processor_folder", "write_json"]
+from quantizer.runs.serving.generate import CACHED, empty_cache, greedy
+from quantizer.tasks import Recordings, Sample, load_processor, read_image, tasks
+from quantizer.tasks.seq2seq.parts import ENCODER, PARTS
 
 CONFIG = "config.json"
 ENGINE = "model.engine"

@@ -6,19 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from quantizer.errors import TaskError
-from quantizer.runs.convert.request import BATCH_SIZES
-from quantizer.runs.convert.request import SEQUENCE_LENGTHS
-from quantizer.runs.convert.request import ConversionRequest
-from quantizer.runs.convert.request import Sizes
-from quantizer.runs.convert.request import convertible_tasks
+from quantizer.runs.convert.request import BATCH_SIZES, SEQUENCE_LENGTHS, ConversionRequest, Sizes, convertible_tasks
 from quantizer.runs.outputs.check_batches import check_shapes
 from quantizer.runs.written_sizes import WRITTEN_BATCH_SIZES
-from quantizer.tasks import read_checkpoint
-from quantizer.tasks import require_labels
-from quantizer.tasks import tasks
-from quantizer.tasks import text_files
-
-__all__ = ["ConversionInputs", "conversion_inputs"]
+from quantizer.tasks import read_checkpoint, require_labels, tasks, text_files
 
 _LARGEST_OUTPUT = 1 << 27
 """The most values of an output in the default sizes: half a gigabyte in float32, of which a check holds several."""

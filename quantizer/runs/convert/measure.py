@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from quantizer.engines import Engine
-from quantizer.engines import interleaved_latency
-from quantizer.engines import medians
+from quantizer.engines import Engine, interleaved_latency, medians
 from quantizer.runs.run_context import engine_inputs
-from quantizer.tasks import Batch
-from quantizer.tasks import batch_shape
-
-__all__ = ["ShapeLatency", "measure_latency"]
+from quantizer.tasks import Batch, batch_shape
 
 _SECONDS = 12.0
 _MOST_ROUNDS = 20

@@ -7,20 +7,13 @@ from pathlib import Path
 
 from quantizer.config.load import quantizer_config
 from quantizer.files import require_writable
-from quantizer.runs.convert.data import Samples
-from quantizer.runs.convert.data import read_calibration
-from quantizer.runs.convert.data import read_labelled
-from quantizer.runs.convert.inputs import ConversionInputs
-from quantizer.runs.convert.inputs import conversion_inputs
+from quantizer.runs.convert.data import Samples, read_calibration, read_labelled
+from quantizer.runs.convert.inputs import ConversionInputs, conversion_inputs
 from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.convert.stages import earlier_conversion
-from quantizer.runs.preflight.estimate import FORMS
-from quantizer.runs.preflight.estimate import calibration_passes
-from quantizer.runs.preflight.estimate import estimate
+from quantizer.runs.preflight.estimate import FORMS, calibration_passes, estimate
 from quantizer.runs.preflight.faults import Faults
 from quantizer.runs.preflight.packages import check_packages
-
-__all__ = ["ready_to_convert"]
 
 
 def ready_to_convert(asked: ConversionRequest, folder: Path) -> tuple[Samples | None, ConversionInputs, str | None]:

@@ -4,37 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC
-from datetime import datetime
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from quantizer.engines import Inspection
 from quantizer.quantizer import Quantizer
-from quantizer.report import RunRecord
-from quantizer.report import collect_machine
-from quantizer.report import collect_versions
-from quantizer.report import write_html
-from quantizer.report import write_record
+from quantizer.report import RunRecord, collect_machine, collect_versions, write_html, write_record
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.output_record import OutputDistance
-from quantizer.report.ratios import latency_entries
-from quantizer.report.ratios import size_entries
-from quantizer.report.record import Latency
-from quantizer.report.record import Score
+from quantizer.report.ratios import latency_entries, size_entries
+from quantizer.report.record import Latency, Score
 from quantizer.report.search.search_records import fallback_record
-from quantizer.runs.convert.engine_maker import EngineMaker
-from quantizer.runs.convert.engine_maker import Made
+from quantizer.runs.convert.engine_maker import EngineMaker, Made
 from quantizer.runs.convert.folder import ENGINE
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.measure import engine_file
-from quantizer.runs.plan_records import placement_record
-from quantizer.runs.plan_records import site_records
-
-__all__ = ["conversion_config", "conversion_record", "write_report"]
+from quantizer.runs.plan_records import placement_record, site_records
 
 
 def conversion_record(

@@ -3,47 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from quantizer.common.label_texts import TEMPLATE
-from quantizer.common.label_texts import label_problem
+from quantizer.common.label_texts import TEMPLATE, label_problem
 from quantizer.config import QuantizerConfig
 from quantizer.config.data_section import MOST_SECONDS
 from quantizer.config.describe import nearest
-from quantizer.config.feasibility import check_formats
-from quantizer.config.feasibility import rule_formats
+from quantizer.config.feasibility import check_formats, rule_formats
 from quantizer.config.load import quantizer_config
 from quantizer.engines import backends
-from quantizer.engines.candidates import Variant
-from quantizer.engines.candidates import cpu_candidates
-from quantizer.engines.candidates import cpu_variants
-from quantizer.errors import ConfigError
-from quantizer.errors import EngineError
-from quantizer.errors import QuantizerError
-from quantizer.files import checked_folder
-from quantizer.files import require_sole_writer
-from quantizer.files import restore_folder
+from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
+from quantizer.errors import ConfigError, EngineError, QuantizerError
+from quantizer.files import checked_folder, require_sole_writer, restore_folder
 from quantizer.runs.convert.data import DataSource
-from quantizer.targets import AUTO
-from quantizer.targets import profile
-from quantizer.targets import profiles
-from quantizer.targets.feasibility import Problem
-from quantizer.targets.feasibility import engine_problems
+from quantizer.targets import AUTO, profile, profiles
+from quantizer.targets.feasibility import Problem, engine_problems
 from quantizer.tasks import tasks
-
-__all__ = [
-    "BATCH_SIZES",
-    "CONVERSION",
-    "SEQUENCE_LENGTHS",
-    "ConversionRequest",
-    "Sizes",
-    "convertible_tasks",
-]
 
 Sizes = tuple[int, int, int]
 """Least, usual and most."""

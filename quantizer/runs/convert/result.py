@@ -4,29 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from quantizer.qdq.signature import Signature
 from quantizer.quantizer import Quantizer
-from quantizer.report import Score
-from quantizer.report import collect_versions
-from quantizer.report.search.budget_record import BudgetOutcome
-from quantizer.report.search.budget_record import EngineCheck
-from quantizer.report.search.search_records import budget_outcome
-from quantizer.report.search.search_records import fallback_reason
-from quantizer.runs.convert.folder import ENGINE
-from quantizer.runs.convert.folder import FORMAT
-from quantizer.runs.convert.folder import ONNX
-from quantizer.runs.convert.folder import processor_folder
+from quantizer.report import Score, collect_versions
+from quantizer.report.search.budget_record import BudgetOutcome, EngineCheck
+from quantizer.report.search.search_records import budget_outcome, fallback_reason
+from quantizer.runs.convert.folder import ENGINE, FORMAT, ONNX, processor_folder
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.outputs.output_check import OutputCheck
 from quantizer.runs.outputs.right_engine import OnlySizes
 from quantizer.runs.serving import ServingFiles
-
-__all__ = ["BackendResult", "QuantizationSummary", "backend_config", "quantization_facts"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,7 @@ The output folder is complete or absent: it is filled under a temporary name and
 from __future__ import annotations
 
 import tempfile
-from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -16,68 +14,41 @@ from torch import nn
 
 from quantizer.common.data.batches_of import in_several
 from quantizer.common.label_texts import label_texts
-from quantizer.engines import Engine
-from quantizer.engines import inspect_file
+from quantizer.engines import Engine, inspect_file
 from quantizer.engines.candidates import Variant
-from quantizer.files import said_complete
-from quantizer.files import write_folder
+from quantizer.files import said_complete, write_folder
 from quantizer.qdq.signature import read_signature
 from quantizer.quantizer import Quantizer
-from quantizer.report import RunRecord
-from quantizer.report import Score
-from quantizer.report import collect_machine
-from quantizer.report import collect_versions
-from quantizer.report import print_record
+from quantizer.report import RunRecord, Score, collect_machine, collect_versions, print_record
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.tables.choice_table import print_choice
 from quantizer.runs.convert.card import write_card
-from quantizer.runs.convert.choose import PYTORCH
-from quantizer.runs.convert.choose import Chooser
-from quantizer.runs.convert.data import Samples
-from quantizer.runs.convert.data import read_labelled
-from quantizer.runs.convert.engine_maker import EngineMaker
-from quantizer.runs.convert.engine_maker import Made
-from quantizer.runs.convert.folder import CONFIG
-from quantizer.runs.convert.folder import ENGINE
-from quantizer.runs.convert.folder import ONNX
-from quantizer.runs.convert.folder import processor_folder
-from quantizer.runs.convert.folder import write_json
+from quantizer.runs.convert.choose import PYTORCH, Chooser
+from quantizer.runs.convert.data import Samples, read_labelled
+from quantizer.runs.convert.engine_maker import EngineMaker, Made
+from quantizer.runs.convert.folder import CONFIG, ENGINE, ONNX, processor_folder, write_json
 from quantizer.runs.convert.inputs import ConversionInputs
-from quantizer.runs.convert.measure import ShapeLatency
-from quantizer.runs.convert.measure import measure_latency
+from quantizer.runs.convert.measure import ShapeLatency, measure_latency
 from quantizer.runs.convert.parts.run import convert_parts
 from quantizer.runs.convert.ready import ready_to_convert
-from quantizer.runs.convert.record import conversion_record
-from quantizer.runs.convert.record import write_report
-from quantizer.runs.convert.request import CONVERSION
-from quantizer.runs.convert.request import ConversionRequest
-from quantizer.runs.convert.result import BackendResult
-from quantizer.runs.convert.result import backend_config
-from quantizer.runs.convert.result import quantization_facts
+from quantizer.runs.convert.record import conversion_record, write_report
+from quantizer.runs.convert.request import CONVERSION, ConversionRequest
+from quantizer.runs.convert.result import BackendResult, backend_config, quantization_facts
 from quantizer.runs.convert.served import serving_files
 from quantizer.runs.convert.stages import conversion_outlook
-from quantizer.runs.convert.summary import print_result
-from quantizer.runs.convert.summary import print_summary
+from quantizer.runs.convert.summary import print_result, print_summary
 from quantizer.runs.measure import NOT_VERIFIED
 from quantizer.runs.outputs.check_batches import check_batches
-from quantizer.runs.outputs.compare_outputs import distances_of
-from quantizer.runs.outputs.compare_outputs import output_distances
-from quantizer.runs.preflight import check_rows
-from quantizer.runs.preflight import require_tools
+from quantizer.runs.outputs.compare_outputs import distances_of, output_distances
+from quantizer.runs.preflight import check_rows, require_tools
 from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.run_context import ResumeFiles
-from quantizer.runs.run_context import load_context
-from quantizer.runs.run_context import resume_files
+from quantizer.runs.run_context import ResumeFiles, load_context, resume_files
 from quantizer.runs.saved.kept_engines import KeptEngines
 from quantizer.runs.scoring import Scoring
 from quantizer.runs.serving import ServingFiles
 from quantizer.targets import profile
-from quantizer.tasks import batch_shape
-from quantizer.tasks import save_processor
-from quantizer.tasks import tasks
+from quantizer.tasks import batch_shape, save_processor, tasks
 from quantizer.tasks.datasets.rows import content_of
-
-__all__ = ["convert"]
 
 _RESAMPLES = 1000
 

@@ -7,19 +7,11 @@ from pathlib import Path
 
 from quantizer.engines import backend
 from quantizer.qdq.signature import Signature
-from quantizer.runs.convert.engine_maker import EngineMaker
-from quantizer.runs.convert.engine_maker import Made
-from quantizer.runs.convert.folder import ENGINE
-from quantizer.runs.convert.folder import ONNX
+from quantizer.runs.convert.engine_maker import EngineMaker, Made
+from quantizer.runs.convert.folder import ENGINE, ONNX
 from quantizer.runs.outputs.compare_outputs import Reference
-from quantizer.runs.serving import Expected
-from quantizer.runs.serving import ServedEngine
-from quantizer.runs.serving import ServingFiles
-from quantizer.runs.serving import model_name
-from quantizer.runs.serving import write_serving_files
+from quantizer.runs.serving import Expected, ServedEngine, ServingFiles, model_name, write_serving_files
 from quantizer.tasks import batch_shape
-
-__all__ = ["serving_files"]
 
 
 def serving_files(maker: EngineMaker, made: Made, folder: Path, signature: Signature) -> ServingFiles:

@@ -16,8 +16,6 @@ from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.result import BackendResult
 from quantizer.runs.outputs.output_check import OutputCheck
 
-__all__ = ["print_result", "print_summary"]
-
 
 def print_result(result: BackendResult, console: Console) -> None:
     """Print the output check and the latency of one engine."""

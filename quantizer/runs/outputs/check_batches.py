@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +11,8 @@ import torch
 from quantizer.common.data.sizes import BATCH
 from quantizer.config import RunConfig
 from quantizer.runs.workload.module_feed import ModuleFeed
-from quantizer.tasks import Batch
-from quantizer.tasks import Feed
-from quantizer.tasks import rows_at
+from quantizer.tasks import Batch, Feed, rows_at
 from quantizer.tasks.inputs import TextInputs
-
-__all__ = ["LEAST_SAMPLES", "check_batches", "check_shapes", "checked_shapes"]
 
 LEAST_SAMPLES = 32
 """How many samples are compared at each size: on a few, chance decides whether an engine looks right."""

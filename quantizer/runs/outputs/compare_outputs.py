@@ -10,17 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
-from functools import cache
-from functools import partial
-from typing import Any
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,38 +21,16 @@ import torch
 from torch import nn
 
 from quantizer.common.decoder_cache import PRESENT
-from quantizer.common.structure import fields_of
-from quantizer.common.structure import leaves
+from quantizer.common.structure import fields_of, leaves
 from quantizer.engines import Engine
 from quantizer.errors import EngineError
 from quantizer.proxy.restored_state import untouched
-from quantizer.report.output_record import ALIKE_DB
-from quantizer.report.output_record import FURTHER_DB
-from quantizer.report.output_record import OutputDistance
-from quantizer.runs.outputs.noise import float_noise
-from quantizer.runs.outputs.noise import rounds
-from quantizer.runs.outputs.output_check import OutputCheck
-from quantizer.runs.outputs.output_check import Tolerance
-from quantizer.runs.outputs.output_check import shape_words
+from quantizer.report.output_record import ALIKE_DB, FURTHER_DB, OutputDistance
+from quantizer.runs.outputs.noise import float_noise, rounds
+from quantizer.runs.outputs.output_check import OutputCheck, Tolerance, shape_words
 from quantizer.runs.run_context import as_predictor
-from quantizer.tasks import Batch
-from quantizer.tasks import batch_shape
-from quantizer.tasks import rows_at
-from quantizer.tasks.metrics import mean_cosine
-from quantizer.tasks.metrics import sqnr_db
-
-__all__ = [
-    "NOTHING_DB",
-    "Reference",
-    "References",
-    "WrongEngineError",
-    "check_engine",
-    "distances_of",
-    "is_cache",
-    "output_distances",
-    "reference_outputs",
-    "token_outputs",
-]
+from quantizer.tasks import Batch, batch_shape, rows_at
+from quantizer.tasks.metrics import mean_cosine, sqnr_db
 
 NOTHING_DB = -1000.0
 """The SQNR against an output of zeros: lower than any other, and a number that JSON can represent."""

@@ -13,12 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.proxy.site import Site
-
-__all__ = ["float_noise", "rounds"]
 
 _SUM = 1e-6
 """Relative error of a sum of some hundred products in float32."""

@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantizer.report.output_record import ALIKE_DB
-from quantizer.report.output_record import FURTHER_DB
-from quantizer.report.output_record import is_no_further
-
-__all__ = ["OutputCheck", "Tolerance", "far_from_float", "shape_words", "tolerance"]
+from quantizer.report.output_record import ALIKE_DB, FURTHER_DB, is_no_further
 
 HALF_DB = 30.0
 """Float16 has 11 bits: 66 dB for one rounding, and a network has hundreds."""

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch import nn
 
-from quantizer.engines import BuildResult
-from quantizer.engines import Engine
+from quantizer.engines import BuildResult, Engine
 from quantizer.engines.base import MOST_COPIED_BYTES
 from quantizer.errors import EngineError
-from quantizer.runs.outputs.compare_outputs import References
-from quantizer.runs.outputs.compare_outputs import WrongEngineError
-from quantizer.runs.outputs.compare_outputs import check_engine
-from quantizer.runs.outputs.output_check import OutputCheck
-from quantizer.runs.outputs.output_check import Tolerance
+from quantizer.runs.outputs.compare_outputs import References, WrongEngineError, check_engine
+from quantizer.runs.outputs.output_check import OutputCheck, Tolerance
 from quantizer.runs.run_context import engine_inputs
 from quantizer.targets import profile
 from quantizer.tasks import Batch
-
-__all__ = ["OnlySizes", "RightEngine", "refusal", "right_engine", "takes"]
 
 OnlySizes: TypeAlias = tuple[Mapping[str, int], ...]
 """Sizes of dynamic dimensions by name, each with a model of its own; see ``BuildOptions.only_sizes``."""

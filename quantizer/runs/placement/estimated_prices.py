@@ -11,11 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from quantizer.engines.dimensions import input_dimensions
-from quantizer.engines.dimensions import shape_words
-from quantizer.engines.estimate import DEFAULT
-from quantizer.engines.estimate import estimated_inspection
-from quantizer.engines.estimate import gpu_of
+from quantizer.engines.dimensions import input_dimensions, shape_words
+from quantizer.engines.estimate import DEFAULT, estimated_inspection, gpu_of
 from quantizer.engines.inspection.place_times import place_times
 from quantizer.engines.inspection.product_names import product_names
 from quantizer.files import scratch
@@ -23,10 +20,7 @@ from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import sites_of
 from quantizer.quantizer import Quantizer
 from quantizer.runs.placement.exported_pair import exported_pair
-from quantizer.sensitivity.prices.group_prices import Prices
-from quantizer.sensitivity.prices.group_prices import prices_from_places
-
-__all__ = ["estimated_prices", "prices_of_files"]
+from quantizer.sensitivity.prices.group_prices import Prices, prices_from_places
 
 
 def estimated_prices(

@@ -13,8 +13,6 @@ from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
 from quantizer.runs.placement.price_groups import EngineFiles
 
-__all__ = ["exported_pair"]
-
 
 def exported_pair(
     quantizer: Quantizer, model: nn.Module, example: Any, folder: Path

@@ -11,8 +11,6 @@ from typing import Any
 from quantizer.engines.inspection.onnx_graph import read_graph
 from quantizer.engines.optional_import import import_library
 
-__all__ = ["structure_digest"]
-
 _SMALL = 64
 """Whole numbers up to so many are axes and shapes, whose values count."""
 

@@ -16,11 +16,8 @@ from quantizer.files import scratch
 from quantizer.quantizer import Quantizer
 from quantizer.runs.placement.exported_pair import exported_pair
 from quantizer.runs.placement.place_groups import GroupPlacer
-from quantizer.runs.placement.price_groups import TimeCache
-from quantizer.runs.placement.price_groups import Timing
+from quantizer.runs.placement.price_groups import TimeCache, Timing
 from quantizer.sensitivity.prices.group_prices import Prices
-
-__all__ = ["measured_prices"]
 
 
 def measured_prices(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,8 @@ from torch import nn
 from quantizer.common.data.sizes import DataSizes
 from quantizer.quantizer import Quantizer
 from quantizer.report.tables.text import counted
-from quantizer.runs.placement.price_groups import EngineFiles
-from quantizer.runs.placement.price_groups import TimeCache
-from quantizer.runs.placement.price_groups import Timing
-from quantizer.runs.placement.price_groups import is_faster
-from quantizer.runs.placement.price_groups import price_groups
+from quantizer.runs.placement.price_groups import EngineFiles, TimeCache, Timing, is_faster, price_groups
 from quantizer.sensitivity.prices.group_prices import Prices
-
-__all__ = ["GroupPlacer"]
 
 _WORTH_A_TRIAL = 1.01
 """The gain that the prices of the slower groups have to promise, half of what it has to be when it is measured."""

@@ -5,28 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Mapping
-from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from torch import nn
 
 from quantizer.common.paths import regular_file
-from quantizer.common.plain_values import decoded
-from quantizer.common.plain_values import json_values
-from quantizer.engines import Engine
-from quantizer.engines import inspect_engine
-from quantizer.engines import interleaved_latency
-from quantizer.engines import load_engine
-from quantizer.engines import medians
-from quantizer.engines.dimensions import input_dimensions
-from quantizer.engines.dimensions import shape_words
+from quantizer.common.plain_values import decoded, json_values
+from quantizer.engines import Engine, inspect_engine, interleaved_latency, load_engine, medians
+from quantizer.engines.dimensions import input_dimensions, shape_words
 from quantizer.engines.inspection.place_times import place_times
 from quantizer.engines.inspection.product_names import product_names
 from quantizer.engines.measure.dummy_inputs import working_inputs
@@ -34,13 +23,9 @@ from quantizer.errors import EngineError
 from quantizer.files import whole_file
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import sites_of
-from quantizer.report import collect_machine
-from quantizer.report import collect_versions
+from quantizer.report import collect_machine, collect_versions
 from quantizer.runs.placement.graph_structure import structure_digest
-from quantizer.sensitivity.prices.group_prices import Prices
-from quantizer.sensitivity.prices.group_prices import prices_from_places
-
-__all__ = ["EngineFiles", "TimeCache", "Timing", "is_faster", "price_groups"]
+from quantizer.sensitivity.prices.group_prices import Prices, prices_from_places
 
 _ROUNDS, _SECONDS = 15, 20.0
 _RUNS, _FEWEST_RUNS, _RUNS_S = 10, 3, 10.0

@@ -8,10 +8,7 @@ kernels for them. A backend whose plans are those of another one needs no trial:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,23 +18,17 @@ from typing import Any
 
 from torch import nn
 
-from quantizer.calibration.settings import keeps_batches
-from quantizer.calibration.settings import replays_batches
+from quantizer.calibration.settings import keeps_batches, replays_batches
 from quantizer.common.data.sizes import DataSizes
 from quantizer.config import QuantizerConfig
-from quantizer.engines import Engine
-from quantizer.engines import interleaved_latency
-from quantizer.engines import medians
+from quantizer.engines import Engine, interleaved_latency, medians
 from quantizer.engines.candidates import Variant
 from quantizer.quantizer import Quantizer
 from quantizer.report.tables import text
-from quantizer.runs.choose_engine import FAILURES
-from quantizer.runs.choose_engine import HOPELESS
+from quantizer.runs.choose_engine import FAILURES, HOPELESS
 from quantizer.runs.run_context import engine_inputs
 from quantizer.targets import profile
 from quantizer.tasks import Batch
-
-__all__ = ["RoughTrials", "least_ratio", "rough_engine", "rough_quantizer", "too_slow"]
 
 _FAR = 1.5
 """The least ratio for a backend of which a rough plan tells less."""

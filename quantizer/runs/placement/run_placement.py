@@ -8,11 +8,10 @@ from pathlib import Path
 from torch import nn
 
 from quantizer.config import RunConfig
-from quantizer.engines.estimate import DEFAULT
-from quantizer.engines.estimate import least
+from quantizer.engines.estimate import DEFAULT, least
 from quantizer.quantizer import Quantizer
 from quantizer.report.placement_record import Placement
-from quantizer.runs.measure import build_options
+from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM, build_options
 from quantizer.runs.placement.estimated_prices import prices_of_files
 from quantizer.runs.placement.place_groups import GroupPlacer
 from quantizer.runs.placement.price_groups import TimeCache
@@ -20,12 +19,8 @@ from quantizer.runs.placement.speed_goal import SpeedGoal
 from quantizer.runs.plan_records import placement_record
 from quantizer.runs.ranks.first_rank import from_first_rank
 from quantizer.runs.run_context import RunContext
-from quantizer.runs.run_engines import FLOAT_STEM
-from quantizer.runs.run_engines import QUANTIZED_STEM
 from quantizer.runs.run_engines import RunEngines
 from quantizer.sensitivity.prices.group_prices import Prices
-
-__all__ = ["RunPlacement"]
 
 
 class RunPlacement:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from quantizer.report.placement_record import Placement
-from quantizer.report.placement_record import SpeedCheck
+from quantizer.report.placement_record import Placement, SpeedCheck
+from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.run_engines import FLOAT_STEM
-from quantizer.runs.run_engines import QUANTIZED_STEM
 from quantizer.runs.run_engines import RunEngines
-
-__all__ = ["SpeedGoal", "missed_speed"]
 
 _CHECKS = 3
 """How often an engine is built for one goal."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from quantizer.runs.preflight.rows_and_tools import check_rows
-from quantizer.runs.preflight.rows_and_tools import require_tools
+from quantizer.runs.preflight.rows_and_tools import check_rows, require_tools
 
 __all__ = ["check_rows", "require_tools"]

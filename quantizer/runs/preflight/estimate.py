@@ -7,25 +7,17 @@ known before it, such as the builds of engines and their timing.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from quantizer.config import RunConfig
 from quantizer.errors import QuantizerError
 from quantizer.report import Stage
 from quantizer.runs.progress.outlook import rounded_time
-from quantizer.tasks import Pair
-from quantizer.tasks import Row
-from quantizer.tasks import Sample
-from quantizer.tasks import Text
-from quantizer.tasks import resolve_source
-
-__all__ = ["FORMS", "calibration_passes", "estimate", "row_passes", "run_estimate"]
+from quantizer.tasks import Pair, Row, Sample, Text, resolve_source
 
 _TOKENS_PER_WORD = 1.4
 FORMS = 3

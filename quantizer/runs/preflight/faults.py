@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from importlib.util import find_spec
-from typing import Any
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from quantizer.errors import ConfigError
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import QuantizerError
-from quantizer.errors import install_command
-
-__all__ = ["Faults", "Looks", "require_package"]
+from quantizer.errors import ConfigError, MissingDependencyError, QuantizerError, install_command
 
 T = TypeVar("T")
 

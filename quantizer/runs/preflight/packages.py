@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from quantizer.runs.preflight.faults import Faults
-from quantizer.runs.preflight.faults import require_package
+from quantizer.runs.preflight.faults import Faults, require_package
 from quantizer.tasks import tasks
-
-__all__ = ["check_export_packages", "check_packages"]
 
 _EXPORT = ("onnx", "onnxscript", "onnx_ir")
 

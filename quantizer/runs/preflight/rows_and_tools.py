@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from quantizer.engines import BuildOptions
-from quantizer.engines import backend
+from quantizer.engines import BuildOptions, backend
 from quantizer.export import require_exporter
 from quantizer.report import require_html
-from quantizer.tasks import Row
-from quantizer.tasks import Sample
-from quantizer.tasks import Task
-
-__all__ = ["check_rows", "require_tools"]
+from quantizer.tasks import Row, Sample, Task
 
 
 def require_tools(builds: Mapping[str, BuildOptions], *, html: bool) -> None:

@@ -6,58 +6,34 @@ The model itself is not loaded. What only the loaded model can tell is checked r
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from quantizer.config import DatasetConfig
-from quantizer.config import ModelConfig
-from quantizer.config import RunConfig
+from quantizer.config import DatasetConfig, ModelConfig, RunConfig
 from quantizer.config.feasibility import check_run
 from quantizer.config.section import Section
-from quantizer.engines import backend
-from quantizer.engines import runs_here
+from quantizer.engines import backend, runs_here
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.engines.int8_saturation import saturates
-from quantizer.errors import ConfigError
-from quantizer.errors import TaskError
-from quantizer.files import begun_in
-from quantizer.files import checked_folder
-from quantizer.files import is_begun
-from quantizer.files import require_sole_writer
-from quantizer.files import require_writable
-from quantizer.files import restore_folder
+from quantizer.errors import ConfigError, TaskError
+from quantizer.files import begun_in, checked_folder, is_begun, require_sole_writer, require_writable, restore_folder
 from quantizer.runs.convert.parts.configured import require_possible_run
 from quantizer.runs.measure import build_options
 from quantizer.runs.pick_backend import chooses
 from quantizer.runs.preflight.estimate import run_estimate
-from quantizer.runs.preflight.faults import Faults
-from quantizer.runs.preflight.faults import Looks
-from quantizer.runs.preflight.faults import require_package
-from quantizer.runs.preflight.packages import check_export_packages
-from quantizer.runs.preflight.packages import check_packages
+from quantizer.runs.preflight.faults import Faults, Looks, require_package
+from quantizer.runs.preflight.packages import check_export_packages, check_packages
 from quantizer.runs.progress.run_stages import earlier_run
-from quantizer.runs.run_context import RunRows
-from quantizer.runs.run_context import require_names
+from quantizer.runs.run_context import RunRows, require_names
 from quantizer.runs.workload.function_source import check_functions
-from quantizer.targets import AUTO
-from quantizer.targets import profile
-from quantizer.tasks import Row
-from quantizer.tasks import Text
-from quantizer.tasks import read_checkpoint
-from quantizer.tasks import require_labels
-from quantizer.tasks import tasks
-from quantizer.tasks.datasets.load import part_of_rows
-from quantizer.tasks.datasets.load import whole_data
+from quantizer.targets import AUTO, profile
+from quantizer.tasks import Row, Text, read_checkpoint, require_labels, tasks
+from quantizer.tasks.datasets.load import part_of_rows, whole_data
 from quantizer.tasks.sequence_classification import require_classes
-
-__all__ = ["Ready", "faults_of", "ready_to_run"]
-
 
 _ROWS = tuple(field.name for field in fields(RunRows))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import json_values
 from quantizer.report import Stage
-
-__all__ = ["earlier_stages"]
 
 _MOST = 10
 """So many folders are looked into: a report may have megabytes."""

@@ -5,16 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
-
-__all__ = ["Heartbeat"]
 
 _SECONDS = 20.0
 """The least time between two lines in a log."""

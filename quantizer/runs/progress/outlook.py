@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from quantizer.report import Stage
-
-__all__ = ["Outlook", "rounded_time"]
 
 _MINUTE = 60
 

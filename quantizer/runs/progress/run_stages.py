@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from quantizer.config import RunConfig
 from quantizer.engines import runs_here
 from quantizer.report import Stage
-from quantizer.runs.budget.engine_budget import CHECK_BY_FUNCTION
-from quantizer.runs.budget.engine_budget import CHECK_ON_ROWS
+from quantizer.runs.budget.engine_budget import CHECK_BY_FUNCTION, CHECK_ON_ROWS
 from quantizer.runs.progress.earlier_times import earlier_stages
 from quantizer.runs.progress.outlook import Outlook
-
-__all__ = ["earlier_run", "run_outlook", "run_stages"]
 
 _WORK = ("model", "data", "amp", "fallback", "qat")
 """The sections that tell what a run does."""

@@ -9,22 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantizer.common.progress import loop
-from quantizer.common.progress import open_loops
-from quantizer.common.progress import own_display
-from quantizer.engines import BuildOptions
-from quantizer.engines import BuildResult
-from quantizer.engines import build_engine
+from quantizer.common.progress import loop, open_loops, own_display
+from quantizer.engines import BuildOptions, BuildResult, build_engine
 from quantizer.report import Stage
 from quantizer.report.tables.lines import print_lines
 from quantizer.runs.progress.heartbeat import Heartbeat
-from quantizer.runs.progress.outlook import Outlook
-from quantizer.runs.progress.outlook import rounded_time
+from quantizer.runs.progress.outlook import Outlook, rounded_time
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["StageTimer"]
 
 _LONG = 1.0
 """Seconds from which on a log tells what a stage took: most of the others take nothing worth a line."""

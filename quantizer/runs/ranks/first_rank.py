@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from quantizer.common.distributed import get_rank
-from quantizer.common.distributed import get_world_size
-from quantizer.common.distributed import of_first_rank
+from quantizer.common.distributed import get_rank, get_world_size, of_first_rank
 from quantizer.common.plain_values import decoded
-from quantizer.files import require_room
-from quantizer.files import scratch
-
-__all__ = ["from_first_rank", "own_place", "require_room_to_write"]
+from quantizer.files import require_room, scratch
 
 Value = TypeVar("Value")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["launched"]
-
 
 def launched() -> tuple[str, int]:
     """Return the rank of this process as it is told, ``?`` if it is not, and the number of processes, 1 by itself."""

@@ -8,22 +8,17 @@ import platform
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeAlias
 
 from torch import distributed
 
-from quantizer.common.distributed import all_gather_bytes
-from quantizer.common.distributed import get_rank
+from quantizer.common.distributed import all_gather_bytes, get_rank
 from quantizer.common.progress import own_display
-from quantizer.errors import LostRankError
-from quantizer.errors import QuantizerError
+from quantizer.errors import LostRankError, QuantizerError
 from quantizer.runs.ranks.launcher import launched
-
-__all__ = ["process_group"]
 
 Peers: TypeAlias = list[tuple[str, int]]
 """The machine and the number of each process, by rank."""

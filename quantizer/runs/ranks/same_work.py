@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from quantizer.common.distributed import all_gather_bytes
-from quantizer.common.distributed import get_world_size
+from quantizer.common.distributed import all_gather_bytes, get_world_size
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import QuantizerError
 from quantizer.tasks import Row
 from quantizer.tasks.datasets.rows import content_of
-
-__all__ = ["require_same_work"]
 
 
 def require_same_work(settings: str, model: nn.Module, rows: Mapping[str, Sequence[Row]]) -> None:

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from quantizer.common.distributed import alone
-from quantizer.common.distributed import get_world_size
+from quantizer.common.distributed import alone, get_world_size
 from quantizer.config import RunConfig
-from quantizer.engines.candidates import Variant
-from quantizer.engines.candidates import cpu_candidates
-from quantizer.engines.candidates import cpu_variants
+from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import LostRankError
 from quantizer.quantizer import Quantizer
 from quantizer.runs.choose_engine import FAILURES
-
-__all__ = ["Calibrated", "for_all_variants", "quantizer_of", "variants_of"]
 
 Calibrated: TypeAlias = dict[tuple[str, bool], Quantizer]
 """Quantizers of one calibration, by backend and by whether ranges are taken at run time; the calibrated one first."""

@@ -14,16 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import json_values
 from quantizer.common.structure import fields_of
 from quantizer.errors import QuantizerError
 from quantizer.report.json_file import write_text_atomic
-
-__all__ = ["CALL", "CallForm"]
 
 CALL = "call.json"
 """The name of the file in the folder of a run."""

@@ -11,8 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -20,15 +19,12 @@ from typing import Any
 
 from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import json_values
-from quantizer.engines import BuildOptions
-from quantizer.engines import BuildResult
+from quantizer.engines import BuildOptions, BuildResult
 from quantizer.engines.cpu import cpu_flags
 from quantizer.engines.measure.trial import tried_build
 from quantizer.engines.trust import is_untrusted
 from quantizer.errors import QuantizerError
 from quantizer.report import collect_versions
-
-__all__ = ["KeptEngines", "check_engines", "remove_engines"]
 
 _OURS = re.compile(r"[0-9a-f]{64}\.(engine|json)(\.part)?")
 

@@ -7,22 +7,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-from quantizer.common.paths import is_file
-from quantizer.common.paths import is_folder
-from quantizer.common.paths import regular_file
+from quantizer.common.paths import is_file, is_folder, regular_file
 from quantizer.common.plain_values import yaml_values
 from quantizer.engines import load_engine
-from quantizer.errors import EngineError
-from quantizer.errors import QuantizerError
+from quantizer.errors import EngineError, QuantizerError
 from quantizer.files import restore_folder
 from quantizer.report import read_record
 from quantizer.runs.convert.folder import CONFIG
-from quantizer.runs.run_engines import FLOAT_STEM
-from quantizer.runs.run_engines import QUANTIZED_STEM
+from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.engine_module import EngineModule
-
-__all__ = ["load"]
 
 
 def load(

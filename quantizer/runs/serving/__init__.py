@@ -7,10 +7,7 @@ gpu/                what it reads: inputs and expected outputs
 
 from __future__ import annotations
 
-from quantizer.runs.serving.deliver import ServingFiles
-from quantizer.runs.serving.deliver import model_name
-from quantizer.runs.serving.deliver import write_serving_files
-from quantizer.runs.serving.deliver import write_triton_model
+from quantizer.runs.serving.deliver import ServingFiles, model_name, write_serving_files, write_triton_model
 from quantizer.runs.serving.gpu_check import Expected
 from quantizer.runs.serving.model_config import ServedEngine
 

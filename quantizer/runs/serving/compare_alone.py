@@ -12,21 +12,9 @@ import math
 import re
 import sys
 from array import array
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-__all__ = [
-    "alike_where_not_finite",
-    "compare",
-    "decibels",
-    "kept",
-    "main",
-    "read_exported",
-    "read_npy",
-    "shown",
-]
 
 _NOTHING_DB = -1000.0
 _WRONG, _UNREADABLE = 1, 2

@@ -7,18 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantizer.engines.engine_file import copy_content
-from quantizer.runs.serving.gpu_check import CASES
-from quantizer.runs.serving.gpu_check import GPU_SCRIPT
-from quantizer.runs.serving.gpu_check import Expected
-from quantizer.runs.serving.gpu_check import write_gpu_check
-from quantizer.runs.serving.linked_files import link_onnx
-from quantizer.runs.serving.linked_files import own_bytes
-from quantizer.runs.serving.model_config import CONFIG_NAME
-from quantizer.runs.serving.model_config import ServedEngine
-from quantizer.runs.serving.model_config import config_text
+from quantizer.runs.serving.gpu_check import CASES, GPU_SCRIPT, Expected, write_gpu_check
+from quantizer.runs.serving.linked_files import link_onnx, own_bytes
+from quantizer.runs.serving.model_config import CONFIG_NAME, ServedEngine, config_text
 from quantizer.targets.triton_server import TritonServer
-
-__all__ = ["ServingFiles", "model_name", "write_serving_files", "write_triton_model"]
 
 _REPOSITORY = "triton"
 _VERSION = "1"

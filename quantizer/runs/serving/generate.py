@@ -6,13 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quantizer.common.decoder_cache import CACHE
-from quantizer.common.decoder_cache import PRESENT
-from quantizer.engines import Array
-from quantizer.engines import Engine
-from quantizer.engines import TensorSpec
-
-__all__ = ["CACHED", "empty_cache", "greedy"]
+from quantizer.common.decoder_cache import CACHE, PRESENT
+from quantizer.engines import Array, Engine, TensorSpec
 
 CACHED = "text-generation-with-past"
 """The task of such engines."""

@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,11 @@ import numpy as np
 
 from quantizer.engines.engine_file import content_bytes
 from quantizer.qdq.signature import Value
-from quantizer.runs.outputs.compare_outputs import Reference
-from quantizer.runs.outputs.compare_outputs import token_outputs
+from quantizer.runs.outputs.compare_outputs import Reference, token_outputs
 from quantizer.runs.outputs.output_check import Tolerance
 from quantizer.runs.run_context import as_array
-from quantizer.runs.serving.model_config import CONFIG_NAME
-from quantizer.runs.serving.model_config import ServedEngine
-from quantizer.runs.serving.model_config import config_text
+from quantizer.runs.serving.model_config import CONFIG_NAME, ServedEngine, config_text
 from quantizer.tasks import batch_shape
-
-__all__ = ["CASES", "GPU_SCRIPT", "Expected", "write_gpu_check"]
 
 GPU_SCRIPT = "run_on_gpu.sh"
 CASES = "gpu"

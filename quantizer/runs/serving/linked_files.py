@@ -8,8 +8,6 @@ from pathlib import Path
 
 from quantizer.qdq.external_data import external_files
 
-__all__ = ["link_file", "link_onnx", "own_bytes"]
-
 
 def link_onnx(path: Path, place: Path) -> None:
     """Give an ONNX file and the files with its weights, which it names, a second place."""

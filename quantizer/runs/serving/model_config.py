@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from quantizer.engines.onnxruntime.slow_fusions import needs_basic_level
 from quantizer.errors import EngineError
-from quantizer.qdq.signature import Signature
-from quantizer.qdq.signature import Value
+from quantizer.qdq.signature import Signature, Value
 from quantizer.targets import profile
 from quantizer.targets.triton_server import TritonServer
-
-__all__ = ["CONFIG_NAME", "ServedEngine", "config_text"]
 
 CONFIG_NAME = "config.pbtxt"
 

@@ -10,34 +10,22 @@ from rich.console import Console
 
 from quantizer.config import RunConfig
 from quantizer.config.sweep import SweepRun
-from quantizer.errors import ConfigError
-from quantizer.errors import QuantizerError
+from quantizer.errors import ConfigError, QuantizerError
 from quantizer.files.marker import read_marker
-from quantizer.report.compare.compared_run import ComparedRun
-from quantizer.report.compare.compared_run import failed_run
-from quantizer.report.compare.compared_run import read_run
-from quantizer.report.compare.comparison import Comparison
-from quantizer.report.compare.comparison import compare
+from quantizer.report.compare.compared_run import ComparedRun, failed_run, read_run
+from quantizer.report.compare.comparison import Comparison, compare
 from quantizer.report.page.compare_page import write_comparison
 from quantizer.report.tables import text
 from quantizer.runs.outputs.right_engine import refusal
 from quantizer.runs.placement.speed_goal import missed_speed
 from quantizer.runs.preflight.faults import require_package
-from quantizer.runs.sweep.launchers import in_jobs
-from quantizer.runs.sweep.launchers import require_launcher
+from quantizer.runs.sweep.launchers import in_jobs, require_launcher
 from quantizer.runs.sweep.logged_runs import LOGS
-from quantizer.runs.sweep.one_run import Outcome
-from quantizer.runs.sweep.one_run import carry_out_one
-from quantizer.runs.sweep.one_run import is_done
-from quantizer.runs.sweep.one_run import lacks_only_causes
-from quantizer.runs.sweep.pace import Pace
-from quantizer.runs.sweep.pace import time_left
+from quantizer.runs.sweep.one_run import Outcome, carry_out_one, is_done, lacks_only_causes
+from quantizer.runs.sweep.pace import Pace, time_left
 from quantizer.runs.sweep.processes import in_processes
 from quantizer.runs.sweep.ready import ready_to_sweep
-from quantizer.runs.sweep.shared_work import needs
-from quantizer.runs.sweep.shared_work import shared_work
-
-__all__ = ["COMPARISON", "TABLE", "carry_out_sweep"]
+from quantizer.runs.sweep.shared_work import needs, shared_work
 
 COMPARISON, TABLE = "comparison.html", "comparison.csv"
 """The page and the figures, in the folder of the sweep."""

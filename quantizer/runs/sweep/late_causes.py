@@ -15,18 +15,13 @@ from rich.console import Console
 from quantizer.config import RunConfig
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord
-from quantizer.report.verdict import USABLE
-from quantizer.report.verdict import verdict_of
+from quantizer.report.verdict import USABLE, verdict_of
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import resume_files
 from quantizer.runs.run_course import QUANTIZER
 from quantizer.runs.run_reports import write_reports
-from quantizer.runs.search import CAUSES
-from quantizer.runs.search import has_causes
-from quantizer.runs.search import with_causes_of
+from quantizer.runs.search import CAUSES, has_causes, with_causes_of
 from quantizer.runs.sweep.shared_work import SharedWork
-
-__all__ = ["lacks_causes", "with_causes"]
 
 
 def lacks_causes(record: RunRecord, config: RunConfig) -> bool:

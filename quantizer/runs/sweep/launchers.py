@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from quantizer.common.child_process import safe_children
 from quantizer.config.sweep import SweepRun
 from quantizer.errors import MissingDependencyError
-from quantizer.runs.sweep.logged_runs import LOGS
-from quantizer.runs.sweep.logged_runs import logged_runs
-from quantizer.runs.sweep.one_run import Outcome
-from quantizer.runs.sweep.one_run import is_done
+from quantizer.runs.sweep.logged_runs import LOGS, logged_runs
+from quantizer.runs.sweep.one_run import Outcome, is_done
 from quantizer.runs.sweep.processes import parts_of
-
-__all__ = ["in_jobs", "outcomes_of", "require_launcher"]
 
 _MINUTES = 24 * 60
 """The limit of a job where ``SBATCH_TIMELIMIT`` names none: submitit's own would end it after five minutes."""

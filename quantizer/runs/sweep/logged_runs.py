@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from quantizer.config.sweep import SweepRun
-from quantizer.runs.sweep.one_run import Outcome
-from quantizer.runs.sweep.one_run import carry_out_one
+from quantizer.runs.sweep.one_run import Outcome, carry_out_one
 from quantizer.runs.sweep.shared_work import shared_work
-
-__all__ = ["LOGS", "logged_runs"]
 
 LOGS = "logs"
 """The folder with what the processes print, a file for each run."""

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from quantizer.config import RunConfig
-from quantizer.config import dump_yaml
+from quantizer.config import RunConfig, dump_yaml
 from quantizer.config.sweep import SweepRun
 from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
@@ -17,15 +16,11 @@ from quantizer.files.marker import read_marker
 from quantizer.report import read_record
 from quantizer.report.tracking.trackers import print_tracked
 from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.run import RUN
-from quantizer.runs.run import carry_out
+from quantizer.runs.run import RUN, carry_out
 from quantizer.runs.run_context import ResumeFiles
-from quantizer.runs.sweep.late_causes import lacks_causes
-from quantizer.runs.sweep.late_causes import with_causes
+from quantizer.runs.sweep.late_causes import lacks_causes, with_causes
 from quantizer.runs.sweep.shared_work import SharedWork
 from quantizer.runs.workload.workload import Workload
-
-__all__ = ["Outcome", "carry_out_one", "is_done", "lacks_only_causes"]
 
 _ASKED = "asked.yaml"
 """The configuration of a run before anything was chosen in it, by which the same sweep knows its run again."""

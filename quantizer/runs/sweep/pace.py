@@ -8,8 +8,6 @@ from quantizer.config.sweep import SweepRun
 from quantizer.runs.progress.outlook import rounded_time
 from quantizer.runs.sweep.shared_work import needs
 
-__all__ = ["Pace", "time_left"]
-
 
 class Pace:
     """The pace of runs that follow one another: the first of a model makes what the others take from it.

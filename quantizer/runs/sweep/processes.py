@@ -7,19 +7,15 @@ import os
 import queue
 import subprocess
 import threading
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-from quantizer.common.child_process import child_environment
-from quantizer.common.child_process import python_command
+from quantizer.common.child_process import child_environment, python_command
 from quantizer.config.sweep import SweepRun
 from quantizer.runs.sweep.one_run import Outcome
 from quantizer.runs.sweep.worker import plain_config
-
-__all__ = ["in_processes", "parts_of"]
 
 
 def in_processes(

@@ -13,8 +13,6 @@ from quantizer.runs.preflight.run_ready import ready_to_run
 from quantizer.runs.run import RUN
 from quantizer.runs.sweep.shared_work import needs
 
-__all__ = ["SweepReady", "ready_to_sweep"]
-
 _ESTIMATES = 4
 """How many runs are estimated: an estimate takes longer than all other checks of a run."""
 

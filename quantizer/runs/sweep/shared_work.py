@@ -10,15 +10,11 @@ from pathlib import Path
 from quantizer.config import RunConfig
 from quantizer.files import temporary_beside
 from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.run_context import ResumeFiles
-from quantizer.runs.run_context import RunRows
+from quantizer.runs.run_context import ResumeFiles, RunRows
 from quantizer.runs.workload.calibrations import Calibrations
-from quantizer.runs.workload.configured import configured_workload
-from quantizer.runs.workload.configured import workload_of
+from quantizer.runs.workload.configured import configured_workload, workload_of
 from quantizer.runs.workload.float_engines import FloatEngines
 from quantizer.runs.workload.workload import Workload
-
-__all__ = ["SharedWork", "needs", "shared_work"]
 
 _TIMES = "times.json"
 

@@ -11,14 +11,10 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING
-from typing import Any
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from quantizer.config import RunConfig
-
-__all__ = ["config_of", "main", "plain_config"]
 
 
 def main() -> int:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from quantizer.common.data.sizes import BATCH
-from quantizer.common.data.sizes import SEQUENCE
-from quantizer.common.data.sizes import DataSizes
+from quantizer.common.data.sizes import BATCH, SEQUENCE, DataSizes
 from quantizer.config import RunConfig
-
-__all__ = ["fitted"]
 
 _LARGEST_BATCH = 32
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
 from quantizer.calibration.settings import sees_the_same
 from quantizer.quantizer import Quantizer
 from quantizer.tasks import Batch
-
-__all__ = ["Calibrations"]
 
 
 class Calibrations:

@@ -7,21 +7,14 @@ from pathlib import Path
 from quantizer.config import RunConfig
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.run_context import ResumeFiles
-from quantizer.runs.run_context import RunContext
-from quantizer.runs.run_context import RunRows
-from quantizer.runs.run_context import load_context
+from quantizer.runs.run_context import ResumeFiles, RunContext, RunRows, load_context
 from quantizer.runs.scoring import Scoring
 from quantizer.runs.task_metric import TaskMetric
 from quantizer.runs.workload.function_scorer import FunctionScorer
 from quantizer.runs.workload.function_source import function_workload
 from quantizer.runs.workload.module_workload import scored_workload
-from quantizer.runs.workload.workload import Scorer
-from quantizer.runs.workload.workload import Workload
-from quantizer.runs.written_sizes import is_in_parts
-from quantizer.runs.written_sizes import with_written_sizes
-
-__all__ = ["configured_workload", "workload_of"]
+from quantizer.runs.workload.workload import Scorer, Workload
+from quantizer.runs.written_sizes import is_in_parts, with_written_sizes
 
 
 def configured_workload(

@@ -9,17 +9,13 @@ from typing import Any
 
 from rich.console import Console
 
-from quantizer.common.data.array_files import ARRAY_FILES
-from quantizer.common.data.array_files import array_batches
-from quantizer.errors import CalibrationError
-from quantizer.errors import ConfigError
+from quantizer.common.data.array_files import ARRAY_FILES, array_batches
+from quantizer.errors import CalibrationError, ConfigError
 from quantizer.files import checked_folder
 from quantizer.interop.onnx.from_onnx import from_onnx
 from quantizer.interop.onnx.graph_module import OnnxModule
 from quantizer.runs.run import RUN
 from quantizer.runs.workload.quantize_model import quantize_model
-
-__all__ = ["SUFFIX", "convert_onnx"]
 
 SUFFIX = ".onnx"
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.structure import flattened
 from quantizer.engines import Engine
@@ -14,8 +13,6 @@ from quantizer.errors import EngineError
 from quantizer.runs.run_context import engine_inputs
 from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.module_feed import by_name
-
-__all__ = ["EngineModule"]
 
 
 class EngineModule(nn.Module):

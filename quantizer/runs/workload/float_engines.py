@@ -10,8 +10,6 @@ from pathlib import Path
 
 from quantizer.engines import BuildResult
 
-__all__ = ["FloatEngines", "copy_files"]
-
 
 class FloatEngines:
     """Engines of the float model, in a folder that goes with the runs.

@@ -6,18 +6,15 @@ may move its difference to the float model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.engines import Engine
 from quantizer.errors import TaskError
@@ -26,10 +23,7 @@ from quantizer.report import Score
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.engine_module import EngineModule
-from quantizer.tasks.metrics import paired_interval
-from quantizer.tasks.metrics import resampled_scores
-
-__all__ = ["FunctionMetric", "FunctionScore", "FunctionScorer", "ScoreFunction"]
+from quantizer.tasks.metrics import paired_interval, resampled_scores
 
 ScoreFunction: TypeAlias = Callable[[nn.Module], Any]
 """A function that takes a module and returns its score, or those of rows [N] in a fixed order."""

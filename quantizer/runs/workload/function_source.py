@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-from functools import partial
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 
 from torch import nn
 
 from quantizer.common.paths import is_there
-from quantizer.config import ModelConfig
-from quantizer.config import RunConfig
-from quantizer.errors import CalibrationError
-from quantizer.errors import TaskError
+from quantizer.config import ModelConfig, RunConfig
+from quantizer.errors import CalibrationError, TaskError
 from quantizer.proxy.build import is_proxy
 from quantizer.runs.preflight.faults import Faults
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.ranks.first_rank import require_room_to_write
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.saved.call_form import CallForm
-from quantizer.runs.workload.function_scorer import FunctionScorer
-from quantizer.runs.workload.function_scorer import ScoreFunction
-from quantizer.runs.workload.module_workload import module_batches
-from quantizer.runs.workload.module_workload import module_workload
-from quantizer.runs.workload.module_workload import output_of
-from quantizer.runs.workload.weights_file import check_weights
-from quantizer.runs.workload.weights_file import load_weights
+from quantizer.runs.workload.function_scorer import FunctionScorer, ScoreFunction
+from quantizer.runs.workload.module_workload import module_batches, module_workload, output_of
+from quantizer.runs.workload.weights_file import check_weights, load_weights
 from quantizer.runs.workload.workload import Workload
-from quantizer.runs.workload.written_functions import called
-from quantizer.runs.workload.written_functions import current_folder_first
-from quantizer.runs.workload.written_functions import imported
+from quantizer.runs.workload.written_functions import called, current_folder_first, imported
 from quantizer.tasks import Batch
-
-__all__ = ["check_functions", "function_workload", "returned_module"]
 
 
 def check_functions(faults: Faults, model: ModelConfig) -> None:

@@ -6,25 +6,16 @@ A row, to the parts of a run that speak of rows, is one whole batch, since batch
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.data.batches_of import WITHOUT_VALUES
-from quantizer.common.data.sizes import BATCH
-from quantizer.common.data.sizes import SEQUENCE
-from quantizer.common.data.sizes import Axes
-from quantizer.common.data.sizes import DataSizes
-from quantizer.errors import CalibrationError
-from quantizer.errors import QuantizerError
+from quantizer.common.data.sizes import BATCH, SEQUENCE, Axes, DataSizes
+from quantizer.errors import CalibrationError, QuantizerError
 from quantizer.tasks import Batch
-
-__all__ = ["ModuleFeed", "by_name", "named_batches"]
 
 
 def named_batches(model: nn.Module, batches: Iterable[Any]) -> list[Batch]:

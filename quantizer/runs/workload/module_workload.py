@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,12 @@ from quantizer.common.data.batches_of import batches_of
 from quantizer.config.data_section import MODULE
 from quantizer.proxy.restored_state import untouched
 from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.run_context import ResumeFiles
-from quantizer.runs.run_context import RunContext
-from quantizer.runs.run_context import RunRows
+from quantizer.runs.run_context import ResumeFiles, RunContext, RunRows
 from quantizer.runs.workload.batch_shapes import fitted
 from quantizer.runs.workload.function_scorer import FunctionScorer
-from quantizer.runs.workload.module_feed import ModuleFeed
-from quantizer.runs.workload.module_feed import named_batches
+from quantizer.runs.workload.module_feed import ModuleFeed, named_batches
 from quantizer.runs.workload.workload import Workload
 from quantizer.tasks import Batch
-
-__all__ = ["module_batches", "module_workload", "output_of", "scored_workload"]
 
 
 def module_batches(model: nn.Module, data: Any, rows: int | None = None) -> list[Batch]:

@@ -11,23 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.data.doubts import warn_user
-from quantizer.common.data.sizes import BATCH
-from quantizer.common.data.sizes import DataSizes
+from quantizer.common.data.sizes import BATCH, DataSizes
 from quantizer.common.structure import leaves
 from quantizer.engines.dimensions import input_dimensions
 from quantizer.proxy.restored_state import untouched
+from quantizer.runs.measure import FLOAT_STEM
 from quantizer.runs.ranks.first_rank import from_first_rank
 from quantizer.runs.run_context import RunContext
-from quantizer.runs.run_engines import FLOAT_STEM
 from quantizer.runs.run_engines import export_float
 from quantizer.runs.workload.module_feed import ModuleFeed
 from quantizer.tasks import Batch
-
-__all__ = ["rows_are_apart", "settle_axes"]
 
 _ALIKE = 1e-3
 """The largest difference of outputs, relative and absolute, that the order of sums may make."""

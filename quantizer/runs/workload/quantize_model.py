@@ -14,26 +14,24 @@ from torch import nn
 
 from quantizer.common.data.doubts import warn_user
 from quantizer.common.data.exported_program import refuse_compiled
-from quantizer.common.data.sizes import BATCH
-from quantizer.common.data.sizes import SEQUENCE
-from quantizer.common.data.sizes import DataSizes
+from quantizer.common.data.sizes import BATCH, SEQUENCE, DataSizes
 from quantizer.common.inference_mode import ordinary_tensors
-from quantizer.config import AmpConfig
-from quantizer.config import DataConfig
-from quantizer.config import DatasetConfig
-from quantizer.config import EngineConfig
-from quantizer.config import ExportConfig
-from quantizer.config import FallbackConfig
-from quantizer.config import ModelConfig
-from quantizer.config import QuantizerConfig
-from quantizer.config import RunConfig
-from quantizer.config import quantizer_config
+from quantizer.config import (
+    AmpConfig,
+    DataConfig,
+    DatasetConfig,
+    EngineConfig,
+    ExportConfig,
+    FallbackConfig,
+    ModelConfig,
+    QuantizerConfig,
+    RunConfig,
+    quantizer_config,
+)
 from quantizer.config.data_section import MODULE
 from quantizer.config.feasibility import least_opset
 from quantizer.config.load import fallback_config
-from quantizer.errors import ConfigError
-from quantizer.errors import EngineError
-from quantizer.errors import QuantizerError
+from quantizer.errors import ConfigError, EngineError, QuantizerError
 from quantizer.files import scratch_folder
 from quantizer.proxy.build import is_proxy
 from quantizer.report.shown_setting import GIVEN_IN_PYTHON
@@ -41,17 +39,12 @@ from quantizer.runs.outputs.right_engine import refusal
 from quantizer.runs.run import carry_out
 from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.batch_shapes import fitted
-from quantizer.runs.workload.function_scorer import FunctionScorer
-from quantizer.runs.workload.function_scorer import ScoreFunction
-from quantizer.runs.workload.module_workload import module_batches
-from quantizer.runs.workload.module_workload import module_workload
-from quantizer.runs.workload.module_workload import output_of
+from quantizer.runs.workload.function_scorer import FunctionScorer, ScoreFunction
+from quantizer.runs.workload.module_workload import module_batches, module_workload, output_of
 from quantizer.runs.workload.quantized_model import QuantizedModel
 from quantizer.runs.workload.written_functions import called
 from quantizer.targets import AUTO
 from quantizer.tasks import Batch
-
-__all__ = ["SENSITIVITY_BATCHES", "quantize_model"]
 
 _LONGEST_NAME = 100
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.common.paths import is_file
-from quantizer.common.paths import regular_file
+from quantizer.common.paths import is_file, regular_file
 from quantizer.errors import TaskError
-
-__all__ = ["check_weights", "load_weights"]
 
 _FORMS = (".safetensors", ".pt", ".pth")
 _NAMED = 6

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from torch import nn
 
 from quantizer.config import RunConfig
 from quantizer.engines import Engine
 from quantizer.quantizer import Quantizer
-from quantizer.report import ModelInfo
-from quantizer.report import Score
+from quantizer.report import ModelInfo, Score
 from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.run_context import ResumeFiles
-from quantizer.runs.run_context import RunContext
-from quantizer.runs.run_context import RunRows
-from quantizer.runs.run_context import as_predictor
-from quantizer.runs.run_context import bar
+from quantizer.runs.run_context import ResumeFiles, RunContext, RunRows, as_predictor, bar
 from quantizer.runs.task_metric import Metric
 from quantizer.runs.workload.calibrations import Calibrations
 from quantizer.runs.workload.function_scorer import FunctionScorer
-from quantizer.tasks import Batch
-from quantizer.tasks import Row
+from quantizer.tasks import Batch, Row
 from quantizer.tasks.datasets.rows import content_of
-
-__all__ = ["Load", "Scorer", "Workload"]
 
 
 class Scorer(Protocol):

@@ -9,8 +9,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
@@ -19,10 +18,7 @@ from torch import nn
 
 from quantizer.common.out_of_memory import is_out_of_memory
 from quantizer.config.describe import nearest
-from quantizer.errors import QuantizerError
-from quantizer.errors import TaskError
-
-__all__ = ["called", "current_folder_first", "imported"]
+from quantizer.errors import QuantizerError, TaskError
 
 _MACHINERY = (__file__, importlib.__file__, "<frozen ")
 """Files whose lines say nothing about a failed import."""

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from quantizer.errors import SensitivityError
-from quantizer.sensitivity.fallback import Fallback
-from quantizer.sensitivity.fallback import fallback_of
-from quantizer.sensitivity.fallback import per_cost
+from quantizer.sensitivity.fallback import Fallback, fallback_of, per_cost
 from quantizer.sensitivity.measurement import GroupSensitivity
 from quantizer.sensitivity.prices.group_prices import Prices
-
-__all__ = ["PlanPoint", "by_speed", "frontier"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

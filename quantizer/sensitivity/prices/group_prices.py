@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from quantizer.errors import SensitivityError
 from quantizer.plan.site_plan import Plan
 from quantizer.reasons import ReasonCode
-
-__all__ = ["GroupPrice", "Prices", "prices_from_places"]
 
 _LEAST_GAIN = 0.1
 

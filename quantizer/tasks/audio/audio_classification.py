@@ -12,8 +12,6 @@ from quantizer.tasks.file_classification import FileClassification
 from quantizer.tasks.inputs import Inputs
 from quantizer.tasks.task import tasks
 
-__all__ = ["AudioClassification"]
-
 
 @tasks.add("audio-classification")
 class AudioClassification(FileClassification):

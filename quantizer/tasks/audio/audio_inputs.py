@@ -18,12 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import TaskError
-from quantizer.tasks.inputs import EXAMPLE_ROWS
-from quantizer.tasks.inputs import Batch
-
-__all__ = ["AudioInputs", "Recordings", "read_recording", "require_extractor", "require_whole"]
+from quantizer.errors import MissingDependencyError, TaskError
+from quantizer.tasks.inputs import EXAMPLE_ROWS, Batch
 
 _SECONDS = 10.0
 """The length of recordings, in seconds, where neither the request nor the feature extractor says one."""

@@ -14,24 +14,16 @@ import numpy.typing as npt
 import torch
 
 from quantizer.errors import TaskError
-from quantizer.tasks.audio.audio_inputs import AudioInputs
-from quantizer.tasks.audio.audio_inputs import require_whole
-from quantizer.tasks.audio.word_errors import error_rate
-from quantizer.tasks.audio.word_errors import word_errors
+from quantizer.tasks.audio.audio_inputs import AudioInputs, require_whole
+from quantizer.tasks.audio.word_errors import error_rate, word_errors
 from quantizer.tasks.classification import compare_classifiers
 from quantizer.tasks.counted import CountedTask
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import Speech
-from quantizer.tasks.inputs import Batch
-from quantizer.tasks.inputs import Inputs
-from quantizer.tasks.inputs import Sample
+from quantizer.tasks.datasets.rows import Row, Speech
+from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.outputs import first_output
-from quantizer.tasks.task import Predictions
-from quantizer.tasks.task import tasks
+from quantizer.tasks.task import Predictions, tasks
 from quantizer.tasks.tokens.parts import is_token
-
-__all__ = ["SpeechRecognition"]
 
 
 @tasks.add("automatic-speech-recognition")

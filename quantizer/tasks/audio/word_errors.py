@@ -11,8 +11,6 @@ from importlib import import_module
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["error_rate", "word_errors"]
-
 
 def word_errors(said: Iterable[str], right: Iterable[str]) -> npt.NDArray[np.float64]:
     """Return the words of each row that are wrong, missing or too many, and the words that are right for it [N x 2]."""

@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["require_depth"]
-
 _MOST_LAYERS = 2_000
 _COUNTS = re.compile("layer|depth")
 

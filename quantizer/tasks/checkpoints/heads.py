@@ -9,8 +9,6 @@ from typing import Any
 
 from quantizer.tasks.task import tasks
 
-__all__ = ["read_by", "task_of"]
-
 _MAPPINGS = {"AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM"}
 """Names of mappings that are not those of their class."""
 

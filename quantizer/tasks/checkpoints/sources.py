@@ -15,15 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from quantizer.common.paths import expanded
-from quantizer.common.paths import is_folder
-from quantizer.common.paths import is_there
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import QuantizerError
-from quantizer.errors import TaskError
-from quantizer.errors import require_supported
-
-__all__ = ["explained", "require_reachable", "resolve_source", "transformers_package"]
+from quantizer.common.paths import expanded, is_folder, is_there
+from quantizer.errors import MissingDependencyError, QuantizerError, TaskError, require_supported
 
 PACKAGE_PREFIX = "package:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -79,8 +72,7 @@ def require_reachable(where: Path | str) -> None:
         TaskError: neither.
     """
     # It comes with transformers.
-    from huggingface_hub import constants
-    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub import constants, try_to_load_from_cache
 
     if isinstance(where, Path) or constants.HF_HUB_OFFLINE or getproxies():
         return

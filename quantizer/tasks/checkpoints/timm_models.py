@@ -9,8 +9,6 @@ from typing import Any
 
 from quantizer.errors import MissingDependencyError
 
-__all__ = ["classifier_of", "loadable", "require_timm", "save_processor"]
-
 _KIND = "timm_wrapper"
 _CLASSIFIER = "TimmWrapperForImageClassification"
 _GIVEN = ("num_classes", "pretrained")

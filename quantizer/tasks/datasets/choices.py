@@ -13,14 +13,7 @@ from typing import Any
 
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.columns import read_objects
-from quantizer.tasks.datasets.rows import Choices
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import class_number
-from quantizer.tasks.datasets.rows import datasets
-from quantizer.tasks.datasets.rows import refuse_options
-from quantizer.tasks.datasets.rows import require_file
-
-__all__ = ["read_choices"]
+from quantizer.tasks.datasets.rows import Choices, Row, class_number, datasets, refuse_options, require_file
 
 _FORM = '{"question": "What flies?", "choices": ["a cat", "a plane"], "label": 1}'
 

@@ -11,14 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantizer.errors import TaskError
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import Words
-from quantizer.tasks.datasets.rows import datasets
-from quantizer.tasks.datasets.rows import read_lines
-from quantizer.tasks.datasets.rows import refuse_options
-from quantizer.tasks.datasets.rows import require_file
-
-__all__ = ["read_conll"]
+from quantizer.tasks.datasets.rows import Row, Words, datasets, read_lines, refuse_options, require_file
 
 _DOCUMENT = "-DOCSTART-"
 

@@ -7,12 +7,9 @@ import os
 import subprocess
 from pathlib import Path
 
-from quantizer.common.child_process import child_environment
-from quantizer.common.child_process import python_command
+from quantizer.common.child_process import child_environment, python_command
 from quantizer.errors import TaskError
 from quantizer.files import temporary_beside
-
-__all__ = ["cache_folder", "check_sha256", "fetch_sdist"]
 
 PIP_TIMEOUT_S = 600
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantizer.errors import TaskError
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import datasets
-
-__all__ = ["load_rows", "part_of_rows", "whole_data"]
+from quantizer.tasks.datasets.rows import Row, datasets
 
 
 def load_rows(

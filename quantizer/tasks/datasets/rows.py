@@ -11,42 +11,14 @@ It returns all rows; ``load_rows`` takes the part that a run asks for.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from quantizer.common.paths import expanded
-from quantizer.common.paths import is_file
-from quantizer.common.paths import is_folder
-from quantizer.common.paths import regular_file
+from quantizer.common.paths import expanded, is_file, is_folder, regular_file
 from quantizer.common.registry import Registry
 from quantizer.errors import TaskError
-
-__all__ = [
-    "Audio",
-    "Boxes",
-    "Choices",
-    "Depths",
-    "Image",
-    "Masked",
-    "Pair",
-    "Plain",
-    "Question",
-    "Rewritten",
-    "Row",
-    "Speech",
-    "Text",
-    "Words",
-    "class_number",
-    "content_of",
-    "datasets",
-    "read_lines",
-    "refuse_options",
-    "require_file",
-    "require_folder",
-]
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,7 @@ from typing import Any
 
 from quantizer.common.plain_values import json_values
 from quantizer.errors import TaskError
-from quantizer.tasks.datasets.rows import Question
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import datasets
-from quantizer.tasks.datasets.rows import read_lines
-from quantizer.tasks.datasets.rows import refuse_options
-from quantizer.tasks.datasets.rows import require_file
-
-__all__ = ["read_squad_json"]
+from quantizer.tasks.datasets.rows import Question, Row, datasets, read_lines, refuse_options, require_file
 
 _FORM = '{"data": [{"paragraphs": [{"context": ..., "qas": [{"question": ..., "answers": [...]}]}]}]}'
 

@@ -8,15 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantizer.errors import TaskError
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import Text
-from quantizer.tasks.datasets.rows import class_number
-from quantizer.tasks.datasets.rows import datasets
-from quantizer.tasks.datasets.rows import read_lines
-from quantizer.tasks.datasets.rows import refuse_options
-from quantizer.tasks.datasets.rows import require_file
-
-__all__ = ["read_sst2"]
+from quantizer.tasks.datasets.rows import Row, Text, class_number, datasets, read_lines, refuse_options, require_file
 
 
 @datasets.add("sst2-text")

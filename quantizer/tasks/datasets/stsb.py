@@ -10,14 +10,7 @@ import math
 from pathlib import Path
 
 from quantizer.errors import TaskError
-from quantizer.tasks.datasets.rows import Pair
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import datasets
-from quantizer.tasks.datasets.rows import read_lines
-from quantizer.tasks.datasets.rows import refuse_options
-from quantizer.tasks.datasets.rows import require_file
-
-__all__ = ["read_stsb"]
+from quantizer.tasks.datasets.rows import Pair, Row, datasets, read_lines, refuse_options, require_file
 
 
 @datasets.add("stsb-csv")

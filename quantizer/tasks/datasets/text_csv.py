@@ -12,14 +12,7 @@ from pathlib import Path
 
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.columns import read_columns
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import Text
-from quantizer.tasks.datasets.rows import class_number
-from quantizer.tasks.datasets.rows import datasets
-from quantizer.tasks.datasets.rows import refuse_options
-from quantizer.tasks.datasets.rows import require_file
-
-__all__ = ["read_text_csv"]
+from quantizer.tasks.datasets.rows import Row, Text, class_number, datasets, refuse_options, require_file
 
 
 @datasets.add("text-csv")

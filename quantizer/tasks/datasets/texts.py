@@ -11,14 +11,7 @@ from pathlib import Path
 
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.columns import read_objects
-from quantizer.tasks.datasets.rows import Plain
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import datasets
-from quantizer.tasks.datasets.rows import read_lines
-from quantizer.tasks.datasets.rows import refuse_options
-from quantizer.tasks.datasets.rows import require_file
-
-__all__ = ["read_text_lines", "read_texts", "text_files"]
+from quantizer.tasks.datasets.rows import Plain, Row, datasets, read_lines, refuse_options, require_file
 
 _KIND = "texts"
 

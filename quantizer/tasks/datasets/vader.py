@@ -21,15 +21,8 @@ import tarfile
 from pathlib import Path
 
 from quantizer.errors import TaskError
-from quantizer.tasks.datasets.fetch import cache_folder
-from quantizer.tasks.datasets.fetch import check_sha256
-from quantizer.tasks.datasets.fetch import fetch_sdist
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import Text
-from quantizer.tasks.datasets.rows import datasets
-from quantizer.tasks.datasets.rows import require_file
-
-__all__ = ["SPLITS", "SUBSETS", "read_vader"]
+from quantizer.tasks.datasets.fetch import cache_folder, check_sha256, fetch_sdist
+from quantizer.tasks.datasets.rows import Row, Text, datasets, require_file
 
 REQUIREMENT = "vaderSentiment==3.3.2"
 ARCHIVE = "vaderSentiment-3.3.2.tar.gz"

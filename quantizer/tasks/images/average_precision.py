@@ -19,8 +19,6 @@ import numpy.typing as npt
 
 from quantizer.tasks.datasets.rows import Boxes
 
-__all__ = ["Found", "Matches", "average_precision", "match_objects"]
-
 Array = npt.NDArray[Any]
 
 

@@ -15,21 +15,12 @@ import torch
 
 from quantizer.errors import TaskError
 from quantizer.tasks.counted import CountedTask
-from quantizer.tasks.datasets.rows import Depths
-from quantizer.tasks.datasets.rows import Image
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.image_inputs import ImageInputs
-from quantizer.tasks.image_inputs import read_depths
-from quantizer.tasks.image_inputs import read_size
+from quantizer.tasks.datasets.rows import Depths, Image, Row
+from quantizer.tasks.image_inputs import ImageInputs, read_depths, read_size
 from quantizer.tasks.images.places import at_size
-from quantizer.tasks.inputs import Batch
-from quantizer.tasks.inputs import Inputs
-from quantizer.tasks.inputs import Sample
+from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.kinds import rows_of_kind
-from quantizer.tasks.task import Predictions
-from quantizer.tasks.task import tasks
-
-__all__ = ["DepthEstimation"]
+from quantizer.tasks.task import Predictions, tasks
 
 
 @tasks.add("depth-estimation")

@@ -16,22 +16,13 @@ import torch
 from quantizer.errors import TaskError
 from quantizer.tasks.classification import class_names
 from quantizer.tasks.counted import JudgedTask
-from quantizer.tasks.datasets.rows import Boxes
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.image_inputs import ImageInputs
-from quantizer.tasks.image_inputs import read_size
-from quantizer.tasks.images.average_precision import Found
-from quantizer.tasks.images.average_precision import average_precision
-from quantizer.tasks.images.average_precision import match_objects
-from quantizer.tasks.inputs import Batch
-from quantizer.tasks.inputs import Inputs
-from quantizer.tasks.inputs import Sample
+from quantizer.tasks.datasets.rows import Boxes, Row
+from quantizer.tasks.image_inputs import ImageInputs, read_size
+from quantizer.tasks.images.average_precision import Found, average_precision, match_objects
+from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.outputs import first_output
-from quantizer.tasks.task import Predictions
-from quantizer.tasks.task import tasks
-
-__all__ = ["ObjectDetection"]
+from quantizer.tasks.task import Predictions, tasks
 
 _SURE = 0.5
 """The score from which on a model says that an object is there."""

@@ -11,8 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["at_size"]
-
 
 def at_size(values: npt.NDArray[Any], size: tuple[int, ...]) -> npt.NDArray[np.float64]:
     """Return values [H x W] at a size [h x w], each place by the nearest one."""

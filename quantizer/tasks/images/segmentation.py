@@ -15,21 +15,13 @@ import torch
 from quantizer.errors import TaskError
 from quantizer.tasks.classification import class_names
 from quantizer.tasks.counted import CountedTask
-from quantizer.tasks.datasets.rows import Masked
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.image_inputs import ImageInputs
-from quantizer.tasks.image_inputs import read_image
-from quantizer.tasks.image_inputs import read_mask
+from quantizer.tasks.datasets.rows import Masked, Row
+from quantizer.tasks.image_inputs import ImageInputs, read_image, read_mask
 from quantizer.tasks.images.places import at_size
-from quantizer.tasks.inputs import Batch
-from quantizer.tasks.inputs import Inputs
-from quantizer.tasks.inputs import Sample
+from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import label_flips
-from quantizer.tasks.task import Predictions
-from quantizer.tasks.task import tasks
-
-__all__ = ["SemanticSegmentation"]
+from quantizer.tasks.task import Predictions, tasks
 
 _IGNORED = 255
 """The class of places that count nowhere, in masks and in image processors of transformers."""

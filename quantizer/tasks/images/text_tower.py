@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["EMBEDDING", "TextTower", "has_text_tower"]
-
 EMBEDDING = "text_embeds"
 """The name of the output, as transformers has it."""
 

@@ -15,8 +15,6 @@ from quantizer.errors import TaskError
 from quantizer.tasks.image_classification import ImageClassification
 from quantizer.tasks.task import tasks
 
-__all__ = ["LabelledTower", "ZeroShotImageClassification"]
-
 _LONGEST = 64
 """The tokens of each text that models of SigLIP were trained with, as in the pipeline of transformers."""
 

@@ -9,36 +9,16 @@ width of the encoder, V tokens of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from typing import Any
-from typing import TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.common.decoder_cache import CACHE
-from quantizer.common.decoder_cache import PAST
-from quantizer.common.decoder_cache import PRESENT
+from quantizer.common.decoder_cache import CACHE, PAST, PRESENT
 from quantizer.errors import TaskError
 from quantizer.tasks.checkpoints.sources import transformers_package
 from quantizer.tasks.inputs import Batch
-
-__all__ = [
-    "DECODER",
-    "ENCODER",
-    "ENCODER_STEPS",
-    "PARTS",
-    "WITH_PAST",
-    "PartRun",
-    "cached",
-    "dynamic_axes",
-    "halves",
-    "keep",
-    "parts_of",
-    "require_parts",
-]
 
 ENCODER, DECODER, WITH_PAST = "encoder_model", "decoder_model", "decoder_with_past_model"
 PARTS = (ENCODER, DECODER, WITH_PAST)

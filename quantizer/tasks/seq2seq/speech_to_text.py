@@ -12,20 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantizer.tasks.audio.audio_inputs import AudioInputs
-from quantizer.tasks.audio.audio_inputs import require_whole
-from quantizer.tasks.audio.word_errors import error_rate
-from quantizer.tasks.audio.word_errors import word_errors
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import Speech
-from quantizer.tasks.inputs import Inputs
-from quantizer.tasks.inputs import Sample
+from quantizer.tasks.audio.audio_inputs import AudioInputs, require_whole
+from quantizer.tasks.audio.word_errors import error_rate, word_errors
+from quantizer.tasks.datasets.rows import Row, Speech
+from quantizer.tasks.inputs import Inputs, Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.seq2seq.writing import WritingTask
-from quantizer.tasks.task import Predictions
-from quantizer.tasks.task import tasks
-
-__all__ = ["SpeechToText"]
+from quantizer.tasks.task import Predictions, tasks
 
 
 @tasks.add("speech-to-text")

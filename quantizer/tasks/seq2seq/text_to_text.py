@@ -14,15 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quantizer.tasks.datasets.rows import Rewritten
-from quantizer.tasks.datasets.rows import Row
+from quantizer.tasks.datasets.rows import Rewritten, Row
 from quantizer.tasks.inputs import Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.seq2seq.writing import WritingTask
-from quantizer.tasks.task import Predictions
-from quantizer.tasks.task import tasks
-
-__all__ = ["TextToText"]
+from quantizer.tasks.task import Predictions, tasks
 
 
 @tasks.add("text-to-text")

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.common.decoder_cache import CACHE
-from quantizer.common.decoder_cache import PRESENT
+from quantizer.common.decoder_cache import CACHE, PRESENT
 from quantizer.tasks.checkpoints.sources import transformers_package
 from quantizer.tasks.inputs import Batch
-from quantizer.tasks.seq2seq.parts import DECODER
-from quantizer.tasks.seq2seq.parts import ENCODER
-from quantizer.tasks.seq2seq.parts import WITH_PAST
-from quantizer.tasks.seq2seq.parts import PartRun
-from quantizer.tasks.seq2seq.parts import cached
-from quantizer.tasks.seq2seq.parts import halves
-from quantizer.tasks.seq2seq.parts import keep
-
-__all__ = ["Steps", "Writer", "in_parts", "read_tokens", "written_tokens"]
+from quantizer.tasks.seq2seq.parts import DECODER, ENCODER, WITH_PAST, PartRun, cached, halves, keep
 
 _LEVEL = threading.Lock()
 _generating = 0

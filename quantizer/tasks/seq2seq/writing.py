@@ -6,8 +6,7 @@ Shapes: N rows, B rows of a batch, S tokens that were written.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +19,6 @@ from quantizer.tasks.seq2seq.parts import require_parts
 from quantizer.tasks.seq2seq.writer import written_tokens
 from quantizer.tasks.task import Predictions
 from quantizer.tasks.tokens.parts import whole_numbers
-
-__all__ = ["WritingTask", "equal_texts", "equal_tokens"]
 
 
 class WritingTask(CountedTask):

@@ -5,23 +5,17 @@ Shapes: B rows, S tokens that are read, P tokens in the cache, H heads of keys, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.common.decoder_cache import CACHE
-from quantizer.common.decoder_cache import PRESENT
+from quantizer.common.decoder_cache import CACHE, PRESENT
 from quantizer.errors import TaskError
 from quantizer.tasks.checkpoints.sources import transformers_package
-from quantizer.tasks.inputs import Batch
-from quantizer.tasks.inputs import TextInputs
+from quantizer.tasks.inputs import Batch, TextInputs
 from quantizer.tasks.outputs import first_output
-
-__all__ = ["CachedInputs", "DecodeStep", "next_cache"]
 
 _KINDS = ("key", "value")
 

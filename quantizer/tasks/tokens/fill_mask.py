@@ -14,21 +14,12 @@ import torch
 
 from quantizer.errors import TaskError
 from quantizer.tasks.counted import CountedTask
-from quantizer.tasks.datasets.rows import Plain
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.inputs import Batch
-from quantizer.tasks.inputs import Inputs
-from quantizer.tasks.inputs import Sample
-from quantizer.tasks.inputs import TextInputs
+from quantizer.tasks.datasets.rows import Plain, Row
+from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.outputs import first_output
-from quantizer.tasks.task import Predictions
-from quantizer.tasks.task import tasks
-from quantizer.tasks.tokens.parts import flips
-from quantizer.tasks.tokens.parts import per_token
-from quantizer.tasks.tokens.parts import whole_numbers
-
-__all__ = ["FillMask"]
+from quantizer.tasks.task import Predictions, tasks
+from quantizer.tasks.tokens.parts import flips, per_token, whole_numbers
 
 _EVERY = 7
 """One in so many tokens is hidden: the 15% of BERT, at the same places in every run."""

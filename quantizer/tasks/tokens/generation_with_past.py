@@ -5,22 +5,16 @@ Shapes: B rows of a batch, S tokens, V tokens of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from quantizer.tasks.inputs import Inputs
+from quantizer.tasks.inputs import Batch, Inputs
 from quantizer.tasks.outputs import first_output
-from quantizer.tasks.task import Batch
-from quantizer.tasks.task import Run
-from quantizer.tasks.task import tasks
-from quantizer.tasks.tokens.decode_step import CachedInputs
-from quantizer.tasks.tokens.decode_step import DecodeStep
+from quantizer.tasks.task import Run, tasks
+from quantizer.tasks.tokens.decode_step import CachedInputs, DecodeStep
 from quantizer.tasks.tokens.text_generation import TextGeneration
-
-__all__ = ["TextGenerationWithPast"]
 
 
 @tasks.add("text-generation-with-past")

@@ -5,8 +5,7 @@ Shapes: N rows, R pairs of a question and a choice, S tokens, C choices of the r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,24 +13,12 @@ import numpy.typing as npt
 import torch
 
 from quantizer.errors import TaskError
-from quantizer.tasks.datasets.rows import Choices
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.inputs import Batch
-from quantizer.tasks.inputs import Inputs
-from quantizer.tasks.inputs import Sample
+from quantizer.tasks.datasets.rows import Choices, Row
+from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.kinds import rows_of_kind
-from quantizer.tasks.metrics import accuracy
-from quantizer.tasks.metrics import kl_divergence
-from quantizer.tasks.metrics import label_flips
-from quantizer.tasks.metrics import sqnr_db
-from quantizer.tasks.task import Predictions
-from quantizer.tasks.task import Progress
-from quantizer.tasks.task import Run
-from quantizer.tasks.task import Task
-from quantizer.tasks.task import tasks
+from quantizer.tasks.metrics import accuracy, kl_divergence, label_flips, sqnr_db
+from quantizer.tasks.task import Predictions, Progress, Run, Task, tasks
 from quantizer.tasks.tokens.pair_inputs import PairInputs
-
-__all__ = ["ChoiceScorer", "MultipleChoice"]
 
 _NO_CHOICE = -1e9
 """The logit of a choice that a row does not have, which has no share in a softmax."""

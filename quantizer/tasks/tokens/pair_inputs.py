@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from quantizer.errors import TaskError
 from quantizer.tasks.inputs import TextInputs
-
-__all__ = ["PairInputs"]
 
 
 class PairInputs(TextInputs):

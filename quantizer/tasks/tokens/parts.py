@@ -5,8 +5,7 @@ Shapes: N rows, B rows of a batch, S tokens, C classes, T tokens of all rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +15,8 @@ from quantizer.errors import TaskError
 from quantizer.tasks.metrics import label_flips
 
 if TYPE_CHECKING:
-    from quantizer.tasks.task import Batch
+    from quantizer.tasks.inputs import Batch
     from quantizer.tasks.task import Predictions
-
-__all__ = ["flips", "is_token", "per_token", "whole_numbers"]
 
 
 def per_token(output: torch.Tensor, batch: Batch) -> list[torch.Tensor]:

@@ -14,22 +14,14 @@ import numpy.typing as npt
 import torch
 
 from quantizer.tasks.counted import CountedTask
-from quantizer.tasks.datasets.rows import Question
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.inputs import Inputs
-from quantizer.tasks.inputs import Sample
+from quantizer.tasks.datasets.rows import Question, Row
+from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.kinds import rows_of_kind
-from quantizer.tasks.metrics import label_flips
-from quantizer.tasks.metrics import sqnr_db
+from quantizer.tasks.metrics import label_flips, sqnr_db
 from quantizer.tasks.outputs import first_output
-from quantizer.tasks.task import Batch
-from quantizer.tasks.task import Predictions
-from quantizer.tasks.task import tasks
+from quantizer.tasks.task import Predictions, tasks
 from quantizer.tasks.tokens.pair_inputs import PairInputs
-from quantizer.tasks.tokens.parts import is_token
-from quantizer.tasks.tokens.parts import per_token
-
-__all__ = ["QuestionAnswering"]
+from quantizer.tasks.tokens.parts import is_token, per_token
 
 _OUTPUTS = ("start_logits", "end_logits")
 

@@ -14,23 +14,14 @@ import numpy.typing as npt
 import torch
 
 from quantizer.errors import TaskError
-from quantizer.tasks.classification import class_names
-from quantizer.tasks.classification import compare_classifiers
+from quantizer.tasks.classification import class_names, compare_classifiers
 from quantizer.tasks.counted import CountedTask
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import Words
-from quantizer.tasks.inputs import Inputs
-from quantizer.tasks.inputs import Sample
-from quantizer.tasks.inputs import TextInputs
+from quantizer.tasks.datasets.rows import Row, Words
+from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.outputs import first_output
-from quantizer.tasks.task import Batch
-from quantizer.tasks.task import Predictions
-from quantizer.tasks.task import tasks
-from quantizer.tasks.tokens.parts import is_token
-from quantizer.tasks.tokens.parts import per_token
-
-__all__ = ["TokenClassification"]
+from quantizer.tasks.task import Predictions, tasks
+from quantizer.tasks.tokens.parts import is_token, per_token
 
 _OUTSIDE = "O"
 _SHOWN = 8

@@ -9,8 +9,7 @@ import pytest
 
 from quantizer.report import Stage
 from quantizer.runs.progress.earlier_times import earlier_stages
-from quantizer.runs.progress.outlook import Outlook
-from quantizer.runs.progress.outlook import rounded_time
+from quantizer.runs.progress.outlook import Outlook, rounded_time
 
 EARLIER = [Stage(name="load", seconds=4.0), Stage(name="export", seconds=24.0), Stage(name="measure", seconds=31.0)]
 

@@ -9,8 +9,7 @@ import time
 import pytest
 from rich.console import Console
 
-from quantizer.common.progress import loop
-from quantizer.common.progress import open_loops
+from quantizer.common.progress import loop, open_loops
 from quantizer.runs.progress.heartbeat import Heartbeat
 from quantizer.runs.progress.outlook import Outlook
 from quantizer.runs.progress.stage_timer import StageTimer

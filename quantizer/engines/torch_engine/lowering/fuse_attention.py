@@ -12,14 +12,7 @@ from typing import Any
 from torch import fx
 
 from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
-from quantizer.engines.torch_engine.lowering.matching import aten
-from quantizer.engines.torch_engine.lowering.matching import dequantize
-from quantizer.engines.torch_engine.lowering.matching import is_call
-from quantizer.engines.torch_engine.lowering.matching import number
-from quantizer.engines.torch_engine.lowering.matching import only_reader
-from quantizer.engines.torch_engine.lowering.matching import replace
-
-__all__ = ["fuse_attention"]
+from quantizer.engines.torch_engine.lowering.matching import aten, dequantize, is_call, number, only_reader, replace
 
 _SWAPPED = [[0, 1, 3, 2], [0, 2, 3, 1]]
 """Orders of axes that make k^T [batch, heads, d, L]: of k, and of what k is made of."""

@@ -11,24 +11,24 @@ from torch import fx
 
 from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.torch_engine.lowering.fuse_attention import fuse_attention
-from quantizer.engines.torch_engine.lowering.matching import constant
-from quantizer.engines.torch_engine.lowering.matching import dequantize
-from quantizer.engines.torch_engine.lowering.matching import dequantize_vector
-from quantizer.engines.torch_engine.lowering.matching import is_call
-from quantizer.engines.torch_engine.lowering.matching import new_constant
-from quantizer.engines.torch_engine.lowering.matching import replace
+from quantizer.engines.torch_engine.lowering.matching import (
+    constant,
+    dequantize,
+    dequantize_vector,
+    is_call,
+    new_constant,
+    replace,
+)
 from quantizer.engines.torch_engine.lowering.merge_linears import merge_linears
-from quantizer.engines.torch_engine.lowering.node_shapes import RunnableSizes
-from quantizer.engines.torch_engine.lowering.node_shapes import node_shapes
-from quantizer.engines.torch_engine.lowering.node_shapes import runnable_sizes
-from quantizer.engines.torch_engine.lowering.post_operations import fuse_activations
-from quantizer.engines.torch_engine.lowering.post_operations import fuse_quantizers
-from quantizer.engines.torch_engine.lowering.post_operations import fuse_residual_adds
+from quantizer.engines.torch_engine.lowering.node_shapes import RunnableSizes, node_shapes, runnable_sizes
+from quantizer.engines.torch_engine.lowering.post_operations import (
+    fuse_activations,
+    fuse_quantizers,
+    fuse_residual_adds,
+)
 from quantizer.engines.torch_engine.lowering.quantized_convolution import lower_convolutions
 from quantizer.engines.torch_engine.lowering.quantized_linear import lower_linears
 from quantizer.engines.torch_engine.onnx_import.importer import Imported
-
-__all__ = ["lower"]
 
 
 def lower(imported: Imported, usual: Mapping[str, int] = MappingProxyType({})) -> RunnableSizes:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.ao.quantization.fx._decomposed as _decomposed  # registers the operators
@@ -13,24 +12,6 @@ from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 
 del _decomposed
 
-__all__ = [
-    "CONVOLUTION",
-    "CONVOLUTION_PREPACK",
-    "LINEAR",
-    "LINEAR_ADD",
-    "LINEAR_PREPACK",
-    "aten",
-    "constant",
-    "dequantize",
-    "dequantize_vector",
-    "is_call",
-    "new_constant",
-    "number",
-    "only_reader",
-    "quantize",
-    "quantized_weight",
-    "replace",
-]
 
 aten = torch.ops.aten
 decomposed = torch.ops.quantized_decomposed

@@ -13,14 +13,14 @@ import torch
 from torch import fx
 
 from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
-from quantizer.engines.torch_engine.lowering.matching import LINEAR
-from quantizer.engines.torch_engine.lowering.matching import LINEAR_PREPACK
-from quantizer.engines.torch_engine.lowering.matching import aten
-from quantizer.engines.torch_engine.lowering.matching import constant
-from quantizer.engines.torch_engine.lowering.matching import is_call
-from quantizer.engines.torch_engine.lowering.matching import new_constant
-
-__all__ = ["merge_linears"]
+from quantizer.engines.torch_engine.lowering.matching import (
+    LINEAR,
+    LINEAR_PREPACK,
+    aten,
+    constant,
+    is_call,
+    new_constant,
+)
 
 
 def merge_linears(module: LoweredGraph) -> int:

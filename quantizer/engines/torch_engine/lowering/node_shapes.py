@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -16,11 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.measure.dummy_inputs import made_up_inputs
 from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
-from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION_PREPACK
-from quantizer.engines.torch_engine.lowering.matching import LINEAR_PREPACK
+from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION_PREPACK, LINEAR_PREPACK
 from quantizer.errors import EngineError
-
-__all__ = ["RunnableSizes", "node_shapes", "node_values", "prepacking_without_data", "runnable_sizes"]
 
 RunnableSizes = tuple[int, int, Mapping[str, int]]
 """The batch, the sequence, and sizes that are known by the name of their dimension."""

@@ -14,16 +14,16 @@ import torch
 from torch import fx
 
 from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
-from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION
-from quantizer.engines.torch_engine.lowering.matching import LINEAR
-from quantizer.engines.torch_engine.lowering.matching import LINEAR_ADD
-from quantizer.engines.torch_engine.lowering.matching import aten
-from quantizer.engines.torch_engine.lowering.matching import is_call
-from quantizer.engines.torch_engine.lowering.matching import only_reader
-from quantizer.engines.torch_engine.lowering.matching import quantize
-from quantizer.engines.torch_engine.lowering.matching import replace
-
-__all__ = ["fuse_activations", "fuse_quantizers", "fuse_residual_adds"]
+from quantizer.engines.torch_engine.lowering.matching import (
+    CONVOLUTION,
+    LINEAR,
+    LINEAR_ADD,
+    aten,
+    is_call,
+    only_reader,
+    quantize,
+    replace,
+)
 
 _OUTPUT: dict[Any, int] = {LINEAR: 7, CONVOLUTION: 11, LINEAR_ADD: 8}
 """Place of the output's scale among the arguments; zero point and type follow."""

@@ -12,17 +12,17 @@ import torch
 from torch import fx
 
 from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
-from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION
-from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION_PREPACK
-from quantizer.engines.torch_engine.lowering.matching import aten
-from quantizer.engines.torch_engine.lowering.matching import constant
-from quantizer.engines.torch_engine.lowering.matching import dequantize
-from quantizer.engines.torch_engine.lowering.matching import is_call
-from quantizer.engines.torch_engine.lowering.matching import new_constant
-from quantizer.engines.torch_engine.lowering.matching import quantized_weight
-from quantizer.engines.torch_engine.lowering.matching import replace
-
-__all__ = ["lower_convolutions"]
+from quantizer.engines.torch_engine.lowering.matching import (
+    CONVOLUTION,
+    CONVOLUTION_PREPACK,
+    aten,
+    constant,
+    dequantize,
+    is_call,
+    new_constant,
+    quantized_weight,
+    replace,
+)
 
 
 def lower_convolutions(module: LoweredGraph) -> int:

@@ -16,18 +16,18 @@ import torch
 from torch import fx
 
 from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
-from quantizer.engines.torch_engine.lowering.matching import LINEAR
-from quantizer.engines.torch_engine.lowering.matching import LINEAR_PREPACK
-from quantizer.engines.torch_engine.lowering.matching import aten
-from quantizer.engines.torch_engine.lowering.matching import constant
-from quantizer.engines.torch_engine.lowering.matching import dequantize
-from quantizer.engines.torch_engine.lowering.matching import is_call
-from quantizer.engines.torch_engine.lowering.matching import new_constant
-from quantizer.engines.torch_engine.lowering.matching import only_reader
-from quantizer.engines.torch_engine.lowering.matching import quantized_weight
-from quantizer.engines.torch_engine.lowering.matching import replace
-
-__all__ = ["lower_linears"]
+from quantizer.engines.torch_engine.lowering.matching import (
+    LINEAR,
+    LINEAR_PREPACK,
+    aten,
+    constant,
+    dequantize,
+    is_call,
+    new_constant,
+    only_reader,
+    quantized_weight,
+    replace,
+)
 
 
 def lower_linears(module: LoweredGraph) -> int:

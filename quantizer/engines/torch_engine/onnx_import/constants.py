@@ -7,14 +7,14 @@ import torch
 from torch import fx
 
 from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
-from quantizer.engines.torch_engine.onnx_import.graph_builder import Constant
-from quantizer.engines.torch_engine.onnx_import.graph_builder import GraphBuilder
-from quantizer.engines.torch_engine.onnx_import.graph_builder import OnnxNode
-from quantizer.engines.torch_engine.onnx_import.graph_builder import Sizes
-from quantizer.engines.torch_engine.onnx_import.graph_builder import Value
-from quantizer.engines.torch_engine.onnx_import.graph_builder import translated
-
-__all__ = ["as_constant", "folded"]
+from quantizer.engines.torch_engine.onnx_import.graph_builder import (
+    Constant,
+    GraphBuilder,
+    OnnxNode,
+    Sizes,
+    Value,
+    translated,
+)
 
 _LEFT = frozenset({"QuantizeLinear", "DequantizeLinear"})
 """A lowering finds these in the graph."""

@@ -11,13 +11,10 @@ A value of the ONNX graph is one of three things here:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,18 +23,6 @@ from torch import fx
 from quantizer.common.registry import Registry
 from quantizer.engines.torch_engine.onnx_import.shapes import Shape
 from quantizer.errors import EngineError
-
-__all__ = [
-    "Attributes",
-    "Constant",
-    "GraphBuilder",
-    "OnnxNode",
-    "Sizes",
-    "Value",
-    "as_tensor",
-    "operators",
-    "translated",
-]
 
 _MOST_SIZES = 64
 _NO_LETTERS = re.compile(r"\W+", re.ASCII)

@@ -15,21 +15,20 @@ from quantizer.engines.inspection.onnx_graph import read_graph
 from quantizer.engines.optional_import import import_library
 from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
 from quantizer.engines.torch_engine.onnx_import import operators as _operators
-from quantizer.engines.torch_engine.onnx_import.constants import as_constant
-from quantizer.engines.torch_engine.onnx_import.constants import folded
-from quantizer.engines.torch_engine.onnx_import.graph_builder import Attributes
-from quantizer.engines.torch_engine.onnx_import.graph_builder import Constant
-from quantizer.engines.torch_engine.onnx_import.graph_builder import GraphBuilder
-from quantizer.engines.torch_engine.onnx_import.graph_builder import OnnxNode
-from quantizer.engines.torch_engine.onnx_import.graph_builder import Value
-from quantizer.engines.torch_engine.onnx_import.graph_builder import operators
-from quantizer.engines.torch_engine.onnx_import.graph_builder import translated
+from quantizer.engines.torch_engine.onnx_import.constants import as_constant, folded
+from quantizer.engines.torch_engine.onnx_import.graph_builder import (
+    Attributes,
+    Constant,
+    GraphBuilder,
+    OnnxNode,
+    Value,
+    operators,
+    translated,
+)
 from quantizer.engines.torch_engine.onnx_import.opset import in_known_opset
 from quantizer.engines.torch_engine.onnx_import.shapes import inferred_shapes
 from quantizer.engines.torch_engine.onnx_import.simplify import simplified
 from quantizer.errors import EngineError
-
-__all__ = ["Imported", "import_graph", "import_onnx"]
 
 del _operators
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from quantizer.errors import EngineError
 
-__all__ = ["in_known_opset"]
-
 _KNOWN = 13
 """The first opset in whose form the operators here are known: since then axes are inputs, and Softmax has one axis."""
 _LATER = 18

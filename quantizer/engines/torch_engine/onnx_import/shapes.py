@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
-from typing import TypeAlias
-
-__all__ = ["Shape", "inferred_shapes"]
+from typing import Any, TypeAlias
 
 Shape: TypeAlias = tuple[int | None, ...]
 """The sizes of a value's axes; None where one is not known."""

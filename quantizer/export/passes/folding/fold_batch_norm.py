@@ -18,17 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import drop_unread
-from quantizer.export.passes.base import insert_before
-from quantizer.export.passes.base import smallest_normal
-from quantizer.export.passes.base import take_out
-from quantizer.qdq.graph import attribute
-from quantizer.qdq.graph import floats
-from quantizer.qdq.graph import is_dequantize
-
-__all__ = ["FoldBatchNorm"]
+from quantizer.export.passes.base import MatchPass, add_constant, drop_unread, insert_before, smallest_normal, take_out
+from quantizer.qdq.graph import attribute, floats, is_dequantize
 
 _CHANNELS = {"Conv": 0, "ConvTranspose": 1}
 """The axis of the output channels in a weight, by operator."""

@@ -19,17 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import drop_unread
-from quantizer.export.passes.base import smallest_normal
-from quantizer.qdq.graph import attribute
-from quantizer.qdq.graph import floats
-from quantizer.qdq.graph import is_dequantize
-from quantizer.qdq.operand import MATMULS
-from quantizer.qdq.operand import operands
-
-__all__ = ["FoldChannelFactors"]
+from quantizer.export.passes.base import MatchPass, add_constant, drop_unread, smallest_normal
+from quantizer.qdq.graph import attribute, floats, is_dequantize
+from quantizer.qdq.operand import MATMULS, operands
 
 _NORMALIZATIONS = {"LayerNormalization": (1, 2), "RMSNormalization": (1,)}
 """Inputs that scale and shift the result, by operator; all of them are [K]."""

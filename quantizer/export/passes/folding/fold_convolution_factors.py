@@ -13,23 +13,13 @@ made it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import drop_unread
-from quantizer.export.passes.base import insert_before
-from quantizer.export.passes.base import smallest_normal
-from quantizer.export.passes.base import take_out
-from quantizer.qdq.graph import floats
-from quantizer.qdq.graph import is_dequantize
-from quantizer.qdq.graph import scalar
-
-__all__ = ["FoldConvolutionFactors"]
+from quantizer.export.passes.base import MatchPass, add_constant, drop_unread, insert_before, smallest_normal, take_out
+from quantizer.qdq.graph import floats, is_dequantize, scalar
 
 _ALIKE = 4.0
 """The relative difference between scales, in epsilons of their type, up to which they are one.

@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantizer.export.passes.base import MatchPass
-from quantizer.qdq.graph import floats
-from quantizer.qdq.graph import maker
-from quantizer.qdq.graph import pair_before
-
-__all__ = ["FoldPadding"]
+from quantizer.qdq.graph import floats, maker, pair_before
 
 
 @dataclass(frozen=True, slots=True)

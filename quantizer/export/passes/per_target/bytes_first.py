@@ -13,8 +13,6 @@ import numpy as np
 from quantizer.export.passes.base import add_constant
 from quantizer.qdq.graph import element
 
-__all__ = ["BytesFirst"]
-
 _LAYOUT = frozenset(
     {
         "Transpose",

@@ -6,17 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import drop_unread
-from quantizer.export.passes.base import insert_before
-from quantizer.qdq.gathered_axes import gathers_axis
-from quantizer.qdq.gathered_axes import gathers_zero_points
-from quantizer.qdq.gathered_axes import joins_before
-from quantizer.qdq.graph import attribute
-from quantizer.qdq.graph import constant
-
-__all__ = ["ConcatsBeforeQuantize", "GathersApart", "KeptAxes"]
+from quantizer.export.passes.base import MatchPass, add_constant, drop_unread, insert_before
+from quantizer.qdq.gathered_axes import gathers_axis, gathers_zero_points, joins_before
+from quantizer.qdq.graph import attribute, constant
 
 
 class GathersApart(MatchPass[Any]):

@@ -8,15 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import insert_before
-from quantizer.qdq.graph import floats
-from quantizer.qdq.graph import is_quantize
-from quantizer.qdq.graph import pair_before
-from quantizer.qdq.graph import readers
+from quantizer.export.passes.base import MatchPass, insert_before
+from quantizer.qdq.graph import floats, is_quantize, pair_before, readers
 from quantizer.qdq.operand import MOVES
-
-__all__ = ["MovesOfCodes"]
 
 
 class MovesOfCodes(MatchPass[tuple[Any, Any]]):

@@ -7,12 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import drop_unread
+from quantizer.export.passes.base import MatchPass, add_constant, drop_unread
 from quantizer.qdq.odd_pairs import has_odd_pairs
-
-__all__ = ["PairsOfCodes"]
 
 _BYTES = {"INT4": "INT8", "UINT4": "UINT8"}
 

@@ -11,12 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import drop_unread
-from quantizer.export.passes.base import take_out
+from quantizer.export.passes.base import MatchPass, drop_unread, take_out
 from quantizer.qdq.graph import scalar
-
-__all__ = ["PlainSoftplus"]
 
 _ALIKE = -float(np.log(np.finfo(np.float32).eps))
 """From here on log(1 + e^x) is x in float32."""

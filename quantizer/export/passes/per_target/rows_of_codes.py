@@ -14,16 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import drop_unread
-from quantizer.export.passes.base import insert_before
-from quantizer.export.passes.base import replace_node
-from quantizer.qdq.graph import attribute
-from quantizer.qdq.graph import floats
-from quantizer.qdq.graph import is_dequantize
-
-__all__ = ["RowsOfCodes"]
+from quantizer.export.passes.base import MatchPass, add_constant, drop_unread, insert_before, replace_node
+from quantizer.qdq.graph import attribute, floats, is_dequantize
 
 
 class RowsOfCodes(MatchPass[Any]):

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import insert_before
-from quantizer.qdq.flat_products import scales_by_negatives
-from quantizer.qdq.flat_products import scales_flat_product
-from quantizer.qdq.graph import is_dequantize
-from quantizer.qdq.graph import maker
-from quantizer.qdq.graph import varying_inputs
-from quantizer.qdq.misread_factors import is_read_both_ways
-from quantizer.qdq.misread_factors import misplaces_numbers
-
-__all__ = ["NumbersBehindProducts", "UnfusedProducts", "WeightsReadOneWay"]
+from quantizer.export.passes.base import MatchPass, add_constant, insert_before
+from quantizer.qdq.flat_products import scales_by_negatives, scales_flat_product
+from quantizer.qdq.graph import is_dequantize, maker, varying_inputs
+from quantizer.qdq.misread_factors import is_read_both_ways, misplaces_numbers
 
 
 class UnfusedProducts(MatchPass[Any]):

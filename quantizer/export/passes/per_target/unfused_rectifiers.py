@@ -11,18 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import insert_before
-from quantizer.export.passes.base import take_out
-from quantizer.export.passes.rectify_before_quantize import is_within
-from quantizer.export.passes.rectify_before_quantize import starts_at_zero
+from quantizer.export.passes.base import MatchPass, add_constant, insert_before, take_out
+from quantizer.export.passes.rectify_before_quantize import is_within, starts_at_zero
 from quantizer.numerics.qtype import UINT8
-from quantizer.qdq.graph import is_dequantized
-from quantizer.qdq.graph import is_quantize
-from quantizer.qdq.graph import scalar
-
-__all__ = ["UnfusedRectifiers"]
+from quantizer.qdq.graph import is_dequantized, is_quantize, scalar
 
 
 class UnfusedRectifiers(MatchPass[Any]):

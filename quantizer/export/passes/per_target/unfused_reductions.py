@@ -9,13 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import insert_before
+from quantizer.export.passes.base import MatchPass, insert_before
 from quantizer.qdq.graph import is_quantize
-from quantizer.qdq.reductions import misreads_channels
-from quantizer.qdq.reductions import misreads_channels_before
-
-__all__ = ["FactorsBeforeReductions", "UnfusedReductions"]
+from quantizer.qdq.reductions import misreads_channels, misreads_channels_before
 
 
 class UnfusedReductions(MatchPass[Any]):

@@ -6,16 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.export.passes.base import MatchPass
-from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import drop_unread
-from quantizer.export.passes.base import insert_before
-from quantizer.export.passes.base import largest_number
+from quantizer.export.passes.base import MatchPass, add_constant, drop_unread, insert_before, largest_number
 from quantizer.qdq.graph import constant
-from quantizer.qdq.shared_products import is_shared_product
-from quantizer.qdq.shared_products import sized_biases
-
-__all__ = ["BiasesApart", "UnsharedProducts"]
+from quantizer.qdq.shared_products import is_shared_product, sized_biases
 
 _LIMIT = 2.0**100
 """No sum of products of bytes, times a scale, is as large: the Clip changes no value."""

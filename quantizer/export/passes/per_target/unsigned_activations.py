@@ -9,16 +9,13 @@ s * q: the same values, in the storage that the kernels of a CPU engine take.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from quantizer.export.passes.base import add_constant
 from quantizer.numerics.qtype import INT8
 from quantizer.qdq.graph import is_dequantized
-
-__all__ = ["UnsignedActivations"]
 
 _ZERO = -INT8.qmin
 _NAME = "quantizer_unsigned_zero_point"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from quantizer.errors import ConfigError
 from quantizer.runs.run import run
 from quantizer.runs.workload.quantize_model import SENSITIVITY_BATCHES
 from quantizer.targets import AUTO
-
-__all__ = ["convert_function", "function_config"]
 
 _KEYS = {
     "inputs": "model.inputs",

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from quantizer.common.distributed import get_world_size
-from quantizer.config import QuantizerConfig
-from quantizer.config import RunConfig
-from quantizer.config import dump_yaml
-from quantizer.engines.candidates import Variant
-from quantizer.engines.candidates import cpu_candidates
+from quantizer.config import QuantizerConfig, RunConfig, dump_yaml
+from quantizer.engines.candidates import Variant, cpu_candidates
 from quantizer.errors import ConfigError
 from quantizer.quantizer import Quantizer
-from quantizer.report import RunRecord
-from quantizer.report import write_html
-from quantizer.report import write_record
+from quantizer.report import RunRecord, write_html, write_record
 from quantizer.runs.convert.inputs import ConversionInputs
-from quantizer.runs.convert.parts.course import PartsCourse
-from quantizer.runs.convert.parts.course import PartsWork
+from quantizer.runs.convert.parts.course import PartsCourse, PartsWork
 from quantizer.runs.convert.parts.limits import most_tokens
 from quantizer.runs.convert.parts.request import PartsRequest
 from quantizer.runs.convert.parts.summary import print_parts
@@ -33,8 +26,6 @@ from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_course import QUANTIZER
 from quantizer.runs.workload.workload import Load
 from quantizer.runs.written_sizes import is_in_parts
-
-__all__ = ["require_possible_run", "run_parts"]
 
 
 def require_possible_run(config: RunConfig) -> None:

@@ -7,12 +7,8 @@ the same scales. They are checked against PyTorch one by one, and together in wh
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,38 +16,21 @@ from typing import Any
 from quantizer.engines.candidates import Variant
 from quantizer.qdq.signature import read_signature
 from quantizer.quantizer import Quantizer
-from quantizer.report import RunRecord
-from quantizer.report import Score
-from quantizer.report.candidate_record import Candidate
-from quantizer.report.candidate_record import EngineChoice
-from quantizer.runs.choose_engine import FAILURES
-from quantizer.runs.choose_engine import candidate_line
-from quantizer.runs.choose_engine import choose
-from quantizer.runs.choose_engine import failed
-from quantizer.runs.choose_engine import quantized_of
-from quantizer.runs.choose_engine import timed
+from quantizer.report import RunRecord, Score
+from quantizer.report.candidate_record import Candidate, EngineChoice
+from quantizer.runs.choose_engine import FAILURES, candidate_line, choose, failed, quantized_of, timed
 from quantizer.runs.convert.choose import PYTORCH
-from quantizer.runs.convert.folder import CONFIG
-from quantizer.runs.convert.folder import processor_folder
-from quantizer.runs.convert.folder import write_json
+from quantizer.runs.convert.folder import CONFIG, processor_folder, write_json
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.parts.card import write_card
 from quantizer.runs.convert.parts.loaded import MODEL
-from quantizer.runs.convert.parts.measure import agreements
-from quantizer.runs.convert.parts.measure import part_latency
-from quantizer.runs.convert.parts.measure import whole_latency
-from quantizer.runs.convert.parts.measure import write_once
+from quantizer.runs.convert.parts.measure import agreements, part_latency, whole_latency, write_once
 from quantizer.runs.convert.parts.part_batches import calibration_batches
-from quantizer.runs.convert.parts.part_maker import PartMaker
-from quantizer.runs.convert.parts.part_maker import PartsMade
+from quantizer.runs.convert.parts.part_maker import PartMaker, PartsMade
 from quantizer.runs.convert.parts.record import parts_record
 from quantizer.runs.convert.parts.request import PartsRequest
-from quantizer.runs.convert.parts.result import Agreement
-from quantizer.runs.convert.parts.result import PartResult
-from quantizer.runs.convert.parts.result import PartsResult
-from quantizer.runs.convert.parts.result import WholeLatency
-from quantizer.runs.convert.parts.result import parts_config
+from quantizer.runs.convert.parts.result import Agreement, PartResult, PartsResult, WholeLatency, parts_config
 from quantizer.runs.convert.parts.served import serve_parts
 from quantizer.runs.convert.result import quantization_facts
 from quantizer.runs.measure import NOT_VERIFIED
@@ -61,12 +40,8 @@ from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_course import QUANTIZER
 from quantizer.runs.run_engines import nearest_form
 from quantizer.runs.scoring import Scoring
-from quantizer.tasks import Row
-from quantizer.tasks import Sample
-from quantizer.tasks import save_processor
+from quantizer.tasks import Row, Sample, save_processor
 from quantizer.tasks.seq2seq.writer import Writer
-
-__all__ = ["PartsCourse", "PartsDone", "PartsWork"]
 
 _COMPARED = 32
 """Samples whose texts are compared with those of the float model."""

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizer.errors import ConfigError
-from quantizer.errors import TaskError
+from quantizer.errors import ConfigError, TaskError
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.request import ConversionRequest
-
-__all__ = ["most_tokens", "require_possible"]
 
 _TOKENS = 128
 """The most tokens that are written, unless the request says otherwise."""

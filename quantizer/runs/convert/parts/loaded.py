@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,18 +12,12 @@ import torch
 from torch import Tensor
 
 from quantizer.common.once_property import once_property
-from quantizer.engines import Array
-from quantizer.engines import Engine
+from quantizer.engines import Array, Engine
 from quantizer.errors import QuantizerError
 from quantizer.runs.run_context import engine_inputs
-from quantizer.tasks import Batch
-from quantizer.tasks import Sample
+from quantizer.tasks import Batch, Sample
 from quantizer.tasks.models import empty_model
-from quantizer.tasks.seq2seq.writer import Writer
-from quantizer.tasks.seq2seq.writer import in_parts
-from quantizer.tasks.seq2seq.writer import written_tokens
-
-__all__ = ["MODEL", "ConvertedParts", "engine_run"]
+from quantizer.tasks.seq2seq.writer import Writer, in_parts, written_tokens
 
 MODEL = "onnx"
 """The folder of the ONNX files with the model's own config, as the usual runtimes take it."""

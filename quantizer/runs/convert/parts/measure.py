@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,19 +11,12 @@ from torch import nn
 
 from quantizer.engines import Engine
 from quantizer.runs.convert.choose import PYTORCH
-from quantizer.runs.convert.measure import ShapeLatency
-from quantizer.runs.convert.measure import measure_latency
-from quantizer.runs.convert.parts.part_maker import PartMaker
-from quantizer.runs.convert.parts.part_maker import PartsMade
-from quantizer.runs.convert.parts.result import Agreement
-from quantizer.runs.convert.parts.result import WholeLatency
-from quantizer.tasks import Batch
-from quantizer.tasks import Task
+from quantizer.runs.convert.measure import ShapeLatency, measure_latency
+from quantizer.runs.convert.parts.part_maker import PartMaker, PartsMade
+from quantizer.runs.convert.parts.result import Agreement, WholeLatency
+from quantizer.tasks import Batch, Task
 from quantizer.tasks.seq2seq.writer import Writer
-from quantizer.tasks.seq2seq.writing import equal_texts
-from quantizer.tasks.seq2seq.writing import equal_tokens
-
-__all__ = ["agreements", "part_latency", "whole_latency", "write_once"]
+from quantizer.tasks.seq2seq.writing import equal_texts, equal_tokens
 
 _TIMED_TOKENS = 32
 """How many tokens are written to be timed, if engines write so many."""

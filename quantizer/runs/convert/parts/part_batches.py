@@ -10,20 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from quantizer.common.decoder_cache import CACHE
-from quantizer.common.decoder_cache import PRESENT
+from quantizer.common.decoder_cache import CACHE, PRESENT
 from quantizer.common.progress import loop
-from quantizer.tasks import Batch
-from quantizer.tasks import rows_at
-from quantizer.tasks.seq2seq.parts import DECODER
-from quantizer.tasks.seq2seq.parts import ENCODER
-from quantizer.tasks.seq2seq.parts import WITH_PAST
+from quantizer.tasks import Batch, rows_at
+from quantizer.tasks.seq2seq.parts import DECODER, ENCODER, WITH_PAST
 from quantizer.tasks.seq2seq.writer import read_tokens
-
-__all__ = ["PartBatches", "calibration_batches", "part_batches"]
 
 
 @dataclass(frozen=True)

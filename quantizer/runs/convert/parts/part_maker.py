@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from quantizer.common.decoder_cache import PAST
-from quantizer.engines import BuildOptions
-from quantizer.engines import BuildResult
-from quantizer.engines import Engine
-from quantizer.engines import load_engine
-from quantizer.engines import runs_here
+from quantizer.engines import BuildOptions, BuildResult, Engine, load_engine, runs_here
 from quantizer.engines.candidates import Variant
 from quantizer.engines.measure.trial import tried_build
 from quantizer.errors import EngineError
@@ -28,28 +21,15 @@ from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.parts.loaded import engine_run
-from quantizer.runs.convert.parts.part_batches import PartBatches
-from quantizer.runs.convert.parts.part_batches import part_batches
+from quantizer.runs.convert.parts.part_batches import PartBatches, part_batches
 from quantizer.runs.convert.parts.request import PartsRequest
-from quantizer.runs.outputs.compare_outputs import Reference
-from quantizer.runs.outputs.compare_outputs import check_engine
-from quantizer.runs.outputs.compare_outputs import reference_outputs
-from quantizer.runs.outputs.output_check import OutputCheck
-from quantizer.runs.outputs.output_check import Tolerance
-from quantizer.runs.outputs.output_check import tolerance
+from quantizer.runs.outputs.compare_outputs import Reference, check_engine, reference_outputs
+from quantizer.runs.outputs.output_check import OutputCheck, Tolerance, tolerance
 from quantizer.runs.run_context import RunContext
 from quantizer.targets import profile
 from quantizer.tasks import Batch
-from quantizer.tasks.seq2seq.parts import DECODER
-from quantizer.tasks.seq2seq.parts import ENCODER
-from quantizer.tasks.seq2seq.parts import ENCODER_STEPS
-from quantizer.tasks.seq2seq.parts import WITH_PAST
-from quantizer.tasks.seq2seq.parts import dynamic_axes
-from quantizer.tasks.seq2seq.parts import parts_of
-from quantizer.tasks.seq2seq.writer import Steps
-from quantizer.tasks.seq2seq.writer import in_parts
-
-__all__ = ["PartMade", "PartMaker", "PartsMade"]
+from quantizer.tasks.seq2seq.parts import DECODER, ENCODER, ENCODER_STEPS, WITH_PAST, dynamic_axes, parts_of
+from quantizer.tasks.seq2seq.writer import Steps, in_parts
 
 _STEPS = 16
 _EXAMPLE_STEPS = 4

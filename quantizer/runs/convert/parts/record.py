@@ -4,34 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import UTC
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from quantizer.engines import observe_engine
 from quantizer.quantizer import Quantizer
-from quantizer.report import RunRecord
-from quantizer.report import collect_machine
-from quantizer.report import collect_versions
+from quantizer.report import RunRecord, collect_machine, collect_versions
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.output_record import OutputDistance
-from quantizer.report.ratios import latency_entries
-from quantizer.report.ratios import size_entries
+from quantizer.report.ratios import latency_entries, size_entries
 from quantizer.report.record import Latency
 from quantizer.runs.convert.choose import PYTORCH
 from quantizer.runs.convert.parts.loaded import MODEL
-from quantizer.runs.convert.parts.part_maker import PartMaker
-from quantizer.runs.convert.parts.part_maker import PartsMade
-from quantizer.runs.convert.parts.result import PartsResult
-from quantizer.runs.convert.parts.result import WholeLatency
+from quantizer.runs.convert.parts.part_maker import PartMaker, PartsMade
+from quantizer.runs.convert.parts.result import PartsResult, WholeLatency
 from quantizer.runs.measure import engine_file
-from quantizer.runs.outputs.compare_outputs import distances_of
-from quantizer.runs.outputs.compare_outputs import output_distances
+from quantizer.runs.outputs.compare_outputs import distances_of, output_distances
 from quantizer.runs.plan_records import site_records
-from quantizer.tasks.seq2seq.parts import WITH_PAST
-from quantizer.tasks.seq2seq.parts import parts_of
-
-__all__ = ["parts_record"]
+from quantizer.tasks.seq2seq.parts import WITH_PAST, parts_of
 
 
 def parts_record(

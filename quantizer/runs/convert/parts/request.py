@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quantizer.config import QuantizerConfig
 from quantizer.engines.candidates import Variant
 from quantizer.quantizer import Quantizer
-
-__all__ = ["PartsRequest"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import asdict
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from quantizer.qdq.signature import Signature
-from quantizer.report import Score
-from quantizer.report import collect_versions
-from quantizer.runs.convert.folder import FORMAT
-from quantizer.runs.convert.folder import processor_folder
+from quantizer.report import Score, collect_versions
+from quantizer.runs.convert.folder import FORMAT, processor_folder
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.parts.loaded import MODEL
 from quantizer.runs.convert.result import QuantizationSummary
 from quantizer.runs.outputs.output_check import OutputCheck
-
-__all__ = ["Agreement", "PartResult", "PartsResult", "WholeLatency", "parts_config"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,34 +10,22 @@ from typing import Any
 from rich.console import Console
 
 from quantizer.engines.candidates import Variant
-from quantizer.files import said_complete
-from quantizer.files import write_folder
+from quantizer.files import said_complete, write_folder
 from quantizer.quantizer import Quantizer
-from quantizer.report import collect_machine
-from quantizer.report import collect_versions
-from quantizer.report import print_record
+from quantizer.report import collect_machine, collect_versions, print_record
 from quantizer.report.tables.choice_table import print_choice
-from quantizer.runs.convert.data import Samples
-from quantizer.runs.convert.data import read_labelled
+from quantizer.runs.convert.data import Samples, read_labelled
 from quantizer.runs.convert.folder import write_json
 from quantizer.runs.convert.inputs import ConversionInputs
-from quantizer.runs.convert.parts.course import PartsCourse
-from quantizer.runs.convert.parts.course import PartsDone
-from quantizer.runs.convert.parts.course import PartsWork
-from quantizer.runs.convert.parts.limits import most_tokens
-from quantizer.runs.convert.parts.limits import require_possible
+from quantizer.runs.convert.parts.course import PartsCourse, PartsDone, PartsWork
+from quantizer.runs.convert.parts.limits import most_tokens, require_possible
 from quantizer.runs.convert.parts.request import PartsRequest
 from quantizer.runs.convert.parts.summary import print_parts
-from quantizer.runs.convert.record import conversion_config
-from quantizer.runs.convert.record import write_report
-from quantizer.runs.convert.request import CONVERSION
-from quantizer.runs.convert.request import ConversionRequest
+from quantizer.runs.convert.record import conversion_config, write_report
+from quantizer.runs.convert.request import CONVERSION, ConversionRequest
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.run_context import load_context
-from quantizer.runs.run_context import resume_files
-
-__all__ = ["convert_parts"]
+from quantizer.runs.run_context import load_context, resume_files
 
 
 def convert_parts(

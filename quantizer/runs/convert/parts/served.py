@@ -7,25 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantizer.qdq.signature import Signature
-from quantizer.runs.convert.folder import ENGINE
-from quantizer.runs.convert.folder import ONNX
+from quantizer.runs.convert.folder import ENGINE, ONNX
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.parts.loaded import MODEL
-from quantizer.runs.convert.parts.part_maker import PartMaker
-from quantizer.runs.convert.parts.part_maker import PartsMade
-from quantizer.runs.outputs.compare_outputs import Reference
-from quantizer.runs.outputs.compare_outputs import is_cache
-from quantizer.runs.serving import Expected
-from quantizer.runs.serving import ServedEngine
-from quantizer.runs.serving import model_name
-from quantizer.runs.serving import write_triton_model
-from quantizer.runs.serving.gpu_check import GPU_SCRIPT
-from quantizer.runs.serving.gpu_check import write_gpu_check
-from quantizer.runs.serving.linked_files import link_file
-from quantizer.runs.serving.linked_files import link_onnx
+from quantizer.runs.convert.parts.part_maker import PartMaker, PartsMade
+from quantizer.runs.outputs.compare_outputs import Reference, is_cache
+from quantizer.runs.serving import Expected, ServedEngine, model_name, write_triton_model
+from quantizer.runs.serving.gpu_check import GPU_SCRIPT, write_gpu_check
+from quantizer.runs.serving.linked_files import link_file, link_onnx
 from quantizer.tasks import batch_shape
-
-__all__ = ["ON_GPU", "serve_parts"]
 
 ON_GPU = "on_gpu"
 """The folder with what checks each part where there is a GPU, in a folder of its own."""

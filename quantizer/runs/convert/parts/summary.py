@@ -13,11 +13,8 @@ from quantizer.report.tables import text
 from quantizer.report.tables.lines import print_lines
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
-from quantizer.runs.convert.parts.result import PartsResult
-from quantizer.runs.convert.parts.result import WholeLatency
+from quantizer.runs.convert.parts.result import PartsResult, WholeLatency
 from quantizer.runs.outputs.output_check import OutputCheck
-
-__all__ = ["print_parts"]
 
 
 def print_parts(facts: ConversionInputs, result: PartsResult, folder: Path, console: Console) -> None:

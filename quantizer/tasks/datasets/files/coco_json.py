@@ -18,14 +18,7 @@ from typing import Any
 from quantizer.common.paths import is_file
 from quantizer.common.plain_values import json_values
 from quantizer.errors import TaskError
-from quantizer.tasks.datasets.rows import Boxes
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import datasets
-from quantizer.tasks.datasets.rows import read_lines
-from quantizer.tasks.datasets.rows import refuse_options
-from quantizer.tasks.datasets.rows import require_file
-
-__all__ = ["read_coco"]
+from quantizer.tasks.datasets.rows import Boxes, Row, datasets, read_lines, refuse_options, require_file
 
 
 @datasets.add("coco-json")

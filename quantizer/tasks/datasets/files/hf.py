@@ -14,17 +14,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from quantizer.common.paths import expanded
-from quantizer.common.paths import is_file
-from quantizer.common.paths import is_folder
-from quantizer.common.paths import is_there
-from quantizer.errors import MissingDependencyError
-from quantizer.errors import TaskError
+from quantizer.common.paths import expanded, is_file, is_folder, is_there
+from quantizer.errors import MissingDependencyError, TaskError
 from quantizer.tasks.datasets.files.hf_rows import rows_of_table
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import datasets
-
-__all__ = ["read_hf"]
+from quantizer.tasks.datasets.rows import Row, datasets
 
 _BUILDERS = {
     ".csv": "csv",

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from quantizer.errors import TaskError
 from quantizer.files import whole_file
 from quantizer.tasks.datasets.fetch import cache_folder
-from quantizer.tasks.datasets.rows import Audio
-from quantizer.tasks.datasets.rows import Choices
-from quantizer.tasks.datasets.rows import Image
-from quantizer.tasks.datasets.rows import Pair
-from quantizer.tasks.datasets.rows import Plain
-from quantizer.tasks.datasets.rows import Question
-from quantizer.tasks.datasets.rows import Rewritten
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import Speech
-from quantizer.tasks.datasets.rows import Text
-from quantizer.tasks.datasets.rows import Words
-from quantizer.tasks.datasets.rows import class_number
-
-__all__ = ["rows_of_table"]
+from quantizer.tasks.datasets.rows import (
+    Audio,
+    Choices,
+    Image,
+    Pair,
+    Plain,
+    Question,
+    Rewritten,
+    Row,
+    Speech,
+    Text,
+    Words,
+    class_number,
+)
 
 Field: TypeAlias = tuple[str, ...]
 """The names that a column may have."""

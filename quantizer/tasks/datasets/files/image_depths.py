@@ -11,14 +11,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantizer.tasks.datasets.files.paths import IMAGE_FILES
-from quantizer.tasks.datasets.files.paths import paired_files
-from quantizer.tasks.datasets.rows import Depths
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import datasets
-from quantizer.tasks.datasets.rows import refuse_options
-
-__all__ = ["read_image_depths"]
+from quantizer.tasks.datasets.files.paths import IMAGE_FILES, paired_files
+from quantizer.tasks.datasets.rows import Depths, Row, datasets, refuse_options
 
 
 @datasets.add("image-depths")

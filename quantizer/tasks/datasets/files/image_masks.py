@@ -10,14 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantizer.tasks.datasets.files.paths import IMAGE_FILES
-from quantizer.tasks.datasets.files.paths import paired_files
-from quantizer.tasks.datasets.rows import Masked
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import datasets
-from quantizer.tasks.datasets.rows import refuse_options
-
-__all__ = ["read_image_masks"]
+from quantizer.tasks.datasets.files.paths import IMAGE_FILES, paired_files
+from quantizer.tasks.datasets.rows import Masked, Row, datasets, refuse_options
 
 
 @datasets.add("image-masks")

@@ -16,14 +16,7 @@ from pathlib import Path
 from quantizer.common.paths import is_file
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.columns import read_columns
-from quantizer.tasks.datasets.rows import Audio
-from quantizer.tasks.datasets.rows import Image
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import datasets
-from quantizer.tasks.datasets.rows import refuse_options
-from quantizer.tasks.datasets.rows import require_file
-
-__all__ = ["beside", "read_audio_csv", "read_image_csv"]
+from quantizer.tasks.datasets.rows import Audio, Image, Row, datasets, refuse_options, require_file
 
 
 @datasets.add("image-csv")

@@ -12,17 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quantizer.errors import TaskError
-from quantizer.tasks.datasets.files.paths import AUDIO_FILES
-from quantizer.tasks.datasets.files.paths import IMAGE_FILES
-from quantizer.tasks.datasets.files.paths import file_paths
-from quantizer.tasks.datasets.rows import Audio
-from quantizer.tasks.datasets.rows import Image
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import datasets
-from quantizer.tasks.datasets.rows import refuse_options
-from quantizer.tasks.datasets.rows import require_folder
-
-__all__ = ["read_audio_folder", "read_image_folder"]
+from quantizer.tasks.datasets.files.paths import AUDIO_FILES, IMAGE_FILES, file_paths
+from quantizer.tasks.datasets.rows import Audio, Image, Row, datasets, refuse_options, require_folder
 
 
 @datasets.add("image-folder")

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from quantizer.common.paths import is_folder
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import require_folder
-
-__all__ = [
-    "AUDIO_FILES",
-    "IMAGE_FILES",
-    "file_paths",
-    "folder_holds",
-    "paired_files",
-    "read_images",
-    "read_recordings",
-]
 
 IMAGE_FILES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 """The endings of image files; other files are ignored."""

@@ -13,15 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quantizer.errors import TaskError
-from quantizer.tasks.datasets.columns import read_columns
-from quantizer.tasks.datasets.columns import read_objects
-from quantizer.tasks.datasets.rows import Rewritten
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import datasets
-from quantizer.tasks.datasets.rows import refuse_options
-from quantizer.tasks.datasets.rows import require_file
-
-__all__ = ["read_text_pairs"]
+from quantizer.tasks.datasets.columns import read_columns, read_objects
+from quantizer.tasks.datasets.rows import Rewritten, Row, datasets, refuse_options, require_file
 
 _COLUMNS = (("source", "text", "document"), ("target", "translation", "summary"))
 

@@ -13,16 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quantizer.errors import TaskError
-from quantizer.tasks.datasets.columns import read_columns
-from quantizer.tasks.datasets.columns import read_objects
+from quantizer.tasks.datasets.columns import read_columns, read_objects
 from quantizer.tasks.datasets.files.labelled_csv import beside
-from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.datasets.rows import Speech
-from quantizer.tasks.datasets.rows import datasets
-from quantizer.tasks.datasets.rows import refuse_options
-from quantizer.tasks.datasets.rows import require_file
-
-__all__ = ["read_transcripts"]
+from quantizer.tasks.datasets.rows import Row, Speech, datasets, refuse_options, require_file
 
 _COLUMNS = (("path", "file", "audio"), ("text", "transcript", "sentence"))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from quantizer.engines.torch_engine.onnx_import.graph_builder import Constant
-from quantizer.engines.torch_engine.onnx_import.graph_builder import GraphBuilder
-from quantizer.engines.torch_engine.onnx_import.graph_builder import OnnxNode
-from quantizer.engines.torch_engine.onnx_import.graph_builder import Value
-from quantizer.engines.torch_engine.onnx_import.graph_builder import as_tensor
-from quantizer.engines.torch_engine.onnx_import.graph_builder import operators
-
-__all__: list[str] = []
+from quantizer.engines.torch_engine.onnx_import.graph_builder import (
+    Constant,
+    GraphBuilder,
+    OnnxNode,
+    Value,
+    as_tensor,
+    operators,
+)
 
 aten = torch.ops.aten
 

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 import torch.ao.quantization.fx._decomposed as _decomposed  # registers the operators
 
-from quantizer.engines.torch_engine.onnx_import.graph_builder import Constant
-from quantizer.engines.torch_engine.onnx_import.graph_builder import GraphBuilder
-from quantizer.engines.torch_engine.onnx_import.graph_builder import OnnxNode
-from quantizer.engines.torch_engine.onnx_import.graph_builder import Value
-from quantizer.engines.torch_engine.onnx_import.graph_builder import as_tensor
-from quantizer.engines.torch_engine.onnx_import.graph_builder import operators
-
-__all__: list[str] = []
+from quantizer.engines.torch_engine.onnx_import.graph_builder import (
+    Constant,
+    GraphBuilder,
+    OnnxNode,
+    Value,
+    as_tensor,
+    operators,
+)
 
 _CODES = {"int8": (torch.int8, -128, 127), "uint8": (torch.uint8, 0, 255)}
 

@@ -7,13 +7,7 @@ from typing import Any
 
 import torch
 
-from quantizer.engines.torch_engine.onnx_import.graph_builder import GraphBuilder
-from quantizer.engines.torch_engine.onnx_import.graph_builder import OnnxNode
-from quantizer.engines.torch_engine.onnx_import.graph_builder import Sizes
-from quantizer.engines.torch_engine.onnx_import.graph_builder import Value
-from quantizer.engines.torch_engine.onnx_import.graph_builder import operators
-
-__all__: list[str] = []
+from quantizer.engines.torch_engine.onnx_import.graph_builder import GraphBuilder, OnnxNode, Sizes, Value, operators
 
 aten = torch.ops.aten
 
