@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
 import torch
-from helpers import ConvNet, batch, tiny
-from torch import Tensor, nn
+from helpers import ConvNet
+from helpers import batch
+from helpers import tiny
+from torch import Tensor
+from torch import nn
 from torch.nn import functional as F
+
+__all__ = ["NETS", "GoldenNet", "Packed"]
 
 WIDTH = 16
 
@@ -38,7 +45,8 @@ def _random(*shape: int, scale: float = 1.0) -> Callable[[int], Tensor]:
 
 
 def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
+    from transformers import LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 99}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 40, "use_cache": False}
