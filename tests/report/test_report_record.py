@@ -200,9 +200,9 @@ def test_which_entries_the_headline_is_about() -> None:
     def names(entries: Any) -> list[str]:
         return [entry.name for entry in (reference_entry(entries), quantized_entry(entries)) if entry is not None]
 
-    entries = size_entries({"other": 3, "engine": 1, "float": 4}, reference="float")
+    entries = size_entries({"other": 3, "engine": 1, "float": 4})
     assert names(entries) == ["float", "engine"]
-    unnamed = size_entries({"a": 3, "b": 1, "c": 4}, reference="a")
+    unnamed = [dataclasses.replace(entry, name=name) for entry, name in zip(entries, "abc", strict=True)]
     assert names(unnamed) == ["a", "c"]
     assert (reference_entry(()), quantized_entry(entries[2:])) == (None, None)
 
