@@ -190,7 +190,11 @@ def test_an_engine_that_did_not_run() -> None:
 
 @pytest.mark.parametrize(
     ("taken", "said"),
-    [(30.0, "20 us more a batch (measured)"), (5.0, "no more time within noise (measured)")],
+    [
+        (30.0, "20 us more a batch (measured)"),
+        (10.0, "no more time within noise"),
+        (5.0, "no more time within noise (measured)"),
+    ],
 )
 def test_a_cure_says_what_it_costs(taken: float, said: str) -> None:
     placement = Placement(
