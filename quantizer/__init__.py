@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from quantizer.in_place import QATCalibrate
     from quantizer.interop.onnx.from_onnx import from_onnx
     from quantizer.quantizer import Quantizer
-    from quantizer.runs.placement.estimated_prices import estimated_prices
     from quantizer.runs.placement.measured_prices import measured_prices
     from quantizer.runs.saved.load import load
     from quantizer.runs.workload.quantize_model import quantize_model
@@ -29,7 +28,6 @@ __all__ = [
     "QuantizerConfig",
     "QuantizerError",
     "compare_runs",
-    "estimated_prices",
     "from_onnx",
     "functional",
     "load",
@@ -46,7 +44,6 @@ _HOMES = {
     "QuantizerConfig": "quantizer.config",
     "QuantizerError": "quantizer.errors",
     "compare_runs": "quantizer.views.runs_view",
-    "estimated_prices": "quantizer.runs.placement.estimated_prices",
     "from_onnx": "quantizer.interop.onnx.from_onnx",
     "load": "quantizer.runs.saved.load",
     "measured_prices": "quantizer.runs.placement.measured_prices",

@@ -47,7 +47,6 @@ def test_the_public_names() -> None:
         "QuantizerConfig",
         "QuantizerError",
         "compare_runs",
-        "estimated_prices",
         "from_onnx",
         "functional",
         "load",

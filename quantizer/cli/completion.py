@@ -1,74 +1,65 @@
-"""``quantizer completion``: a script with which bash and zsh complete verbs, options and backends."""
+"""``quantizer completion``: the script with which a shell completes verbs, options, files and backends."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from argparse import Action, ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rich.console import Console
 
-from quantizer.cli.verb import Verb
+from quantizer.cli.verb import Verb, parser_of
 from quantizer.targets import AUTO, profiles
 
-_BASH = """\
-_quantizer() {{
-  local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" found=""
-  if [ "$COMP_CWORD" -eq 1 ]; then
-    found="{verbs}"
-  elif [ "$before" = --backend ] || [ "$before" = --target ]; then
-    found="{backends}"
-  else
-    case "$word" in -*)
-      case "${{COMP_WORDS[1]}}" in
-{options}
-      esac ;;
-    esac
-  fi
-  COMPREPLY=($(compgen -W "$found" -- "$word"))
-}}
-complete -o default -F _quantizer quantizer"""
+_SHELLS = ("bash", "zsh", "fish", "tcsh")
 
-_ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
-"""Before the same script: zsh's own way to take one of bash."""
-
-_SHELLS = {"bash": "", "zsh": _ZSH}
+_FILES = {"config", "overrides", "model", "weights", "calibration", "tuning", "evaluation"}
+"""Arguments that may name a file and are texts."""
 
 
 class Completion:
-    """Verb that prints the completion script of a shell.
+    """Verb that prints the completion script of a shell, which shtab makes from the parser.
 
     Args:
         verbs: the other verbs.
     """
 
     name = "completion"
-    help = "print what makes bash or zsh complete verbs, options and backends"
+    help = "print what makes bash, zsh, fish or tcsh complete verbs, options, files and backends"
     rest: str | None = None
     epilog = """\
 example:
   quantizer completion bash
 
-The line  eval "$(quantizer completion bash)"  in ~/.bashrc, or with zsh in ~/.zshrc, takes it into every shell."""
+The line  eval "$(quantizer completion bash)"  in ~/.bashrc loads it into every shell, or with zsh in ~/.zshrc, after
+compinit. With fish, write it to ~/.config/fish/completions/quantizer.fish."""
 
     def __init__(self, verbs: Sequence[Verb]) -> None:
         self._verbs = verbs
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("shell", metavar="SHELL", choices=_SHELLS, help=" or ".join(_SHELLS))
+        parser.add_argument("shell", metavar="SHELL", choices=_SHELLS, help=f"one of {', '.join(_SHELLS)}")
 
     def __call__(self, args: Namespace, console: Console) -> int:
-        verbs: list[Verb] = [*self._verbs, self]
-        script = _BASH.format(
-            verbs=" ".join([*(verb.name for verb in verbs), "--help", "--version"]),
-            backends=" ".join([AUTO, *profiles.names()]),
-            options="\n".join(f'        {verb.name}) found="{" ".join(_options(verb))}" ;;' for verb in verbs),
-        )
+        # Imported here because no other verb needs it.
+        import shtab
+
+        parser = parser_of([*self._verbs, self])
+        for action in _actions(parser):
+            if action.dest in ("backend", "target"):
+                action.choices = [AUTO, *profiles.names()] if action.dest == "backend" else profiles.names()
+            elif action.type is Path or action.dest in _FILES:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
         # Not by the console, which breaks lines at the width of the terminal.
-        print(_SHELLS[args.shell] + script)
+        print(shtab.complete(parser, args.shell))
         return 0
 
 
-def _options(verb: Verb) -> list[str]:
-    parser = ArgumentParser()
-    verb.add_arguments(parser)
-    return [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+def _actions(parser: ArgumentParser) -> Iterator[Action]:
+    """Yield the arguments of a parser and of those of its verbs."""
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            for below in action.choices.values():
+                yield from _actions(below)
+        else:
+            yield action

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import signal
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 
 from rich.console import Console
 
-from quantizer import __version__
 from quantizer.cli.check import Check
 from quantizer.cli.compare import Compare
 from quantizer.cli.completion import Completion
@@ -25,7 +24,7 @@ from quantizer.cli.run import Run
 from quantizer.cli.show import Show
 from quantizer.cli.signals import Terminated, end_as_on_ctrl_c
 from quantizer.cli.validate import Validate
-from quantizer.cli.verb import Verb
+from quantizer.cli.verb import Verb, parser_of
 from quantizer.common.out_of_memory import is_out_of_memory
 from quantizer.errors import QuantizerError
 
@@ -75,27 +74,7 @@ def _carried_out(verb: Verb, args: Namespace) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> tuple[Verb, Namespace]:
-    parser = ArgumentParser(
-        prog="quantizer",
-        description="INT8 for PyTorch models on TensorRT and CPU engines: calibrated, measured, explained.",
-        epilog="`quantizer VERB --help` shows the arguments of a verb, and an example.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for verb in VERBS:
-        about = f"{verb.help[0].upper()}{verb.help[1:]}."
-        below = verbs.add_parser(
-            verb.name,
-            help=verb.help,
-            description=about,
-            epilog=verb.epilog,
-            formatter_class=RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        verb.add_arguments(below)
-        below.set_defaults(verb=verb, parser=below)
-    args, more = parser.parse_known_args(argv)
+    args, more = parser_of(VERBS).parse_known_args(argv)
     chosen: Verb = args.verb
     # argparse ends a list of arguments at the first option; arguments after the option belong to the list too.
     if more and (chosen.rest is None or any(word.startswith("-") for word in more)):

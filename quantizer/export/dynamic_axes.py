@@ -121,12 +121,11 @@ def dynamic_shapes(inputs: Mapping[str, Any], sizes: DataSizes) -> dict[str, Any
     return {name: entry(name, value) for name, value in inputs.items()}
 
 
-def check_dynamic(model: Any, inputs: Mapping[str, Any], axes: Axes, *, asked: bool, log: bool = True) -> None:
+def check_dynamic(model: Any, axes: Axes, *, asked: bool, log: bool = True) -> None:
     """Log the axes that are fixed in the graph all the same: torch fixes an axis if the model only works at one length.
 
     Args:
         model: the graph.
-        inputs: the example, by name.
         axes: the axes that are to be open.
         asked: whether the caller named them.
         log: whether an axis that is fixed is logged; False: the caller looks at the file.

@@ -113,7 +113,7 @@ def export_onnx(
     of_parameter = {parameter: name for name, parameter in parameters.items()}
     for value in ir_model.graph.inputs:
         value.name = of_parameter.get(value.name, value.name)
-    check_dynamic(ir_model, inputs, sizes.axes, asked=asked, log=axes is None)
+    check_dynamic(ir_model, sizes.axes, asked=asked, log=axes is None)
     if ir_model.opset_imports[""] != opset:
         raise ExportError(f"opset={opset}: the exporter cannot write it; expected 18 or later, such as 20")
     run_passes(ir_model, passes(target, str(dtype).removeprefix("torch.")))

@@ -16,9 +16,6 @@ from quantizer.common.plain_values import decoded
 from quantizer.errors import QuantizerError
 from quantizer.report.record import VERSION, RunRecord
 
-_READABLE = (7, VERSION)
-"""What version 8 added has defaults."""
-_VERSIONS = " and ".join(f"version {version}" for version in _READABLE)
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
@@ -46,9 +43,9 @@ def record_from_mapping(mapping: Any, where: str = "report") -> RunRecord:
     if not isinstance(mapping, Mapping):
         raise QuantizerError(f"{where}: expected an object with the fields of a run record, got {_name(mapping)}")
     version = mapping.get("version")
-    if version not in _READABLE or isinstance(version, bool):
+    if version != VERSION or isinstance(version, bool):
         raise QuantizerError(
-            f"{where}: version {version!r}, but this quantizer reads {_VERSIONS} only; "
+            f"{where}: version {version!r}, but this quantizer reads version {VERSION} only; "
             "read it with the quantizer that wrote it, or run the configuration again"
         )
     try:

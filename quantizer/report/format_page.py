@@ -19,9 +19,9 @@ _INTRODUCTION = f"""# The format of `report.json`
 
 <!-- Made by `python -m quantizer.report.format_page > docs/report-format.md`: change the records, not this page. -->
 
-One run, one object of type [RunRecord](#runrecord). This page describes version {VERSION}. A reader takes
-version 7, too, which lacks fields that have defaults, and refuses every other version, an unknown field, a missing
-field that has no default, and a value of the wrong type, and says where.
+One run, one object of type [RunRecord](#runrecord). This page describes version {VERSION}. A reader
+refuses every other version, an unknown field, a missing field that has no default, and a value of the wrong type, and
+says where.
 
 - Every ratio is float divided by this: above 1 is faster, smaller or less memory.
 - Numbers that JSON cannot hold are the strings `"inf"`, `"-inf"` and `"nan"`.

@@ -51,8 +51,6 @@ class Placement(Record):
 
     where: str
     """The backend, the shape and the threads of the times."""
-    estimated: bool
-    """Whether the times are of a model of the target, because no engine runs here."""
     low_ms: float
     """Milliseconds of the engine with all groups in low precision."""
     float_ms: float
@@ -74,8 +72,4 @@ class Placement(Record):
     @property
     def speedup(self) -> float | None:
         """Speed of the delivered engine, in that of the float one; None: none was asked for, or it was not timed."""
-        if self.min_speedup is None:
-            return None
-        if self.estimated:
-            return self.float_ms / self.predicted_ms
-        return self.checks[-1].speedup if self.checks else None
+        return self.checks[-1].speedup if self.min_speedup is not None and self.checks else None

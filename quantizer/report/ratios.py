@@ -14,21 +14,17 @@ _FEWEST_FOR_QUARTILES = 4
 Entry = TypeVar("Entry", LatencyEntry, SizeEntry, MemoryEntry)
 
 
-def latency_entries(times_ms: Mapping[str, Sequence[float]], reference: str = "float") -> tuple[LatencyEntry, ...]:
-    """Return median, extremes, quartiles and speed-up of each engine.
-
-    Args:
-        times_ms: the times of all batches in milliseconds, by engine.
-        reference: the engine to which the ratios are.
+def latency_entries(times_ms: Mapping[str, Sequence[float]]) -> tuple[LatencyEntry, ...]:
+    """Return median, extremes, quartiles and speed-up of each engine, from the times of all its batches.
 
     Raises:
-        QuantizerError: the reference is missing, or an engine has no times.
+        QuantizerError: the engine ``float``, to which the ratios are, is missing, or an engine has no times.
     """
     empty = [name for name, times in times_ms.items() if not times]
     if empty:
         raise QuantizerError(f"latency of {empty[0]!r}: no times; give at least one")
     medians = {name: float(statistics.median(times)) for name, times in times_ms.items()}
-    ratios = _ratios(medians, reference, "latency")
+    ratios = _ratios(medians, "latency")
     return tuple(
         LatencyEntry(
             name=name,
@@ -42,15 +38,15 @@ def latency_entries(times_ms: Mapping[str, Sequence[float]], reference: str = "f
     )
 
 
-def size_entries(sizes_bytes: Mapping[str, int], reference: str = "float") -> tuple[SizeEntry, ...]:
-    """Return size and ratio of each form; arguments and errors are those of :func:`latency_entries`."""
-    ratios = _ratios(sizes_bytes, reference, "size")
+def size_entries(sizes_bytes: Mapping[str, int]) -> tuple[SizeEntry, ...]:
+    """Return size and ratio of each form; errors are those of :func:`latency_entries`."""
+    ratios = _ratios(sizes_bytes, "size")
     return tuple(SizeEntry(name=name, bytes=int(size), ratio=ratios[name]) for name, size in sizes_bytes.items())
 
 
-def memory_entries(peaks_mib: Mapping[str, float], reference: str = "float") -> tuple[MemoryEntry, ...]:
-    """Return peak memory and ratio of each form; arguments and errors are those of :func:`latency_entries`."""
-    ratios = _ratios(peaks_mib, reference, "memory")
+def memory_entries(peaks_mib: Mapping[str, float]) -> tuple[MemoryEntry, ...]:
+    """Return peak memory and ratio of each form; errors are those of :func:`latency_entries`."""
+    ratios = _ratios(peaks_mib, "memory")
     return tuple(MemoryEntry(name=name, peak_mib=float(peak), ratio=ratios[name]) for name, peak in peaks_mib.items())
 
 
@@ -83,10 +79,10 @@ def _quartiles(times: Sequence[float]) -> tuple[float, float] | None:
     return low, high
 
 
-def _ratios(values: Mapping[str, float], reference: str, what: str) -> dict[str, float]:
-    if reference not in values:
-        raise QuantizerError(f"{what}: no entry {reference!r} to take ratios to; there are: {', '.join(values)}")
+def _ratios(values: Mapping[str, float], what: str) -> dict[str, float]:
+    if "float" not in values:
+        raise QuantizerError(f"{what}: no entry 'float' to take ratios to; there are: {', '.join(values)}")
     wrong = [name for name, value in values.items() if not value > 0]
     if wrong:
         raise QuantizerError(f"{what} of {wrong[0]!r} is {values[wrong[0]]}; expected a number above 0")
-    return {name: float(values[reference] / value) for name, value in values.items()}
+    return {name: float(values["float"] / value) for name, value in values.items()}

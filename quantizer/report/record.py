@@ -58,7 +58,7 @@ __all__ = [
     "TrainingScore",
 ]
 
-VERSION = 8
+VERSION = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +254,7 @@ class RunRecord(Record):
     """The whole run; the top object of ``report.json``."""
 
     version: int = VERSION
-    """Version of this format; a reader takes versions 7 and 8."""
+    """Version of this format; a reader takes no other one."""
     name: str
     """Name of the run."""
     created: str

@@ -31,7 +31,6 @@ def placement_record(prices: Prices, rows: Sequence[SensitivityRow], chosen: Fal
     ranking = [GroupSensitivity(**{name: getattr(row, name) for name in names}) for row in rows]
     return Placement(
         where=prices.where,
-        estimated=prices.estimated,
         low_ms=prices.low_us / 1000,
         float_ms=prices.float_us / 1000,
         predicted_ms=prices.time_us(back) / 1000,

@@ -28,25 +28,22 @@ class RunEngines:
         context: the model and its task.
         config: the configuration, with the backend.
         folder: the folder of the run.
-        built: the engines of the float model and of the plan without a fallback, which lie in the folder already.
 
     Attributes:
         float_name: the backend and the type of the float engine, such as ``openvino bfloat16``.
     """
 
-    def __init__(
-        self, context: RunContext, config: RunConfig, folder: Path, built: dict[str, BuildResult] | None = None
-    ) -> None:
+    def __init__(self, context: RunContext, config: RunConfig, folder: Path) -> None:
         self.float_name = Variant(
             backend=config.quantizer.backend, dtype=None, precision=config.engine.inference_precision
         ).name
         self._context = context
         self._config = config
         self._folder = folder
-        self._built = built or {}
+        self._built: dict[str, BuildResult] = {}
         self._loaded: dict[str, Engine] = {}
         self._is_refused = False
-        self._back: frozenset[str] | None = frozenset() if built else None
+        self._back: frozenset[str] | None = None
 
     @property
     def runs_here(self) -> bool:

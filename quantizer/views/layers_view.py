@@ -66,7 +66,7 @@ class Layers(View[LayerRow]):
         self.put_back = PutBack(group_rows(sites, ranking, times), measure)
 
     def timed(self, prices: Prices) -> Layers:
-        """Return the same layers with the times that ``measured_prices`` or ``estimated_prices`` returned."""
+        """Return the same layers with the times that ``measured_prices`` returned."""
         return Layers(self._coverage, self._sensitivity, prices)
 
     def title(self) -> str:

@@ -1,69 +1,52 @@
-"""``quantizer completion``: what bash completes with the script; and how soon the help is there."""
+"""``quantizer completion``: the script of each shell, and what bash completes with its own."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 from quantizer.cli.main import VERBS, main
 
 
-@pytest.fixture(scope="module")
-def script() -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "quantizer", "completion", "bash"], capture_output=True, text=True, check=True
-    )
-    return done.stdout
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])
+def test_the_script_of_a_shell_parses(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for expected in (*(verb.name for verb in VERBS), "max-drop", "openvino-avx2"):
+        assert expected in script or shell == "tcsh"
+    if (path := shutil.which(shell)) is not None:
+        subprocess.run([path, "-n"], input=script, text=True, check=True)
 
 
-def _completed(script: str, *words: str) -> set[str]:
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["co"], {"convert", "compare", "completion"}),
+        (["convert", "--m"], {"--model", "--max-drop"}),
+        (["show", "--m"], set()),
+        (["run", "a.yaml", "fallback.num=2", "--fo"], {"--force"}),
+        (["convert", "--backend", "open"], {"openvino", "openvino-avx2"}),
+        (["check", "m.onnx", "--target", "tensorrt-"], {"tensorrt-rtx"}),
+        (["run", "conf"], {"configs"}),
+        (["convert", "--config", "conf"], {"configs"}),
+    ],
+    ids=" ".join,
+)
+def test_bash_completes(
+    words: list[str], expected: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bash = shutil.which("bash") or pytest.skip("bash is not here")
-    quoted = " ".join(f"'{word}'" for word in words)
-    ask = f'{script}\nCOMP_WORDS=({quoted})\nCOMP_CWORD={len(words) - 1}\n_quantizer\necho "${{COMPREPLY[@]}}"'
-    done = subprocess.run([bash, "-u", "-c", ask], capture_output=True, text=True, check=True)
-    assert not done.stderr
-    return set(done.stdout.split())
-
-
-def test_verbs(script: str) -> None:
-    assert _completed(script, "quantizer", "") == {*(verb.name for verb in VERBS), "--help", "--version"}
-    assert _completed(script, "quantizer", "co") == {"compare", "convert", "completion"}
-
-
-def test_options_are_those_of_the_verb(script: str) -> None:
-    assert _completed(script, "quantizer", "run", "a.yaml", "--") == {
-        "--help",
-        "--output",
-        "--force",
-        "--jobs",
-        "--launcher",
-        "--yes",
-    }
-    assert "--max-drop" in _completed(script, "quantizer", "convert", "--m")
-    assert "--max-drop" not in _completed(script, "quantizer", "show", "--m")
-
-
-def test_backends(script: str) -> None:
-    assert _completed(script, "quantizer", "convert", "--backend", "open") == {"openvino", "openvino-avx2"}
-    assert "auto" in _completed(script, "quantizer", "convert", "--backend", "")
-    assert _completed(script, "quantizer", "check", "m.onnx", "--target", "tensorrt-") == {"tensorrt-rtx"}
-
-
-def test_files_are_left_to_the_shell(script: str) -> None:
-    assert _completed(script, "quantizer", "run", "conf") == set()
-    assert "complete -o default -F _quantizer quantizer" in script
-
-
-def test_zsh_takes_the_same_script(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "zsh"]) == 0
-    said = capsys.readouterr().out
-    assert said.endswith(script)
-    assert "bashcompinit" in said.splitlines()[1]
+    (tmp_path / "configs").mkdir()
+    assert main(["completion", "bash"]) == 0
+    asked = f"COMP_WORDS=(quantizer {' '.join(words)})\nCOMP_CWORD={len(words)}\n_shtab_quantizer\n"
+    script = f'{capsys.readouterr().out}\n{asked}echo "${{COMPREPLY[@]}}"'
+    done = subprocess.run([bash, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert set(done.stdout.split()) == expected
 
 
 def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "fish"]) == 2
+    assert main(["completion", "cmd"]) == 2
     assert "bash" in capsys.readouterr().err

@@ -42,7 +42,5 @@ def test_results_say_what_they_hold() -> None:
     missed = Fallback(groups=("a", "b"), asked="min_speedup=3", slower={"c": ""}, min_speedup=3.0, speedup=2.0)
     assert repr(missed) == "Fallback(min_speedup=3: 2 groups in float, 1 more that would be slower, not met)"
     price = GroupPrice(group="a", low_us=1.0, float_us=2.0)
-    prices = Prices(groups={"a": price}, low_us=1500.0, float_us=4200.0, where="tensorrt at 8 x 128", estimated=True)
-    assert repr(prices) == (
-        "Prices(1 groups, 1.50 ms in low precision, 4.20 ms in float, estimated: tensorrt at 8 x 128)"
-    )
+    prices = Prices(groups={"a": price}, low_us=1500.0, float_us=4200.0, where="tensorrt at 8 x 128")
+    assert repr(prices) == "Prices(1 groups, 1.50 ms in low precision, 4.20 ms in float, tensorrt at 8 x 128)"

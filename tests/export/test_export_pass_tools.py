@@ -35,7 +35,7 @@ def test_a_new_node_stands_before_the_one_that_it_is_part_of() -> None:
     model = graph()
     (node,) = model.graph
     shape = ir.Shape([1, 2])
-    made = insert_before(model, node, "Neg", [node.inputs[0]], like=node.inputs[0], shape=shape)
+    made = insert_before(node, "Neg", [node.inputs[0]], like=node.inputs[0], shape=shape)
     node.replace_input_with(0, made)
     assert [entry.op_type for entry in model.graph] == ["Neg", "Relu"]
     assert made.producer().metadata_props == {"scope": "a.b"}

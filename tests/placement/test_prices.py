@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from quantizer import Quantizer
+from quantizer import Quantizer, measured_prices
 from quantizer.engines.inspection.inspection import Inspection, Layer
 from quantizer.engines.inspection.place_times import NOWHERE, place_times
-from quantizer.errors import SensitivityError
+from quantizer.errors import EngineError, SensitivityError
 from quantizer.reasons import ReasonCode
 from quantizer.runs.placement import price_groups
 from quantizer.sensitivity import GroupSensitivity
@@ -303,6 +303,20 @@ def test_a_number_of_groups_goes_back_as_the_ranking_shows_them(calibrated: tupl
     prices = _priced(q, first=gains[_FIRST], second=gains[_SECOND])
     assert q.fallback(amp, num=1, prices=prices).groups == (first,)
     assert q.fallback(amp, ratio=0.5, prices=prices).groups == (first,)
+
+
+def test_times_of_engines_that_cannot_be_measured(
+    calibrated: tuple[Quantizer, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, model = calibrated
+    amp = q.amp(model)
+    amp(torch.randn(8, 32))
+    q.fallback(amp, num=1)
+    with pytest.raises(EngineError, match=r"some fell back: call clear_fallback\(\) first"):
+        measured_prices(q, model, torch.randn(8, 32))
+    monkeypatch.setattr("quantizer.runs.placement.measured_prices.runs_here", lambda name: False)
+    with pytest.raises(EngineError, match=r"need a GPU that is not here; call it on a machine with one, or .*num="):
+        measured_prices(q, model, torch.randn(8, 32))
 
 
 def _db(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import quantizer.runs.placement.place_groups as place_groups
@@ -137,3 +138,15 @@ def test_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert replace(second, back=first.back, predicted_ms=first.predicted_ms) == first
     Path("out.times.json").write_text('{"times": 1}')
     assert main(["run", "tiny.yaml", "--output", "out", "--force"]) == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU engines are timed")
+def test_a_run_for_a_gpu_that_is_not_here_has_no_times(asked: dict[str, Any]) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings", reason="needs enginequant[tensorrt-rtx]")
+    asked["quantizer"] = {"backend": "tensorrt-rtx", "preset": "plain"}
+    asked |= {"amp": {"batches": 1}, "fallback": {"num": 1}, "engine": {"compute_capability": "sm89"}}
+    record = _run(asked)
+    assert record.placement is None
+    assert record.fallback is not None
+    assert len(record.fallback.groups) == 1

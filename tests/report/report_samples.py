@@ -81,7 +81,6 @@ def sample_placement() -> Placement:
     points = ((0, 1.0, 0.5), (1, 1.3, 0.1), (2, 1.5, 0.0))
     return Placement(
         where="openvino, 8 x 128, 1 thread",
-        estimated=False,
         low_ms=1.0,
         float_ms=2.0,
         predicted_ms=1.25,

@@ -121,7 +121,7 @@ def test_a_missed_budget_comes_first(
 
 
 def test_a_speed_that_was_not_reached_comes_first() -> None:
-    times = {"where": "here", "estimated": False, "low_ms": 1.0, "float_ms": 2.0, "predicted_ms": 1.0, "back": 0}
+    times = {"where": "here", "low_ms": 1.0, "float_ms": 2.0, "predicted_ms": 1.0, "back": 0}
     check = SpeedCheck(predicted=3.0, groups=0, speedup=2.0)
     placement = Placement(**times, groups=(), min_speedup=3.0, checks=(check,))  # type: ignore[arg-type]
     found = verdict_of(bare_record(outputs=(_output(),), placement=placement, **FAST))
@@ -189,17 +189,16 @@ def test_an_engine_that_did_not_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimated", "taken", "said"),
+    ("taken", "said"),
     [
-        (False, 30.0, "20 us more a batch (measured)"),
-        (False, 5.0, "no more time within noise (measured)"),
-        (True, 5.0, "5 us less a batch (est"),
+        (30.0, "20 us more a batch (measured)"),
+        (10.0, "no more time within noise"),
+        (5.0, "no more time within noise (measured)"),
     ],
 )
-def test_a_cure_says_what_it_costs(estimated: bool, taken: float, said: str) -> None:
+def test_a_cure_says_what_it_costs(taken: float, said: str) -> None:
     placement = Placement(
         where="openvino",
-        estimated=estimated,
         low_ms=1.0,
         float_ms=2.0,
         predicted_ms=1.0,

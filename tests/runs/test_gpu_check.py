@@ -163,7 +163,7 @@ def _machine(place: Path, backend: str, capability: str | None, tool: str, bound
         bound=bound,
     )
     files = write_serving_files(folder, served, expected)
-    assert files.gpu_check == "run_on_gpu.sh"
+    assert files["gpu_check"] == "run_on_gpu.sh"
     right = [{name: value.numpy() for name, value in quantized(**batch).items()} for batch in batches]
     gpu = Gpu(folder, fake, tools, place / "results", dict(zip(CASES, right, strict=True)))
     gpu.has(tool)

@@ -111,6 +111,19 @@ def test_a_gpu_that_is_missing(values: dict[str, Any], tmp_path: Path) -> None:
         _ready(values, tmp_path)
 
 
+def test_a_speed_goal_without_the_gpu_that_it_is_timed_on(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_ready, "runs_here", lambda name: False)
+    values["fallback"] = {"min_speedup": 2.0}
+    with pytest.raises(
+        QuantizerError, match=r"min_speedup goes by measured times.*expected num, ratio, names or max_dr"
+    ):
+        _ready(values, tmp_path)
+    values["fallback"] = {"num": 1}
+    _ready(values, tmp_path)
+
+
 def test_one_missing_package_is_the_error_that_it_always_was() -> None:
     faults = Faults()
 

@@ -23,7 +23,7 @@ from quantizer.engines.onnxruntime.slow_fusions import needs_basic_level
 from quantizer.errors import EngineError
 from quantizer.qdq.external_data import external_files
 from quantizer.qdq.signature import Signature, Value, read_signature
-from quantizer.runs.serving import ServedEngine, ServingFiles, model_name, write_serving_files
+from quantizer.runs.serving import ServedEngine, model_name, write_serving_files
 from quantizer.runs.serving.model_config import config_text
 
 TEXTS = Signature(
@@ -214,8 +214,7 @@ def test_the_file_of_a_model_is_a_link(tmp_path: Path, backend: str, source: str
     files = write_serving_files(tmp_path, served(tmp_path, backend), None)
     place = tmp_path / "triton" / "m" / "1" / "model.onnx"
     assert place.samefile(tmp_path / source)
-    assert files == ServingFiles(triton="triton/m", size_bytes=(tmp_path / "triton/m/config.pbtxt").stat().st_size)
-    assert files.named == {"triton": "triton/m"}
+    assert files == {"triton": "triton/m"}
     moved = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
     (moved / source).unlink()
     assert onnxruntime.InferenceSession(moved / "triton" / "m" / "1" / "model.onnx").get_outputs()[0].name == "y"
@@ -226,11 +225,10 @@ def test_without_links_files_are_copied_and_counted(tmp_path: Path, monkeypatch:
         raise PermissionError("no links here")
 
     monkeypatch.setattr(linked_files.os, "link", refused)
-    files = write_serving_files(tmp_path, served(tmp_path, "onnxruntime"), None)
+    write_serving_files(tmp_path, served(tmp_path, "onnxruntime"), None)
     copy = tmp_path / "triton" / "m" / "1" / "model.onnx"
     assert copy.read_bytes() == (tmp_path / "model.engine").read_bytes()
     assert not copy.samefile(tmp_path / "model.engine")
-    assert files.size_bytes == copy.stat().st_size + (tmp_path / "triton/m/config.pbtxt").stat().st_size
 
 
 def test_weights_in_another_file_come_along(tmp_path: Path) -> None:
@@ -248,11 +246,10 @@ def test_weights_in_another_file_come_along(tmp_path: Path) -> None:
 @pytest.mark.promise("a plan of TensorRT is a copy, without the line with its checksum")
 def test_a_plan_is_what_the_library_built(tmp_path: Path) -> None:
     made = served(tmp_path, "tensorrt")
-    files = write_serving_files(tmp_path, made, None)
+    write_serving_files(tmp_path, made, None)
     plan = tmp_path / "triton" / "m" / "1" / "model.plan"
     assert plan.read_bytes() == read_engine(made.engine)[0]
     assert content_bytes(made.engine) == plan.stat().st_size < made.engine.stat().st_size
-    assert files.size_bytes > plan.stat().st_size
 
 
 def test_an_engine_file_without_a_line_is_all_content(tmp_path: Path) -> None:
@@ -266,6 +263,6 @@ def test_an_engine_that_triton_has_no_backend_for_gets_no_files(tmp_path: Path) 
     made = replace(served(tmp_path, "onnxruntime"), backend="torch")
     ahead_of_time = served(tmp_path, "tensorrt-rtx")
     before = set(tmp_path.iterdir())
-    assert write_serving_files(tmp_path, made, None) == ServingFiles()
-    assert write_serving_files(tmp_path, ahead_of_time, None) == ServingFiles()
+    assert write_serving_files(tmp_path, made, None) == {}
+    assert write_serving_files(tmp_path, ahead_of_time, None) == {}
     assert set(tmp_path.iterdir()) == before

@@ -180,7 +180,7 @@ def test_files_are_told_and_links_survive(place: Place, tmp_path: Path, backend:
     assert linked.samefile(folder / {"openvino": "model.onnx", "onnxruntime": "model.engine"}[backend])
     record = json.loads((place.folder / "int8" / "conversion.json").read_text(encoding="utf-8"))
     (told,) = (one["serving"] for one in record["backends"] if one["backend"] == backend)
-    assert told["size_bytes"] == (folder / "triton" / "int8" / "config.pbtxt").stat().st_size
+    assert told == {"triton": "triton/int8"}
     # A copy into another place, without links, is a repository as well.
     shutil.copytree(folder / "triton", tmp_path / "repository")
     assert sorted(os.listdir(tmp_path / "repository" / "int8")) == ["1", "config.pbtxt"]

@@ -99,15 +99,11 @@ class SizedGraph:
         nodes: the nodes, in the file's order.
         precisions: precision of each tensor, if known.
         shapes: shape of each tensor, if known.
-        constants: names of the tensors that the file holds.
-        outputs: names of the tensors that it computes.
         made_by: the node that writes a tensor.
     """
 
     def __init__(self, model: Any, sizes: Mapping[str, int]) -> None:
         self.nodes = list(model.graph.node)
-        self.constants = {tensor.name for tensor in model.graph.initializer}
-        self.outputs = [value.name for value in model.graph.output]
         self.made_by = {name: node for node in self.nodes for name in node.output}
         self.precisions: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}

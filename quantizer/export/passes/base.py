@@ -115,7 +115,7 @@ def drop_unread(model: Any, value: Any) -> None:
 
 
 def insert_before(
-    model: Any, node: Any, operator: str, inputs: Sequence[Any], *, like: Any, shape: Any, attributes: Any = ()
+    node: Any, operator: str, inputs: Sequence[Any], *, like: Any, shape: Any, attributes: Any = ()
 ) -> Any:
     """Insert a node before ``node``, as a part of it; return its output, of the same type as the value ``like``."""
     import onnx_ir
@@ -127,7 +127,7 @@ def insert_before(
     return made.outputs[0]
 
 
-def insert_transpose(model: Any, node: Any, value: Any, perm: Sequence[int], *, like: Any) -> Any:
+def insert_transpose(node: Any, value: Any, perm: Sequence[int], *, like: Any) -> Any:
     """Return a value with its axes permuted by a new Transpose before ``node``; the value itself for the identity."""
     import onnx_ir
 
@@ -135,7 +135,7 @@ def insert_transpose(model: Any, node: Any, value: Any, perm: Sequence[int], *, 
         return value
     shape = None if value.shape is None else onnx_ir.Shape([value.shape[axis] for axis in perm])
     attributes = [onnx_ir.AttrInt64s("perm", perm)]
-    return insert_before(model, node, "Transpose", [value], like=like, shape=shape, attributes=attributes)
+    return insert_before(node, "Transpose", [value], like=like, shape=shape, attributes=attributes)
 
 
 def take_out(model: Any, node: Any, value: Any) -> None:

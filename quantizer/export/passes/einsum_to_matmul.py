@@ -70,9 +70,9 @@ class EinsumToMatMul(MatchPass[_Product]):
         written: list[Any] = [None] * len(found.output)
         for place, axis in enumerate(found.output):
             written[axis] = last.shape[place] if last.shape is not None else None
-        operands = [insert_transpose(model, node, value, perm, like=last) for value, perm in found.operands]
-        result = insert_before(model, node, "MatMul", operands, like=last, shape=onnx_ir.Shape(written))
-        replace_node(model, node, insert_transpose(model, node, result, found.output, like=last))
+        operands = [insert_transpose(node, value, perm, like=last) for value, perm in found.operands]
+        result = insert_before(node, "MatMul", operands, like=last, shape=onnx_ir.Shape(written))
+        replace_node(model, node, insert_transpose(node, result, found.output, like=last))
 
 
 def labels_of(node: Any) -> tuple[list[str], str] | None:

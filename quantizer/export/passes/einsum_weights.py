@@ -87,20 +87,20 @@ class EinsumWeights(MatchPass[_Product]):
 
         def turned(value: Any, given: str, wanted: str) -> Any:
             perm = [given.index(label) for label in wanted]
-            return insert_transpose(model, node, value, perm, like=last)
+            return insert_transpose(node, value, perm, like=last)
 
         def reshaped(value: Any, sizes: list[int]) -> Any:
             """Return the value with its rows kept and its last axes reshaped to ``sizes``."""
             wanted = np.array([0] * count + sizes, np.int64)
             to = add_constant(model, f"{last.name}_shape", wanted, onnx_ir.DataType.INT64)
             shape = onnx_ir.Shape([*(value.shape[axis] for axis in range(count)), *sizes])
-            return insert_before(model, node, "Reshape", [value, to], like=last, shape=shape)
+            return insert_before(node, "Reshape", [value, to], like=last, shape=shape)
 
         x = turned(found.x, found.of_x, found.rows + found.summed)
         if len(found.summed) > 1:
             x = reshaped(x, [int(weight.shape[0])])
         shape = onnx_ir.Shape([*(x.shape[axis] for axis in range(count)), weight.shape[1]])
-        result = insert_before(model, node, "MatMul", [x, weight], like=last, shape=shape)
+        result = insert_before(node, "MatMul", [x, weight], like=last, shape=shape)
         if len(found.columns) > 1:
             result = reshaped(result, found.sizes(found.columns))
         replace_node(model, node, turned(result, found.rows + found.columns, found.output))
@@ -152,9 +152,7 @@ def _as_matrix(model: Any, node: Any, product: _Product) -> Any:
     inputs += [constant(value, along) for value in zero]
     attributes = [] if scaled is None else [onnx_ir.AttrInt64("axis", 1)]
     shape = onnx_ir.Shape([depth, math.prod(sizes)])
-    made = insert_before(
-        model, node, "DequantizeLinear", inputs, like=product.weight, shape=shape, attributes=attributes
-    )
+    made = insert_before(node, "DequantizeLinear", inputs, like=product.weight, shape=shape, attributes=attributes)
     made.producer().metadata_props.update(dequantize.metadata_props)
     return made
 

@@ -60,7 +60,7 @@ class ExpertWeights(MatchPass[int]):
             attributes += [] if whole else [onnx_ir.AttrInt64("block_size", blocks)]
         taken = node.inputs[0]
         shape = onnx_ir.Shape(taken.shape[1:])
-        made = insert_before(model, node, "DequantizeLinear", inputs, like=taken, shape=shape, attributes=attributes)
+        made = insert_before(node, "DequantizeLinear", inputs, like=taken, shape=shape, attributes=attributes)
         made.producer().metadata_props.update(dequantize.metadata_props)
         node.outputs[0].replace_all_uses_with(made)
         index = node.inputs[1]

@@ -28,8 +28,8 @@ class GemmToMatMul(MatchPass[Any]):
         last = node.outputs[0]
         first, second, *bias = node.inputs
         if attribute(node, "transB", 0):
-            second = insert_transpose(model, node, second, (1, 0), like=last)
-        result = insert_before(model, node, "MatMul", [first, second], like=last, shape=last.shape)
+            second = insert_transpose(node, second, (1, 0), like=last)
+        result = insert_before(node, "MatMul", [first, second], like=last, shape=last.shape)
         if bias and bias[0] is not None:
-            result = insert_before(model, node, "Add", [result, bias[0]], like=last, shape=last.shape)
+            result = insert_before(node, "Add", [result, bias[0]], like=last, shape=last.shape)
         replace_node(model, node, result)

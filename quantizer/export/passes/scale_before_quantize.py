@@ -72,7 +72,7 @@ class ScaleBeforeQuantize(MatchPass[_Moved]):
         factor = add_constant(model, name, np.array(found.factor, scale.dtype), step.dtype)
         multiplied = np.array(float(scale) * found.factor, scale.dtype)
         made = add_constant(model, f"{step.name}_scaled", multiplied, step.dtype)
-        applied = insert_before(model, quantize, "Mul", [source, factor], like=source, shape=source.shape)
+        applied = insert_before(quantize, "Mul", [source, factor], like=source, shape=source.shape)
         applied.name = f"{name}_applied"
         quantize.replace_input_with(0, applied)
         for reader in (quantize, found.dequantize):

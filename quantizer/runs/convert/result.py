@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.outputs.output_check import OutputCheck
 from quantizer.runs.outputs.right_engine import OnlySizes
-from quantizer.runs.serving import ServingFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +67,8 @@ class BackendResult:
     inference_precision: str | None
     quantization: QuantizationSummary | None
     signature: Signature
-    serving: ServingFiles
-    onnx_bytes: int
+    serving: Mapping[str, str]
     engine_bytes: int
-    build_seconds: float
     chosen_on: str | None
     not_verified: str | None
     tolerance: str
@@ -116,7 +113,7 @@ def backend_config(facts: ConversionInputs, result: BackendResult) -> dict[str, 
             "onnx": ONNX,
             "engine": ENGINE,
             (processor := processor_folder(facts.task)): processor,
-            **result.serving.named,
+            **result.serving,
         },
         "inputs": [asdict(value) for value in result.signature.inputs],
         "outputs": [asdict(value) for value in result.signature.outputs],

@@ -45,7 +45,6 @@ from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles, load_context, resume_files
 from quantizer.runs.saved.kept_engines import KeptEngines
 from quantizer.runs.scoring import Scoring
-from quantizer.runs.serving import ServingFiles
 from quantizer.targets import profile
 from quantizer.tasks import batch_shape, save_processor, tasks
 from quantizer.tasks.datasets.rows import content_of
@@ -263,10 +262,8 @@ class _Run:
             sizes=made.sizes,
             only_sizes=made.only_sizes,
             # A server reads the file, and would compile the model for all sizes.
-            serving=ServingFiles() if made.only_sizes else serving_files(maker, made, folder, signature),
-            onnx_bytes=(folder / ONNX).stat().st_size,
+            serving={} if made.only_sizes else serving_files(maker, made, folder, signature),
             engine_bytes=made.built.size_bytes,
-            build_seconds=made.built.seconds,
             chosen_on=None if choice is None else choice.instructions,
             not_verified=None if made.checks else NOT_VERIFIED,
             tolerance=str(maker.tolerance(made.variant)),

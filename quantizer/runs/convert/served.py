@@ -10,11 +10,11 @@ from quantizer.qdq.signature import Signature
 from quantizer.runs.convert.engine_maker import EngineMaker, Made
 from quantizer.runs.convert.folder import ENGINE, ONNX
 from quantizer.runs.outputs.compare_outputs import Reference
-from quantizer.runs.serving import Expected, ServedEngine, ServingFiles, model_name, write_serving_files
+from quantizer.runs.serving import Expected, ServedEngine, model_name, write_serving_files
 from quantizer.tasks import batch_shape
 
 
-def serving_files(maker: EngineMaker, made: Made, folder: Path, signature: Signature) -> ServingFiles:
+def serving_files(maker: EngineMaker, made: Made, folder: Path, signature: Signature) -> dict[str, str]:
     """Write the files for servers of one engine, and return what there is.
 
     Args:

@@ -70,7 +70,7 @@ def _outputs(result: BackendResult) -> str:
 
 def _not_verified(result: BackendResult) -> str:
     """Return why an engine was not run, and what runs it elsewhere."""
-    script = result.serving.gpu_check
+    script = result.serving.get("gpu_check")
     more = "" if script is None else f"; {script} in its folder checks and times it where there is one"
     return f"{result.not_verified}{more}"
 

@@ -6,17 +6,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from quantizer.engines.backends import build_engine
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.inspection.inspect_engine import runs_here
 from quantizer.errors import EngineError
+from quantizer.export import export_onnx
 from quantizer.files import scratch
 from quantizer.quantizer import Quantizer
-from quantizer.runs.placement.exported_pair import exported_pair
 from quantizer.runs.placement.place_groups import GroupPlacer
-from quantizer.runs.placement.price_groups import TimeCache, Timing
+from quantizer.runs.placement.price_groups import EngineFiles, TimeCache, Timing
 from quantizer.sensitivity.prices.group_prices import Prices
 
 
@@ -51,12 +52,12 @@ def measured_prices(
     name = quantizer.config.backend
     if not runs_here(name):
         raise EngineError(
-            f"measured_prices() times engines of {name}, and this machine has no GPU for them: "
-            "estimated_prices() goes by a model of one"
+            f"measured_prices() times engines of {name}, which need a GPU that is not here; "
+            "call it on a machine with one, or choose groups without times, as by fallback(num=...)"
         )
     times = TimeCache(None if cache is None else Path(cache))
     with scratch() as folder:
-        quantized, low, plain = exported_pair(quantizer, model, example, folder)
+        quantized, low, plain = _exported_pair(quantizer, model, example, folder)
 
         def build(onnx: Path, engine: Path) -> None:
             build_engine(name, onnx, engine, BuildOptions(dynamic={"batch": (batch,) * 3, "sequence": (sequence,) * 3}))
@@ -75,3 +76,23 @@ def measured_prices(
     if prices is None:
         raise EngineError(f"engines of {name} tell no times of their layers, so that groups have no price")
     return prices
+
+
+def _exported_pair(
+    quantizer: Quantizer, model: nn.Module, example: Any, folder: Path
+) -> tuple[nn.Module, EngineFiles, EngineFiles]:
+    """Return the frozen proxy, and where its ONNX file and that of the float model were written.
+
+    Raises:
+        EngineError: groups fell back already, and so have no price.
+        CalibrationError: nothing was calibrated yet.
+    """
+    if quantizer.chosen_fallback is not None:
+        raise EngineError("prices are taken of all groups, and some fell back: call clear_fallback() first")
+    low, plain = (
+        EngineFiles(onnx=folder / f"{stem}.onnx", engine=folder / f"{stem}.engine") for stem in ("model", "float")
+    )
+    quantized = quantizer.quantize(model)
+    quantizer.export(quantized, low.onnx, example)
+    export_onnx(model, plain.onnx, example, opset=quantizer.config.target.opset, dtype=torch.float32)
+    return quantized, low, plain

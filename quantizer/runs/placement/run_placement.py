@@ -8,11 +8,9 @@ from pathlib import Path
 from torch import nn
 
 from quantizer.config import RunConfig
-from quantizer.engines.estimate import DEFAULT, least
 from quantizer.quantizer import Quantizer
 from quantizer.report.placement_record import Placement
-from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM, build_options
-from quantizer.runs.placement.estimated_prices import prices_of_files
+from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.runs.placement.place_groups import GroupPlacer
 from quantizer.runs.placement.price_groups import TimeCache
 from quantizer.runs.placement.speed_goal import SpeedGoal
@@ -44,14 +42,11 @@ class RunPlacement:
         self._goal = SpeedGoal(None if config.fallback is None else config.fallback.min_speedup, context.timer)
 
     def price(self, quantizer: Quantizer, engines: RunEngines) -> None:
-        """Price the groups of the plan, and put back those that low precision makes slower.
-
-        Where no engine runs, the prices are estimated, if something is to be chosen by them.
-        """
-        if not engines.runs_here and self._config.amp is None and self._config.fallback is None:
+        """Price the groups of the plan where its engine runs, and put back those that low precision makes slower."""
+        if not engines.runs_here:
             return
         self.prices = from_first_rank(lambda: self._priced(quantizer, engines), Prices | None)
-        if engines.runs_here and self.prices is not None and self.prices.slower():
+        if self.prices is not None and self.prices.slower():
             quantizer.fallback(None, prices=self.prices)
 
     def _priced(self, quantizer: Quantizer, engines: RunEngines) -> Prices | None:
@@ -60,17 +55,6 @@ class RunPlacement:
             quantized = quantizer.quantize(self._context.model)
         engines.build(quantizer, quantized)
         low, plain = engines.files(QUANTIZED_STEM), engines.files(FLOAT_STEM)
-        if not engines.runs_here:
-            return prices_of_files(
-                quantizer.plan,
-                quantized,
-                low.onnx,
-                plain.onnx,
-                capability=least(build_options(self._config).capabilities or (DEFAULT,)),
-                batch=engines.timing.batch,
-                sequence=engines.timing.sequence,
-                sizes=engines.timing.sizes,
-            )
         placer = GroupPlacer(
             model=self._context.model,
             example=self._context.feed.example(),
@@ -88,15 +72,11 @@ class RunPlacement:
     def is_fast_enough(self, quantizer: Quantizer, proxy: nn.Module | None, engines: RunEngines) -> bool:
         """Return whether the engine reaches the speed that was asked for; if not, choose groups to quantize again.
 
-        An engine that does not run here is taken as it was estimated.
-
         Args:
             quantizer: what made the plan of the engine.
             proxy: its amp proxy.
             engines: the engines that were built.
         """
-        if not engines.runs_here:
-            return True
         chosen = quantizer.chosen_fallback
         groups = 0 if chosen is None else len(chosen.groups)
         wanted = from_first_rank(lambda: self._goal.next_speedup(engines, groups), float | None)

@@ -142,6 +142,18 @@ def _check_packages(faults: Faults, config: RunConfig) -> None:
         faults.of(lambda: cpu_candidates(config.quantizer.candidates))
     elif fits and config.quantizer.backend != AUTO:
         faults.of(lambda: backend(config.quantizer.backend).check(build_options(config)))
+        faults.of(lambda: _check_speed_goal(config))
+
+
+def _check_speed_goal(config: RunConfig) -> None:
+    name, fallback = config.quantizer.backend, config.fallback
+    if fallback is not None and fallback.min_speedup is not None and not runs_here(name):
+        raise ConfigError(
+            [
+                f"fallback.min_speedup goes by measured times, and engines of {name} need a GPU that is not here; "
+                "expected num, ratio, names or max_drop instead, or a machine with a GPU"
+            ]
+        )
 
 
 def _check_model(faults: Faults, config: RunConfig, rows: Mapping[str, Sequence[Row]], looks: Looks) -> None:

@@ -51,7 +51,6 @@ def run_stages(config: RunConfig, *, chooses: bool) -> Iterator[str]:
     fallback, function = config.fallback, config.model.task is None
     scored = config.model.metric is not None if function else config.data.evaluation is not None
     searches = fallback is not None and fallback.max_drop is not None
-    placed = here or config.amp is not None or fallback is not None
     yield "load model and data"
     if config.data.head is not None:
         yield "fit the head on float embeddings"
@@ -60,9 +59,9 @@ def run_stages(config: RunConfig, *, chooses: bool) -> Iterator[str]:
     yield "calibrate"
     if chooses:
         yield "choose the engine"
-    if placed:
+    if here:
         yield "quantize"
-    if placed and not chooses:
+    if here and not chooses:
         yield from ("export", "build the engines")
     if here:
         yield "time the groups"
@@ -74,7 +73,7 @@ def run_stages(config: RunConfig, *, chooses: bool) -> Iterator[str]:
         yield "train with rounded operands"
     yield "quantize"
     changed = fallback is not None or config.qat is not None
-    if changed or not placed:
+    if changed or not here:
         yield from ("export", "build the engines")
     yield "compare the outputs"
     if searches and here and config.qat is None:

@@ -7,14 +7,13 @@ gpu/                what it reads: inputs and expected outputs
 
 from __future__ import annotations
 
-from quantizer.runs.serving.deliver import ServingFiles, model_name, write_serving_files, write_triton_model
+from quantizer.runs.serving.deliver import model_name, write_serving_files, write_triton_model
 from quantizer.runs.serving.gpu_check import Expected
 from quantizer.runs.serving.model_config import ServedEngine
 
 __all__ = [
     "Expected",
     "ServedEngine",
-    "ServingFiles",
     "model_name",
     "write_serving_files",
     "write_triton_model",

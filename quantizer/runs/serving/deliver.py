@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from quantizer.engines.engine_file import copy_content
-from quantizer.runs.serving.gpu_check import CASES, GPU_SCRIPT, Expected, write_gpu_check
-from quantizer.runs.serving.linked_files import link_onnx, own_bytes
+from quantizer.runs.serving.gpu_check import GPU_SCRIPT, Expected, write_gpu_check
+from quantizer.runs.serving.linked_files import link_onnx
 from quantizer.runs.serving.model_config import CONFIG_NAME, ServedEngine, config_text
 from quantizer.targets.triton_server import TritonServer
 
@@ -16,28 +15,11 @@ _REPOSITORY = "triton"
 _VERSION = "1"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServingFiles:
-    """The files for servers in the folder of an engine; None: there are none.
+def write_serving_files(folder: Path, served: ServedEngine, expected: Expected | None) -> dict[str, str]:
+    """Write the files with which others serve an engine into its folder; return their places there, by kind.
 
-    Attributes:
-        triton: the folder of the model in the model repository.
-        gpu_check: the script that checks and times the engine on a GPU.
-        size_bytes: how much room they take, without those that are further names of files of the engine's folder.
-    """
-
-    triton: str | None = None
-    gpu_check: str | None = None
-    size_bytes: int = 0
-
-    @property
-    def named(self) -> dict[str, str]:
-        """Those that there are, by what they are."""
-        return {name: file for name in ("triton", "gpu_check") if (file := getattr(self, name)) is not None}
-
-
-def write_serving_files(folder: Path, served: ServedEngine, expected: Expected | None) -> ServingFiles:
-    """Write the files with which others serve an engine into its folder.
+    ``triton`` is the folder of the model in the model repository, ``gpu_check`` the script that checks and times the
+    engine on a GPU.
 
     Args:
         folder: the folder of the engine.
@@ -50,17 +32,13 @@ def write_serving_files(folder: Path, served: ServedEngine, expected: Expected |
     """
     server = served.server
     if server is None:
-        return ServingFiles()
+        return {}
     model = write_triton_model(folder, served)
-    script = None
+    files = {} if model is None else {"triton": model}
     if server.gpu_tool is not None and expected is not None:
         write_gpu_check(folder, served, expected, server.gpu_tool)
-        script = GPU_SCRIPT
-    return ServingFiles(
-        triton=model,
-        gpu_check=script,
-        size_bytes=own_bytes(*(folder / name for name in (_REPOSITORY, CASES, GPU_SCRIPT))),
-    )
+        files["gpu_check"] = GPU_SCRIPT
+    return files
 
 
 def write_triton_model(folder: Path, served: ServedEngine) -> str | None:

@@ -16,12 +16,6 @@ def link_onnx(path: Path, place: Path) -> None:
         link_file(path.with_name(name), place.with_name(name))
 
 
-def own_bytes(*paths: Path) -> int:
-    """Return how much room files, and those below folders, take, without those that have a further name elsewhere."""
-    files = (file for path in paths for file in (path, *path.rglob("*")) if file.is_file())
-    return sum(status.st_size for status in map(os.stat, files) if status.st_nlink == 1)
-
-
 def link_file(path: Path, place: Path) -> None:
     """Give a file a second place."""
     try:

@@ -44,7 +44,6 @@ class Prices:
         low_us: the time of the engine with all groups in low precision.
         float_us: the time of the engine of the float model.
         where: the backend, the shape and how the times were found, in words.
-        estimated: whether no engine was timed, so that all times are of a model of the target.
         least_loss_us: a group counts as slower from such a loss on; what is less may be noise.
     """
 
@@ -52,12 +51,11 @@ class Prices:
     low_us: float
     float_us: float
     where: str
-    estimated: bool = False
     least_loss_us: float = 30.0
 
     def __repr__(self) -> str:
         times = f"{self.low_us / 1000:.2f} ms in low precision, {self.float_us / 1000:.2f} ms in float"
-        return f"Prices({len(self.groups)} groups, {times}, {'estimated: ' if self.estimated else ''}{self.where})"
+        return f"Prices({len(self.groups)} groups, {times}, {self.where})"
 
     def time_us(self, back: Collection[str]) -> float:
         """Return the time that is predicted with these groups in float.

@@ -94,7 +94,6 @@ def _own_dequantizer(model: Any, convolution: Any) -> Any:
         return dequantize
     attributes = list(dequantize.attributes.values())
     made = insert_before(
-        model,
         convolution,
         "DequantizeLinear",
         dequantize.inputs,

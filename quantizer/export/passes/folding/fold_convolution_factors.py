@@ -77,8 +77,8 @@ class FoldConvolutionFactors(MatchPass[_Folded]):
             source, result = clip.inputs[0], clip.outputs[0]
             bounds = add_constant(model, f"{result.name}_bounds", (factors * bound).astype(factors.dtype), source.dtype)
             if clip.op_type == "Clip":
-                source = insert_before(model, clip, "Relu", [source], like=result, shape=result.shape)
-            take_out(model, clip, insert_before(model, clip, "Min", [source, bounds], like=result, shape=result.shape))
+                source = insert_before(clip, "Relu", [source], like=result, shape=result.shape)
+            take_out(model, clip, insert_before(clip, "Min", [source, bounds], like=result, shape=result.shape))
         take_out(model, node, node.inputs[0])
 
 

@@ -21,7 +21,7 @@ class GathersApart(MatchPass[Any]):
         return node.inputs[0] if gathers_zero_points(node) else None
 
     def apply(self, model: Any, node: Any, found: Any) -> None:
-        same = insert_before(model, node, "Max", [found, found], like=found, shape=found.shape)
+        same = insert_before(node, "Max", [found, found], like=found, shape=found.shape)
         node.replace_input_with(0, same)
 
 
@@ -49,9 +49,9 @@ class KeptAxes(MatchPass[int]):
         at, axes = (add_constant(model, f"{result.name}.{key}", np.array(held[key]), int64) for key in held)
         attributes = [onnx_ir.AttrInt64("axis", axis)]
         kept = insert_before(
-            model, node, "Gather", [given, at], like=result, shape=onnx_ir.Shape(sizes), attributes=attributes
+            node, "Gather", [given, at], like=result, shape=onnx_ir.Shape(sizes), attributes=attributes
         )
-        taken = insert_before(model, node, "Squeeze", [kept, axes], like=result, shape=result.shape)
+        taken = insert_before(node, "Squeeze", [kept, axes], like=result, shape=result.shape)
         name = result.name
         result.replace_all_uses_with(taken, replace_graph_outputs=True)
         model.graph.remove(node, safe=True)
@@ -69,5 +69,5 @@ class ConcatsBeforeQuantize(MatchPass[Any]):
         return node.inputs[0] if joins_before(node) else None
 
     def apply(self, model: Any, node: Any, found: Any) -> None:
-        same = insert_before(model, node, "Max", [found, found], like=found, shape=found.shape)
+        same = insert_before(node, "Max", [found, found], like=found, shape=found.shape)
         node.replace_input_with(0, same)

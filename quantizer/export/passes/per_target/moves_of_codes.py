@@ -34,10 +34,10 @@ class MovesOfCodes(MatchPass[tuple[Any, Any]]):
         moved = node.outputs[0]
         first = readers(moved)[0]
         codes = insert_before(
-            model, first, "QuantizeLinear", [moved, *quantize.inputs[1:]], like=quantize.outputs[0], shape=moved.shape
+            first, "QuantizeLinear", [moved, *quantize.inputs[1:]], like=quantize.outputs[0], shape=moved.shape
         )
         values = insert_before(
-            model, first, "DequantizeLinear", [codes, *dequantize.inputs[1:]], like=moved, shape=moved.shape
+            first, "DequantizeLinear", [codes, *dequantize.inputs[1:]], like=moved, shape=moved.shape
         )
         codes.producer().metadata_props.update(node.metadata_props)
         values.producer().metadata_props.update(node.metadata_props)

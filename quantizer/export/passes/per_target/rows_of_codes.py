@@ -43,13 +43,11 @@ class RowsOfCodes(MatchPass[Any]):
         assert column is not None
         tall = add_constant(model, f"{scales.name}_of_rows", column[:, None], scales.dtype)
         first = [onnx_ir.AttrInt64("axis", 0)]
-        taken = insert_before(
-            model, node, "Gather", [codes, node.inputs[1]], like=codes, shape=result.shape, attributes=first
-        )
+        taken = insert_before(node, "Gather", [codes, node.inputs[1]], like=codes, shape=result.shape, attributes=first)
         to = [onnx_ir.AttrInt64("to", scales.dtype)]
-        cast = insert_before(model, node, "Cast", [taken], like=result, shape=result.shape, attributes=to)
-        step = insert_before(model, node, "Gather", [tall, node.inputs[1]], like=tall, shape=None, attributes=first)
-        made = insert_before(model, node, "Mul", [cast, step], like=result, shape=result.shape)
+        cast = insert_before(node, "Cast", [taken], like=result, shape=result.shape, attributes=to)
+        step = insert_before(node, "Gather", [tall, node.inputs[1]], like=tall, shape=None, attributes=first)
+        made = insert_before(node, "Mul", [cast, step], like=result, shape=result.shape)
         replace_node(model, node, made)
         if not found.outputs[0].uses():
             inputs = [value for value in found.inputs if value is not None]

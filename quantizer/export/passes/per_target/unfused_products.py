@@ -23,7 +23,7 @@ class UnfusedProducts(MatchPass[Any]):
         return node.inputs[0] if scales_flat_product(node) or scales_by_negatives(node) else None
 
     def apply(self, model: Any, node: Any, found: Any) -> None:
-        same = insert_before(model, node, "Max", [found, found], like=found, shape=found.shape)
+        same = insert_before(node, "Max", [found, found], like=found, shape=found.shape)
         node.replace_input_with(0, same)
 
 
@@ -40,7 +40,7 @@ class NumbersBehindProducts(MatchPass[Any]):
         return varying_inputs(node)[0] if misplaces_numbers(node) else None
 
     def apply(self, model: Any, node: Any, found: Any) -> None:
-        same = insert_before(model, node, "Max", [found, found], like=found, shape=found.shape)
+        same = insert_before(node, "Max", [found, found], like=found, shape=found.shape)
         node.replace_input_with(list(node.inputs).index(found), same)
 
 
@@ -61,7 +61,6 @@ class WeightsReadOneWay(MatchPass[Any]):
         stored, *others = dequantize.inputs
         attributes = list(dequantize.attributes.values())
         same = insert_before(
-            model,
             node,
             "DequantizeLinear",
             [_copied(model, stored), *others],

@@ -39,7 +39,7 @@ class UnfusedRectifiers(MatchPass[Any]):
         if low is not None:
             array = np.array(low, found.dtype.numpy())
             other = add_constant(model, f"{found.name}.low", array, found.dtype)
-        held = insert_before(model, node, "Max", [found, other], like=found, shape=found.shape)
+        held = insert_before(node, "Max", [found, other], like=found, shape=found.shape)
         if node.op_type == "Relu":
             take_out(model, node, held)
         else:

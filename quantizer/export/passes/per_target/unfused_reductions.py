@@ -70,5 +70,5 @@ class FactorsBeforeReductions(MatchPass[Any]):
         return given if floats and any(is_quantize(other) for other in node.graph) else None
 
     def apply(self, model: Any, node: Any, found: Any) -> None:
-        same = insert_before(model, node, "Max", [found, found], like=found, shape=found.shape)
+        same = insert_before(node, "Max", [found, found], like=found, shape=found.shape)
         node.replace_input_with(0, same)

@@ -37,7 +37,7 @@ class UnsharedProducts(MatchPass[Any]):
         ]
         same = onnx_ir.Node("", "Clip", [found, *bounds])
         same.metadata_props.update(node.metadata_props)
-        _insert_behind(model, node, same)
+        _insert_behind(node, same)
 
 
 class BiasesApart:
@@ -70,16 +70,16 @@ def _set_apart(model: Any, node: Any) -> None:
     node.resize_inputs(2)
     if held is None:
         sizes = add_constant(model, f"{bias.name}.sizes", np.array(channels, np.int64), onnx_ir.DataType.INT64)
-        added = insert_before(model, node, "Reshape", [bias, sizes], like=bias, shape=None)
+        added = insert_before(node, "Reshape", [bias, sizes], like=bias, shape=None)
     else:
         added = add_constant(model, f"{bias.name}.channels", held.reshape(channels), result.dtype)
         drop_unread(model, bias)
     add = onnx_ir.Node("", "Add", [result, added])
     add.metadata_props.update(node.metadata_props)
-    _insert_behind(model, node, add)
+    _insert_behind(node, add)
 
 
-def _insert_behind(model: Any, node: Any, reader: Any) -> None:
+def _insert_behind(node: Any, reader: Any) -> None:
     """Make ``reader``, whose first input is the result of ``node``, the only one that reads it."""
     found, result = node.outputs[0], reader.outputs[0]
     result.shape, result.type = found.shape, found.type

@@ -273,9 +273,6 @@ class PartsCourse:
                     name=name,
                     signature=signatures[name],
                     serving=served.get(name, {}),
-                    onnx_bytes=part.onnx.stat().st_size,
-                    engine_bytes=part.built.size_bytes,
-                    build_seconds=part.built.seconds,
                     checks=part.checks,
                     latency=latency.get(name, ()),
                 )

@@ -19,7 +19,7 @@ from quantizer.runs.outputs.output_check import OutputCheck
 
 @dataclass(frozen=True, kw_only=True)
 class PartResult:
-    """One part: its files' sizes in bytes, its inputs and outputs, its checks, and its latency at each shape.
+    """One part: its inputs and outputs, its checks, and its latency at each shape.
 
     Attributes:
         serving: the files for servers, by what they are.
@@ -28,9 +28,6 @@ class PartResult:
     name: str
     signature: Signature
     serving: Mapping[str, str]
-    onnx_bytes: int
-    engine_bytes: int
-    build_seconds: float
     checks: tuple[OutputCheck, ...]
     latency: tuple[ShapeLatency, ...]
 
