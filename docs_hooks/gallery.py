@@ -10,8 +10,7 @@ from pathlib import Path
 
 import nbformat
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File
-from mkdocs.structure.files import Files
+from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from nbconvert import MarkdownExporter
 

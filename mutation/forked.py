@@ -9,8 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 

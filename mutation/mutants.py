@@ -15,8 +15,7 @@ from cosmic_ray.commands.init import init
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.util import read_python_source
 from cosmic_ray.work_db import use_db
-from cosmic_ray.work_item import MutationSpec
-from cosmic_ray.work_item import WorkItem
+from cosmic_ray.work_item import MutationSpec, WorkItem
 from operators import PROVIDER
 
 __all__ = ["mutated", "sample"]

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import parso
-from cosmic_ray.operators.operator import Example
-from cosmic_ray.operators.operator import Operator
+from cosmic_ray.operators.operator import Example, Operator
 
 __all__ = ["PROVIDER"]
 

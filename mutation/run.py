@@ -16,31 +16,18 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from typing import TextIO
+from typing import Any, TextIO
 
 from cosmic_ray.mutating import _make_diff
-from cosmic_ray.work_db import WorkDB
-from cosmic_ray.work_db import use_db
-from cosmic_ray.work_item import TestOutcome
-from cosmic_ray.work_item import WorkerOutcome
-from cosmic_ray.work_item import WorkItem
-from cosmic_ray.work_item import WorkResult
-from forked import TIMED_OUT
-from forked import end_on_signals
-from forked import preload
-from forked import run_forked
-from lines import TestsByLine
-from lines import measure
-from mutants import mutated
-from mutants import sample
-from tally import all_ran
-from tally import report
-from tally import survivors
+from cosmic_ray.work_db import WorkDB, use_db
+from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkItem, WorkResult
+from forked import TIMED_OUT, end_on_signals, preload, run_forked
+from lines import TestsByLine, measure
+from mutants import mutated, sample
+from tally import all_ran, report, survivors
 
 ROOT = Path(__file__).parents[1]
 ENOUGH = 10.0

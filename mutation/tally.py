@@ -6,13 +6,8 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from cosmic_ray.work_db import WorkDB
-from cosmic_ray.work_db import use_db
-from cosmic_ray.work_item import MutationSpec
-from cosmic_ray.work_item import TestOutcome
-from cosmic_ray.work_item import WorkerOutcome
-from cosmic_ray.work_item import WorkItem
-from cosmic_ray.work_item import WorkResult
+from cosmic_ray.work_db import WorkDB, use_db
+from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkItem, WorkResult
 
 __all__ = ["all_ran", "report", "survivors"]
 
