@@ -52,8 +52,7 @@ from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.float16.float32_modules import Float32Modules, convert_floats
-from quantizer.plan.apply import frozen_proxy
-from quantizer.plan.frozen_tries import FrozenTries
+from quantizer.plan.apply import FrozenTries, frozen_proxy
 from quantizer.plan.site_plan import SitePlan, with_fallback
 
 _LAYERS = (2, 8, 32, 96)

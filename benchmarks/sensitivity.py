@@ -27,11 +27,10 @@ from torch import Tensor
 
 from quantizer import Quantizer
 from quantizer.engines import load_engine
-from quantizer.observe.padding import padding_mask
+from quantizer.observe.site_statistics import padding_mask
 from quantizer.proxy.build import sites_of
-from quantizer.sensitivity.divergence import Divergence
-from quantizer.sensitivity.groups import groups_of
-from quantizer.sensitivity.site_changes import Pending, watched
+from quantizer.sensitivity.groups import Pending, groups_of, watched
+from quantizer.sensitivity.metric import Divergence
 
 _WORST, _FIRST = 5, 8
 

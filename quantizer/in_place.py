@@ -11,7 +11,7 @@ from quantizer.calibration.proxied import Proxied, proxied
 from quantizer.calibration.session import merge_across_ranks
 from quantizer.calibration.settings import make_observation
 from quantizer.common.data.exported_program import refuse_compiled
-from quantizer.common.inference_mode import ordinary_tensors
+from quantizer.common.torch_modes import ordinary_tensors
 from quantizer.config import quantizer_config
 from quantizer.errors import CalibrationError, ConfigError, ProxyError
 from quantizer.observe.completeness.product_counter import CountedProduct

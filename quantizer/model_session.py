@@ -22,15 +22,14 @@ from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.plan.apply import frozen_proxy, require_scales_of
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import with_fallback as without_groups
-from quantizer.plan.weight_codes import changed_buffers, without_codes, without_former_codes
-from quantizer.plan.weight_scales import with_scales_of_weights
+from quantizer.plan.weight_scales import changed_buffers, with_scales_of_weights, without_codes, without_former_codes
 from quantizer.proxy.build import UnrewrittenSource, applied_patches, is_proxy, skipped_sources
 from quantizer.proxy.lowered.lower import is_lowered
 from quantizer.qat import Scales
 from quantizer.qat.session import QatSession
 from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.sensitivity import Fallback, fallback_for_target, operands_of
-from quantizer.sensitivity.prices.group_prices import Prices
+from quantizer.sensitivity.prices import Prices
 from quantizer.sensitivity.session import SensitivitySession
 from quantizer.targets import AUTO
 from quantizer.views.coverage import Coverage

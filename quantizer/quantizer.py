@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from quantizer.common.data.doubts import doubts_of_calibration, warn_user
+from quantizer.common.data.batches_of import doubts_of_calibration, warn_user
 from quantizer.common.data.exported_program import Model, module_of, refuse_compiled
 from quantizer.common.data.sizes import DataSizes
 from quantizer.common.distributed import all_reduce_sum, get_world_size
-from quantizer.common.inference_mode import ordinary_tensors
+from quantizer.common.torch_modes import ordinary_tensors
 from quantizer.config import QuantizerConfig, quantizer_config
-from quantizer.config.feasibility import check_formats
+from quantizer.config.schema import check_formats
 from quantizer.errors import QuantizerError
 from quantizer.model_session import ModelSession, for_this_cpu
 from quantizer.plan.replace_scales import with_scales
@@ -24,7 +24,7 @@ from quantizer.plan.saved_folder import load_state, save_state
 from quantizer.proxy.build import build_proxy
 from quantizer.qat import Scales
 from quantizer.sensitivity import Fallback, Loss, Metric, Score, Tell
-from quantizer.sensitivity.prices.group_prices import Prices
+from quantizer.sensitivity.prices import Prices
 from quantizer.sensitivity.session import SensitivitySession
 from quantizer.views.quantizer_views import QuantizerViews
 

@@ -244,7 +244,7 @@ def openvino_core() -> Any:
     gets a signal ends its process.
     """
     # Here: goldens name the lines of the nets above.
-    from quantizer.engines.openvino.signal_stack import kept_signal_stack
+    from quantizer.engines.openvino.compiled_models import kept_signal_stack
 
     openvino = pytest.importorskip("openvino", reason="needs enginequant[openvino]")
     with kept_signal_stack():

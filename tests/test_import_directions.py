@@ -115,7 +115,7 @@ def test_imports_go_one_way() -> None:
 
 OF_ONE_ENGINE = {
     # The importer of ONNX graphs is that of torch engines.
-    *(f"interop/onnx/{name}.py" for name in ("weighted", "as_modules", "from_onnx")),
+    *(f"interop/onnx/{name}.py" for name in ("weighted", "from_onnx")),
     # A server's configuration repeats what ONNX Runtime is told when it loads the file.
     "runs/serving/model_config.py",
 }

@@ -12,7 +12,7 @@ TORCH_FREE = (
     "quantizer",
     "quantizer.cli.main",
     "quantizer.config",
-    "quantizer.config.feasibility",
+    "quantizer.config.schema",
     "quantizer.graph_check",
     "quantizer.report",
     "quantizer.targets",

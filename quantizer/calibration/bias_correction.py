@@ -27,13 +27,13 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from quantizer.calibration.output_error import OutputError, quantized
+from quantizer.calibration.output_search import OutputError, quantized
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.replay import run_judged
+from quantizer.common.batches import copied
 from quantizer.common.distributed import all_gather_bytes, get_world_size
-from quantizer.common.own_inputs import copied
-from quantizer.observe.padding import padding_mask, without_padding
 from quantizer.observe.replay_batches import Batch, ReplayBatches
+from quantizer.observe.site_statistics import padding_mask, without_padding
 from quantizer.observe.statistics import BiasShifts, Seen
 from quantizer.plan.site_plan import Plan, SitePlan, summary
 from quantizer.proxy.call_numbers import current_call

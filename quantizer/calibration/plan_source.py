@@ -12,7 +12,7 @@ from quantizer.common.batches import run_batches
 from quantizer.common.data.sizes import DataSizes
 from quantizer.common.distributed import get_world_size
 from quantizer.common.fingerprint import Fingerprint
-from quantizer.common.inference_mode import ordinary_tensors
+from quantizer.common.torch_modes import ordinary_tensors
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
 from quantizer.float16.float32_modules import Float32Modules

@@ -11,8 +11,7 @@ from quantizer.config import QuantizerConfig, SelectionConfig
 from quantizer.plan.selection import Selection, exclusions
 from quantizer.plan.weight_scales import ScaledWeights
 from quantizer.proxy.build import UnrewrittenSource, applied_patches, build_proxy, sites_of, skipped_sources
-from quantizer.proxy.place import add_output_sites
-from quantizer.proxy.site import Site
+from quantizer.proxy.site import Site, add_output_sites
 from quantizer.rewrite.operator_patches import OperatorPatch
 
 

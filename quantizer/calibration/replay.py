@@ -3,24 +3,43 @@
 Legend: y the site's float output, as rows; y_c the output with the operands rounded that the caller has switched on.
 The error is the mean over rows of |y_c - y|^2 / |y|^2. It is relative to each row, because in the absolute error a few
 rows with huge values would outweigh all others. A row is the last axis; for a convolution it is one image.
+
+Passes of batches through a quantized proxy in stages: each stage goes on to the calls of one more site.
+
+What ended before these calls is recorded and not computed again in later stages, so that all stages together cost
+little more than one pass. In memory are the outputs of the outermost modules that have ended, of every batch; a model
+that hands objects from module to module, such as a cache, has those of the innermost ones.
+
+A product with a weight, written as x W^T: the rows of the weight, and the rows that they multiply.
+
+Legend: W [G, N, K] the weight, N outputs of K inputs each; x [G, M, K] what it multiplies, one row for each position;
+G products of their own: the groups of a convolution, or the matrices of a batched product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from quantizer.common.batches import copied
 from quantizer.common.progress import counted
-from quantizer.observe.padding import padding_mask, without_padding
 from quantizer.observe.replay_batches import Batch
+from quantizer.observe.site_statistics import padding_mask, without_padding
+from quantizer.operations.gemm_shape import labels
 from quantizer.proxy.call_numbers import current_call, numbered
+from quantizer.proxy.eager_attention import observed_probabilities
+from quantizer.proxy.recorded_calls import RecordedCall, RecordedCalls
 from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import CallOverride, Site
-from quantizer.proxy.split_attention import observed_probabilities
+from quantizer.proxy.weight import laid_out
 
 _ROWS = 512
 """The number of rows of a linear's input that are tried: enough to tell ranges apart, and cheaper than all."""
@@ -167,3 +186,284 @@ def _sample(
 
     some = {name: first(value) for name, value in keywords.items()}
     return [first(value) for value in args], some, mask if mask is None else mask[:_ITEMS]
+
+
+Visit = Callable[[Site, list[Any], dict[str, Any], Tensor | None], None]
+"""A function of a call: its site, its arguments, and the mask [B, S] of real tokens of the batch (None: all)."""
+
+
+class StagedPasses:
+    """The passes of some batches.
+
+    Args:
+        proxy: a proxy whose sites are active.
+        batches: inputs of the proxy.
+    """
+
+    def __init__(self, proxy: nn.Module, batches: Iterable[Batch]) -> None:
+        self._proxy = proxy
+        self._batches = list(batches)
+        self._calls: list[Counter[Site]] = []
+        self._ended = [EndedCalls(proxy) for _ in self._batches]
+
+    def in_order(self, sites: Collection[Site]) -> list[Site]:
+        """Return those sites that the batches call, in the order of their first calls."""
+        order: list[Site] = []
+        for batch in self._batches:
+            called = self._called(batch, sites)
+            self._calls.append(Counter(called))
+            # A site that no earlier batch reached follows the one that was called before it.
+            place = 0
+            for site in dict.fromkeys(called):
+                if site not in order:
+                    order.insert(place, site)
+                place = order.index(site) + 1
+        return order
+
+    def visit(self, site: Site, visit: Visit) -> None:
+        """Call ``visit`` with every call of a site; call ``in_order`` first, and then this in that order.
+
+        Whatever the site depends on must not change any more.
+        """
+        for batch, calls, ended in zip(self._batches, self._calls, self._ended, strict=True):
+            if calls[site]:
+                with ended:
+                    self._until_last(batch, site, calls[site], ended, visit)
+
+    def _until_last(self, batch: Batch, site: Site, calls: int, ended: EndedCalls, visit: Visit) -> None:
+        left = calls
+
+        def counted(site: Site, args: list[Any], keywords: dict[str, Any], mask: Tensor | None) -> None:
+            nonlocal left
+            ended.reached = True
+            visit(site, args, keywords, mask)
+            left -= 1
+            if left == 0:
+                raise Reached
+
+        try:
+            self._run(batch, [site], counted)
+        except Reached:
+            return
+
+    def _called(self, batch: Batch, sites: Collection[Site]) -> list[Site]:
+        """Return the sites that a batch calls, in order."""
+        called: list[Site] = []
+        self._run(batch, sites, lambda site, *_: called.append(site))
+        return called
+
+    def _run(self, batch: Batch, sites: Collection[Site], visit: Visit) -> None:
+        args, keywords = copied(*batch)
+        mask = padding_mask(keywords, args)
+
+        def judge(site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
+            visit(site, args, keywords, mask)
+            return site.rounded(function, args, keywords)
+
+        run_judged(self._proxy, sites, (args, keywords), judge)
+
+
+class Reached(BaseException):
+    """The end of a pass that needs to go no further; no error, so that a model that catches errors lets it through."""
+
+
+class EndedCalls(RecordedCalls):
+    """The module calls of one batch that ended before the last stage.
+
+    Attributes:
+        reached: whether this pass has reached its stage, so that what ends from now on is not final.
+    """
+
+    def __init__(self, proxy: nn.Module) -> None:
+        super().__init__(proxy)
+        self.reached = False
+        self._calls: dict[tuple[nn.Module, int], RecordedCall] = {}
+
+    def __enter__(self) -> EndedCalls:
+        super().__enter__()
+        self.reached = False
+        self._number.clear()
+        return self
+
+    @property
+    def _records(self) -> bool:
+        return not self.reached
+
+    def _recorded(self, module: nn.Module, number: int) -> RecordedCall | None:
+        call = self._calls.get((module, number))
+        return call if call is not None and call.holds else None
+
+    def _keep(self, module: nn.Module, number: int, call: RecordedCall) -> None:
+        if self.reached or not call.usable:
+            return
+        for inner, count in call.inside.items():
+            after = self._number[inner]
+            for place in range(after - count, after):
+                # This call is taken as a whole.
+                self._calls.pop((inner, place), None)
+        self._calls[module, number] = call
+
+
+class ProductRows(Protocol):
+    """A weighted product in rows."""
+
+    def weight(self, values: Tensor) -> Tensor:
+        """Return values in the weight's own shape as [G, N, K]."""
+
+    def as_weight(self, rows: Tensor) -> Tensor:
+        """Return values [G, N, K] in the weight's own shape, contiguous."""
+
+    def inputs(self, x: Tensor) -> Iterator[Tensor]:
+        """Yield all rows of the other operand, in parts [G, M, K]."""
+
+
+def product_rows(
+    site: Site, place: int, x: Tensor, weight: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]
+) -> ProductRows | str:
+    """Return the rows of a site's call, or why it has none.
+
+    Args:
+        site: the site, of two operands.
+        place: the place of the weight among its operands.
+        x: the other operand.
+        weight: the weight, as the site reads it.
+        args: the positional arguments of the call, without the function.
+        keywords: its keyword arguments.
+    """
+    name = site.operation.name
+    if name in ("conv1d", "conv2d", "conv3d"):
+        return _convolution(x, weight, args, keywords)
+    equation = site.source.equation or _equation(name, x if place else weight, weight if place else x)
+    return f"its operation is {name}" if equation is None else _contraction(equation, place, x, weight)
+
+
+def _equation(name: str, lhs: Tensor, rhs: Tensor) -> str | None:
+    """Return a product of the catalogue as an equation of ``einsum``; None if it is none."""
+    if name == "linear":
+        return "...k,nk->...n"
+    if name == "addbmm":
+        return "bmk,bkn->mn"
+    if name in ("matmul", "mm", "bmm", "addmm", "baddbmm"):
+        first, second = "...mk" if lhs.dim() > 1 else "k", "...kn" if rhs.dim() > 1 else "k"
+        kept = ("m" if lhs.dim() > 1 else "") + ("n" if rhs.dim() > 1 else "")
+        return f"{first},{second}->...{kept}" if lhs.dim() > 1 or rhs.dim() > 1 else "k,k->"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Contraction:
+    """A product that an equation describes.
+
+    Attributes:
+        weight_axes: the axes of the weight: those of both operands that are kept, its own, and those summed over.
+        other_axes: the same of the other operand.
+        batch: the number of axes of the first kind.
+        summed: the number of axes of the last kind.
+        shape: the shape of the weight.
+    """
+
+    weight_axes: tuple[int, ...]
+    other_axes: tuple[int, ...]
+    batch: int
+    summed: int
+    shape: tuple[int, ...]
+
+    def weight(self, values: Tensor) -> Tensor:
+        return self._rows(values.permute(self.weight_axes))
+
+    def as_weight(self, rows: Tensor) -> Tensor:
+        inverse = [self.weight_axes.index(axis) for axis in range(len(self.shape))]
+        return laid_out(rows.reshape([self.shape[axis] for axis in self.weight_axes]).permute(inverse))
+
+    def inputs(self, x: Tensor) -> Iterator[Tensor]:
+        yield self._rows(x.permute(self.other_axes))
+
+    def _rows(self, values: Tensor) -> Tensor:
+        depth = math.prod(values.shape[values.dim() - self.summed :])
+        groups = math.prod(values.shape[: self.batch])
+        return values.reshape(groups, values.numel() // max(groups * depth, 1), depth)
+
+
+def _contraction(equation: str, place: int, x: Tensor, weight: Tensor) -> ProductRows | str:
+    tensors = (x, weight) if place else (weight, x)
+    found = labels(equation, [tensor.dim() for tensor in tensors])
+    own, other = found.operands[place], found.operands[1 - place]
+    sizes = found.sizes([tensor.shape for tensor in tensors])
+    for names, tensor in zip(found.operands, tensors, strict=True):
+        if any(sizes[name] != size for name, size in zip(names, tensor.shape, strict=True)):
+            return "one of its operands is broadcast"
+    both = [name for name in own if name in other]
+    batch = [name for name in both if name in found.output]
+    summed = [name for name in both if name not in found.output]
+    if found.contracted - set(summed):
+        return "it sums over an axis of one operand alone"
+
+    def axes(names: tuple[str, ...]) -> tuple[int, ...]:
+        single = [name for name in names if name not in both]
+        return tuple(names.index(name) for name in [*batch, *single, *summed])
+
+    return _Contraction(
+        weight_axes=axes(own), other_axes=axes(other), batch=len(batch), summed=len(summed), shape=tuple(weight.shape)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Convolution:
+    """A convolution: each position of its output is a row of the patch that it reads.
+
+    Attributes:
+        groups: G.
+        stride, dilation: by axis of the image.
+        padding: zeros before and after each axis, in the order of ``torch.nn.functional.pad``.
+        shape: the shape of the weight, [G * N, channels of a group, *kernel].
+    """
+
+    groups: int
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def weight(self, values: Tensor) -> Tensor:
+        return values.reshape(self.groups, self.shape[0] // self.groups, math.prod(self.shape[1:]))
+
+    def as_weight(self, rows: Tensor) -> Tensor:
+        return laid_out(rows.reshape(self.shape))
+
+    def inputs(self, x: Tensor) -> Iterator[Tensor]:
+        kernel = self.shape[2:]
+        images = x if x.dim() == len(self.shape) else x.unsqueeze(0)
+        # One image at a time: its patches are as many times as large as the kernel has elements.
+        for image in images:
+            patches = F.pad(image, self.padding)
+            for axis, (size, step, apart) in enumerate(zip(kernel, self.stride, self.dilation, strict=True), start=1):
+                patches = patches.unfold(axis, apart * (size - 1) + 1, step)[..., ::apart]
+            # [channels, *positions, *kernel] to [G, positions, channels of a group, kernel].
+            positions = math.prod(patches.shape[1 : 1 + len(kernel)])
+            grouped = patches.reshape(self.groups, self.shape[1], positions, math.prod(kernel))
+            yield grouped.movedim(1, 2).flatten(2)
+
+
+def _convolution(x: Tensor, weight: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> ProductRows:
+    given = dict(zip(("input", "weight", "bias", "stride", "padding", "dilation", "groups"), args, strict=False))
+    given = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, **given, **keywords}
+    axes = weight.dim() - 2
+    stride, dilation = _by_axis(given["stride"], axes), _by_axis(given["dilation"], axes)
+    if given["padding"] == "same":
+        total = [apart * (size - 1) for size, apart in zip(weight.shape[2:], dilation, strict=True)]
+        sides = [(whole // 2, whole - whole // 2) for whole in total]
+    else:
+        sides = [(size, size) for size in _by_axis(0 if given["padding"] == "valid" else given["padding"], axes)]
+    return _Convolution(
+        groups=int(given["groups"]),
+        stride=stride,
+        dilation=dilation,
+        padding=tuple(size for side in reversed(sides) for size in side),
+        shape=tuple(weight.shape),
+    )
+
+
+def _by_axis(value: Any, axes: int) -> tuple[int, ...]:
+    """Return an argument of a convolution for each axis: torch takes one number for all."""
+    values = tuple(int(size) for size in value) if isinstance(value, Sequence) else (int(value),)
+    return values * axes if len(values) == 1 else values

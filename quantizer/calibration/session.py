@@ -12,15 +12,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from quantizer.calibration.choose_ranges import make_plan
-from quantizer.calibration.output_error import other_attention_error
+from quantizer.calibration.output_search import other_attention_error
 from quantizer.calibration.proxied import Proxied, proxied_copy
 from quantizer.calibration.settings import make_observation, needs_batches, replays_batches
 from quantizer.calibration.smoothquant import fit_migrations
-from quantizer.common.data.doubts import warn_user
+from quantizer.common.batches import copied
+from quantizer.common.data.batches_of import warn_user
 from quantizer.common.distributed import all_gather_bytes, get_rank, get_world_size
-from quantizer.common.fingerprint import Fingerprint, changed_types, warn_of_other_weights
-from quantizer.common.own_inputs import copied
-from quantizer.common.tensor_stamp import tensor_version
+from quantizer.common.fingerprint import Fingerprint, changed_types, tensor_version, warn_of_other_weights
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
 from quantizer.float16.float32_modules import Float32Modules

@@ -11,13 +11,12 @@ from typing import Any
 from quantizer.calibration.proxied import Proxied, selection_of
 from quantizer.calibrators import CANDIDATES, OF_FORMAT, Calibrator, Estimate, make_calibrator
 from quantizer.config import QuantizerConfig
-from quantizer.config.feasibility import default_format, rule_formats
 from quantizer.config.quantizer_section import ActivationsConfig, WeightsConfig
+from quantizer.config.schema import default_format, rule_formats
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.observation import Observation
 from quantizer.observe.replay_batches import FEW, MANY, Enough
-from quantizer.plan.decide_operands import PlanSettings
-from quantizer.plan.operand_formats import FormatRule, Formats, formats_for
+from quantizer.plan.decide_operands import FormatRule, Formats, PlanSettings, formats_for
 from quantizer.plan.site_plan import Plan
 from quantizer.reasons import ReasonCode
 from quantizer.targets import TargetProfile

@@ -20,23 +20,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.calibration.output_error import quantized
-from quantizer.calibration.product_rows import ProductRows, product_rows
+from quantizer.calibration.output_search import quantized
 from quantizer.calibration.proxied import Proxied
-from quantizer.calibration.rounding.progress import UNREACHED, nearest, progress, record, stored_weights, why_nearest
-from quantizer.calibration.staged_passes import StagedPasses
+from quantizer.calibration.replay import ProductRows, StagedPasses, product_rows
+from quantizer.calibration.rounding.block_passes import (
+    UNREACHED,
+    nearest,
+    progress,
+    record,
+    stored_weights,
+    why_nearest,
+)
 from quantizer.common.progress import counted
 from quantizer.functional import fake_quantize
 from quantizer.numerics.gptq import column_costs, gptq_codes, output_error, output_gains
 from quantizer.numerics.granularity import scale_of_each
 from quantizer.numerics.qtype import INT4, INT8, qtype
-from quantizer.observe.padding import with_zeroed_padding
 from quantizer.observe.range_group import RangeGroup, RoundedWeight
+from quantizer.observe.site_statistics import with_zeroed_padding
 from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import PlanSettings
 from quantizer.plan.site_plan import OperandPlan, Plan
-from quantizer.plan.weight_range import least_error_amax, over_scale
-from quantizer.plan.weight_scales import as_rounded, with_range
+from quantizer.plan.weight_scales import as_rounded, least_error_amax, over_scale, with_range
 from quantizer.proxy.site import Site
 
 _PRODUCT = 2  # operands

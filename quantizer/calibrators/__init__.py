@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from quantizer.calibrators.base import CALIBRATORS, Calibrator, make_calibrator
-from quantizer.calibrators.candidates import CANDIDATES, OF_FORMAT, Estimate, estimates
-from quantizer.calibrators.entropy import EntropyCalibrator
-from quantizer.calibrators.max import MaxCalibrator
-from quantizer.calibrators.mse import MseCalibrator
-from quantizer.calibrators.percentile import PercentileCalibrator
+from quantizer.calibrators.base import (
+    CALIBRATORS,
+    CANDIDATES,
+    OF_FORMAT,
+    Calibrator,
+    Estimate,
+    estimates,
+    make_calibrator,
+)
+from quantizer.calibrators.builtin import EntropyCalibrator, MaxCalibrator, MseCalibrator, PercentileCalibrator
 
 __all__ = [
     "CALIBRATORS",

@@ -1,18 +1,24 @@
-"""The base of all calibrators: a streaming estimator of an operand's range."""
+"""The base of all calibrators: a streaming estimator of an operand's range.
+
+The estimates of several calibrators, for comparison, all from the statistics of one.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantizer.calibrators.histogram import Histogram, in_memory_order
-from quantizer.common import choices
+from quantizer.common import registry as choices
 from quantizer.common.registry import Registry
 from quantizer.errors import CalibrationError
+from quantizer.numerics.qtype import QType
 
 CALIBRATORS: Registry[type[Calibrator]] = choices.CALIBRATORS
 """The calibrators by name; ``@CALIBRATORS.add("name")`` adds a subclass of ``Calibrator`` that has ``estimate()``."""
@@ -123,3 +129,52 @@ class Calibrator:
 def make_calibrator(name: str, *, histogram: bool = False, **options: Any) -> Calibrator:
     """Return a new calibrator of the registered ``name``; ``options`` are its own keywords (``percentile=99.99``)."""
     return CALIBRATORS[name](histogram=histogram, **options)
+
+
+OF_FORMAT = frozenset({"mse", "entropy"})
+"""The calibrators that estimate rounding errors, and so need the ``dtype`` of the operand."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """A calibrator by its registered name, with its options."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The name and the values of the options, as a coverage shows them."""
+        return " ".join([self.name, *(f"{value:g}" for value in self.options.values())])
+
+    def amax(self, calibrator: Calibrator, dtype: str) -> float:
+        """Return the estimate from the statistics of a calibrator, for operands in the format ``dtype``.
+
+        Raises:
+            CalibrationError: the estimate needs a histogram, and ``calibrator`` has none.
+        """
+        of_format = {"dtype": dtype} if self.name in OF_FORMAT else {}
+        return calibrator.seen_as(self.name, **self.options, **of_format).amax()
+
+
+CANDIDATES = (
+    Estimate(name="max"),
+    Estimate(name="percentile", options={"percentile": 99.999}),
+    Estimate(name="percentile", options={"percentile": 99.99}),
+    Estimate(name="percentile", options={"percentile": 99.9}),
+    Estimate(name="mse"),
+    Estimate(name="entropy"),
+)
+"""The estimates that are compared, the wider first."""
+
+
+def estimates(calibrator: Calibrator, dtype: QType) -> Iterator[tuple[str, float]]:
+    """Yield name and amax of each candidate; without ``entropy`` for float formats, whose codes are not equidistant.
+
+    Raises:
+        CalibrationError: ``calibrator`` has no histogram.
+    """
+    for candidate in CANDIDATES:
+        if candidate.name == "entropy" and dtype.is_float:
+            continue
+        yield candidate.label, candidate.amax(calibrator, dtype.name)

@@ -40,7 +40,7 @@ Scores on other rows, and times of other machines or shapes, are shown and not c
     def __call__(self, args: Namespace, console: Console) -> int:
         from quantizer.report.compare.compared_run import read_runs
         from quantizer.report.compare.comparison import compare
-        from quantizer.report.compare.print import print_comparison
+        from quantizer.report.compare.tables import print_comparison
         from quantizer.report.page.compare_page import write_comparison
 
         # After an option these are texts, which argparse did not convert.

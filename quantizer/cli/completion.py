@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from quantizer.cli.verb import Verb, parser_of
+from quantizer.cli.output import Verb, parser_of
 from quantizer.targets import AUTO, profiles
 
 _SHELLS = ("bash", "zsh", "fish", "tcsh")

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 
 from rich.console import Console
 
-from quantizer.cli.verb import OVERRIDES_HELP
+from quantizer.cli.output import OVERRIDES_HELP
 from quantizer.config import load_run
 
 

@@ -1,4 +1,6 @@
-"""Entry point of the command line.
+"""Signals that end the process, handled like Ctrl-C with the same cleanup.
+
+Entry point of the command line.
 
 Exit codes: 0 success; 1 an error that the message explains; 2 wrong usage; 130 ended by Ctrl-C, 143 by SIGTERM, 129 by
 SIGHUP, all with the same cleanup.
@@ -6,11 +8,14 @@ SIGHUP, all with the same cleanup.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 from argparse import Namespace
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 from rich.console import Console
 
@@ -19,14 +24,58 @@ from quantizer.cli.compare import Compare
 from quantizer.cli.completion import Completion
 from quantizer.cli.convert import Convert
 from quantizer.cli.inspect import Inspect
-from quantizer.cli.output import print_error, standard_output
+from quantizer.cli.output import Verb, parser_of, print_error, standard_output
 from quantizer.cli.run import Run
 from quantizer.cli.show import Show
-from quantizer.cli.signals import Terminated, end_as_on_ctrl_c
 from quantizer.cli.validate import Validate
-from quantizer.cli.verb import Verb, parser_of
 from quantizer.common.out_of_memory import is_out_of_memory
 from quantizer.errors import QuantizerError
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: a supervisor or a shutdown ends the process."""
+
+    number = signal.SIGTERM
+
+
+class HungUp(Terminated):
+    """SIGHUP: the process lost its terminal."""
+
+    number = signal.SIGHUP
+
+
+_KINDS = {kind.number: kind for kind in (Terminated, HungUp)}
+
+
+@contextmanager
+def end_as_on_ctrl_c() -> Iterator[None]:
+    """Raise ``Terminated`` on the first SIGTERM or SIGHUP, and ignore later ones, which would stop the cleanup.
+
+    A signal that has another handler, or is ignored as under ``nohup``, keeps its handling.
+    """
+    process, told = os.getpid(), False
+
+    def end(number: int, _: FrameType | None) -> None:
+        nonlocal told
+        if os.getpid() != process:
+            # A forked worker inherits this handler; its sender expects the default action, which ends the process.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not told:
+            told = True
+            raise _KINDS[signal.Signals(number)]
+
+    ours: list[signal.Signals] = []
+    if threading.current_thread() is threading.main_thread():
+        ours = [number for number in _KINDS if signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in ours:
+            signal.signal(number, end)
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
 
 _WORKING: tuple[Verb, ...] = (Convert(), Run(), Compare(), Validate(), Inspect(), Show(), Check())
 VERBS: tuple[Verb, ...] = (*_WORKING, Completion(_WORKING))

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from quantizer.cli.one_process import require_one_process
-from quantizer.cli.verb import OVERRIDES_HELP
+from quantizer.cli.output import OVERRIDES_HELP
 from quantizer.common.paths import is_file
 from quantizer.config import load_run
 from quantizer.config.sweep import Sweep, read_sweep
@@ -80,7 +80,7 @@ kept, with --force too."""
             _ask(sweep.count, console)
         folder = Path(sweep.folder() if args.output is None else args.output)
         runs = sweep.runs(folder)
-        from quantizer.report.compare.print import print_comparison
+        from quantizer.report.compare.tables import print_comparison
         from quantizer.runs.sweep.carry_out import COMPARISON, carry_out_sweep
 
         found = carry_out_sweep(runs, folder, console, force=args.force, jobs=args.jobs, launcher=args.launcher)

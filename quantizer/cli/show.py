@@ -52,7 +52,7 @@ printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
         restore_folder(path)
         if is_file(path):
             from quantizer.engines import inspect_file
-            from quantizer.report.tables.engine_table import print_inspection
+            from quantizer.report.tables.layer_table import print_inspection
 
             sizes = {"threads": args.threads, "batch": args.batch, "sequence": args.sequence}
             found = inspect_file(path, args.backend, **sizes, trust=args.trust)

@@ -10,12 +10,11 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from quantizer.cli.output import print_error
+from quantizer.cli.output import OVERRIDES_HELP, print_error
 from quantizer.cli.run import files_and_overrides
-from quantizer.cli.verb import OVERRIDES_HELP
 from quantizer.config import RunConfig, dump_yaml, load_run
-from quantizer.config.feasibility import check_run
 from quantizer.config.load import valid_sections
+from quantizer.config.schema import check_run
 from quantizer.config.sweep import SweepRun, read_sweep
 from quantizer.errors import ConfigError, QuantizerError
 
@@ -101,7 +100,7 @@ def _sweep_checked_here(runs: Sequence[SweepRun]) -> list[str]:
     Raises:
         QuantizerError: something is missing or wrong for a run.
     """
-    from quantizer.runs.sweep.ready import ready_to_sweep
+    from quantizer.runs.sweep.carry_out import ready_to_sweep
 
     ready = ready_to_sweep(runs)
     if ready.faults:

@@ -1,9 +1,14 @@
-"""A registry of named entries, with a decorator that adds them and an error that lists the names."""
+"""A registry of named entries, with a decorator that adds them and an error that lists the names.
+
+The registries of names in a configuration, usable before the modules that fill them are imported with torch.
+
+``calibrators`` and ``tasks`` export them under their own names, with their types.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from quantizer.errors import ConfigError
 
@@ -50,3 +55,34 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         """Return all names, sorted."""
         return sorted(self._entries)
+
+
+CALIBRATORS: Registry[Any] = Registry(
+    "calibrator", ("percentile", "max", "mse", "entropy"), reserved=("auto", "output")
+)
+"""``auto`` and ``output`` are no estimates of their own: they compare the others."""
+
+TASKS: Registry[Any] = Registry(
+    "task",
+    (
+        "sentence-similarity",
+        "embedding-classification",
+        "sequence-classification",
+        "token-classification",
+        "question-answering",
+        "multiple-choice",
+        # Before fill-mask: transformers lists BART for both, and it writes text.
+        "text-to-text",
+        "fill-mask",
+        "text-generation",
+        "text-generation-with-past",
+        "image-classification",
+        "zero-shot-image-classification",
+        "semantic-segmentation",
+        "depth-estimation",
+        "object-detection",
+        "audio-classification",
+        "automatic-speech-recognition",
+        "speech-to-text",
+    ),
+)

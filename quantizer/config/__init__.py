@@ -6,14 +6,14 @@ from quantizer.config.data_section import DataConfig, DatasetConfig, ModelConfig
 from quantizer.config.load import dump_yaml, load_run, quantizer_config
 from quantizer.config.quantizer_section import (
     ActivationsConfig,
+    AmpConfig,
+    FallbackConfig,
     QuantizerConfig,
     SelectionConfig,
     SitesConfig,
     WeightsConfig,
 )
-from quantizer.config.schema import DynamicConfig, EngineConfig, ExportConfig, ReportConfig, RunConfig
-from quantizer.config.sensitivity_section import AmpConfig, FallbackConfig
-from quantizer.config.training_section import QatConfig
+from quantizer.config.schema import DynamicConfig, EngineConfig, ExportConfig, QatConfig, ReportConfig, RunConfig
 
 __all__ = [
     "ActivationsConfig",

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le
 
-from quantizer.config.section import Expects, OneOf, Section
+from quantizer.config.quantizer_section import Expects, OneOf, Section
 
 KeyPath = tuple[str | int, ...]
 """The path of a value: keys, and indices in lists."""

@@ -1,27 +1,30 @@
-"""Conversion of a YAML file, a mapping or keywords to a frozen configuration, and back to YAML."""
+"""Conversion of a YAML file, a mapping or keywords to a frozen configuration, and back to YAML.
+
+Validation of a draft, with all problems of all sections in one error.
+
+A configuration before validation: its values, their origins, and the problems so far.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from math import isfinite
 from os import PathLike, fspath
 from os.path import abspath, expanduser
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from quantizer.common.paths import is_there
 from quantizer.config.data_section import MODULE, DataConfig, DatasetConfig, is_function_name
-from quantizer.config.describe import Slot, nearest, words_for
-from quantizer.config.origin import Draft
-from quantizer.config.quantizer_section import QuantizerConfig
+from quantizer.config.describe import KeyPath, Slot, nearest, path_text, paths_ending_in, slot_at, words_for
+from quantizer.config.quantizer_section import FallbackConfig, QuantizerConfig, Section
 from quantizer.config.schema import RunConfig
-from quantizer.config.section import Section
-from quantizer.config.sensitivity_section import FallbackConfig
-from quantizer.config.validate import check_keys, finish
-from quantizer.config.yaml_file import Document, read_yaml
+from quantizer.config.yaml_file import Document, parse_yaml, read_yaml
 from quantizer.errors import ConfigError
 from quantizer.targets import AUTO
 
@@ -229,3 +232,217 @@ def _with_absolute_paths(run: RunConfig) -> RunConfig:
         if isinstance(dataset, DatasetConfig) and dataset.path is not None:
             found[name] = dataset.model_copy(update={"path": abspath(expanduser(dataset.path))})
     return run.model_copy(update={"model": model, "data": run.data.model_copy(update=found)})
+
+
+S = TypeVar("S", bound=Section)
+
+_HINTED = 100
+"""How many problems get a suggestion; a file with more problems is no configuration."""
+
+
+def finish(draft: Draft, schema: type[S], at: KeyPath = ()) -> S:
+    """Return the validated section of a draft.
+
+    Args:
+        draft: the values, and the problems so far.
+        schema: the section's class.
+        at: the path of the section in the draft; a missing section has its default values.
+
+    Raises:
+        ConfigError: a list of all problems, in the order of the lines.
+    """
+    value = draft.value
+    for key in at:
+        value = value.get(key, {})
+    section: S | None = None
+    try:
+        section = schema.model_validate(value)
+    except ValidationError as error:
+        note_problems(error, draft, schema, at)
+    if draft.problems or section is None:
+        raise ConfigError([text for _, text in sorted(draft.problems, key=lambda problem: problem[0])])
+    return section
+
+
+def note_problems(error: ValidationError, draft: Draft, schema: type[Section], at: KeyPath = ()) -> None:
+    """Add each problem of ``error`` to the draft, with messages of this package."""
+    for number, detail in enumerate(error.errors(include_url=False)):
+        path = (*at, *detail["loc"])
+        if any(path[: len(hole)] == hole for hole in draft.holes):
+            continue
+        if detail["type"] == "cross_field":
+            for key, text in detail["ctx"]["problems"]:
+                above, below = (at, key[1:]) if key.startswith("/") else (path, key)
+                draft.add((*above, *filter(None, below.split("."))), text)
+        else:
+            draft.add(path, _explain(detail, schema, at, hint=number < _HINTED))
+
+
+def check_keys(value: Mapping[Any, Any], draft: Draft, schema: type[Section]) -> None:
+    """Add the unknown keys of the top level to the draft."""
+    for key in value:
+        if key not in schema.model_fields:
+            draft.add((key,), _unknown(str(key), (), schema, (), hint=True))
+
+
+def _explain(detail: ErrorDetails, schema: type[Section], at: KeyPath, *, hint: bool) -> str:
+    """Return the message of a problem: the value, the expected values, and a suggestion."""
+    path, value, kind = detail["loc"], detail["input"], detail["type"]
+    if kind == "extra_forbidden":
+        return _unknown(str(path[-1]), path[:-1], schema, at, hint=hint)
+    if kind == "invalid_key":
+        return f"the key is {words_for(path[-1])}; expected a name (in YAML: quote it if it is one)"
+    slot = slot_at(schema, path)
+    expected = f"; expected {slot.expected()}" if slot is not None else ""
+    if kind == "missing":
+        whole = slot_at(schema, path[:-1]) if isinstance(path[-1], int) else None
+        return f"is missing; expected {whole.expected()}" if whole is not None else f"is missing{expected}"
+    if kind == "too_long":
+        return f"got a list of {detail['ctx']['actual_length']}{expected}"
+    if kind == "string_too_short":
+        return f"is empty{expected}; leave the key out where nothing is meant"
+    return f"got {words_for(value)}{expected}{_hint(value, slot)}"
+
+
+def _unknown(key: str, above: KeyPath, schema: type[Section], at: KeyPath, *, hint: bool) -> str:
+    slot = slot_at(schema, above)
+    names = slot.names() if slot is not None else []
+    text = f"unknown key; expected one of {', '.join(names)}"
+    if not hint:
+        return text
+    near = nearest(key, names)
+    elsewhere = [path_text((*at, *path)) for path in paths_ending_in(schema, key)]
+    if near is None and elsewhere:
+        near = elsewhere[0]
+    return text + (f"; did you mean {near!r}?" if near else "")
+
+
+def _hint(value: Any, slot: Slot | None) -> str:
+    if slot is None:
+        return ""
+    if value is None and slot.section is not None:
+        return "; leave the key out for the default"
+    if not isinstance(value, str):
+        return ""
+    near = nearest(value, slot.names()) if slot.section is None else None
+    if near is not None:
+        return f"; did you mean {near!r}?"
+    if slot.annotation in (int, float):
+        return _number_hint(value, slot.annotation)
+    return f"; write [{value}]" if slot.child(0) is not None and value.isidentifier() else ""
+
+
+def _number_hint(text: str, kind: type[int] | type[float]) -> str:
+    # YAML 1.1 reads 1e-3 as text, because a float needs a dot.
+    try:
+        number = float(text)
+        shown = str(int(number)) if kind is int else yaml.safe_dump(number).split("\n")[0]
+    except (ValueError, OverflowError):
+        return ""
+    if (kind is int and number != int(number)) or not isfinite(number):
+        return ""
+    return f"; YAML reads this as text: write {shown}, without quotes"
+
+
+class Draft:
+    """Values from a file or mapping and from overrides, and their problems.
+
+    Attributes:
+        value: the values so far; the caller's mappings are never changed.
+        label: the file name, or another name for the origin of the values.
+        document: the file, if there is one.
+        overrides: path and label of each override, in order.
+        problems: position and text of each problem so far; the position is a line, from 10 ** 9 on for overrides.
+        holes: paths of values that could not be read, so that validating them would only repeat the problem.
+    """
+
+    def __init__(self, value: Any, label: str, document: Document | None = None) -> None:
+        self.value = dict(value) if isinstance(value, dict) else value
+        self.label = label
+        self.document = document
+        self.overrides: list[tuple[KeyPath, str]] = []
+        self.problems: list[tuple[int, str]] = []
+        self.holes: list[KeyPath] = []
+        for fault in document.faults if document is not None else []:
+            self.add(fault.path, fault.text, (fault.line, f"{label}:{fault.line}"))
+            if fault.hole:
+                self.holes.append(fault.path)
+
+    def add(self, path: KeyPath, text: str, place: tuple[int, str] | None = None) -> None:
+        """Add a problem of the value at ``path``."""
+        position, where = place or self.place(path)
+        shown = path_text(path)
+        self.problems.append((position, f"{where}: {shown}: {text}" if shown else f"{where}: {text}"))
+
+    def place(self, path: KeyPath) -> tuple[int, str]:
+        """Return the origin of the value at ``path``: its position, and "FILE:LINE" or "override '...'"."""
+        for index, (target, label) in reversed(list(enumerate(self.overrides))):
+            if path[: len(target)] == target:
+                return 10**9 + index, label
+        for length in range(len(path), 0, -1):
+            line = self.document.line(path[:length]) if self.document is not None else None
+            if line is not None:
+                return line, f"{self.label}:{line}"
+            for index, (target, label) in reversed(list(enumerate(self.overrides))):
+                if target[:length] == path[:length]:
+                    return 10**9 + index, label
+        return (1, f"{self.label}:1") if self.document is not None else (0, self.label)
+
+    def override(self, text: str) -> None:
+        """Apply ``key.path=value`` (the value is YAML), or remove a key by ``~key.path``."""
+        label = f"override {text!r}"
+        place = (10**9 + len(self.overrides), label)
+        key, sign, written = text.partition("=")
+        remove = key.startswith("~")
+        path: KeyPath = tuple(key.removeprefix("~").split("."))
+        if (remove and sign) or not (remove or sign) or not all(path):
+            self.add((), "is no override; expected key=value, such as quantizer.backend=openvino, or ~key", place)
+            return
+        if remove:
+            self._remove(path, place)
+            return
+        try:
+            document = parse_yaml(written, label)
+        except ConfigError as error:
+            self.problems += [(place[0], problem) for problem in error.problems]
+            return
+        if self.set(path, document.value, label):
+            for fault in document.faults:
+                self.add((*path, *fault.path), fault.text, place)
+                if fault.hole:
+                    self.holes.append((*path, *fault.path))
+
+    def set(self, path: KeyPath, value: Any, label: str) -> bool:
+        """Set ``value`` at ``path``, and create missing sections; return False if a problem was added instead."""
+        here = self.value
+        for length, key in enumerate(path[:-1], start=1):
+            below = here.get(key)
+            if below is not None and not isinstance(below, dict):
+                text = f"{path_text(path[:length])} is {words_for(below)}; expected a section: set it as a whole"
+                self.add((), text, (10**9 + len(self.overrides), label))
+                return False
+            # A copy, since an alias may use the same section in another place.
+            here[key] = here = dict(below or {})
+        here[path[-1]] = value
+        self._replaced(path, label)
+        return True
+
+    def _remove(self, path: KeyPath, place: tuple[int, str]) -> None:
+        here = self.value
+        for length, key in enumerate(path, start=1):
+            if not isinstance(here, dict) or key not in here:
+                names = [name for name in here if isinstance(name, str)] if isinstance(here, dict) else []
+                near = nearest(str(key), names)
+                hint = f"; did you mean {near!r}?" if near else ""
+                self.add((), f"{path_text(path[:length])} is not set; expected a key to remove{hint}", place)
+                return
+            if length < len(path) and isinstance(here[key], dict):
+                here[key] = dict(here[key])
+            if length < len(path):
+                here = here[key]
+        del here[path[-1]]
+        self._replaced(path, place[1])
+
+    def _replaced(self, path: KeyPath, label: str) -> None:
+        self.overrides.append((path, label))
+        self.holes = [hole for hole in self.holes if hole[: len(path)] != path]

@@ -1,18 +1,291 @@
-"""The ``quantizer:`` section: the quantized sites, their formats and calibrators, and the backend."""
+"""The base class of all sections of a configuration, and field types used in several of them.
+
+Values for keys that a configuration does not set: presets, and sizes that fit those of the engine.
+
+The ``amp:`` and ``fallback:`` sections: the sensitivity of the groups, and the groups that fall back to float.
+
+The ``quantizer:`` section: the quantized sites, their formats and calibrators, and the backend.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
-from pydantic import AfterValidator, BeforeValidator, Field, WrapValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from quantizer.common.choices import CALIBRATORS
-from quantizer.config.presets import DEFAULT, with_preset
-from quantizer.config.section import Expects, OneOf, Section, TextList, reject, tuple_from_list
+from quantizer.common.registry import CALIBRATORS, Registry
 from quantizer.targets.base import TargetProfile
 from quantizer.targets.profiles import AUTO, profile, profiles
+
+
+class Section(BaseModel):
+    """A mapping in the YAML file: frozen, without unknown keys, without conversion between types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
+
+
+@dataclass(frozen=True)
+class Expects:
+    """The accepted values of a field, for error messages, if its type does not describe them.
+
+    Attributes:
+        words: words that complete the sentence "expected ...".
+    """
+
+    words: str
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A field that accepts the names in a registry, also those added later; ``check`` is its validator."""
+
+    registry: Registry[Any]
+
+    def check(self, name: str) -> str:
+        """Return the name.
+
+        Raises:
+            PydanticCustomError: the name is not in the registry.
+        """
+        if name not in self.registry:
+            known = ", ".join(map(repr, self.registry))
+            raise PydanticCustomError("one_of", "Input should be one of {known}", {"known": known})
+        return name
+
+
+def reject(*problems: tuple[str, str]) -> NoReturn:
+    """Raise the error of a section's validator for values that contradict each other.
+
+    Args:
+        problems: path and text of each problem. Paths are relative to the validated value: "latency_batch", "" for the
+            value itself; "/data.head" is a path from the top of the file.
+    """
+    summary = "; ".join(f"{path.lstrip('/')}: {text}" if path else text for path, text in problems)
+    raise PydanticCustomError("cross_field", "{summary}", {"summary": summary, "problems": list(problems)})
+
+
+def tuple_from_list(value: Any) -> Any:
+    """Return a list as a tuple; any other value unchanged, for the type check to reject."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_range(value: tuple[int, int, int]) -> tuple[int, int, int]:
+    low, best, high = value
+    if not 1 <= low <= best <= high:
+        reject(("", f"got {list(value)}; expected [min, opt, max] with 1 <= min <= opt <= max"))
+    return value
+
+
+def some_and_unique(value: Sequence[Any]) -> Sequence[Any]:
+    """Return the sequence itself, or raise if it is empty or has an entry twice."""
+    if not value:
+        reject(("", "is an empty list; expected at least one entry"))
+    twice = sorted({entry for entry in value if value.count(entry) > 1})
+    if twice:
+        reject(("", f"{twice[0]!r} is listed twice; expected each entry once"))
+    return value
+
+
+Text = Annotated[str, StringConstraints(min_length=1)]
+"""A string that is not empty."""
+
+TextList = Annotated[tuple[Text, ...], BeforeValidator(tuple_from_list)]
+"""A YAML list of strings, as a tuple so that a configuration is immutable."""
+
+AxisRange = Annotated[
+    tuple[int, int, int],
+    BeforeValidator(tuple_from_list),
+    AfterValidator(_check_range),
+    Expects("three whole numbers [min, opt, max]"),
+]
+"""The sizes of a dynamic axis: [min, opt, max]."""
+
+
+_BY_OUTPUT = {"calibrator": "output", "smooth": "auto", "zero_point": True}
+
+_AS_THEY_ARE = {"weights": {"rounding": "nearest"}, "bias_correction": False}
+"""Weights and biases, where nothing is searched for."""
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {
+        "activations": {"calibrator": "percentile", "percentile": 99.99, "smooth": None, "zero_point": False},
+        **_AS_THEY_ARE,
+    },
+    # What is smoothed needs no clipping.
+    "fast": {"activations": {"calibrator": "max", "smooth": 0.8, "zero_point": True}, **_AS_THEY_ARE},
+    "balanced": {"activations": _BY_OUTPUT, "weights": {"rounding": "nearest"}, "bias_correction": True},
+    "accurate": {"activations": _BY_OUTPUT, "weights": {"rounding": "gptq"}, "bias_correction": True},
+}
+"""The values of keys of the ``quantizer`` section, or of the keys of a section in it; a key that is not named here has
+the default of the schema."""
+
+DEFAULT: Literal["balanced"] = "balanced"
+
+_TOGETHER = {"calibrator": ("calibrator", "percentile"), "percentile": ("calibrator", "percentile")}
+"""Keys with a meaning together: who sets one of them sets all."""
+
+_READ = {"batch": ("data", "batch_size"), "sequence": ("model", "max_length")}
+"""The key of what is read at once, by the axis of ``export.dynamic`` that must take it."""
+
+
+def with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a ``quantizer`` section with those of its preset for all keys that are not set.
+
+    Values of a wrong type stay as they are, for the validation to reject.
+    """
+    found = dict(values)
+    preset = found.get("preset", DEFAULT)
+    for name, wanted in PRESETS.get(preset, {}).items() if isinstance(preset, str) else ():
+        if not isinstance(wanted, Mapping):
+            found.setdefault(name, wanted)
+            continue
+        given = found.get(name, {})
+        if isinstance(given, Mapping):
+            free = {key: value for key, value in wanted.items() if not set(_TOGETHER.get(key, (key,))) & set(given)}
+            found[name] = {**free, **given}
+    return found
+
+
+def preset_keys(section: str) -> frozenset[str]:
+    """Return the keys of a section of the ``quantizer`` section, or of itself, that some preset sets."""
+    named = (preset if section == "quantizer" else preset.get(section, {}) for preset in PRESETS.values())
+    return frozenset(key for keys in named for key, value in keys.items() if not isinstance(value, Mapping))
+
+
+def with_fitted_sizes(values: Mapping[str, Any], defaults: Mapping[tuple[str, str], int]) -> dict[str, Any]:
+    """Return the values of a run in which sizes that are not set fit the ranges of ``export.dynamic`` that are.
+
+    A default that is too large becomes the largest size of the range; that of a measured latency, if it is too small,
+    too, becomes the usual size. Values of a wrong type stay as they are, for the validation to reject.
+
+    Args:
+        values: the sections of a run.
+        defaults: the default of each size, by section and key.
+    """
+    found = dict(values)
+    model = _section(values, "model")
+    if model is None or model.get("task") is None:
+        # The batches of a function have the sizes that they have.
+        return found
+    dynamic = _section(_section(values, "export") or {}, "dynamic") or {}
+    for axis, read in _READ.items():
+        sizes = dynamic.get(axis)
+        if not isinstance(sizes, list | tuple) or [type(size) for size in sizes] != [int] * 3:
+            continue
+        low, usual, high = sizes
+        for place, least, other in ((read, 0, high), (("report", f"latency_{axis}"), low, usual)):
+            section = _section(found, place[0])
+            if section is not None and not least <= defaults[place] <= high:
+                found[place[0]] = {place[1]: other, **section}
+    return found
+
+
+def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    """Return a section, an empty one if there is none; None: it is something else."""
+    section = values.get(name, {})
+    return section if isinstance(section, Mapping) else None
+
+
+_MAX_EVALUATIONS = 25
+_CHOICES = ("num", "ratio", "names", "max_drop", "min_speedup")
+
+
+class AmpConfig(Section):
+    """The measurement of the sensitivity of each group of sites."""
+
+    measure: Literal["gradient", "output", "local", "metric"] = Field(
+        default="gradient",
+        description="What a group costs: 'gradient' estimates the error of the model's output (one backward pass for "
+        "all groups), 'output' computes it (a pass for each group), 'local' is the error at the group's own sites, "
+        "'metric' how much worse the task's score is on data.tuning (an evaluation for each group).",
+    )
+    granularity: Literal["group", "layer", "block"] = Field(
+        default="group",
+        description="What is measured and put back together: 'group' is the least that can change precision.",
+    )
+    # All 128 calibration rows of the shipped files: 'gradient' runs each a few times, for any number of groups.
+    batches: int = Field(
+        default=4, ge=1, description="Calibration batches that are measured on; 'metric' has its own data."
+    )
+
+
+class FallbackConfig(Section):
+    """The groups that fall back to float, by exactly one of the five ways to choose them."""
+
+    num: int | None = Field(default=None, ge=1, description="Put back this many of the most sensitive groups.")
+    ratio: float | None = Field(default=None, gt=0, le=1, description="Put back this share of all groups.")
+    names: Annotated[TextList, AfterValidator(some_and_unique)] | None = Field(
+        default=None,
+        description="Put back these: groups, or modules, sites and operands with '*' for one segment and '**' for any "
+        "number. Needs no amp.",
+    )
+    max_drop: float | None = Field(
+        default=None,
+        ge=0,
+        description="Put back as few groups as let the task's score on data.tuning be at most so much worse than the "
+        "float model's: 0 or more, where Quantizer.fallback in Python takes a gain below 0, too.",
+    )
+    min_speedup: float | None = Field(
+        default=None,
+        gt=0,
+        description="Put back those that cost most accuracy, as long as the engine stays at least so many times as "
+        "fast as the float model's: 2.0.",
+    )
+    # Null, because a file with all defaults filled in must be valid without a search too.
+    max_evaluations: int | None = Field(
+        default=None,
+        ge=2,
+        description=f"How many scores a search with max_drop may take, the float model's included; null: "
+        f"{_MAX_EVALUATIONS}.",
+    )
+    costs: Literal["multiply_adds"] | None = Field(
+        default=None,
+        description="What a group costs in float: those that win most for their cost are put back first; null: with "
+        "max_drop the time that it takes longer, where the engine runs here, else all cost the same.",
+    )
+
+    @property
+    def evaluations(self) -> int:
+        """The number of scores that a search may measure."""
+        return _MAX_EVALUATIONS if self.max_evaluations is None else self.max_evaluations
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> FallbackConfig:
+        problems = []
+        given = [name for name in _CHOICES if getattr(self, name) is not None]
+        if not given:
+            known = f"{', '.join(_CHOICES[:-1])} and {_CHOICES[-1]}"
+            problems.append(("", f"none of {known} is set; expected exactly one of them, such as num: 4"))
+        elif len(given) > 1:
+            said = [f"{name} is {_shown(getattr(self, name))}" for name in given]
+            rest = "the other" if len(given) == 2 else "the others"
+            both = f"{', '.join(said[:-1])} and {said[-1]}"
+            problems.append(("", f"{both}; expected exactly one of them: remove {rest}"))
+        if given and "max_drop" not in given and self.max_evaluations is not None:
+            problems.append(("max_evaluations", "belongs to the search of max_drop, which is not set; remove it"))
+        if given == ["names"] and self.costs is not None:
+            problems.append(("costs", "orders the groups to choose from, but names chooses them; remove it"))
+        if given == ["min_speedup"] and self.costs is not None:
+            problems.append(("costs", "min_speedup goes by the measured time of each group; remove it"))
+        if problems:
+            reject(*problems)
+        return self
+
+
+def _shown(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _percentile(value: Any) -> float | tuple[float, ...]:

@@ -13,9 +13,8 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from quantizer.config.describe import Slot
-from quantizer.config.presets import preset_keys
+from quantizer.config.quantizer_section import Section, preset_keys
 from quantizer.config.schema import RunConfig
-from quantizer.config.section import Section
 
 _HEAD = """\
 # Configuration

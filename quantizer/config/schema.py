@@ -1,10 +1,15 @@
-"""The configuration of one run: ``RunConfig``, and the sections without a file of their own."""
+"""The configuration of one run: ``RunConfig``, and the sections without a file of their own.
+
+Checks of a configuration against a target's profile, before anything is loaded.
+
+The ``qat:`` section: training of the model with rounded operands, on the outputs of the float model.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -18,11 +23,24 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from quantizer.config.data_section import DataConfig, ModelConfig
-from quantizer.config.presets import with_fitted_sizes
-from quantizer.config.quantizer_section import QuantizerConfig
-from quantizer.config.section import AxisRange, Expects, Section, Text, reject, some_and_unique, tuple_from_list
-from quantizer.config.sensitivity_section import AmpConfig, FallbackConfig
-from quantizer.config.training_section import QatConfig
+from quantizer.config.quantizer_section import (
+    AmpConfig,
+    AxisRange,
+    Expects,
+    FallbackConfig,
+    QuantizerConfig,
+    Section,
+    Text,
+    reject,
+    some_and_unique,
+    tuple_from_list,
+    with_fitted_sizes,
+)
+from quantizer.errors import ConfigError
+from quantizer.numerics.qtype import UINT8, QType, qtype
+from quantizer.reasons import RuleKind
+from quantizer.targets.feasibility import engine_problems
+from quantizer.targets.formats import Format, impossible, least_opset_of
 
 _HALF_SCALES_OPSET = 19
 """The first opset in which QuantizeLinear accepts half scales."""
@@ -263,3 +281,151 @@ class RunConfig(Section):
         if problems:
             reject(*problems)
         return report
+
+
+def check_formats(config: QuantizerConfig) -> None:
+    """Raise if the target does not support all formats.
+
+    Raises:
+        ConfigError: a list of all formats that the target does not support.
+    """
+    problems = impossible(default_format(config), rule_formats(config), config.target)
+    if problems:
+        raise ConfigError(problems)
+
+
+def least_opset(config: QuantizerConfig) -> int:
+    """Return the first ONNX opset that can represent all formats of a configuration."""
+    return _least_opset([default_format(config), *rule_formats(config)])[0]
+
+
+def _least_opset(formats: Iterable[Format]) -> tuple[int, str]:
+    """Return the first opset with all formats, and the key of one that needs it."""
+    return max((least_opset_of(entry), entry.rule or "dtype") for entry in formats)
+
+
+def check_run(config: RunConfig) -> None:
+    """Raise if the target of a run does not support its settings, before anything is loaded.
+
+    Raises:
+        ConfigError: a list of all formats that the target or the opset lacks, and of an inference precision, a compute
+            capability (or its formats) or engines without weights if the target does not support them.
+    """
+    target = config.quantizer.target
+    default, rules = default_format(config.quantizer), rule_formats(config.quantizer)
+    formats = [default, *rules]
+    problems = impossible(default, rules, target)
+    least, which = _least_opset(formats)
+    if config.export.opset < least:
+        problems.append(
+            f"export.opset: got {config.export.opset}; expected {least} or later, the first with the formats of "
+            f"quantizer.{which}"
+        )
+    names = {dtype.name for entry in formats for dtype in (entry.activations, entry.weights) if dtype is not None}
+    wanted = config.engine.compute_capability or ()
+    found = engine_problems(
+        [target],
+        formats=names,
+        capabilities=[wanted] if isinstance(wanted, str) else wanted,
+        precision=config.engine.inference_precision,
+        strip_weights=config.engine.strip_weights,
+    )
+    problems += [f"engine.{problem.place}: {problem.text}" for problem in found]
+    if problems:
+        raise ConfigError(problems)
+
+
+def default_format(config: QuantizerConfig) -> Format:
+    """Return the format of sites that no rule matches."""
+    dynamic = config.activations.ranges == "dynamic"
+    return Format(activations=_activations(config, None, dynamic), weights=qtype(config.dtype), dynamic=dynamic)
+
+
+def rule_formats(config: QuantizerConfig) -> list[Format]:
+    """Return the format of each rule of ``formats``, in their order."""
+    default = config.activations.ranges if config.activations.ranges == "dynamic" else None
+    return [
+        Format(
+            activations=_activations(config, rule.activations, (rule.activations or default) == "dynamic"),
+            weights=qtype(rule.weights or config.dtype),
+            dynamic=(rule.activations or default) == "dynamic",
+            block_size=rule.block_size,
+            rule=RuleKind.FORMAT.text(key=number),
+        )
+        for number, rule in enumerate(config.formats)
+    ]
+
+
+def _activations(config: QuantizerConfig, wanted: str | None, dynamic: bool) -> QType | None:
+    """Return the format of activations, by the name that a rule gives it; None: they stay float."""
+    if dynamic:
+        kernels = config.target.dynamic
+        # Without kernels the format is refused, whatever its codes.
+        return UINT8 if kernels is None else qtype(kernels.dtype)
+    return None if wanted == "float" else qtype(wanted or config.dtype)
+
+
+_Kind = Literal["fixed", "average", "learned"]
+
+
+def _scales(value: Any) -> str | dict[str, str]:
+    kinds = get_args(_Kind)
+    given = list(value.values()) if isinstance(value, dict) else [value]
+    named = not isinstance(value, dict) or all(isinstance(pattern, str) for pattern in value)
+    if not given or not named or not all(isinstance(kind, str) and kind in kinds for kind in given):
+        raise PydanticCustomError("scales", f"Input should be one of {', '.join(kinds)}, or such by pattern")
+    return value  # type: ignore[no-any-return]
+
+
+class QatConfig(Section):
+    """A short training on data.training towards the outputs of the float model; labels are not used."""
+
+    epochs: float = Field(
+        default=0.5,
+        gt=0,
+        description="Passes over data.training: a tenth, or some more, of those that the model was fine-tuned with.",
+    )
+    learning_rate: float = Field(
+        default=2e-5,
+        gt=0,
+        lt=1,
+        description="The highest rate, about 1% of that of a training from scratch; it rises over the first tenth of "
+        "the steps and falls with a cosine.",
+    )
+    scale_learning_rate: float = Field(
+        default=0.2,
+        gt=0,
+        lt=1,
+        description="The highest rate of learned scales of activations: how far a step moves one at most, as a share "
+        "of it. Learned scales of weights have the rate of the weights.",
+    )
+    scales: Annotated[
+        _Kind | dict[str, _Kind],
+        WrapValidator(lambda value, _: _scales(value)),
+        Expects("fixed, average or learned, or a mapping of patterns to these"),
+    ] = Field(
+        default="learned",
+        description="What becomes of the scales: 'fixed' as calibrated, 'average' follows the values, 'learned' is "
+        "trained; or these by pattern of sites and operands ('**.weight': fixed), of which the last that matches "
+        "decides.",
+    )
+    freeze_scales: float = Field(default=0.8, ge=0, le=1, description="Share of the steps after which scales stay.")
+    temperature: float = Field(
+        default=1.0, gt=0, description="Both models' logits are divided by it before they are compared."
+    )
+    hidden: float = Field(
+        default=10.0, ge=0, description="Weight of the hidden states beside the output; 0: the output alone."
+    )
+    evaluations: int = Field(
+        default=5, ge=1, description="How often the score on data.tuning is taken, with a checkpoint each time."
+    )
+    tolerance: float = Field(
+        default=0.005,
+        ge=0,
+        description="The state that is kept is the last whose score is at most so much worse than the best: scores of "
+        "some hundred rows differ by that much by chance, and the later state is nearer to the float model.",
+    )
+    patience: int | None = Field(
+        default=None, ge=1, description="Stop after so many scores that are none to keep; null: never."
+    )
+    seed: int = Field(default=0, ge=0, lt=2**47, description="Decides the order of the rows; below 2^47.")

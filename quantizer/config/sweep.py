@@ -19,10 +19,8 @@ from typing import Any
 import yaml
 
 from quantizer.config.describe import KeyPath, path_text, words_for
-from quantizer.config.feasibility import check_run
-from quantizer.config.load import SWEEP, finished_run, run_draft
-from quantizer.config.origin import Draft
-from quantizer.config.schema import RunConfig
+from quantizer.config.load import SWEEP, Draft, finished_run, run_draft
+from quantizer.config.schema import RunConfig, check_run
 from quantizer.config.yaml_file import Document, parse_yaml, read_yaml
 from quantizer.errors import ConfigError
 

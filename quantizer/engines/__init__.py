@@ -5,8 +5,7 @@ from __future__ import annotations
 from quantizer.engines.backends import backend, backends, build_engine, inspect_engine, load_engine
 from quantizer.engines.base import Array, Backend, BuildOptions, BuildResult, Engine, Progress, TensorSpec
 from quantizer.engines.detect_backend import detect_backend
-from quantizer.engines.inspection.check_precision import check_precision
-from quantizer.engines.inspection.inspect_engine import inspect_file, observe_engine, runs_here
+from quantizer.engines.inspection.inspect_engine import check_precision, inspect_file, observe_engine, runs_here
 from quantizer.engines.inspection.inspection import Inspection, Layer, PrecisionShare
 from quantizer.engines.inspection.onnx_graph import graph_inspection
 from quantizer.engines.measure.benchmark import PeakMemory, interleaved_latency, medians, peak_memory_mib

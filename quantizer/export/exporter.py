@@ -1,4 +1,13 @@
-"""Export of a frozen proxy to a checked ``.onnx`` file."""
+"""The move of a model that is exported to the CPU.
+
+Parts of a model that TorchScript compiled, so that torch.export can trace them.
+
+torch.export calls each module through a hook, which reads the class of a compiled one wrongly, and it swaps parameters
+that a compiled module does not let go. A call of its compiled function avoids both. TorchScript computes sizes that it
+needs for gradients as numbers; parameters without gradients need none, so that the axes stay open.
+
+Export of a frozen proxy to a checked ``.onnx`` file.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +25,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.utils import _pytree
 
+from quantizer.common.child_process import interrupts_end_the_block
 from quantizer.common.data.batches_of import beside
 from quantizer.common.data.sizes import Axes, DataSizes
-from quantizer.common.interrupts import interrupts_end_the_block
 from quantizer.common.structure import fields_of, leaves
 from quantizer.errors import ExportError, MissingDependencyError
-from quantizer.export.bring_to_cpu import bring_to_cpu
-from quantizer.export.compiled_parts import call_compiled_parts
+from quantizer.export.decompositions import bags_as_reductions
 from quantizer.export.dynamic_axes import asked_axes, check_dynamic, dynamic_shapes, hint, usual_axes, widened
-from quantizer.export.embedding_bags import bags_as_reductions
 from quantizer.export.onnx_storage import write_onnx
 from quantizer.export.optimize import optimize
 from quantizer.export.passes import passes, run_passes
@@ -40,6 +48,48 @@ from quantizer.proxy.build import own_copy
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.restored_state import untouched
 from quantizer.targets import TargetProfile
+
+_STAYS = ("cpu", "meta")
+
+
+def bring_to_cpu(exported: nn.Module) -> None:
+    """Move a copy to the CPU: what is folded into its file is computed as for a model that is there.
+
+    The copy shares parameters with the caller's model, which ``Module.cpu`` would move in place.
+    """
+    moved: dict[Parameter, Parameter] = {}
+    for module in exported.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.device.type not in _STAYS:
+                if parameter not in moved:
+                    moved[parameter] = Parameter(parameter.detach().cpu(), requires_grad=parameter.requires_grad)
+                module._parameters[name] = moved[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type not in _STAYS:
+                module._buffers[name] = buffer.cpu()
+
+
+class _CompiledPart(nn.Module):
+    """Caller of a compiled module, which is not registered as a child."""
+
+    def __init__(self, part: torch.jit.ScriptModule) -> None:
+        super().__init__()
+        vars(self)["part"] = part
+
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        return vars(self)["part"]._c._get_method("forward")(*args, **inputs)
+
+
+def call_compiled_parts(model: nn.Module) -> None:
+    """Replace each module of TorchScript in a model by one that calls its compiled function, in place."""
+    for name, child in model.named_children():
+        if isinstance(child, torch.jit.ScriptModule):
+            for parameter in child.parameters():
+                parameter.detach_()
+            setattr(model, name, _CompiledPart(child))
+        else:
+            call_compiled_parts(child)
+
 
 _HALF_SCALES_OPSET = 19
 

@@ -10,11 +10,17 @@ folder.py      atomic writing of a folder, which may replace a former one
 
 from __future__ import annotations
 
-from quantizer.files.folder import checked_folder, require_sole_writer, restore_folder, said_complete, write_folder
+from quantizer.files.folder import (
+    checked_folder,
+    require_sole_writer,
+    restore_folder,
+    said_complete,
+    whole_file,
+    write_folder,
+)
 from quantizer.files.marker import MARKER
 from quantizer.files.place import checked_file, require_room, require_writable
 from quantizer.files.temporary import begun_in, is_begun, scratch, scratch_folder, temporary_beside
-from quantizer.files.whole import whole_file
 
 __all__ = [
     "MARKER",

@@ -4,6 +4,8 @@ A new folder is filled beside its place, marked, synced to disk and renamed in o
 folder in one step too, so that a kill at any moment leaves one of the two in place, complete. If the system cannot
 exchange folders, the former folder is renamed first; after a kill in between, the next process that reads or writes
 the folder restores it.
+
+Atomic writing of a file.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from quantizer.errors import QuantizerError
 from quantizer.files import exchange
 from quantizer.files.marker import MARKER, discard, foreign, read_marker, write_marker
 from quantizer.files.place import (
+    file_behind,
     probe,
     protected_reason,
     real_place,
@@ -26,7 +29,7 @@ from quantizer.files.place import (
     sync_folder,
     system_errors_as,
 )
-from quantizer.files.temporary import NEW, OLD, leftovers, new_name, other_writer, remove_leftovers
+from quantizer.files.temporary import NEW, OLD, leftovers, new_name, other_writer, remove_leftovers, temporary_beside
 
 _SHOWN = 3
 
@@ -205,3 +208,24 @@ def _kept_beside(new: Path, place: Path, refused: QuantizerError) -> QuantizerEr
     except OSError:
         return refused
     return QuantizerError(f"{refused}. What was made is kept in {kept}")
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike[str], error: type[QuantizerError] = QuantizerError) -> Iterator[Path]:
+    """Yield a path to write to; at the end its file replaces ``path``, after an exception it is removed.
+
+    If ``path`` is a link, the file that it refers to is replaced.
+
+    Raises:
+        QuantizerError: the path cannot be that of a file, or writing failed; ``error`` is the class raised.
+    """
+    place = file_behind(path, error)
+    with (
+        system_errors_as(f"cannot write {path}", error, within=place.parent),
+        temporary_beside(place) as folder,
+    ):
+        part = folder / place.name
+        yield part
+        settle(folder)
+        os.replace(part, place)
+        sync_folder(place.parent)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from quantizer.common.plain_values import decoded
 from quantizer.common.structure import leaves, mapped
 from quantizer.errors import ProxyError, QuantizerError
-from quantizer.numerics.float16 import FLOAT16_MASK, FLOAT16_MAX
-from quantizer.numerics.qtype import QTYPES
+from quantizer.numerics.qtype import FLOAT16_MASK, FLOAT16_MAX, QTYPES
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import SourceCall
 

@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizer.common.structure import mapped
 from quantizer.float16.float32_modules import Float32Modules, convert_floats
-from quantizer.float16.made_floats import MadeFloats
-from quantizer.float16.mask_taint import MaskTaint
-from quantizer.numerics.float16 import FLOAT16_MAX
+from quantizer.float16.made_floats import MadeFloats, MaskTaint
+from quantizer.numerics.qtype import FLOAT16_MAX
 from quantizer.operations.aten_products import product_name
 
 _MARK = "_quantizer_simulation"

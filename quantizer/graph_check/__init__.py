@@ -7,9 +7,8 @@ from pathlib import Path
 
 from quantizer.errors import ExportError
 from quantizer.graph_check import rules as _rules
-from quantizer.graph_check.finding import Finding
 from quantizer.graph_check.read import read_subject
-from quantizer.graph_check.rule import rules
+from quantizer.graph_check.subject import Finding, rules
 from quantizer.qdq.unreadable import unreadable_is
 from quantizer.targets.profiles import profile
 

@@ -1,16 +1,63 @@
-"""Subject of the rules: a graph, and the target that it is meant for."""
+"""Findings of the check of a file: one for each place where a rule is broken.
+
+Subject of the rules: a graph, and the target that it is meant for.
+
+Registry of rules: ``@rules.add(name)`` above a function in a file of ``rules/`` adds one.
+
+The function yields a ``Fault`` for each place where its rule is broken; the first line of its docstring states the
+rule. Severity and applicability on each target are data: ``quantizer/targets/base.py``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from quantizer.qdq.attention import Attention, attentions
+from quantizer.common.registry import Registry
 from quantizer.qdq.graph import is_dequantize, is_dynamic_quantize, is_quantize, maker, varying_inputs
-from quantizer.qdq.operand import MOVES, PRODUCTS, Operand, operands
-from quantizer.targets.base import TargetProfile
-from quantizer.targets.graph_rules import GraphRules
+from quantizer.qdq.operand import MOVES, PRODUCTS, Attention, Operand, attentions, operands
+from quantizer.targets.base import GraphRules, Severity, TargetProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Place where a rule is broken, as the rule reports it.
+
+    Attributes:
+        node: the name of the node; empty where the file as a whole is meant.
+        problem: what is wrong, and what comes of it.
+        advice: what to change.
+    """
+
+    node: str
+    problem: str
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Broken rule of a target.
+
+    Attributes:
+        rule: its name, one of those in ``docs/check.md``.
+        severity: ``error`` or ``warning``, see ``Severity``.
+        node: the name of the node; empty where the file as a whole is meant.
+        problem: what is wrong, and what comes of it.
+        advice: what to change.
+    """
+
+    rule: str
+    severity: Severity
+    node: str
+    problem: str
+    advice: str
+
+    def __str__(self) -> str:
+        where = f" at {self.node}" if self.node else ""
+        return f"{self.severity} [{self.rule}]{where}: {self.problem}; {self.advice}"
+
 
 _BETWEEN_CODES = (
     *MOVES,
@@ -109,3 +156,8 @@ def _of_run_time(dequantize: Any) -> bool:
     """Return whether codes, scale and zero point of a DQ come from one DynamicQuantizeLinear."""
     before = maker(dequantize.inputs[0])
     return is_dynamic_quantize(before) and list(dequantize.inputs) == list(before.outputs)
+
+
+Rule = Callable[[Subject], Iterator[Fault]]
+
+rules: Registry[Rule] = Registry("rule")

@@ -1,4 +1,7 @@
-"""Number formats as data; no other file spells out a range."""
+"""Number formats as data; no other file spells out a range.
+
+The limits of float16.
+"""
 
 from __future__ import annotations
 
@@ -111,3 +114,10 @@ def qtype(name: str) -> QType:
     if name not in QTYPES:
         raise ValueError(f"unknown dtype {name!r}; known: {', '.join(sorted(QTYPES))}")
     return QTYPES[name]
+
+
+FLOAT16_MAX = 65504.0
+"""The largest number of float16 (IEEE 754-2008, binary16)."""
+
+FLOAT16_MASK = -30000.0
+"""The value of masks in float16: adding a score to it does not overflow, and exp(-30000) is 0 in every float type."""

@@ -1,4 +1,11 @@
-"""The observation of one batch in a proxy, and of each site that it reaches.
+"""A check for parameters that are not finite, which names them: their results reach other sites first, or none.
+
+Calibration of mixtures of experts in which every expert sees every token, whatever the router chooses.
+
+A mixture runs again with other experts until all have seen all tokens. Those results are dropped: the model goes on
+with what its router chose.
+
+The observation of one batch in a proxy, and of each site that it reaches.
 
 Operands that are the same tensor (the inputs of query, key and value) share a ``RangeGroup``: one calibrator, which
 gets the tensor once a batch, and one range.
@@ -8,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,27 +26,110 @@ from torch.utils import _python_dispatch, _pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from quantizer.calibrators import Calibrator
+from quantizer.common.fingerprint import tensor_version
 from quantizer.errors import CalibrationError
 from quantizer.float16.overflow import OverflowTracker, ParameterMagnitudes
 from quantizer.observe.call_operands import CallOperands
 from quantizer.observe.completeness.call_site import callers, innermost_frame
 from quantizer.observe.completeness.product_counter import Explanations, ProductCounter
-from quantizer.observe.finite_weights import FiniteParameters
-from quantizer.observe.output_readers import OutputReaders
-from quantizer.observe.padding import without_padding
 from quantizer.observe.range_group import ChannelRange, OperandRecord, RangeGroup
 from quantizer.observe.replay_batches import Batch
-from quantizer.observe.site_statistics import SiteStatistics, merge_dimension, same_weight, why_varies
+from quantizer.observe.site_statistics import SiteStatistics, merge_dimension, same_weight, why_varies, without_padding
 from quantizer.observe.statistics import Seen
-from quantizer.observe.tensor_origin import Origin, OriginTracker
+from quantizer.observe.tensor_origin import Origin, OriginTracker, OutputReaders
 from quantizer.operations.catalogue import kind_of
 from quantizer.operations.gemm_shape import Call
 from quantizer.operations.grouped_product import group_sizes
 from quantizer.proxy.computed.computation import named_tensors
-from quantizer.proxy.place import Place
-from quantizer.proxy.site import OUTPUT, Site
-from quantizer.proxy.weight import Weight, Weights
+from quantizer.proxy.local_hook import LocalHook
+from quantizer.proxy.site import OUTPUT, Place, Site
+from quantizer.proxy.weight import Weight, Weights, non_finite
 from quantizer.reasons import ReasonCode
+
+
+class FiniteParameters:
+    """A check of a model's parameters before each pass, repeated only for those that changed."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Tensor, int, str | None]] = {}
+
+    def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Check all parameters.
+
+        Raises:
+            CalibrationError: one has NaN or inf. A parameter with -inf only may be a mask; see ``check_weight``.
+        """
+        for name, parameter in parameters:
+            if self._of(parameter) not in (None, "-inf"):
+                raise self._error(name, parameter)
+
+    def check_weight(self, name: str, parameter: Tensor) -> None:
+        """Check a parameter that is a weight, so that -inf is no mask.
+
+        Raises:
+            CalibrationError: the parameter has NaN or an infinite value.
+        """
+        if self._of(parameter) is not None:
+            raise self._error(name, parameter)
+
+    def _of(self, parameter: Tensor) -> str | None:
+        version = tensor_version(parameter)
+        known = self._found.get(id(parameter))
+        if known is None or known[0] is not parameter or known[1] != version:
+            known = self._found[id(parameter)] = (parameter, version, non_finite(parameter))
+        return known[2]
+
+    def _error(self, name: str, parameter: Tensor) -> CalibrationError:
+        return CalibrationError(
+            f"the weight {name!r}, shape {tuple(parameter.shape)}, has {self._of(parameter)} among its values: nothing "
+            "that the model gives can be trusted; load its weights again, or look at what its training made of them"
+        )
+
+
+_ROUTED = 2  # axes of the numbers of the experts of each token
+
+
+def show_all_experts(proxy: nn.Module, sites: Iterable[Site]) -> list[Callable[[], None]]:
+    """Let each mixture of a proxy run with all of its experts in every pass; return what undoes that.
+
+    The mixtures are the modules with grouped products. Each gets the numbers of the experts, integers [T, k] for T
+    tokens with k experts, as an argument of ``forward``, and knows how many it has as ``num_experts``.
+    """
+    hosts = dict.fromkeys(site.host_path for site in sites if site.operation.grouped is not None)
+    mixtures = ((path, proxy.get_submodule(path)) for path in hosts)
+    return [
+        mixture.register_forward_hook(LocalHook(_of_all(path)), with_kwargs=True).remove for path, mixture in mixtures
+    ]
+
+
+def _of_all(path: str) -> Callable[..., None]:
+    def run_again(mixture: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
+        held: dict[Any, Any] = {**dict(enumerate(args)), **keywords}
+        routed = [place for place, value in held.items() if _is_routing(value)]
+        experts = getattr(mixture, "num_experts", None)
+        if len(routed) != 1 or not isinstance(experts, int):
+            raise CalibrationError(
+                f"{path}: expected one argument with the numbers of the experts, integers [tokens, experts of each], "
+                f"and num_experts, got {len(routed)} such arguments and num_experts {experts!r}: "
+                "set activations.all_experts to false"
+            )
+        index = held[routed[0]]
+        for first in range(0, experts, index.shape[1]):
+            chosen = (torch.arange(index.shape[1], device=index.device) + first) % experts
+            given = {**held, routed[0]: chosen.to(index.dtype).expand_as(index).contiguous()}
+            mixture.forward(*(given[place] for place in range(len(args))), **{name: given[name] for name in keywords})
+
+    return run_again
+
+
+def _is_routing(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.dim() == _ROUTED
+        and not value.is_floating_point()
+        and value.dtype != torch.bool
+    )
+
 
 _TORCH = str(Path(torch.__file__).parent)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantizer.errors import CalibrationError
 from quantizer.observe.tensor_origin import Origin, OriginTracker
-from quantizer.operations.einsum import labels
+from quantizer.operations.gemm_shape import labels
 from quantizer.proxy.computed.computation import RANDOM, Computation
 from quantizer.proxy.site import Site
 from quantizer.proxy.weight import Weight, Weights, is_transformed, non_finite

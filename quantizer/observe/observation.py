@@ -17,24 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.calibrators import Calibrator
-from quantizer.common.data.batches_of import row_count
-from quantizer.common.data.doubts import warn_user
+from quantizer.common.batches import on_own_tensors, written_by
+from quantizer.common.data.batches_of import row_count, warn_user
 from quantizer.common.data.sizes import input_shapes
-from quantizer.common.own_inputs import on_own_tensors, written_by
 from quantizer.common.structure import leaves
 from quantizer.errors import CalibrationError
-from quantizer.observe.all_experts import show_all_experts
-from quantizer.observe.batch_pass import Pass, Watched
+from quantizer.observe.batch_pass import Pass, Watched, show_all_experts
 from quantizer.observe.completeness.product_counter import Explanations
-from quantizer.observe.padding import read_mask
 from quantizer.observe.replay_batches import Enough, ReplayBatches
+from quantizer.observe.site_statistics import read_mask
 from quantizer.observe.statistics import Seen
 from quantizer.operations.gemm_shape import recurrent
 from quantizer.proxy.build import UnrewrittenSource, places_of
 from quantizer.proxy.generated_classes import called_through
 from quantizer.proxy.local_hook import LocalHook
-from quantizer.proxy.place import Place
-from quantizer.proxy.site import Site, SourceCall
+from quantizer.proxy.site import Place, Site, SourceCall
 
 _COPIES_GIVEN = "writes into its inputs ({names}): it was given copies, so that your data stays as it is"
 

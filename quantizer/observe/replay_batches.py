@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quantizer.common.batches import copied
 from quantizer.common.distributed import all_gather_bytes, get_rank, get_world_size, is_mine
-from quantizer.common.own_inputs import copied
 from quantizer.common.structure import leaves, mapped
 from quantizer.errors import CalibrationError
 

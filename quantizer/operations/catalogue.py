@@ -1,4 +1,6 @@
-"""The catalogue of quantizable operations, one entry per operation, as data.
+"""The products of recurrent layers, under names of their own, so that plans can tell them from other linears.
+
+The catalogue of quantizable operations, one entry per operation, as data.
 
 A new operation is one more entry in ``CATALOGUE``, or is added by ``register_operation``. The finder compares the
 *object* that a name refers to, and so recognises an operation under any name that it was imported as.
@@ -10,14 +12,23 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn import functional
 
 from quantizer.operations import gemm_shape
+
+# Not functions: their text would be searched for sites, too.
+input_product = partial(functional.linear)
+"""``input_product(x, weight, bias)`` with x [T, B, I]: one product for all steps."""
+
+recurrent_product = partial(functional.linear)
+"""``recurrent_product(hidden, weight, bias)`` with hidden [B, P]: one product in each step."""
+
 
 _ATEN = "torch.ops.aten."
 
@@ -54,7 +65,7 @@ class Operation:
         grouped: the argument with the ends of the groups of rows, each of which is multiplied by a matrix of its own,
             an index of the weight's first axis; None: the operation has no groups.
         in_graphs: the dotted name of what takes the place of a function of it where a graph is traced; None: nothing.
-        is_place: its calls are no sites: they only may have one for their result, see ``proxy/place.py``.
+        is_place: its calls are no sites: they only may have one for their result, see ``proxy/site.py``.
         is_gate: it is a place that engines compute in floats: codes of its result are of use only to a place that reads
             it and computes in integers, such as a multiplication.
         where_loaded: dotted names of callables of packages that need not be there; they count once they are imported.
@@ -159,7 +170,7 @@ def _place(
 CATALOGUE: tuple[Operation, ...] = (
     _weighted("linear", "linear", gemm_shape.weighted, "torch.nn.functional.linear", f"{_ATEN}linear.default"),
     *(
-        _weighted(name, "linear", gemm_shape.recurrent, f"quantizer.operations.recurrent.{name}")
+        _weighted(name, "linear", gemm_shape.recurrent, f"quantizer.operations.catalogue.{name}")
         for name in ("input_product", "recurrent_product")
     ),
     *(_convolution(f"conv{axes}d", gemm_shape.weighted, axes) for axes in (1, 2, 3)),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.common.tensor_stamp import tensor_version
+from quantizer.common.fingerprint import tensor_version
 from quantizer.errors import ProxyError
 from quantizer.proxy.local_hook import LocalHook
 

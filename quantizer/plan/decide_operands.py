@@ -1,26 +1,109 @@
-"""The decision for each operand: its range and scale in its format, from the statistics of calibration."""
+"""The formats of each site's operands: those of the last rule that matches, else a default.
+
+The decision for each operand: its range and scale in its format, from the statistics of calibration.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from quantizer.calibrators import Calibrator
+from quantizer.errors import ConfigError
 from quantizer.numerics.held_scale import is_normal
 from quantizer.numerics.qtype import INT8, UINT8, QType
 from quantizer.observe.range_group import Migration, OperandRecord, RangeGroup
 from quantizer.observe.site_statistics import SiteStatistics
-from quantizer.operations.catalogue import Operand
-from quantizer.plan.operand_formats import Formats
+from quantizer.operations.catalogue import Kind, Operand
+from quantizer.plan.selection import Selection, matched
 from quantizer.plan.site_plan import CallRange, OperandPlan
 from quantizer.plan.weight_scales import ONE_SCALE, ScaledWeights, beyond, scale_of, with_range
 from quantizer.proxy.site import OUTPUT, Site
 from quantizer.reasons import ReasonCode
 from quantizer.targets import TargetProfile
-from quantizer.targets.formats import Format
+from quantizer.targets.formats import Format, impossible
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormatRule:
+    """A format for sites of ``kinds`` (empty: all kinds) that match ``sites`` (empty: all sites)."""
+
+    format: Format
+    kinds: tuple[Kind, ...]
+    sites: Selection
+
+
+class Formats:
+    """The format of each site: that of the last rule that matches, else the default.
+
+    Args:
+        default: the format where no rule matches.
+        rules: each with the names of the sites that it matches (None: all).
+        zero_points: the kinds of site whose default INT8 is UINT8 with a zero point: the same codes, all of which are
+            used where values are not symmetric around 0.
+    """
+
+    def __init__(
+        self,
+        default: Format,
+        rules: Sequence[tuple[FormatRule, frozenset[str] | None]] = (),
+        zero_points: Set[Kind] = frozenset(),
+    ) -> None:
+        self.default = default
+        self._rules = tuple(rules)
+        self._zero_points = zero_points
+
+    def of(self, site: str, kind: Kind) -> Format:
+        """Return the format of a site; its kind is known once its operands were observed."""
+        for rule, sites in reversed(self._rules):
+            if (not rule.kinds or kind in rule.kinds) and (sites is None or site in sites):
+                return rule.format
+        static = self.default.activations == INT8 and not self.default.dynamic
+        asymmetric = static and kind in self._zero_points
+        return replace(self.default, activations=UINT8) if asymmetric else self.default
+
+
+def formats_for(
+    proxy: nn.Module,
+    sites: Iterable[Site],
+    default: Format,
+    rules: Sequence[FormatRule],
+    target: TargetProfile,
+    *,
+    zero_point: bool,
+) -> Formats:
+    """Return the formats of a proxy's sites by the rules.
+
+    Args:
+        proxy: the proxy.
+        sites: its sites.
+        default: the format where no rule matches.
+        rules: formats for some sites.
+        target: the target.
+        zero_point: whether the default INT8 activations have a zero point where the target's kernels take one.
+
+    Raises:
+        ConfigError: a pattern matches nothing in the model, or the target cannot compute in a format; all are listed.
+    """
+    sites = list(sites)
+    problems: list[str] = []
+    found: list[tuple[FormatRule, frozenset[str] | None]] = []
+    for number, rule in enumerate(rules):
+        section = f"formats[{number}]"
+        names = frozenset(matched(proxy, sites, rule.sites, section, problems)) if rule.sites else None
+        found.append((rule, names))
+    problems += impossible(default, [rule.format for rule in rules], target)
+    if problems:
+        raise ConfigError(problems)
+    asymmetric: Set[Kind] = target.zero_points if zero_point else frozenset()
+    if target.quantizes_outputs and "conv" in asymmetric:
+        # What is between convolutions has their formats.
+        asymmetric = {*asymmetric, "output", "residual_add"}
+    return Formats(default, found, asymmetric)
+
 
 RESIDUAL_SQNR_DB = 33.0
 """``residual_add: auto`` quantizes an operand whose own signal to quantization-noise ratio reaches this.

@@ -12,9 +12,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from quantizer.common.digest import tensors_digest
-from quantizer.numerics.float16 import FLOAT16_MAX
-from quantizer.numerics.qtype import INT8
+from quantizer.common.fingerprint import tensors_digest
+from quantizer.numerics.qtype import FLOAT16_MAX, INT8
 from quantizer.proxy.computed.computation import Computation
 from quantizer.proxy.weight import WeightView
 from quantizer.reasons import ReasonCode, RuleKind

@@ -1,23 +1,33 @@
 """The scales of weights, computed from the weights that are frozen.
 
 A given scale (``load_scales``, a training) is not computed from the weight and stays as it is.
+
+The ranges of weights: the largest magnitude of each scale's values, or less where clipping a few costs less.
+
+The codes of weights in a plan: what ends them, and how a folder holds them.
+
+A plan holds codes where they were chosen by looking at data. Elsewhere a weight is rounded to nearest when it is
+stored. Codes belong to the weight, the scale and the factors of smoothing that they were chosen for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
 
-from quantizer.common.tensor_stamp import TensorStamp
+from quantizer.common.fingerprint import TensorStamp
 from quantizer.errors import CalibrationError
-from quantizer.numerics.granularity import scale_shape
+from quantizer.functional import fake_quantize
+from quantizer.numerics.granularity import in_blocks, scale_shape
 from quantizer.numerics.held_scale import held_scale, is_normal
-from quantizer.numerics.qtype import INT8, QType, qtype
-from quantizer.plan.site_plan import OperandPlan, Plan
-from quantizer.plan.weight_range import scale_bounds, weight_amax
+from quantizer.numerics.packing import pack_pairs, unpack_pairs
+from quantizer.numerics.qtype import INT8, QTYPES, QType, qtype
+from quantizer.plan.site_plan import OperandPlan, Plan, summary
 from quantizer.proxy.weight import Weight, operand_of
 from quantizer.reasons import ReasonCode
 
@@ -287,3 +297,194 @@ def _parameters(model: nn.Module, operand: OperandPlan) -> list[Tensor] | None:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+_SHARES = tuple(round(1 - 0.02 * number, 2) for number in range(31))
+"""The shares of the largest magnitude that ``mse`` compares: 1 to 0.4. INT4 clips most, and seldom below half."""
+
+
+def scale_bounds(values: Tensor, axis: int | None, block_size: int | None) -> tuple[Tensor, Tensor]:
+    """Return the lowest and the highest value of each scale of a weight [*]; arguments as in ``weight_amax``."""
+    return over_scale(values, axis, block_size, torch.amin), over_scale(values, axis, block_size, torch.amax)
+
+
+def weight_amax(
+    values: Tensor,
+    axis: int | None,
+    block_size: int | None,
+    dtype: QType,
+    estimate: str | None,
+    bounds: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Return the range of each scale of a weight.
+
+    Legend: w the values of one scale, r the range, w_r their rounded values with the scale r / qmax.
+
+    Args:
+        values: the weight, float32 [*].
+        axis: the axis of scales or of blocks; None: one scale.
+        block_size: the number of neighbours along ``axis`` that share a scale; None: no blocks.
+        dtype: the format of the weight.
+        estimate: ``mse``: the share of max|w| with the least sum of (w_r - w)^2; ``percentile P``: the least |w| that P
+            percent of the magnitudes do not exceed; None: max|w|.
+        bounds: what ``scale_bounds`` returns for the weight; None: it is computed.
+
+    Returns:
+        The ranges, float32, in the shape of the scale (see ``numerics/granularity.py``).
+    """
+    low, high = scale_bounds(values, axis, block_size) if bounds is None else bounds
+    # Two passes over the weight, where its magnitudes would be written and read besides.
+    largest = torch.maximum(low.abs(), high.abs())
+    # A weight with NaN is refused by the caller, with its name.
+    if estimate is None or not bool(torch.isfinite(largest).all()):
+        return largest
+    if estimate.startswith("percentile "):
+        return _percentile(values.abs(), axis, block_size, float(estimate.split()[1]))
+    return least_error_amax(values, largest, axis, block_size, dtype, _SHARES)
+
+
+def least_error_amax(
+    values: Tensor,
+    largest: Tensor,
+    axis: int | None,
+    block_size: int | None,
+    dtype: QType,
+    shares: Iterable[float],
+    costs: Tensor | None = None,
+) -> Tensor:
+    """Return the range of each scale with the least sum of c (w_r - w)^2, in the shape of the scale.
+
+    Args:
+        values: the weight, float32 [*].
+        largest: the largest range of each scale.
+        axis: the axis of scales or of blocks; None: one scale.
+        block_size: the number of neighbours along ``axis`` that share a scale; None: no blocks.
+        dtype: the format of the weight.
+        shares: what shares of the largest range are compared; of equal ones the first is taken.
+        costs: c of each value, [*]; None: 1.
+    """
+    best, least = largest, torch.full_like(largest, math.inf)
+    for share in shares:
+        amax = largest * share
+        scale = torch.where(amax > 0, amax / dtype.qmax, 1.0)
+        rounded = fake_quantize(values, scale, dtype.name, axis=axis, block_size=block_size)
+        squares = (rounded - values).square()
+        error = over_scale(squares if costs is None else squares * costs, axis, block_size, torch.sum)
+        best, least = torch.where(error < least, amax, best), torch.minimum(error, least)
+    return best
+
+
+def over_scale(values: Tensor, axis: int | None, block_size: int | None, reduce: Callable[..., Tensor]) -> Tensor:
+    """Return the values [*] of each scale, reduced by ``torch.amax``, ``mean`` or ``sum``."""
+    if axis is None:
+        return reduce(values, dim=list(range(values.dim())))
+    if block_size is not None:
+        return reduce(in_blocks(values, axis, block_size), dim=axis + 1)
+    others = [d for d in range(values.dim()) if d != axis % values.dim()]
+    return reduce(values, dim=others) if others else values
+
+
+def _percentile(magnitudes: Tensor, axis: int | None, block_size: int | None, percentile: float) -> Tensor:
+    if axis is None:
+        rows, shape = magnitudes.reshape(1, -1), torch.Size()
+    elif block_size is not None:
+        blocks = in_blocks(magnitudes, axis, block_size).movedim(axis + 1, -1)
+        rows, shape = blocks.reshape(-1, block_size), blocks.shape[:-1]
+    else:
+        rows = magnitudes.movedim(axis, 0).flatten(1) if magnitudes.dim() > 1 else magnitudes.reshape(-1, 1)
+        shape = rows.shape[:1]
+    place = max(1, math.ceil(percentile / 100 * rows.shape[1]))
+    return rows.kthvalue(place, dim=1).values.reshape(shape)
+
+
+def without_codes(plan: Plan, why: str, ends: Callable[[OperandPlan], bool] = lambda _: True) -> Plan:
+    """Return the plan with nearest rounding of weights that have codes.
+
+    Args:
+        plan: the plan.
+        why: what takes the place of the text on their choice.
+        ends: a function that tells which weights; all by default.
+    """
+    result: Plan = {}
+    for path, entry in plan.items():
+        operands = tuple(
+            replace(operand, codes=None, rounding=f"rounded to nearest: {why}")
+            if operand.codes is not None and ends(operand)
+            else operand
+            for operand in entry.operands
+        )
+        changed = entry.quantized and any(new is not old for new, old in zip(operands, entry.operands, strict=True))
+        result[path] = replace(
+            entry, operands=operands, reason=summary(operands, entry.bias_note) if changed else entry.reason
+        )
+    return result
+
+
+def changed_buffers(plan: Plan, model: nn.Module) -> list[str]:
+    """Return the paths of buffers of a model from which weights are computed, and whose values changed since."""
+    operands = (operand for entry in plan.values() for operand in entry.operands)
+    computed = (operand.computation for operand in operands if operand.computation is not None)
+    return list(dict.fromkeys(path for computation in computed for path in computation.changed_buffers(model)))
+
+
+def without_former_codes(plan: Plan, changed: Collection[str]) -> Plan:
+    """Return the plan with nearest rounding of weights that changed since their codes were chosen, and warn of them.
+
+    Args:
+        plan: the plan.
+        changed: the paths of the parameters and buffers that changed.
+    """
+
+    def has_changed(operand: OperandPlan) -> bool:
+        return not set(operand.parameters).isdisjoint(changed)
+
+    operands = (operand for entry in plan.values() for operand in entry.operands)
+    former = sum(o.quantized and o.codes is not None and has_changed(o) for o in operands)
+    if former:
+        warnings.warn(
+            f"{former} weights changed since their codes were chosen and are rounded to nearest: calibrate again",
+            stacklevel=5,
+        )
+    return without_codes(plan, "it changed since its codes were chosen", has_changed)
+
+
+def file_of_codes(codes: Tensor, dtype: str) -> Tensor:
+    """Return codes int8 [.., K] as a file holds them: of 4 bits and an even K, uint8 [.., K / 2]; else as they are."""
+    if not qtype(dtype).is_packed or codes.dim() == 0 or codes.shape[-1] % 2:
+        return codes.contiguous().clone()
+    return pack_pairs(codes.contiguous()).reshape(*codes.shape[:-1], codes.shape[-1] // 2)
+
+
+def codes_of_file(held: Tensor | None, dtype: str) -> Tensor | None:
+    """Return the codes that ``file_of_codes`` gave; None for None, and anything else of a damaged file as it is."""
+    packed = dtype in QTYPES and qtype(dtype).is_packed
+    if held is None or not packed or held.dtype != torch.uint8 or held.dim() == 0:
+        return held
+    return unpack_pairs(held.flatten(), (*held.shape[:-1], 2 * held.shape[-1]))
+
+
+def code_faults(operand: OperandPlan) -> Iterator[str]:
+    """Yield what is wrong with the codes of an operand from a file."""
+    codes, kind = operand.codes, qtype(operand.dtype)
+    if codes is None:
+        return
+    if operand.role != "weight" or kind.is_float or kind.has_zero_point:
+        yield f"codes: expected none for {operand.role} in {kind.name}"
+    elif codes.dtype != kind.storage:
+        yield f"codes: expected a tensor of {kind.storage}, got {codes.dtype}"
+    elif not _fit(codes, operand):
+        scales = [] if operand.scale is None else list(operand.scale.shape)
+        yield f"codes: their shape {list(codes.shape)} does not fit scales {scales} along axis {operand.axis}"
+    elif codes.numel() and not kind.qmin <= int(codes.min()) <= int(codes.max()) <= kind.qmax:
+        yield f"codes: expected {kind.qmin} to {kind.qmax}, got {int(codes.min())} to {int(codes.max())}"
+
+
+def _fit(codes: Tensor, operand: OperandPlan) -> bool:
+    if operand.scale is None:
+        return False
+    try:
+        expected = scale_shape(codes.shape, operand.axis, operand.block_size)
+    except IndexError:
+        return False
+    whole = operand.axis is None or operand.block_size is None or codes.shape[operand.axis] % operand.block_size == 0
+    return whole and expected == tuple(operand.scale.shape)

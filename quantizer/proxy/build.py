@@ -29,9 +29,8 @@ from quantizer.proxy.generated_classes import (
 from quantizer.proxy.kept_tensors import memory_of, reached_tensors
 from quantizer.proxy.model_sharing import share
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.place import Place
 from quantizer.proxy.recurrence.recurrence import add_recurrences
-from quantizer.proxy.site import OUTPUT, Site, SourceCall
+from quantizer.proxy.site import OUTPUT, Place, Site, SourceCall
 from quantizer.reasons import ReasonCode
 from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.rewrite.source_file import Key, SourceFile

@@ -19,8 +19,7 @@ from torch import nn
 from quantizer.proxy.class_functions import FUNCTIONS, HIDDEN, IMPLICIT, is_ours, own_functions, reachable_attributes
 from quantizer.rewrite.host_argument import HOSTS
 from quantizer.rewrite.operator_patches import changes
-from quantizer.rewrite.rebuild import Rebuilder
-from quantizer.rewrite.rebuild_result import Rebuilt
+from quantizer.rewrite.rebuild import Rebuilder, Rebuilt
 from quantizer.rewrite.source_file import Key, SourceFile
 from quantizer.rewrite.source_sites import SiteSource
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.common.tensor_stamp import tensor_version
+from quantizer.common.fingerprint import tensor_version
 from quantizer.proxy.kept_tensors import memory_of, replace_tensors, tensors_of_functions
 
 _MARK = "_quantizer_shares"

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.dynamic_range import fake_quantize_dynamic
+from quantizer.numerics.gradients import as_held, learned, trained_scale
 from quantizer.numerics.held_scale import held_scale
-from quantizer.numerics.log_scale import as_held, learned, trained_scale
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.call_numbers import current_call
 from quantizer.proxy.frozen_operand import FrozenOperand, spread_as

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from quantizer.qat.checkpoint import prepare_state_dict
 from quantizer.qat.distillation import Distillation
-from quantizer.qat.parameter_groups import parameter_groups
 from quantizer.qat.scales import ScaleKind, Scales, changed_scales, kinds_of, set_up_scales
-from quantizer.qat.schedule import Schedule
-from quantizer.qat.state_dict import prepare_state_dict
+from quantizer.qat.schedule import Schedule, parameter_groups
 
 __all__ = [
     "Distillation",

@@ -12,8 +12,8 @@ from torch import nn
 
 from quantizer.errors import MissingDependencyError, TrainingError, require_supported
 from quantizer.proxy.build import is_proxy, quantizers_of
-from quantizer.qat.gradient_check import has_gradient
 from quantizer.qat.schedule import Schedule
+from quantizer.qat.session import has_gradient
 
 require_supported("transformers")
 try:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from quantizer.common.structure import leaves
 from quantizer.errors import ProxyError, QuantizerError
-from quantizer.observe.padding import output_without_padding, read_mask
+from quantizer.observe.site_statistics import output_without_padding, read_mask
 from quantizer.proxy.build import is_proxy, own_copy
 
 # Intermediate tensors and the loss of the labels: they are not compared.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from quantizer.common.distributed import all_reduce_tensor
 from quantizer.numerics.granularity import beside, in_blocks
 from quantizer.numerics.qtype import qtype
-from quantizer.observe.padding import read_mask, without_padding
+from quantizer.observe.site_statistics import read_mask, without_padding
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 
 MOMENTUM = 0.9

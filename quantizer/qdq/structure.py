@@ -2,14 +2,20 @@
 
 Each node of ONNX's own operators has the inputs, outputs and attributes of its schema, and each tensor the data that
 its shape and type require. Large files take no longer: no data is read.
+
+Names, types and shapes of the inputs and outputs of an ONNX file.
+
+Files beside an ONNX file that hold its weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
 _QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
@@ -127,3 +133,55 @@ def _tensor_faults(onnx: Any, tensor: Any, place: str, held: int | None = None) 
         wanted = -(-count // packed) * (2 if name.startswith("COMPLEX") else 1)
     if got != wanted:
         yield f"{place} has {got} {unit}, and its shape {list(tensor.dims)} of {name} has {wanted}"
+
+
+@dataclass(frozen=True)
+class Value:
+    """Input or output of a graph.
+
+    Attributes:
+        dtype: its NumPy name.
+        shape: a size, or the name of a dynamic dimension; None if the file states neither.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str | None, ...]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Inputs and outputs of a graph, in its own order."""
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+def read_signature(path: Path) -> Signature:
+    """Read an ONNX file without its external weights."""
+    import onnx
+
+    graph = onnx.load(str(path), load_external_data=False).graph
+    return Signature(tuple(map(_value, graph.input)), tuple(map(_value, graph.output)))
+
+
+def _value(info: Any) -> Value:
+    import onnx
+
+    tensor = info.type.tensor_type
+    dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+    sizes = (d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
+    return Value(info.name, dtype, tuple(sizes))
+
+
+def external_files(path: Path) -> tuple[str, ...]:
+    """Return the names of the files beside an ONNX file in which its initializers lie; empty if it holds them all."""
+    import onnx
+
+    return files_of(onnx.load(str(path), load_external_data=False).graph.initializer)
+
+
+def files_of(tensors: Iterable[Any]) -> tuple[str, ...]:
+    """Return the names of the files in which ``onnx.TensorProto`` lie; empty if they hold their values themselves."""
+    told = (entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location")
+    return tuple(dict.fromkeys(told))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quantizer.report.charts.plots import sensitivity_bars
-from quantizer.report.json_file import read_record, write_record, write_text_atomic
+from quantizer.report.charts.axes import sensitivity_bars
+from quantizer.report.codec import read_record, write_record, write_text_atomic
 from quantizer.report.machine import collect_machine, collect_versions
 from quantizer.report.page.html import html_from_record, require_html, write_html
 from quantizer.report.ratios import latency_entries, memory_entries, size_entries
@@ -21,7 +21,7 @@ from quantizer.report.record import (
     SizeEntry,
     Stage,
 )
-from quantizer.report.site_record import Operand, Site
+from quantizer.report.run_records import Operand, Site
 from quantizer.report.tables.headline import verdict
 from quantizer.report.tables.summary import print_record, print_summary
 from quantizer.report.tables.tables import Column, html_table, string_from_table, text_table

@@ -12,14 +12,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantizer.engines.inspection.inspection import Inspection, Layer, PrecisionShare
-from quantizer.report.candidate_record import Candidate, EngineChoice
-from quantizer.report.cause_record import Cause, Cure
-from quantizer.report.output_record import OutputDistance
-from quantizer.report.placement_record import GroupTime, Placement, PlacementPoint, SpeedCheck
 from quantizer.report.record_base import Record
-from quantizer.report.search.budget_record import BudgetOutcome, EngineCheck
-from quantizer.report.site_record import Histogram, Operand, RangeCandidate, Site, UnquantizedProduct
-from quantizer.report.training_record import TrainingRun, TrainingScore
+from quantizer.report.run_records import (
+    BudgetOutcome,
+    Candidate,
+    Cause,
+    Cure,
+    EngineCheck,
+    EngineChoice,
+    GroupTime,
+    Histogram,
+    Operand,
+    OutputDistance,
+    Placement,
+    PlacementPoint,
+    RangeCandidate,
+    Site,
+    SpeedCheck,
+    TrainingRun,
+    TrainingScore,
+    UnquantizedProduct,
+)
 
 __all__ = [
     "VERSION",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantizer.engines.inspection.check_precision import LEAST_SHARE
-from quantizer.report.output_record import ALIKE_DB, FURTHER_DB, OutputDistance, worst_output
-from quantizer.report.placement_record import Placement
+from quantizer.engines.inspection.inspect_engine import LEAST_SHARE
 from quantizer.report.ratios import quantized_entry, reference_words
 from quantizer.report.record import RunRecord, Score
-from quantizer.report.search.budget_record import BudgetOutcome
+from quantizer.report.run_records import ALIKE_DB, FURTHER_DB, BudgetOutcome, OutputDistance, Placement, worst_output
 from quantizer.report.tables.headline import quantized_score
 from quantizer.report.tables.text import decibels, drop, error, percent, score, shape, signed, times
 

@@ -22,7 +22,7 @@ from quantizer.rewrite.host_argument import (
     takes_apart,
     viewer,
 )
-from quantizer.rewrite.live_names import LIVE, NOW
+from quantizer.rewrite.names import LIVE, NOW
 from quantizer.rewrite.padded_output import padded
 from quantizer.rewrite.source_sites import SiteSource
 

@@ -10,13 +10,12 @@ from itertools import takewhile
 from typing import TypeVar
 
 from quantizer.engines import Inspection
-from quantizer.engines.candidates import Variant
+from quantizer.engines.candidates import Variant, saturates
 from quantizer.engines.cpu import cpu_flags
-from quantizer.engines.int8_saturation import saturates
 from quantizer.errors import EngineError, QuantizerError
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_machine
-from quantizer.report.candidate_record import Candidate, EngineChoice
+from quantizer.report.run_records import Candidate, EngineChoice
 from quantizer.report.tables import text
 
 FAILURES = (QuantizerError, RuntimeError)

@@ -12,7 +12,7 @@ from quantizer.config import RunConfig
 from quantizer.engines import BuildOptions, BuildResult, Engine, interleaved_latency, peak_memory_mib
 from quantizer.errors import EngineError
 from quantizer.report import EngineFile, Latency, MemoryEntry, latency_entries, memory_entries
-from quantizer.report.candidate_record import EngineChoice
+from quantizer.report.run_records import EngineChoice
 from quantizer.report.tables import text
 from quantizer.runs.run_context import RunContext, engine_inputs
 from quantizer.tasks import batch_shape

@@ -17,7 +17,7 @@ from quantizer.config import RunConfig
 from quantizer.engines import BuildResult, Engine, Inspection, inspect_engine, interleaved_latency, load_engine, medians
 from quantizer.engines.candidates import Variant, cpu_candidates
 from quantizer.quantizer import Quantizer
-from quantizer.report.candidate_record import Candidate, EngineChoice
+from quantizer.report.run_records import Candidate, EngineChoice
 from quantizer.runs.choose_engine import (
     FAILURES,
     NO_FASTER,
@@ -33,8 +33,7 @@ from quantizer.runs.choose_engine import (
 )
 from quantizer.runs.measure import FLOAT_STEM, build_options, run_sizes
 from quantizer.runs.outputs.check_batches import check_batches, checked_shapes
-from quantizer.runs.outputs.compare_outputs import References, check_engine
-from quantizer.runs.outputs.output_check import far_from_float, tolerance
+from quantizer.runs.outputs.compare_outputs import References, check_engine, far_from_float, tolerance
 from quantizer.runs.placement.rough_plan import RoughTrials, rough_engine
 from quantizer.runs.ranks.variants import Calibrated, variants_of
 from quantizer.runs.run_context import RunContext, engine_inputs

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
-from quantizer.report.placement_record import GroupTime, Placement, PlacementPoint
 from quantizer.report.record import SensitivityRow
-from quantizer.report.site_record import Site
+from quantizer.report.run_records import GroupTime, Placement, PlacementPoint, Site
 from quantizer.sensitivity import Fallback, GroupSensitivity
-from quantizer.sensitivity.prices.by_speed import frontier
-from quantizer.sensitivity.prices.group_prices import Prices
+from quantizer.sensitivity.prices import Prices, frontier
 
 
 def site_records(coverage: Iterable[Site]) -> tuple[Site, ...]:

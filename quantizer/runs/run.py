@@ -14,12 +14,12 @@ from rich.console import Console
 from quantizer.common.distributed import alone, get_rank
 from quantizer.config import QuantizerConfig, RunConfig
 from quantizer.config.data_section import MODULE
-from quantizer.config.feasibility import check_run
+from quantizer.config.schema import check_run
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import EngineError
 from quantizer.files import checked_folder, require_sole_writer, restore_folder, said_complete, write_folder
 from quantizer.report import RunRecord, print_record
-from quantizer.report.tracking.trackers import print_tracked
+from quantizer.report.trackers import print_tracked
 from quantizer.runs.convert.parts.configured import run_parts
 from quantizer.runs.outputs.right_engine import refusal
 from quantizer.runs.pick_backend import chooses, with_backend
@@ -27,7 +27,7 @@ from quantizer.runs.placement.speed_goal import missed_speed
 from quantizer.runs.preflight.run_ready import ready_to_run
 from quantizer.runs.progress.run_stages import run_outlook
 from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.ranks.first_rank import from_first_rank, own_place
+from quantizer.runs.ranks.process_group import from_first_rank, own_place
 from quantizer.runs.run_context import resume_files
 from quantizer.runs.run_course import RunCourse
 from quantizer.runs.workload.configured import configured_workload

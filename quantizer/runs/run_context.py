@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.common.own_inputs import own_tensors
+from quantizer.common.batches import own_tensors
 from quantizer.common.paths import is_folder
 from quantizer.common.progress import loop
 from quantizer.config import DataConfig, DatasetConfig
@@ -23,7 +23,7 @@ from quantizer.files import said_complete
 from quantizer.qat.checkpoint import check_checkpoints, remove_checkpoints
 from quantizer.report import ModelInfo, Score, SizeEntry, size_entries
 from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.ranks.first_rank import require_room_to_write
+from quantizer.runs.ranks.process_group import require_room_to_write
 from quantizer.runs.saved.kept_engines import check_engines, remove_engines
 from quantizer.runs.workload.float_engines import FloatEngines
 from quantizer.sensitivity.score_cache import check_scores

@@ -23,27 +23,27 @@ from quantizer.engines import BuildResult, Inspection, observe_engine, runs_here
 from quantizer.errors import EngineError
 from quantizer.quantizer import Quantizer
 from quantizer.report import Latency, RunRecord, Score, collect_machine, collect_versions
-from quantizer.report.candidate_record import EngineChoice
-from quantizer.report.output_record import OutputDistance
+from quantizer.report.run_records import EngineChoice, OutputDistance
 from quantizer.report.search.search_records import fallback_record
 from quantizer.runs.measure import build_options, engine_file, measure_latency, measure_memory, run_sizes, with_deployed
 from quantizer.runs.outputs.check_batches import check_batches, checked_shapes
 from quantizer.runs.outputs.compare_outputs import (
     NOTHING_DB,
+    OutputCheck,
     References,
+    Tolerance,
     WrongEngineError,
     distances_of,
     output_distances,
+    tolerance,
 )
-from quantizer.runs.outputs.output_check import OutputCheck, Tolerance, tolerance
 from quantizer.runs.outputs.right_engine import refusal, right_engine
 from quantizer.runs.pick_backend import Picked, pick_backend
 from quantizer.runs.placement.run_placement import RunPlacement
 from quantizer.runs.plan_records import site_records
 from quantizer.runs.preflight import require_tools
 from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.ranks.first_rank import from_first_rank
-from quantizer.runs.ranks.same_work import require_same_work
+from quantizer.runs.ranks.process_group import from_first_rank, require_same_work
 from quantizer.runs.ranks.variants import for_all_variants, quantizer_of
 from quantizer.runs.run_context import ResumeFiles, sizes_of
 from quantizer.runs.run_engines import RunEngines, nearest_form

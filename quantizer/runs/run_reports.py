@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quantizer.report import RunRecord, write_html, write_record
-from quantizer.report.card.run_card import write_run_card
+from quantizer.report.model_card import write_run_card
 
 
 def write_reports(record: RunRecord, formats: Sequence[str], folder: Path) -> None:

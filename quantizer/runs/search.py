@@ -21,7 +21,7 @@ from quantizer.report.tables import text
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.task_metric import Metric
 from quantizer.sensitivity import Evaluation, ScoreCache, fingerprint
-from quantizer.sensitivity.prices.group_prices import Prices
+from quantizer.sensitivity.prices import Prices
 from quantizer.tasks import Batch, Row, rows_at
 
 _BATCHES, _ROWS = 2, 8

@@ -15,19 +15,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from quantizer.common.batches import own_tensors
 from quantizer.common.distributed import all_reduce_sum, all_reduce_tensor, get_world_size
 from quantizer.common.fingerprint import Fingerprint
-from quantizer.common.own_inputs import own_tensors
 from quantizer.common.plain_values import decoded
 from quantizer.common.progress import loop
 from quantizer.config import QatConfig
 from quantizer.errors import TrainingError
 from quantizer.qat import Distillation, Schedule, parameter_groups
 from quantizer.qat.checkpoint import BEST, LAST, read_checkpoint, read_facts, share_checkpoints, write_checkpoint
-from quantizer.qat.data_parallel import own_rows, sum_gradients
-from quantizer.qat.gradient_check import has_gradient
+from quantizer.qat.session import has_gradient, own_rows, sum_gradients
 from quantizer.quantizer import Quantizer
-from quantizer.report.training_record import TrainingRun, TrainingScore
+from quantizer.report.run_records import TrainingRun, TrainingScore
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.task_metric import Metric
 from quantizer.sensitivity import fingerprint

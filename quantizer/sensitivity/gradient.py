@@ -30,13 +30,12 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.errors import SensitivityError
-from quantizer.observe.padding import padding_mask
+from quantizer.observe.site_statistics import padding_mask
 from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import Site
-from quantizer.sensitivity.divergence import Divergence, Probe
-from quantizer.sensitivity.groups import Group
+from quantizer.sensitivity.groups import Changes, Group, Pending, watched
+from quantizer.sensitivity.metric import Divergence, Probe
 from quantizer.sensitivity.passes import RepeatedCalls, overwritten, pass_of
-from quantizer.sensitivity.site_changes import Changes, Pending, watched
 
 _SMALL = 0.25
 """The largest share that the square of a row's change may have of the row's own square."""

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quantizer.common.batches import copied, on_own_tensors
 from quantizer.common.distributed import all_gather_bytes, all_reduce_sum, get_world_size
-from quantizer.common.own_inputs import copied, on_own_tensors
 from quantizer.common.progress import counted
 from quantizer.common.structure import mapped
 from quantizer.errors import SensitivityError
@@ -29,9 +29,7 @@ from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.restored_state import Held, unmoved
 from quantizer.sensitivity.gradient import Loss, gradient
 from quantizer.sensitivity.groups import Group
-from quantizer.sensitivity.local import local
-from quantizer.sensitivity.metric import Metric
-from quantizer.sensitivity.output import output
+from quantizer.sensitivity.metric import Metric, local, output
 from quantizer.sensitivity.passes import pass_of
 
 MEASURES = ("gradient", "local", "output", "metric")

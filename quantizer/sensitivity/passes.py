@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
-from quantizer.common.own_inputs import copied
+from quantizer.common.batches import copied
 from quantizer.common.structure import leaves
 from quantizer.proxy.call_numbers import calls_so_far, numbered
 

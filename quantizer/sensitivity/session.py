@@ -11,9 +11,8 @@ from torch import nn
 from quantizer.common.distributed import all_gather_bytes, get_rank
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import SensitivityError
-from quantizer.plan.apply import apply_plan, store_weights, with_passes
+from quantizer.plan.apply import FrozenTries, apply_plan, store_weights, with_passes
 from quantizer.plan.changed_tensors import watch
-from quantizer.plan.frozen_tries import FrozenTries
 from quantizer.plan.site_plan import Plan, with_fallback
 from quantizer.proxy.build import build_proxy, sites_of
 from quantizer.proxy.model_sharing import OwnBuffers
@@ -33,8 +32,7 @@ from quantizer.sensitivity import (
     per_cost,
     search,
 )
-from quantizer.sensitivity.prices.by_speed import by_speed
-from quantizer.sensitivity.prices.group_prices import Prices
+from quantizer.sensitivity.prices import Prices, by_speed
 
 Costs = str | Mapping[str, float] | None
 

@@ -1,4 +1,11 @@
-"""Profiles of backends, as data: the quantized graphs that suit them, and their limits."""
+"""The rules for Q/DQ graphs on each backend, as data, with their severities.
+
+Data for NVIDIA's Triton on the engines of a target.
+
+It is from the documents and the sources of Triton's backends.
+
+Profiles of backends, as data: the quantized graphs that suit them, and their limits.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +14,108 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
 from quantizer.reasons import ReasonCode, RuleKind
-from quantizer.targets.graph_rules import GraphRules
-from quantizer.targets.triton_server import TritonServer
 
 if TYPE_CHECKING:
     import torch
+
+
+Severity = Literal["error", "warning"]
+"""An error: the backend refuses the file, computes other results than the file describes, or runs a product in another
+precision than the file or the target demands. A warning: the file works, but slower, larger or less exactly."""
+
+ALWAYS: Mapping[str, Severity] = {
+    "onnx-checker": "error",
+    "external-data": "error",
+    "opset-format": "error",
+    "scale-value": "error",
+    "scale-constant": "warning",
+    "dynamic-range": "warning",
+    "scale-type": "warning",
+    "pair-differs": "warning",
+    "format": "warning",
+    "dead-quantizer": "warning",
+    "quantize-alone": "warning",
+    "float-reader": "warning",
+    "cast-between": "warning",
+    "scaled-operand": "warning",
+    "moved-operand": "warning",
+    "half-site": "warning",
+    "quantized-bias": "warning",
+    "quantized-mask": "warning",
+    "weight-axis": "warning",
+    "activation-channels": "warning",
+    "float-weight": "warning",
+    "turned-weight": "warning",
+    "shared-input": "warning",
+    "site-kind": "warning",
+    "saturating-weight": "warning",
+    "foreign-operator": "error",
+    "mixed-types": "error",
+    "element-type": "error",
+    "mask-range": "warning",
+}
+"""The rules for Q/DQ graphs of every backend."""
+
+OPERATOR_FORMAT = frozenset({"QLinearMatMul", "QLinearConv", "MatMulInteger", "ConvInteger", "DynamicQuantizeLinear"})
+"""Operators that compute in quantized types themselves, instead of Q/DQ around float operators."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphRules:
+    """The rules for the graphs of one backend.
+
+    Attributes:
+        severities: the severity of each rule that applies, by its name.
+        opsets: the first and the last opset that the backend reads; None: its runtime reports an unknown opset itself.
+        integer_bias: the backend expects an INT32 bias with a DequantizeLinear.
+        refused: operators of ONNX that the backend cannot read.
+        own_domains: domains of operators outside ONNX that the backend runs.
+        narrow_inputs: element types that only a Cast may read.
+        absent_floats: float types that the backend does not compute in.
+        signed_cost: the cost of a signed activation, for messages, if the profile prefers unsigned activations.
+    """
+
+    severities: Mapping[str, Severity] = field(default_factory=lambda: ALWAYS)
+    opsets: tuple[int, int] | None = None
+    integer_bias: bool = True
+    refused: frozenset[str] = frozenset()
+    own_domains: frozenset[str] = frozenset()
+    narrow_inputs: frozenset[str] = frozenset()
+    absent_floats: frozenset[str] = frozenset()
+    signed_cost: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonServer:
+    """The one of Triton's backends that runs the engines of a target.
+
+    Attributes:
+        chosen_by: the line of a configuration that names it.
+        file: the name of the file that it loads.
+        takes: what that file is: our engine's, the ONNX file, or the engine without the line after it; None: another
+            one, which has to be built on a GPU.
+        kind: the kind of its instances.
+        batches: whether requests of any size up to ``max_batch_size`` run as they are, and may be put together.
+        basic_level: its number of the level of basic optimizations, for engine files that run as here at that one;
+            None: it has no levels.
+        parameters: its parameters by name; ``{threads}`` stands for the number of threads.
+        hints: further parameters, by the inference precision of the engine.
+        remarks: what a configuration says of itself.
+        unhinted: what it says besides where there are no hints for the precision.
+        gpu_tool: the program that runs the engines from the command line; None: they run on a CPU.
+    """
+
+    chosen_by: str
+    file: str
+    takes: Literal["engine", "onnx", "plan"] | None
+    kind: Literal["KIND_CPU", "KIND_GPU"]
+    batches: bool = True
+    basic_level: str | None = None
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    hints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    unhinted: tuple[str, ...] = ()
+    gpu_tool: str | None = None
 
 
 _LARGE_TABLE = 2**18
@@ -125,19 +229,19 @@ class TargetProfile:
         unfused_reductions: the operators whose results its files pass through a Max, since it would compute them in the
             type of the next Q.
         misread_reductions: the operators for which they do so where it would multiply the result by the factors of
-            other channels, see ``qdq/reductions.py``.
+            other channels, see ``qdq/openvino.py``.
         unfused_products: whether its files pass what it would multiply by factors of channels wrongly through a Max
-            before it is rounded, see ``qdq/flat_products.py``, and so what it would apply along another axis, with a
-            copy of a weight that is read both ways, see ``qdq/misread_factors.py``.
+            before it is rounded, see ``qdq/openvino.py``, and so what it would apply along another axis, with a
+            copy of a weight that is read both ways, see ``qdq/openvino.py``.
         unfused_rectifiers: whether its files rectify a product by a Max, see
-            ``export/passes/per_target/unfused_rectifiers.py``.
+            ``export/passes/per_target/openvino.py``.
         unshared_products: whether its files pass a quantized product that several nodes read through a Clip, see
-            ``qdq/shared_products.py``, and add the bias of a convolution behind it.
+            ``qdq/openvino.py``, and add the bias of a convolution behind it.
         kept_axes: whether its files keep the axis that an index takes out behind a product, and squeeze it behind that,
             and keep a Gather apart from a product with a zero point, and a concatenation from a Q with one, see
-            ``qdq/gathered_axes.py``.
+            ``qdq/openvino.py``.
         even_pairs: whether its files store INT4 weights with an odd number of inputs as INT8, see
-            ``export/passes/per_target/pairs_of_codes.py``.
+            ``export/passes/per_target/openvino.py``.
         row_codes: whether its files look up rows of a table in codes, and dequantize those; otherwise they dequantize a
             whole table, which some engines do at each run.
         zero_points: the kinds of site whose activations are UINT8 with a zero point of their own where INT8 is asked

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quantizer.targets.base import TRANSPOSED, DynamicRanges, Recurrences, TargetProfile
-from quantizer.targets.graph_rules import ALWAYS, GraphRules
+from quantizer.targets.base import (
+    ALWAYS,
+    TRANSPOSED,
+    DynamicRanges,
+    GraphRules,
+    Recurrences,
+    TargetProfile,
+    TritonServer,
+)
 from quantizer.targets.profiles import profiles
-from quantizer.targets.triton_server import TritonServer
 
 ONNXRUNTIME = profiles.add("onnxruntime")(
     TargetProfile(

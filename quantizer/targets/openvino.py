@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quantizer.targets.base import TRANSPOSED, DynamicRanges, Recurrences, TargetProfile, WrongConvolutions
-from quantizer.targets.graph_rules import ALWAYS, GraphRules
+from quantizer.targets.base import (
+    ALWAYS,
+    TRANSPOSED,
+    DynamicRanges,
+    GraphRules,
+    Recurrences,
+    TargetProfile,
+    TritonServer,
+    WrongConvolutions,
+)
 from quantizer.targets.profiles import profiles
-from quantizer.targets.triton_server import TritonServer
 
 DYNAMIC_BLOCK = 128
 """How many neighbours share a range at run time in our engines. A tenth faster than its default of 32."""

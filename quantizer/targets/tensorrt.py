@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from quantizer.targets.base import AttentionLimits, Recurrences, TargetProfile
-from quantizer.targets.graph_rules import ALWAYS, OPERATOR_FORMAT, GraphRules
+from quantizer.targets.base import (
+    ALWAYS,
+    OPERATOR_FORMAT,
+    AttentionLimits,
+    GraphRules,
+    Recurrences,
+    TargetProfile,
+    TritonServer,
+)
 from quantizer.targets.profiles import profiles
-from quantizer.targets.triton_server import TritonServer
 
 TENSORRT = profiles.add("tensorrt")(
     TargetProfile(

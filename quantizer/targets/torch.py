@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quantizer.targets.base import TRANSPOSED, TargetProfile
-from quantizer.targets.graph_rules import ALWAYS, GraphRules
+from quantizer.targets.base import ALWAYS, TRANSPOSED, GraphRules, TargetProfile
 from quantizer.targets.profiles import profiles
 
 TORCH = profiles.add("torch")(

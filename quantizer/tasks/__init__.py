@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from quantizer.tasks import embedding_classification, image_classification, sentence_similarity, sequence_classification
+from quantizer.tasks import classification as embedding_classification
+from quantizer.tasks import classification as image_classification
+from quantizer.tasks import classification as sequence_classification
+from quantizer.tasks import sentence_similarity
 from quantizer.tasks.audio import audio_classification, speech_recognition
 from quantizer.tasks.audio.audio_inputs import Recordings
-from quantizer.tasks.checkpoints.sources import resolve_source
-from quantizer.tasks.checkpoints.timm_models import save_processor
+from quantizer.tasks.checkpoints.sources import resolve_source, save_processor
 from quantizer.tasks.datasets import (
     Audio,
     Boxes,
@@ -44,14 +46,8 @@ from quantizer.tasks.models import (
 from quantizer.tasks.outputs import first_output
 from quantizer.tasks.seq2seq import speech_to_text, text_to_text
 from quantizer.tasks.task import Predictions, Progress, Run, Task, build_task, tasks
-from quantizer.tasks.tokens import (
-    fill_mask,
-    generation_with_past,
-    multiple_choice,
-    question_answering,
-    text_generation,
-    token_classification,
-)
+from quantizer.tasks.tokens import fill_mask, multiple_choice, question_answering, text_generation, token_classification
+from quantizer.tasks.tokens import text_generation as generation_with_past
 
 __all__ = [
     # rows

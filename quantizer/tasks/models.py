@@ -14,11 +14,18 @@ import torch
 
 from quantizer.errors import TaskError
 from quantizer.tasks.audio.audio_inputs import require_extractor
-from quantizer.tasks.checkpoints.depth import require_depth
 from quantizer.tasks.checkpoints.heads import read_by, task_of
 from quantizer.tasks.checkpoints.sentence_folder import read_pooling
-from quantizer.tasks.checkpoints.sources import explained, require_reachable, resolve_source, transformers_package
-from quantizer.tasks.checkpoints.timm_models import classifier_of, loadable, require_timm
+from quantizer.tasks.checkpoints.sources import (
+    classifier_of,
+    explained,
+    loadable,
+    require_depth,
+    require_reachable,
+    require_timm,
+    resolve_source,
+    transformers_package,
+)
 from quantizer.tasks.classification import class_names, require_one_label
 from quantizer.tasks.image_inputs import require_pillow
 from quantizer.tasks.images.text_tower import has_text_tower

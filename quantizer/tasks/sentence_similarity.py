@@ -14,8 +14,7 @@ from quantizer.tasks.images.text_tower import EMBEDDING, TextTower, has_text_tow
 from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import mean_cosine, spearman, sqnr_db
-from quantizer.tasks.outputs import first_output
-from quantizer.tasks.pooling import MEAN
+from quantizer.tasks.outputs import MEAN, first_output
 from quantizer.tasks.task import Predictions, Task, tasks
 
 

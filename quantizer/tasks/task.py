@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantizer.common.choices import TASKS
 from quantizer.common.data.sizes import DataSizes
-from quantizer.common.registry import Registry
+from quantizer.common.registry import TASKS, Registry
 from quantizer.errors import MissingDependencyError, TaskError
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs

@@ -11,18 +11,17 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from quantizer.calibration.output_error import OutputError
+from quantizer.calibration.output_search import OutputError
 from quantizer.calibration.plan_source import PlanSource
 from quantizer.calibration.proxied import proxied_copy
 from quantizer.calibration.replay import SiteCall, replay
-from quantizer.common.batches import call, run_batches
-from quantizer.common.own_inputs import copied
+from quantizer.common.batches import call, copied, run_batches
 from quantizer.config import QuantizerConfig, quantizer_config
 from quantizer.errors import CalibrationWarning
 from quantizer.observe.replay_batches import Batch
 from quantizer.plan.site_plan import Plan, with_fallback
-from quantizer.report.cause_record import Cause, Cure
-from quantizer.report.tables.cause_lines import cause_lines
+from quantizer.report.run_records import Cause, Cure
+from quantizer.report.tables.summary import cause_lines
 from quantizer.sensitivity import operands_of
 from quantizer.sensitivity.outliers import outliers, scaled
 from quantizer.sensitivity.session import SensitivitySession

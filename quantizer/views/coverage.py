@@ -1,4 +1,9 @@
-"""Views of coverage and ranges, as a table in a terminal and as HTML in a notebook."""
+"""The sites of a plan, and what could not be rewritten, as rows of a coverage.
+
+The counted products that a plan leaves in float, each with its reason.
+
+Views of coverage and ranges, as a table in a terminal and as HTML in a notebook.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +14,119 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantizer.float16.float32_modules import Float32Modules
-from quantizer.observe.completeness.product_counter import CountedProduct
+from quantizer.observe.completeness.product_counter import CountedProduct, Reason
 from quantizer.plan.site_plan import OperandPlan, Plan, SitePlan
 from quantizer.proxy.build import UnrewrittenSource
-from quantizer.reasons import ReasonCode
-from quantizer.report.site_record import Site, UnquantizedProduct
+from quantizer.reasons import ReasonCode, RuleKind
+from quantizer.report.run_records import Operand, Site, UnquantizedProduct
 from quantizer.report.tables.tables import Column
 from quantizer.report.tables.text import counted, decibels, format_name, granularity, percent
 from quantizer.rewrite.operator_patches import OperatorPatch
-from quantizer.views.site_rows import planned_site, unrewritten_site
 from quantizer.views.table_view import View
-from quantizer.views.unquantized import covered_share, unquantized_products
+
+
+def planned_site(entry: SitePlan) -> Site:
+    """Return the row of a site, with its operands."""
+    return Site(
+        name=entry.name,
+        kind=entry.kind,
+        host_type=entry.host_type,
+        file=entry.file,
+        line=entry.line,
+        quantized=entry.quantized,
+        reason=entry.reason,
+        rule=entry.rule,
+        multiply_adds=entry.multiply_adds,
+        operands=tuple(map(_operand, entry.operands)),
+    )
+
+
+def unrewritten_site(skipped: UnrewrittenSource) -> Site:
+    """Return the row of a call or a module whose text could not be rewritten."""
+    source = skipped.source
+    return Site(
+        name=skipped.path or "(the model)",
+        kind=skipped.kind,
+        host_type=skipped.host_type,
+        file=source.file if source else "",
+        line=source.line if source else 0,
+        quantized=False,
+        reason=skipped.reason,
+        rule=None,
+        multiply_adds=0,
+    )
+
+
+def _operand(operand: OperandPlan) -> Operand:
+    return Operand(
+        name=operand.name,
+        role=operand.role,
+        quantized=operand.quantized,
+        dtype=operand.dtype,
+        dynamic=operand.dynamic,
+        block_size=operand.block_size,
+        zero_point=operand.zero_point,
+        minimum=operand.minimum,
+        maximum=operand.maximum,
+        amax=operand.largest_amax,
+        scale=operand.largest_scale,
+        channels=operand.scales,
+        sqnr_db=operand.sqnr_db,
+        clipped=operand.clipped,
+        estimate=operand.estimate,
+        group=operand.group,
+    )
+
+
+_BY_RULE = {RuleKind.TARGET: Reason.TARGET, RuleKind.SWITCH: Reason.SWITCHED_OFF}
+_BY_REASON = {ReasonCode.FROM_PARAMETERS: Reason.PARAMETERS, ReasonCode.PARAMETERS_ALONE: Reason.PARAMETERS}
+
+
+def covered_share(products: Sequence[CountedProduct], plan: Plan) -> float | None:
+    """Return the share of the multiply-adds in sites that the plan quantizes; None if none were counted."""
+    total = sum(product.multiply_adds for product in products)
+    covered = sum(product.multiply_adds for product in products if _covered(product, plan))
+    return covered / total if total else None
+
+
+def unquantized_products(
+    products: Sequence[CountedProduct], plan: Plan, put_back: Collection[str] = ()
+) -> tuple[UnquantizedProduct, ...]:
+    """Return the products that the plan leaves in float, largest first; ``put_back`` are the sites of fallback."""
+    total = sum(product.multiply_adds for product in products)
+    rows = []
+    for product in products:
+        if _covered(product, plan):
+            continue
+        reason, detail = product.reason, product.detail
+        if reason is None:
+            assert product.site is not None
+            reason, detail = _reason_of_site(product.site, plan, put_back), plan[product.site].reason
+        rows.append(
+            UnquantizedProduct(
+                path=product.path,
+                site=product.site,
+                operation=product.operation,
+                multiply_adds=product.multiply_adds,
+                share=product.multiply_adds / total,
+                reason=reason.value,
+                detail=detail,
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: -row.multiply_adds))
+
+
+def _covered(product: CountedProduct, plan: Plan) -> bool:
+    return product.site is not None and plan[product.site].quantized
+
+
+def _reason_of_site(path: str, plan: Plan, put_back: Collection[str]) -> Reason:
+    entry = plan[path]
+    if path in put_back:
+        return Reason.FALLBACK
+    if entry.rule is not None:
+        return _BY_RULE.get(RuleKind.of(entry.rule), Reason.EXCLUDED)
+    return _BY_REASON.get(ReasonCode.of(entry.reason), Reason.UNFIT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantizer.report.charts.histogram_plot import histogram_figure, histogram_svg
-from quantizer.report.site_record import Histogram, RangeCandidate
+from quantizer.report.run_records import Histogram, RangeCandidate
 from quantizer.report.tables.tables import Column
 from quantizer.report.tables.text import decibels, percent, significant
-from quantizer.views.picture import Picture
-from quantizer.views.table_view import View
+from quantizer.views.table_view import Picture, View
 
 _ROWS = 20
 _BAR = 40

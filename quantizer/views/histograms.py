@@ -14,7 +14,7 @@ from quantizer.numerics.qtype import QType, qtype
 from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import judged_as
 from quantizer.plan.site_plan import OperandPlan, Plan
-from quantizer.report.site_record import Histogram, RangeCandidate
+from quantizer.report.run_records import Histogram, RangeCandidate
 
 _BINS = 128
 """The largest number of bins in a record: more than a picture needs, and few enough for a report."""

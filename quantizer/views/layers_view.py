@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quantizer.report.placement_record import GroupTime
 from quantizer.report.record import SensitivityRow
-from quantizer.report.site_record import Site, UnquantizedProduct
-from quantizer.report.tables.layer_rows import FLOAT, GroupRow, LayerRow, group_rows, layer_rows
-from quantizer.report.tables.layer_table import group_cells, layer_cells
-from quantizer.sensitivity.prices.group_prices import Prices
+from quantizer.report.run_records import GroupTime, Site, UnquantizedProduct
+from quantizer.report.tables.layer_table import (
+    FLOAT,
+    GroupRow,
+    LayerRow,
+    group_cells,
+    group_rows,
+    layer_cells,
+    layer_rows,
+)
+from quantizer.sensitivity.prices import Prices
 from quantizer.views.coverage import Coverage
 from quantizer.views.sensitivity_view import Sensitivity
 from quantizer.views.table_view import View

@@ -12,7 +12,7 @@ from quantizer.calibration.proxied import proxied_copy
 from quantizer.calibration.settings import make_observation
 from quantizer.common.data.batches_of import batches_of
 from quantizer.common.data.exported_program import Model, module_of
-from quantizer.common.inference_mode import ordinary_tensors
+from quantizer.common.torch_modes import ordinary_tensors
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError, SensitivityError
 from quantizer.float16.simulate import simulate
@@ -82,7 +82,7 @@ class QuantizerViews:
         """
         with ordinary_tensors():
             # Not at the top: nothing else of a quantizer needs the engines.
-            from quantizer.engines.int8_saturation import EXACT_QMAX, saturates
+            from quantizer.engines.candidates import EXACT_QMAX, saturates
 
             widest = EXACT_QMAX if saturates() else None
             lowered = lower(self._session.frozen(module_of(model), fused=True), Lowering(widest=widest))

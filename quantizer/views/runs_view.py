@@ -10,12 +10,10 @@ from pathlib import Path
 
 from quantizer.report.compare.compared_run import ComparedRun, read_runs
 from quantizer.report.compare.comparison import Comparison, Pair, compare
-from quantizer.report.compare.in_short import comparison_sentence, comparison_svg
-from quantizer.report.compare.print import print_comparison
-from quantizer.report.compare.tables import in_order, runs_html
+from quantizer.report.compare.tables import comparison_sentence, comparison_svg, in_order, print_comparison, runs_html
 from quantizer.report.page.compare_page import write_comparison
 from quantizer.report.tables.tables import plain_text
-from quantizer.views.picture import Picture
+from quantizer.views.table_view import Picture
 
 
 def compare_runs(runs: Sequence[str | os.PathLike[str]]) -> Runs:

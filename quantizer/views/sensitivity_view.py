@@ -7,17 +7,14 @@ from dataclasses import asdict
 from typing import Any
 
 from quantizer.errors import SensitivityError
+from quantizer.report.charts.axes import sensitivity_bars
 from quantizer.report.charts.heat_map import sensitivity_heatmap
-from quantizer.report.charts.plots import sensitivity_bars
 from quantizer.report.record import SensitivityRow
 from quantizer.report.search.search_records import fallback_record
-from quantizer.report.tables.measure_labels import error_words
 from quantizer.report.tables.tables import Column
-from quantizer.report.tables.text import compact, error
+from quantizer.report.tables.text import compact, error, error_words
 from quantizer.sensitivity import Fallback, GroupSensitivity
-from quantizer.views.picture import Picture
-from quantizer.views.search_view import Search
-from quantizer.views.table_view import View
+from quantizer.views.table_view import Picture, Search, View
 
 
 class Sensitivity(View[SensitivityRow]):

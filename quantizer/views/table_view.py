@@ -1,7 +1,13 @@
-"""The base of all views: a list of rows that is shown as a table in a terminal, and as HTML in a notebook."""
+"""A picture that a notebook shows.
+
+The base of all views: a list of rows that is shown as a table in a terminal, and as HTML in a notebook.
+
+The view of the scores in a search for a fallback.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,8 +19,46 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from quantizer.report.tables.tables import Column, html_table, string_from_table, text_table
+from quantizer.files import whole_file
+from quantizer.report.charts.pareto_plot import pareto_svg
+from quantizer.report.record import Evaluation, Fallback
+from quantizer.report.tables.tables import (
+    EVALUATION_COLUMNS,
+    Column,
+    evaluation_caption,
+    evaluation_cells,
+    html_table,
+    string_from_table,
+    text_table,
+)
 from quantizer.report.tables.text import shorten
+
+
+class Picture:
+    """An SVG picture.
+
+    Attributes:
+        svg: one ``<svg>`` element.
+    """
+
+    def __init__(self, svg: str) -> None:
+        self.svg = svg
+
+    def __repr__(self) -> str:
+        return "a picture: a notebook shows it, .save(path) writes it as SVG"
+
+    def _repr_html_(self) -> str:
+        return self.svg
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the picture to an ``.svg`` file.
+
+        Raises:
+            QuantizerError: the file cannot be written.
+        """
+        with whole_file(path) as part:
+            part.write_text(self.svg, encoding="utf-8")
+
 
 Row = TypeVar("Row")
 
@@ -184,3 +228,30 @@ def _width(column: rich.table.Column) -> int:
 
 def _lines(table: Table, width: int) -> list[str]:
     return [line.rstrip() for line in string_from_table(table, width=width).splitlines()]
+
+
+class Search(View[Evaluation]):
+    """The scores of a search, in order; a notebook shows the picture above the table.
+
+    Attributes:
+        fallback: the chosen fallback as a record of a report.
+    """
+
+    columns: Sequence[Column | str] = EVALUATION_COLUMNS
+
+    def __init__(self, fallback: Fallback) -> None:
+        super().__init__(fallback.evaluations)
+        self.fallback = fallback
+
+    def title(self) -> str:
+        return evaluation_caption(self.fallback)
+
+    def cells(self) -> list[list[Any]]:
+        return evaluation_cells(self.fallback)
+
+    def plot(self) -> Picture:
+        """Return a plot of drop against cost, with the Pareto front, the budget and the chosen fallback."""
+        return Picture(pareto_svg(self.fallback))
+
+    def _repr_html_(self) -> str:
+        return f"{self.plot().svg}{super()._repr_html_()}"

@@ -14,9 +14,10 @@ from helpers import Mlp
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.calibration import choose_ranges, output_error, output_search
+from quantizer.calibration import choose_ranges, output_search
+from quantizer.calibration import output_search as output_error
 from quantizer.calibration.choose_ranges import make_plan
-from quantizer.calibration.output_error import OutputError
+from quantizer.calibration.output_search import OutputError
 from quantizer.calibrators import Estimate
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.site_plan import Plan, plan_digest

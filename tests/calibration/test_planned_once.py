@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.calibration import session
-from quantizer.common.tensor_stamp import TensorStamp
+from quantizer.common.fingerprint import TensorStamp
 from quantizer.plan import weight_scales
 from quantizer.plan.apply import frozen_proxy
 from quantizer.plan.site_plan import Plan

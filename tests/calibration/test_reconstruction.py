@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from quantizer import Quantizer
 from quantizer.calibration.rounding import reconstruct
-from quantizer.calibration.rounding.blocks import blocks_of
-from quantizer.calibration.rounding.learned import LearnedCodes
+from quantizer.calibration.rounding.block_passes import blocks_of
+from quantizer.calibration.rounding.reconstruct import LearnedCodes
 from quantizer.errors import CalibrationError
 from quantizer.plan.apply import apply_plan, switch_on
 from quantizer.plan.site_plan import OperandPlan

@@ -17,13 +17,13 @@ from torch.nn import functional as F
 
 from quantizer import QATCalibrate, Quantizer
 from quantizer.calibration import weight_rounding
-from quantizer.calibration.rounding import progress
+from quantizer.calibration.rounding import block_passes as progress
 from quantizer.errors import CalibrationError, ConfigError, QuantizerError
 from quantizer.numerics.gptq import gptq_codes
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.apply import apply_plan, switch_on
 from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.weight_codes import without_codes
+from quantizer.plan.weight_scales import without_codes
 from quantizer.proxy.build import build_proxy
 
 INT4 = {"weights": "int4", "activations": "float"}

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quantizer.calibrators import Calibrator, MaxCalibrator, MseCalibrator, PercentileCalibrator, make_calibrator
-from quantizer.calibrators.base import CALIBRATORS
-from quantizer.calibrators.candidates import estimates
+from quantizer.calibrators.base import CALIBRATORS, estimates
 from quantizer.calibrators.histogram import BINS, Histogram, in_memory_order
 from quantizer.errors import CalibrationError, ConfigError
 from quantizer.numerics.qtype import QTYPES

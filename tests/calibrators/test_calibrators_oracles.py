@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quantizer.calibrators import Calibrator, EntropyCalibrator, make_calibrator
-from quantizer.calibrators.entropy import divergences, ranges
-from quantizer.calibrators.mse import squared_errors
+from quantizer.calibrators.builtin import divergences, ranges, squared_errors
 from quantizer.errors import CalibrationError
 
 COUNTS = st.lists(st.one_of(st.just(0), st.integers(0, 1000)), min_size=6, max_size=40)

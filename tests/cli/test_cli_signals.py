@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from quantizer.cli.main import main
-from quantizer.cli.signals import HungUp, Terminated, end_as_on_ctrl_c
+from quantizer.cli.main import HungUp, Terminated, end_as_on_ctrl_c, main
 from quantizer.cli.validate import Validate
 
 

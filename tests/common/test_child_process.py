@@ -24,9 +24,8 @@ from quantizer.engines.measure import trial
 from quantizer.engines.measure.own_process import in_own_process
 from quantizer.engines.measure.trial import tried_build
 from quantizer.errors import TaskError
-from quantizer.runs.sweep.launchers import in_jobs
 from quantizer.runs.sweep.one_run import Outcome
-from quantizer.runs.sweep.processes import in_processes
+from quantizer.runs.sweep.processes import in_jobs, in_processes
 from quantizer.tasks.datasets.fetch import fetch_sdist
 
 PACKAGE = Path(quantizer.__file__).parent

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import quantizer
-from quantizer.cli.signals import Terminated, end_as_on_ctrl_c
-from quantizer.common.interrupts import interrupts_end_the_block
+from quantizer.cli.main import Terminated, end_as_on_ctrl_c
+from quantizer.common.child_process import interrupts_end_the_block
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from quantizer.common.own_inputs import own, own_tensors
+from quantizer.common.batches import own, own_tensors
 from quantizer.common.structure import fields_of, flattened, leaves, mapped
 
 

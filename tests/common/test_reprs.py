@@ -10,7 +10,7 @@ from helpers import Mlp
 from quantizer import Quantizer
 from quantizer.engines import BuildResult
 from quantizer.sensitivity import Fallback
-from quantizer.sensitivity.prices.group_prices import GroupPrice, Prices
+from quantizer.sensitivity.prices import GroupPrice, Prices
 
 
 def test_a_quantizer_says_where_it_stands(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 import quantizer.config as config
 from quantizer.config.describe import Slot
-from quantizer.config.section import Section
+from quantizer.config.quantizer_section import Section
 
 
 def _sections(section: type[Section] = config.RunConfig) -> Iterator[type[Section]]:

@@ -14,7 +14,7 @@ import pytest
 
 from quantizer.engines import TensorSpec, build_engine, interleaved_latency, medians, peak_memory_mib
 from quantizer.engines.measure import benchmark
-from quantizer.engines.measure.dummy_inputs import made_up_inputs
+from quantizer.engines.measure.benchmark import made_up_inputs
 from quantizer.errors import EngineError
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from helpers import BYTE_PRODUCTS_ARE_EXACT
 
-from quantizer.engines import build_engine, cpu, int8_saturation
+from quantizer.engines import build_engine, cpu
+from quantizer.engines import candidates as int8_saturation
 
 onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
 

@@ -7,7 +7,8 @@ from importlib.machinery import ModuleSpec
 import pytest
 import torch
 
-from quantizer.engines import candidates, int8_saturation
+from quantizer.engines import candidates
+from quantizer.engines import candidates as int8_saturation
 from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
 

@@ -22,7 +22,7 @@ from quantizer.engines import (
     runs_here,
 )
 from quantizer.engines.inspection.from_layers import inspection_from_layers
-from quantizer.engines.inspection.multiply_adds import attention_work, convolution_work, matmul_work
+from quantizer.engines.inspection.inspection import attention_work, convolution_work, matmul_work
 from quantizer.engines.tensorrt.inspect import layers_from_json
 from quantizer.errors import EngineError
 

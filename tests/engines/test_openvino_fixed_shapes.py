@@ -10,7 +10,7 @@ import pytest
 
 from quantizer.engines import BuildOptions, build_engine, inspect_engine, load_engine
 from quantizer.engines.engine_file import read_engine, write_engine
-from quantizer.engines.openvino import fixed_shapes
+from quantizer.engines.openvino import compiled_models as fixed_shapes
 from quantizer.engines.openvino.engine import _loaded
 from quantizer.engines.openvino.shared_bytes import parts_of, read_ranges
 from quantizer.errors import EngineError

@@ -21,8 +21,7 @@ from threads import in_threads
 
 from quantizer.engines import BuildOptions, build_engine
 from quantizer.engines.engine_file import read_engine, write_engine
-from quantizer.engines.tensorrt.cache import save_cache, use_cache
-from quantizer.engines.tensorrt.engine import TensorRTBackend
+from quantizer.engines.tensorrt.engine import TensorRTBackend, save_cache, use_cache
 from quantizer.engines.tensorrt.refit import weights_note
 from quantizer.engines.tensorrt.run import TensorRTEngine
 from quantizer.errors import EngineError

@@ -18,9 +18,10 @@ from torch import nn
 import quantizer
 from quantizer import Quantizer
 from quantizer.cli.main import main
-from quantizer.engines import BuildOptions, build_engine, inspect_engine, load_engine, trust
+from quantizer.engines import BuildOptions, build_engine, inspect_engine, load_engine
+from quantizer.engines import base as trust
 from quantizer.engines.engine_file import read_engine, write_engine
-from quantizer.engines.torch_engine.allowed_operators import allowed_operator
+from quantizer.engines.torch_engine.graph_file import allowed_operator
 from quantizer.errors import EngineError, QuantizerError
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")

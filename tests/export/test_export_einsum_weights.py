@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.export.passes import run_passes
-from quantizer.export.passes.einsum_weights import EinsumWeights
+from quantizer.export.passes.einsum import EinsumWeights
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")

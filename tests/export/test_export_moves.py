@@ -15,19 +15,12 @@ from torch import Tensor, nn
 from quantizer import Quantizer
 from quantizer.errors import ExportError
 from quantizer.export import export_onnx
-from quantizer.export.passes.base import run_passes
+from quantizer.export.passes.base import DropUnreadNodes, NameNodes, run_passes
 from quantizer.export.passes.clamp_masks import ClampMasks
-from quantizer.export.passes.drop_unread_nodes import DropUnreadNodes
-from quantizer.export.passes.folding.fold_batch_norm import FoldBatchNorm
-from quantizer.export.passes.folding.fold_channel_factors import FoldChannelFactors
-from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
-from quantizer.export.passes.name_nodes import NameNodes
-from quantizer.export.passes.per_target.kept_axes import ConcatsBeforeQuantize
-from quantizer.export.passes.per_target.pairs_of_codes import PairsOfCodes
-from quantizer.export.passes.per_target.plain_softplus import PlainSoftplus
-from quantizer.export.passes.per_target.unfused_rectifiers import UnfusedRectifiers
-from quantizer.export.passes.scale_before_quantize import ScaleBeforeQuantize
-from quantizer.export.passes.share_quantizers import ShareQuantizers
+from quantizer.export.passes.folding import FoldBatchNorm, FoldChannelFactors
+from quantizer.export.passes.per_target.codes import PlainSoftplus
+from quantizer.export.passes.per_target.openvino import ConcatsBeforeQuantize, PairsOfCodes, UnfusedRectifiers
+from quantizer.export.passes.quantizers import LayoutBeforeQuantize, ScaleBeforeQuantize, ShareQuantizers
 from quantizer.export.passes.unspread_weights import UnspreadWeights
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from quantizer import Quantizer
 from quantizer.export import export_onnx
-from quantizer.export.passes.folding.fold_padding import FoldPadding
+from quantizer.export.passes.folding import FoldPadding
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")

@@ -9,11 +9,11 @@ import pytest
 
 from quantizer.errors import ExportError
 from quantizer.export.passes import PASSES, FoldChannelFactors, UnsignedActivations, run_passes
+from quantizer.export.passes.base import NameNodes
 from quantizer.export.passes.clamp_masks import ClampMasks
-from quantizer.export.passes.name_nodes import NameNodes
 from quantizer.export.passes.store_weights import StoreWeights
 from quantizer.export.passes.weights_as_read import WeightsAsRead
-from quantizer.numerics.float16 import FLOAT16_MASK
+from quantizer.numerics.qtype import FLOAT16_MASK
 from quantizer.qdq.graph import scalar
 
 ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from quantizer import Quantizer
 from quantizer.engines import load_engine
 from quantizer.export.passes.base import run_passes
-from quantizer.export.passes.einsum_to_matmul import EinsumToMatMul
-from quantizer.export.passes.gemm_to_matmul import GemmToMatMul
+from quantizer.export.passes.einsum import EinsumToMatMul, GemmToMatMul
 from quantizer.targets.base import TargetProfile
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")

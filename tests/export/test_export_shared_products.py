@@ -15,7 +15,7 @@ from quantizer import Quantizer
 from quantizer.engines import BuildOptions, build_engine, load_engine
 from quantizer.export.passes import BiasesApart, UnfusedProducts, UnsharedProducts, run_passes
 from quantizer.graph_check import check_file
-from quantizer.qdq.shared_products import is_shared_product
+from quantizer.qdq.openvino import is_shared_product
 from quantizer.targets import profile
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")

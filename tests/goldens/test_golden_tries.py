@@ -12,8 +12,7 @@ from golden_nets import NETS
 from helpers import Snapshot, assert_same
 from tries import seen, without
 
-from quantizer.plan.apply import frozen_proxy
-from quantizer.plan.frozen_tries import FrozenTries
+from quantizer.plan.apply import FrozenTries, frozen_proxy
 
 pytest.importorskip("transformers", reason="some of the nets are transformers models: install enginequant[hf]")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import quantizer.graph_check
-from quantizer.graph_check.rule import rules
+from quantizer.graph_check.subject import rules
 from quantizer.targets import profile
 
 PAGE = (Path(__file__).parents[2] / "docs" / "check.md").read_text(encoding="utf-8")

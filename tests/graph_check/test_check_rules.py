@@ -12,7 +12,7 @@ import pytest
 from qdq_graphs import SCALE, Graph, attention, linear, onnx
 
 from quantizer.graph_check import check_file
-from quantizer.graph_check.rule import rules
+from quantizer.graph_check.subject import rules
 from quantizer.numerics.qtype import FP8
 from quantizer.targets import profile, profiles
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from quantizer.numerics import torch_operators as ops
+from quantizer.numerics.gradients import GAIN, learned, trained_scale
 from quantizer.numerics.granularity import in_blocks
-from quantizer.numerics.log_scale import GAIN, learned, trained_scale
 from quantizer.numerics.qtype import qtype
 
 

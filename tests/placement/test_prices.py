@@ -12,14 +12,13 @@ import torch
 from torch import nn
 
 from quantizer import Quantizer, measured_prices
+from quantizer.engines.inspection.from_layers import NOWHERE, place_times
 from quantizer.engines.inspection.inspection import Inspection, Layer
-from quantizer.engines.inspection.place_times import NOWHERE, place_times
 from quantizer.errors import EngineError, SensitivityError
 from quantizer.reasons import ReasonCode
 from quantizer.runs.placement import price_groups
 from quantizer.sensitivity import GroupSensitivity
-from quantizer.sensitivity.prices.by_speed import by_speed, frontier
-from quantizer.sensitivity.prices.group_prices import GroupPrice, Prices, prices_from_places
+from quantizer.sensitivity.prices import GroupPrice, Prices, by_speed, frontier, prices_from_places
 
 # -- the time of places --------------------------------------------------------------------------------------------
 

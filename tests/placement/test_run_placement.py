@@ -15,7 +15,7 @@ import quantizer.runs.placement.place_groups as place_groups
 from quantizer.cli.main import main
 from quantizer.report import RunRecord, read_record
 from quantizer.runs.placement.price_groups import TimeCache, Timing
-from quantizer.sensitivity.prices.group_prices import GroupPrice, Prices
+from quantizer.sensitivity.prices import GroupPrice, Prices
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,report,openvino]")

@@ -14,8 +14,7 @@ from helpers import ConvNet, Mlp, Snapshot, assert_same
 from torch import Tensor, nn
 from tries import seen, without
 
-from quantizer.plan.apply import frozen_proxy
-from quantizer.plan.frozen_tries import FrozenTries
+from quantizer.plan.apply import FrozenTries, frozen_proxy
 from quantizer.plan.site_plan import Plan, with_fallback
 
 

@@ -16,7 +16,7 @@ from quantizer import Quantizer
 from quantizer.calibration.session import CalibrationSession
 from quantizer.errors import ConfigError
 from quantizer.numerics.qtype import INT4, INT8, QType
-from quantizer.plan.weight_range import weight_amax
+from quantizer.plan.weight_scales import weight_amax
 
 GRANULARITIES = [(None, None), (0, None), (1, None), (-1, None), (0, 4), (1, 4)]
 

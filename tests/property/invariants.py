@@ -30,8 +30,7 @@ from quantizer.export import export_onnx
 from quantizer.graph_check import check_file
 from quantizer.plan.site_plan import Plan
 from quantizer.runs.outputs.check_batches import LEAST_SAMPLES
-from quantizer.runs.outputs.compare_outputs import check_engine, reference_outputs
-from quantizer.runs.outputs.output_check import tolerance
+from quantizer.runs.outputs.compare_outputs import check_engine, reference_outputs, tolerance
 from quantizer.runs.run_context import engine_inputs
 from quantizer.tasks import rows_at
 from tests.helpers import Snapshot, assert_same

@@ -10,12 +10,18 @@ from helpers import needs_exact_byte_products
 from torch import Tensor
 from torch.nn import functional
 
-from quantizer.engines.int8_saturation import EXACT_QMAX
+from quantizer.engines.candidates import EXACT_QMAX
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.byte_codes import spend_deprecation_warning
 from quantizer.numerics.dynamic_range import fake_quantize_dynamic
-from quantizer.proxy.lowered.activation import Activation
-from quantizer.proxy.lowered.kernels import IntegerConvolution, IntegerLinear, IntegerMatmul, ScaledMatmul, TableLookup
+from quantizer.proxy.lowered.kernels import (
+    Activation,
+    IntegerConvolution,
+    IntegerLinear,
+    IntegerMatmul,
+    ScaledMatmul,
+    TableLookup,
+)
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 
 # On a CPU that of a GPU is oneDNN's, too.

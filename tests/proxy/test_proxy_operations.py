@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from quantizer import Quantizer
 from quantizer.plan.site_plan import SitePlan
+from quantizer.proxy.eager_attention import attention
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.split_attention import attention
 from quantizer.proxy.weight import Weights
 from quantizer.reasons import ReasonCode
 from quantizer.targets.base import TargetProfile

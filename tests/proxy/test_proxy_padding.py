@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.observe.outputs import flat_output
-from quantizer.observe.padding import padding_mask, read_mask, without_padding
+from quantizer.observe.site_statistics import flat_output, padding_mask, read_mask, without_padding
 
 BATCH, LENGTH = 3, 8
 

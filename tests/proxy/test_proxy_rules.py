@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quantizer import Quantizer
 from quantizer.errors import ConfigError
 from quantizer.plan.selection import matches
-from quantizer.report.site_record import Site
+from quantizer.report.run_records import Site
 
 
 class Attention(nn.Module):

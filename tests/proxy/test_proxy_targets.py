@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from quantizer import Quantizer
 from quantizer.config import RunConfig
-from quantizer.config.feasibility import check_run
+from quantizer.config.schema import check_run
 from quantizer.errors import ConfigError, ExportError
 from quantizer.reasons import ReasonCode
 

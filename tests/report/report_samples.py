@@ -21,11 +21,20 @@ from quantizer.report import (
     memory_entries,
     size_entries,
 )
-from quantizer.report.candidate_record import Candidate, EngineChoice
-from quantizer.report.placement_record import GroupTime, Placement, PlacementPoint, SpeedCheck
 from quantizer.report.record import Evaluation
-from quantizer.report.site_record import Histogram, RangeCandidate, UnquantizedProduct
-from quantizer.report.training_record import TrainingRun, TrainingScore
+from quantizer.report.run_records import (
+    Candidate,
+    EngineChoice,
+    GroupTime,
+    Histogram,
+    Placement,
+    PlacementPoint,
+    RangeCandidate,
+    SpeedCheck,
+    TrainingRun,
+    TrainingScore,
+    UnquantizedProduct,
+)
 
 FILE = "/usr/lib/python3/site-packages/transformers/models/bert/modeling_bert.py"
 SITES = (

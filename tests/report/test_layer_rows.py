@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 from report_samples import bare_record, sample_record
 
-from quantizer.report.cause_record import Cause
 from quantizer.report.page.html import html_from_record
-from quantizer.report.placement_record import GroupTime
 from quantizer.report.record import SensitivityRow
-from quantizer.report.site_record import Operand, Site, UnquantizedProduct
-from quantizer.report.tables.layer_rows import group_rows, layer_rows
-from quantizer.report.tables.layer_table import layer_cells
+from quantizer.report.run_records import Cause, GroupTime, Operand, Site, UnquantizedProduct
+from quantizer.report.tables.layer_table import group_rows, layer_cells, layer_rows
 
 
 def _operand(name: str, group: str, role: str = "activation", **changes: Any) -> Operand:

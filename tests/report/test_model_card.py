@@ -12,7 +12,7 @@ from report_samples import bare_record, sample_record
 
 import quantizer
 from quantizer.report import EngineFile, ModelInfo, RunRecord
-from quantizer.report.card.run_card import write_run_card
+from quantizer.report.model_card import write_run_card
 
 
 def _card(record: RunRecord, folder: Path) -> tuple[dict[str, object], str]:

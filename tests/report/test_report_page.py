@@ -33,13 +33,12 @@ from quantizer.report import (
     write_html,
     write_record,
 )
-from quantizer.report.cause_record import Cause, Cure
 from quantizer.report.charts.candidates_plot import candidates_svg
 from quantizer.report.charts.frontier_plot import frontier_svg
 from quantizer.report.charts.histogram_plot import histogram_figure
 from quantizer.report.page.page_content import diff_files
-from quantizer.report.site_record import RangeCandidate
-from quantizer.report.tables.choice_table import choice_table, print_choice
+from quantizer.report.run_records import Cause, Cure, RangeCandidate
+from quantizer.report.tables.tables import choice_table, print_choice
 from quantizer.report.tables.text import significant, typeset
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"

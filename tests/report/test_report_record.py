@@ -29,10 +29,10 @@ from quantizer.report import (
     write_text_atomic,
 )
 from quantizer.report import record as record_module
-from quantizer.report.cause_record import Cure
 from quantizer.report.codec import mapping_from_record, record_from_mapping
 from quantizer.report.format_page import field_documentation, format_page
 from quantizer.report.ratios import quantized_entry, reference_entry
+from quantizer.report.run_records import Cure
 
 RECORDS = [getattr(record_module, name) for name in record_module.__all__ if name != "VERSION"]
 ROOT = Path(__file__).parents[2]

@@ -10,12 +10,11 @@ from xml.etree import ElementTree
 import pytest
 from report_samples import sample_record, sample_search
 
+from quantizer.report.charts.axes import sensitivity_bars
 from quantizer.report.charts.heat_map import sensitivity_heatmap
 from quantizer.report.charts.pareto_plot import pareto_svg
-from quantizer.report.charts.plots import sensitivity_bars
 from quantizer.report.record import Evaluation, Fallback, SensitivityRow
-from quantizer.report.tables.measure_labels import error_words
-from quantizer.report.tables.text import MISSING, amount, error
+from quantizer.report.tables.text import MISSING, amount, error, error_words
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 SVG = "{http://www.w3.org/2000/svg}"

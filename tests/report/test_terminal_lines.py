@@ -14,9 +14,9 @@ from quantizer.engines import Inspection
 from quantizer.engines.inspection.inspection import Layer, PrecisionShare
 from quantizer.errors import QuantizerError
 from quantizer.report import RunRecord, print_record, write_record
-from quantizer.report.tables.lines import print_labelled, wrapped
 from quantizer.report.tables.summary import print_layers
 from quantizer.report.tables.tables import Column, string_from_table, text_table
+from quantizer.report.tables.text import print_labelled, wrapped
 
 LONG = "encoder.layer.11.attention.output.dense.site_forward_linear_0/MatMul/MatMulScaleFusion"
 

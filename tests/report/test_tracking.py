@@ -14,8 +14,7 @@ from report_samples import bare_record, sample_record
 
 from quantizer.config.schema import ReportConfig
 from quantizer.errors import ConfigError
-from quantizer.report.tracking.figures import metrics_of, parameters_of
-from quantizer.report.tracking.trackers import TRACKERS, track
+from quantizer.report.trackers import TRACKERS, metrics_of, parameters_of, track
 
 
 @pytest.fixture

@@ -12,12 +12,9 @@ from report_samples import bare_record
 
 from quantizer.engines.inspection.inspection import Inspection, PrecisionShare
 from quantizer.report import EngineFile, Fallback, Latency, Score, Site, html_from_record, latency_entries
-from quantizer.report.card.run_card import write_run_card
-from quantizer.report.cause_record import Cause, Cure
-from quantizer.report.output_record import OutputDistance
-from quantizer.report.placement_record import GroupTime, Placement, SpeedCheck
-from quantizer.report.search.budget_record import BudgetOutcome
-from quantizer.report.tables.cause_lines import cause_lines
+from quantizer.report.model_card import write_run_card
+from quantizer.report.run_records import BudgetOutcome, Cause, Cure, GroupTime, OutputDistance, Placement, SpeedCheck
+from quantizer.report.tables.summary import cause_lines
 from quantizer.report.verdict import verdict_of
 
 ENGINE = EngineFile(backend="openvino", path="model.engine", build_seconds=1.0, verified="ran here")

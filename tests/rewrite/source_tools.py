@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from quantizer.rewrite.host_argument import HOST, PASS_HOST, TAKES_APART, VISIBLE, WRITTEN_CLASS
-from quantizer.rewrite.live_names import LIVE, NOW
+from quantizer.rewrite.names import LIVE, NOW
 from quantizer.rewrite.source_file import SourceFile
 from quantizer.rewrite.source_sites import FunctionSource, SiteSource
 

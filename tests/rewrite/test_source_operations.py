@@ -14,8 +14,7 @@ from source_tools import rewritten_body, sites_of, source_file
 from torch.nn import functional
 
 from quantizer.operations.catalogue import CATALOGUE, kind_of, operation, operation_of
-from quantizer.operations.einsum import labels
-from quantizer.operations.gemm_shape import Call, Geometry
+from quantizer.operations.gemm_shape import Call, Geometry, labels
 from quantizer.reasons import ReasonCode
 
 

@@ -10,9 +10,9 @@ import yaml
 
 from quantizer.cli.main import main
 from quantizer.report import Score
-from quantizer.report.search.budget_record import EngineCheck
+from quantizer.report.run_records import EngineCheck
 from quantizer.report.search.search_records import budget_outcome
-from quantizer.report.tables.search_table import budget_line
+from quantizer.report.tables.tables import budget_line
 from quantizer.runs.budget.fineness import budget_warnings
 from quantizer.sensitivity import Evaluation, Fallback
 

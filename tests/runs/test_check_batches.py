@@ -13,8 +13,14 @@ from torch import nn
 
 from quantizer.engines import TensorSpec
 from quantizer.runs.outputs.check_batches import LEAST_SAMPLES, check_batches, check_shapes
-from quantizer.runs.outputs.compare_outputs import WrongEngineError, check_engine, reference_outputs
-from quantizer.runs.outputs.output_check import OutputCheck, Tolerance, tolerance
+from quantizer.runs.outputs.compare_outputs import (
+    OutputCheck,
+    Tolerance,
+    WrongEngineError,
+    check_engine,
+    reference_outputs,
+    tolerance,
+)
 from quantizer.runs.workload.module_feed import ModuleFeed
 from quantizer.tasks.inputs import TextInputs
 

@@ -22,7 +22,7 @@ from quantizer.engines import BuildOptions
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import EngineError, QuantizerError
 from quantizer.files import MARKER
-from quantizer.report.json_file import read_record
+from quantizer.report.codec import read_record
 from quantizer.report.verdict import verdict_of
 from quantizer.tasks import build_task, load_model, load_rows, load_tokenizer
 
@@ -32,14 +32,14 @@ for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onn
 from test_right_engines import Wrong
 from tiny_run import tiny_run
 
-import quantizer.calibration.costly_attention as attention
+import quantizer.calibration.output_search as attention
 import quantizer.runs.convert.engine_maker as maker
 import quantizer.runs.convert.run as steps
 import quantizer.runs.run_context as stages
 from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.convert import ConversionRequest, load_converted, measure
 from quantizer.runs.convert.data import DataSource
-from quantizer.runs.outputs.output_check import OutputCheck, tolerance
+from quantizer.runs.outputs.compare_outputs import OutputCheck, tolerance
 from quantizer.runs.placement import place_groups
 from quantizer.runs.progress import stage_timer
 

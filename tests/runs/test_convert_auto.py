@@ -18,7 +18,7 @@ import onnx as onnx_library
 from onnx import numpy_helper
 from tiny_run import tiny_run
 
-import quantizer.calibration.costly_attention as attention
+import quantizer.calibration.output_search as attention
 import quantizer.runs.convert.engine_maker as maker
 from quantizer import Quantizer
 from quantizer.cli.main import main
@@ -27,7 +27,7 @@ from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
 from quantizer.engines.engine_file import read_engine
 from quantizer.engines.measure import trial
 from quantizer.errors import EngineError
-from quantizer.report.search.budget_record import EngineCheck
+from quantizer.report.run_records import EngineCheck
 from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.convert import choose, load_converted, measure, request
 from quantizer.runs.convert import folder as folders

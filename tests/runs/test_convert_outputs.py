@@ -13,9 +13,17 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.engines import TensorSpec
 from quantizer.errors import EngineError
-from quantizer.runs.outputs.compare_outputs import NOTHING_DB, Reference, check_engine, distances_of, reference_outputs
-from quantizer.runs.outputs.noise import float_noise
-from quantizer.runs.outputs.output_check import OutputCheck, Tolerance, tolerance
+from quantizer.runs.outputs.compare_outputs import (
+    NOTHING_DB,
+    OutputCheck,
+    Reference,
+    Tolerance,
+    check_engine,
+    distances_of,
+    float_noise,
+    reference_outputs,
+    tolerance,
+)
 
 
 class _Engine:

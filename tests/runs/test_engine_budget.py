@@ -17,7 +17,7 @@ from quantizer.cli.main import main
 from quantizer.engines import Engine
 from quantizer.report import read_record
 from quantizer.report.record import Fallback
-from quantizer.report.tables.search_table import evaluation_caption
+from quantizer.report.tables.tables import evaluation_caption
 from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import RunRows

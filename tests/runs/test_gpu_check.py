@@ -20,9 +20,8 @@ from torch import nn
 pytest.importorskip("onnx", reason="the files of engines need enginequant[onnx]")
 
 from quantizer.engines.engine_file import read_engine, write_engine
-from quantizer.qdq.signature import Signature, Value
-from quantizer.runs.outputs.compare_outputs import reference_outputs
-from quantizer.runs.outputs.output_check import Tolerance
+from quantizer.qdq.structure import Signature, Value
+from quantizer.runs.outputs.compare_outputs import Tolerance, reference_outputs
 from quantizer.runs.serving import Expected, ServedEngine, write_serving_files
 
 SHAPES = ((1, 4), (10, 6))

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from quantizer.engines import BuildOptions, BuildResult, trust
+from quantizer.engines import BuildOptions, BuildResult
+from quantizer.engines import base as trust
 from quantizer.runs.saved import kept_engines
 from quantizer.runs.saved.kept_engines import KeptEngines, remove_engines
 

@@ -30,7 +30,7 @@ from quantizer.runs.preflight.estimate import row_passes, run_estimate
 from quantizer.runs.preflight.faults import Faults
 from quantizer.runs.preflight.run_ready import ready_to_run
 from quantizer.runs.run_context import RunRows
-from quantizer.runs.sweep.ready import ready_to_sweep
+from quantizer.runs.sweep.carry_out import ready_to_sweep
 
 
 @pytest.fixture

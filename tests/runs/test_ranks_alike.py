@@ -16,9 +16,9 @@ from torch import distributed, nn
 
 from quantizer.common.distributed import all_gather_bytes, alone, get_rank
 from quantizer.errors import QuantizerError
-from quantizer.qat.data_parallel import sum_gradients
+from quantizer.qat.session import sum_gradients
 from quantizer.runs.ranks import process_group
-from quantizer.runs.ranks.same_work import require_same_work
+from quantizer.runs.ranks.process_group import require_same_work
 from quantizer.runs.scoring import Scoring
 from quantizer.tasks import Predictions, Text
 

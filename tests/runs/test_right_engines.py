@@ -19,7 +19,7 @@ import quantizer.runs.run_engines as run_engines
 from quantizer.cli.main import main
 from quantizer.engines import build_engine
 from quantizer.errors import EngineError
-from quantizer.export.passes.per_target import unshared_products
+from quantizer.export.passes.per_target import openvino as unshared_products
 from quantizer.report import read_record
 from quantizer.report.verdict import verdict_of
 from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM

@@ -35,8 +35,7 @@ from quantizer.config import load_run
 from quantizer.engines import PeakMemory, load_engine
 from quantizer.errors import EngineError
 from quantizer.files import MARKER, write_folder
-from quantizer.report import read_record
-from quantizer.report.tracking import trackers
+from quantizer.report import read_record, trackers
 from quantizer.runs import run_course
 from quantizer.runs.progress import stage_timer
 from quantizer.tasks import load_model

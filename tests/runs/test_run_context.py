@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from quantizer.cli.signals import Terminated
+from quantizer.cli.main import Terminated
 from quantizer.engines import TensorSpec
 from quantizer.errors import QuantizerError
 from quantizer.files import said_complete

@@ -20,9 +20,9 @@ import quantizer
 from quantizer.engines import load_engine
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import ConfigError, EngineError, QuantizerError, SensitivityError
-from quantizer.report.cause_record import Cause, Cure
-from quantizer.report.shown_setting import shown_setting
-from quantizer.report.tables.cause_lines import cause_lines
+from quantizer.report.codec import shown_setting
+from quantizer.report.run_records import Cause, Cure
+from quantizer.report.tables.summary import cause_lines
 from quantizer.runs.saved.call_form import CALL
 from quantizer.runs.workload.function_scorer import FunctionMetric
 

@@ -36,14 +36,14 @@ from quantizer.engines import BuildResult, PeakMemory
 from quantizer.errors import EngineError
 from quantizer.report import read_record
 from quantizer.report.verdict import Verdict
-from quantizer.runs.sweep import launchers
+from quantizer.runs.sweep import processes as launchers
+from quantizer.runs.sweep.carry_out import ready_to_sweep
 from quantizer.runs.sweep.one_run import Outcome
-from quantizer.runs.sweep.pace import Pace, time_left
-from quantizer.runs.sweep.ready import ready_to_sweep
+from quantizer.runs.sweep.processes import Pace, time_left
 from quantizer.runs.sweep.shared_work import shared_work
 from quantizer.runs.sweep.worker import config_of, plain_config
 from quantizer.runs.workload.float_engines import FloatEngines
-from quantizer.tasks.embedding_classification import EmbeddingClassification
+from quantizer.tasks.classification import EmbeddingClassification
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 

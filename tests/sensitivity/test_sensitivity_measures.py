@@ -18,9 +18,8 @@ from torch.nn import functional as F
 from quantizer import Quantizer
 from quantizer.errors import SensitivityError
 from quantizer.proxy.build import sites_of
-from quantizer.sensitivity.divergence import Divergence
 from quantizer.sensitivity.groups import groups_of
-from quantizer.sensitivity.output import output
+from quantizer.sensitivity.metric import Divergence, output
 from quantizer.sensitivity.reuse import Reuse
 
 
@@ -106,7 +105,7 @@ def test_rows_of_logits_are_compared_in_parts_to_the_bit(monkeypatch: pytest.Mon
     mask = torch.ones(3, 7, dtype=torch.bool)
     mask[1, 4:] = False
     whole = Divergence({"logits": logits}, mask).of({"logits": other})
-    monkeypatch.setattr("quantizer.sensitivity.divergence._AT_ONCE", 4 * 50 + 1)
+    monkeypatch.setattr("quantizer.sensitivity.metric._AT_ONCE", 4 * 50 + 1)
     log_p, log_q = (each[mask].double().log_softmax(-1) for each in (logits, other))
     expected = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
     assert Divergence({"logits": logits}, mask).of({"logits": other}) == whole == expected

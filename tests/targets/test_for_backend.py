@@ -16,7 +16,7 @@ from daily import some_daily
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.calibration import output_error
+from quantizer.calibration import output_search as output_error
 from quantizer.engines import load_engine
 from quantizer.errors import CalibrationError, ConfigError
 from quantizer.plan.site_plan import Plan, plan_digest

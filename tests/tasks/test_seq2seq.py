@@ -28,8 +28,7 @@ from quantizer.tasks import (
     read_checkpoint,
 )
 from quantizer.tasks.seq2seq.parts import DECODER, ENCODER, WITH_PAST, parts_of, require_parts
-from quantizer.tasks.seq2seq.writer import Steps, Writer, in_parts, read_tokens
-from quantizer.tasks.seq2seq.writing import equal_texts, equal_tokens
+from quantizer.tasks.seq2seq.writer import Steps, Writer, equal_texts, equal_tokens, in_parts, read_tokens
 
 MADE: dict[str, Callable[[Path], Path]] = {"t5": tiny_t5, "bart": tiny_bart, "whisper": tiny_whisper}
 TASKS = {"t5": "text-to-text", "bart": "text-to-text", "whisper": "speech-to-text"}

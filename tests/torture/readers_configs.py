@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from quantizer.config import dump_yaml, load_run
-from quantizer.config.feasibility import check_run
+from quantizer.config.schema import check_run
 from torture import mutations
 from torture.kinds import Kind, kind
 

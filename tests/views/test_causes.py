@@ -15,8 +15,8 @@ from torch.nn import functional
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
 from quantizer.plan.site_plan import Plan
-from quantizer.report.cause_record import Cause
-from quantizer.report.tables.cause_lines import cause_lines
+from quantizer.report.run_records import Cause
+from quantizer.report.tables.summary import cause_lines
 from quantizer.views import causes
 from quantizer.views.causes import with_setting
 

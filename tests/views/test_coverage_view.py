@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.report.site_record import Site
+from quantizer.report.run_records import Site
 from quantizer.runs.plan_records import site_records
 from quantizer.views.coverage import Coverage
 

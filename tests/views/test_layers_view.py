@@ -8,7 +8,7 @@ from test_coverage_view import Net
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
-from quantizer.sensitivity.prices.group_prices import GroupPrice, Prices
+from quantizer.sensitivity.prices import GroupPrice, Prices
 
 DATA = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
 

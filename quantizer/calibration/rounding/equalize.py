@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantizer.calibration.output_error import OutputError
+from quantizer.calibration.output_search import OutputError
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.replay import SiteCall, replay
 from quantizer.calibration.smoothquant import held_factors, weight_record

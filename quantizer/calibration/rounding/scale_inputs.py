@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from quantizer.calibration.proxied import Proxied
-from quantizer.calibration.rounding.progress import UNREACHED
+from quantizer.calibration.replay import StagedPasses
+from quantizer.calibration.rounding.block_passes import UNREACHED
 from quantizer.calibration.smoothquant import held_factors
-from quantizer.calibration.staged_passes import StagedPasses
 from quantizer.calibrators import make_calibrator
 from quantizer.common.progress import counted
 from quantizer.functional import fake_quantize
 from quantizer.numerics.awq import awq_share, input_factors
-from quantizer.observe.padding import with_zeroed_padding
 from quantizer.observe.range_group import Migration, OperandRecord, RangeGroup, RoundedWeight
+from quantizer.observe.site_statistics import with_zeroed_padding
 from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import PlanSettings
 from quantizer.plan.site_plan import OperandPlan, Plan

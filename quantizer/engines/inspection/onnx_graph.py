@@ -14,8 +14,7 @@ from typing import Any
 from quantizer.engines.dimensions import dimension_sizes, input_dimensions, shape_words
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.inspection.from_layers import inspection_from_layers
-from quantizer.engines.inspection.inspection import LOW_PRECISIONS, Inspection, Layer
-from quantizer.engines.inspection.multiply_adds import convolution_work, matmul_work
+from quantizer.engines.inspection.inspection import LOW_PRECISIONS, Inspection, Layer, convolution_work, matmul_work
 from quantizer.engines.optional_import import import_library
 from quantizer.errors import EngineError
 from quantizer.qdq.operand import MATMULS, MOVES, PRODUCTS

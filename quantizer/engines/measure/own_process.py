@@ -11,7 +11,7 @@ from typing import Any
 
 from quantizer.common.child_process import child_environment, python_command
 from quantizer.engines.backends import backend as registered
-from quantizer.engines.trust import built_here, note_digests
+from quantizer.engines.base import built_here, note_digests
 from quantizer.errors import EngineError
 
 

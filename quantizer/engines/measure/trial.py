@@ -15,10 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from quantizer.engines.backends import build_engine, load_engine
-from quantizer.engines.base import BuildOptions, BuildResult
-from quantizer.engines.measure.dummy_inputs import working_inputs
+from quantizer.engines.base import BuildOptions, BuildResult, built_here, note_digests
+from quantizer.engines.measure.benchmark import working_inputs
 from quantizer.engines.measure.own_process import in_own_process, read_built
-from quantizer.engines.trust import built_here, note_digests
 from quantizer.errors import QuantizerError
 
 TIMEOUT_S = 600.0

@@ -25,27 +25,27 @@ import numpy as np
 
 from quantizer.engines.backends import backends
 from quantizer.engines.base import Array, BuildOptions, BuildResult, TensorSpec, checked_inputs, shown
+from quantizer.engines.candidates import saturation_warnings
 from quantizer.engines.cpu import cpu_instructions
 from quantizer.engines.dimensions import shape_words
 from quantizer.engines.engine_file import checked_engine, checked_onnx, checked_output, read_engine, write_engine
 from quantizer.engines.in_kind import in_kind
 from quantizer.engines.inspection.from_layers import RUNS, inspection_from_layers, run_note
 from quantizer.engines.inspection.inspection import Inspection
-from quantizer.engines.int8_saturation import saturation_warnings
-from quantizer.engines.measure.dummy_inputs import made_up_inputs
+from quantizer.engines.measure.benchmark import made_up_inputs
 from quantizer.engines.openvino.compiled_models import (
     GROUP,
     Dimensions,
     Models,
     checked_precision,
     compile_models,
+    kept_signal_stack,
     port_name,
     reason,
     shapes_of,
 )
 from quantizer.engines.openvino.inspect import observed_layers
 from quantizer.engines.openvino.shared_bytes import Ranges, parts_of, read_ranges, share_bytes, write_ranges
-from quantizer.engines.openvino.signal_stack import kept_signal_stack
 from quantizer.engines.optional_import import import_library
 from quantizer.engines.pool import Pool
 from quantizer.errors import EngineError

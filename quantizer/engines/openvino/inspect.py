@@ -10,8 +10,7 @@ from typing import Any
 
 from quantizer.engines.base import Array
 from quantizer.engines.inspection.from_layers import RUNS, WARMUP
-from quantizer.engines.inspection.inspection import LOW_PRECISIONS, Layer
-from quantizer.engines.inspection.multiply_adds import attention_work, convolution_work, matmul_work
+from quantizer.engines.inspection.inspection import LOW_PRECISIONS, Layer, attention_work, convolution_work, matmul_work
 
 _ROLES = {
     **dict.fromkeys(("FullyConnected", "MatMul", "Convolution", "Deconvolution"), "product"),

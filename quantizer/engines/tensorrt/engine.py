@@ -1,4 +1,10 @@
-"""TensorRT and TensorRT-RTX: one builder, two modules that share an API.
+"""Long build in another thread: progress from its phases, and an end soon after Ctrl-C.
+
+Timing cache of TensorRT: kernel times on this GPU, kept in a file from one build to the next.
+
+Untested on a GPU.
+
+TensorRT and TensorRT-RTX: one builder, two modules that share an API.
 
 TensorRT-RTX builds ahead of time for a named GPU generation on a machine that has no GPU; TensorRT builds for the GPU
 that it finds. Types come from the graph alone (strongly typed networks), so there is no precision to choose here.
@@ -6,28 +12,166 @@ that it finds. Types come from the graph alone (strongly typed networks), so the
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from quantizer.engines.backends import backends
-from quantizer.engines.base import BuildOptions, BuildResult
+from quantizer.engines.base import BuildOptions, BuildResult, Progress
 from quantizer.engines.dimensions import ranges_with_cache, shape_words
-from quantizer.engines.engine_file import checked_engine, checked_onnx, checked_output, read_engine, write_engine
+from quantizer.engines.engine_file import (
+    checked_engine,
+    checked_onnx,
+    checked_output,
+    read_engine,
+    whole_file,
+    write_engine,
+)
 from quantizer.engines.error_hints import hint_for, named_node
 from quantizer.engines.inspection.from_layers import RUNS, inspection_from_layers, run_note
 from quantizer.engines.inspection.inspection import Inspection
-from quantizer.engines.measure.dummy_inputs import made_up_inputs
+from quantizer.engines.measure.benchmark import made_up_inputs
 from quantizer.engines.optional_import import import_library
-from quantizer.engines.tensorrt.build_progress import BuildMonitor, run_monitored, trt_monitor
-from quantizer.engines.tensorrt.cache import save_cache, use_cache
 from quantizer.engines.tensorrt.refit import strip_weights, stripping_hint, weights_note
 from quantizer.engines.tensorrt.run import TensorRTEngine, TrtLog, trt_log
 from quantizer.errors import EngineError
 from quantizer.targets import profile
 from quantizer.targets.tensorrt_rtx import RTX_MAGIC
+
+T = TypeVar("T")
+
+_POLL_S = 0.05
+
+
+@dataclass
+class _Phase:
+    parent: str | None
+    steps: int
+    done: int = 0
+
+
+class BuildMonitor:
+    """Progress of a builder's phases; written by the builder's thread, read by the waiting one.
+
+    Attributes:
+        latest: the share that is done, in [0, 1] and never falling, and the name of the phase that moved last. One
+            tuple, replaced as a whole, so that a reader needs no lock.
+        cancelled: if set, the builder stops at its next step.
+    """
+
+    def __init__(self) -> None:
+        self.latest: tuple[float, str] = (0.0, "start")
+        self.cancelled = False
+        self._phases: dict[str, _Phase] = {}
+
+    def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+        """Begin a phase of ``steps`` steps inside the current step of ``parent``."""
+        self._phases[name] = _Phase(parent, max(steps, 1))
+        self._update(name)
+
+    def step_complete(self, name: str, step: int) -> bool:
+        """Count step ``step`` of a phase, from 0, as done; return False to stop the builder."""
+        if name in self._phases:
+            phase = self._phases[name]
+            phase.done = max(phase.done, min(step + 1, phase.steps))
+            self._update(name)
+        return not self.cancelled
+
+    def phase_finish(self, name: str) -> None:
+        """End a phase, whether all of its steps are done or not."""
+        if name in self._phases:
+            self._phases[name].done = self._phases[name].steps
+            self._update(name)
+            del self._phases[name]
+
+    def _update(self, name: str) -> None:
+        roots = [phase for phase, state in self._phases.items() if state.parent not in self._phases]
+        share = max((self._share(root) for root in roots), default=0.0)
+        self.latest = (max(self.latest[0], min(share, 1.0)), name)
+
+    def _share(self, name: str) -> float:
+        phase = self._phases[name]
+        inner = max((self._share(child) for child, state in self._phases.items() if state.parent == name), default=0.0)
+        return min(phase.done + inner, phase.steps) / phase.steps
+
+
+def trt_monitor(trt: Any, state: BuildMonitor) -> Any:
+    """Return ``state`` as an ``IProgressMonitor`` of the module ``trt``, whose class only exists after its import."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+            state.phase_start(name, parent, steps)
+
+        def step_complete(self, name: str, step: int) -> bool:
+            return state.step_complete(name, step)
+
+        def phase_finish(self, name: str) -> None:
+            state.phase_finish(name)
+
+    return Monitor()
+
+
+def run_monitored(build: Callable[[], T], state: BuildMonitor, progress: Progress | None) -> T:
+    """Run ``build`` in a thread and wait for it here, reporting the progress of ``state`` to ``progress``.
+
+    A builder that holds this thread in native code would delay Ctrl-C until its end. After an exception here, Ctrl-C or
+    one of ``progress``, the builder is asked to stop and waited for, and the exception is raised again; a second Ctrl-C
+    does not wait.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+    # Not Thread.join: if Ctrl-C interrupts it, the thread is marked as ended while it still runs (CPython 3.11).
+    finished = threading.Event()
+
+    def work() -> None:
+        try:
+            results.append(build())
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            errors.append(error)
+        finally:
+            finished.set()
+
+    threading.Thread(target=work, name="engine build", daemon=True).start()
+    try:
+        told: tuple[float, str] | None = None
+        while not finished.wait(_POLL_S):
+            if progress and state.latest != told:
+                told = state.latest
+                progress(*told)
+    except BaseException:
+        state.cancelled = True
+        finished.wait()
+        raise
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def use_cache(config: Any, path: Path) -> None:
+    """Give the cache in ``path`` to a builder's configuration; an empty one if there is no such file.
+
+    Raises:
+        EngineError: the file is not a cache of this release and GPU.
+    """
+    cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
+    # With ignore_mismatch a cache of another GPU would be accepted, with wrong times.
+    if cache is None or not config.set_timing_cache(cache, False):
+        raise EngineError(f"{path} is no timing cache of this TensorRT and this GPU: delete it, or name another file")
+
+
+def save_cache(config: Any, path: Path) -> None:
+    """Write the cache of a configuration after a build, whole or not at all.
+
+    Raises:
+        EngineError: the file cannot be written.
+    """
+    with whole_file(path) as part:
+        part.write_bytes(memoryview(config.get_timing_cache().serialize()))
+
 
 _HEAD = 24
 

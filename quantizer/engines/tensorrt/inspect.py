@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from quantizer.engines.inspection.inspection import Layer
-from quantizer.engines.inspection.multiply_adds import convolution_work, matmul_work
+from quantizer.engines.inspection.inspection import Layer, convolution_work, matmul_work
 from quantizer.errors import EngineError
 
 # Longest first: "FP8" is no part of another word, "Float" is.

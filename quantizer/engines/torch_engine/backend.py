@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from quantizer.engines.backends import backends
 from quantizer.engines.base import BuildOptions, BuildResult
+from quantizer.engines.candidates import saturation_warnings
 from quantizer.engines.cpu import cpu_instructions
 from quantizer.engines.engine_file import checked_onnx, checked_output, write_engine
 from quantizer.engines.inspection.from_layers import RUNS
 from quantizer.engines.inspection.inspection import Inspection
-from quantizer.engines.int8_saturation import saturation_warnings
 from quantizer.engines.optional_import import import_library
 from quantizer.errors import EngineError
 

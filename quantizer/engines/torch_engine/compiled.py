@@ -1,4 +1,12 @@
-"""The compiled road: Inductor's ahead-of-time compiler, which fuses all that lies between the integer kernels.
+"""The number of threads that torch computes on, for the length of a call.
+
+``torch.set_num_threads`` sets that of the process as well, which a thread that is new to torch takes for its own. If
+calls from several threads set and restored it, threads would keep the number of some engine for ever. So the number of
+this thread alone is set, where torch computes with OpenMP.
+
+The eager road: weights prepacked when the graph is loaded, quantizers in one pass, buffers reused.
+
+The compiled road: Inductor's ahead-of-time compiler, which fuses all that lies between the integer kernels.
 
 The prepacking stays in the graph as an operator on a constant. With freezing, Inductor computes it while it compiles,
 and the kernels' own layout of the weights becomes part of the library that it builds.
@@ -7,6 +15,7 @@ and the kernels' own layout of the weights becomes part of the library that it b
 from __future__ import annotations
 
 import atexit
+import ctypes
 import hashlib
 import io
 import re
@@ -14,21 +23,102 @@ import threading
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
-from quantizer.common.interrupts import interrupts_end_the_block
-from quantizer.engines.base import TensorSpec
-from quantizer.engines.measure.dummy_inputs import made_up_inputs
-from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
-from quantizer.engines.torch_engine.lowering.node_shapes import prepacking_without_data
-from quantizer.engines.trust import note_built
+from quantizer.common.child_process import interrupts_end_the_block
+from quantizer.engines.base import TensorSpec, note_built
+from quantizer.engines.measure.benchmark import made_up_inputs
+from quantizer.engines.torch_engine.graph_file import LoweredGraph
+from quantizer.engines.torch_engine.lowering.matching import (
+    CONVOLUTION_PREPACK,
+    LINEAR,
+    LINEAR_PREPACK,
+    aten,
+    is_call,
+    only_reader,
+    prepacking_without_data,
+    quantize,
+)
 from quantizer.errors import EngineError
 from quantizer.files import scratch
+from quantizer.numerics.byte_codes import byte_codes, spend_deprecation_warning
+
+
+@contextmanager
+def computing_threads(count: int) -> Iterator[None]:
+    """Let torch compute on ``count`` threads inside the block."""
+    # The first question to torch in a thread also sets the thread's number.
+    before = torch.get_num_threads()
+    if before == count:
+        yield
+        return
+    set_openmp, set_mkl = _setters()
+    set_openmp(count)
+    # MKL answers with the number that it had.
+    before_mkl = set_mkl(count)
+    try:
+        yield
+    finally:
+        set_openmp(before)
+        set_mkl(before_mkl)
+
+
+@cache
+def _setters() -> tuple[Callable[[int], object], Callable[[int], int]]:
+    """Return what sets the number of the calling thread in OpenMP and in MKL, if torch has MKL."""
+    # A PyDLL keeps the interpreter's lock, whose release would take longer than the call.
+    library = ctypes.PyDLL(torch._C.__file__)
+    try:
+        openmp = library.omp_set_num_threads
+    except AttributeError:
+        # A torch without OpenMP, or a system whose libraries show no symbols of those that they need.
+        return torch.set_num_threads, lambda count: count
+    # The name in small letters is that of Fortran, whose argument is an address.
+    mkl = getattr(library, "MKL_Set_Num_Threads_Local", None)
+    return openmp, mkl or (lambda count: count)
+
+
+def prepare_eager(module: LoweredGraph) -> LoweredGraph:
+    """Prepare a lowered graph, in place, to run operator by operator; return it."""
+    spend_deprecation_warning()
+    for node in list(module.graph.nodes):
+        if is_call(node, LINEAR_PREPACK, CONVOLUTION_PREPACK):
+            _prepack(module, node)
+        elif is_call(node, quantize) and node.args[5] is torch.uint8 and node.args[3:5] == (0, 255):
+            node.target, node.args = byte_codes, node.args[:3]
+        elif is_call(node, aten.mul.Tensor) and _owned(node.args[0]):
+            node.target = aten.mul_.Tensor
+    module.graph.eliminate_dead_code()
+    read = {node.target for node in module.graph.nodes if node.op == "get_attr"}
+    for name in [name for name, _ in module.named_buffers() if name not in read]:
+        delattr(module, name)
+    return module
+
+
+def _prepack(module: LoweredGraph, node: fx.Node) -> None:
+    values = [module.get_buffer(str(value.target)) if isinstance(value, fx.Node) else value for value in node.args]
+    kernel: Any = node.target
+    name = f"{node.name}_held"
+    # Opaque to everything but the kernel, so no buffer that would be saved or moved.
+    setattr(module, name, kernel(*values))
+    with module.graph.inserting_before(node), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of fx, that the attribute is no parameter and no buffer
+        held = module.graph.get_attr(name)
+    node.replace_all_uses_with(held)
+    module.graph.erase_node(node)
+
+
+def _owned(value: Any) -> bool:
+    """Return whether a value is the output of a kernel that nothing else reads, so that it may be overwritten."""
+    return is_call(value, LINEAR, aten.gelu.default) and only_reader(value) is not None
+
 
 _SETTINGS = {"freezing": True, "cpp.dynamic_threads": True}
 

@@ -13,22 +13,23 @@ from typing import Any
 
 import torch
 
-from quantizer.engines.base import Array, Progress, TensorSpec, checked_inputs, shown
+from quantizer.engines.base import Array, Progress, TensorSpec, check_trust, checked_inputs, shown
 from quantizer.engines.engine_file import checked_engine, read_engine
 from quantizer.engines.in_kind import in_kind
 from quantizer.engines.inspection.inspection import Inspection
-from quantizer.engines.measure.benchmark import interleaved_latency
-from quantizer.engines.measure.dummy_inputs import working_inputs
-from quantizer.engines.torch_engine.compiled import CompiledGraph, compile_graph, missing_compiler
-from quantizer.engines.torch_engine.eager import prepare_eager
-from quantizer.engines.torch_engine.graph_file import GraphFile, unpack
+from quantizer.engines.measure.benchmark import interleaved_latency, working_inputs
+from quantizer.engines.torch_engine.compiled import (
+    CompiledGraph,
+    compile_graph,
+    computing_threads,
+    missing_compiler,
+    prepare_eager,
+)
+from quantizer.engines.torch_engine.graph_file import GraphFile, program, unpack
 from quantizer.engines.torch_engine.inspect import inspect_graph
-from quantizer.engines.torch_engine.lowered_graph import program
 from quantizer.engines.torch_engine.lowering.lower import lower
-from quantizer.engines.torch_engine.lowering.node_shapes import RunnableSizes
+from quantizer.engines.torch_engine.lowering.matching import RunnableSizes
 from quantizer.engines.torch_engine.onnx_import.importer import Imported, import_onnx
-from quantizer.engines.torch_engine.thread_count import computing_threads
-from quantizer.engines.trust import check_trust
 from quantizer.errors import EngineError
 
 _ROUNDS = 7

@@ -1,4 +1,13 @@
-"""A lowered graph as JSON and safetensors, in one zip archive: nothing in it is code that reading would run.
+"""The operators that an engine file may call: those that an import and its lowering make, and no others.
+
+A file names its operators by text. A name that is not listed here is refused before anything is looked up.
+
+A graph of torch's operators with its constants, and a program that runs it. No source code is made of either.
+
+``torch.fx.GraphModule`` writes names and arguments of its nodes into Python text, which it executes. A graph that was
+read from a file may hold any text there, so it is run node by node.
+
+A lowered graph as JSON and safetensors, in one zip archive: nothing in it is code that reading would run.
 
     engine.json          inputs, outputs, nodes; type and shape of every constant
     weights.safetensors  the constants, for the eager road
@@ -14,24 +23,180 @@ from __future__ import annotations
 
 import io
 import json
+import operator
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.ao.quantization.fx._decomposed as _decomposed  # registers the operators
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import fx
 
 from quantizer.common.plain_values import decoded, json_values
-from quantizer.engines.base import TensorSpec
-from quantizer.engines.torch_engine.allowed_operators import allowed_operator, operator_name
-from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
-from quantizer.engines.trust import COMPILED
+from quantizer.engines.base import COMPILED, TensorSpec
 from quantizer.errors import EngineError
+
+del _decomposed
+
+_ATEN = """
+    abs.default acos.default acosh.default add.Scalar add.Tensor amax.default amin.default arange.default
+    arange.start_step argmax.default argmin.default asin.default asinh.default atan.default atanh.default
+    avg_pool1d.default avg_pool2d.default avg_pool3d.default batch_norm.default bitwise_and.Tensor bitwise_not.default
+    bitwise_or.Tensor bitwise_xor.Tensor cat.default ceil.default celu.default clamp.Tensor clamp.default
+    constant_pad_nd.default contiguous.default convolution.default cos.default cosh.default cumsum.default div.Tensor
+    div.Tensor_mode einsum.default elu.default embedding.default eq.Tensor erf.default exp.default expand.default
+    flatten.using_ints
+    flip.default floor.default fmod.Tensor full.default gather.default ge.Tensor gelu.default group_norm.default
+    gru.input gt.Tensor hardswish.default index.Tensor index_put.default instance_norm.default isinf.default
+    isnan.default layer_norm.default le.Tensor leaky_relu.default linalg_vector_norm.default log.default log_softmax.int
+    logical_and.default logical_not.default logical_or.default logical_xor.default logsumexp.default lstm.input
+    lt.Tensor matmul.default max_pool1d.default max_pool2d.default max_pool3d.default maximum.default mean.dim
+    minimum.default mish.default mul.Scalar mul.Tensor neg.default pad.default permute.default pixel_shuffle.default
+    pow.Tensor_Tensor prod.dim_int reciprocal.default relu.default remainder.Tensor repeat.default reshape.default
+    rms_norm.default rnn_relu.input rnn_tanh.input round.default scalar_tensor.default
+    scaled_dot_product_attention.default scatter.src scatter_reduce.two select.int sigmoid.default
+    sign.default sin.default sinh.default slice.Tensor softmax.int softplus.default split_with_sizes.default
+    sqrt.default square.default squeeze.default squeeze.dims stack.default sub.Tensor sum.dim_IntList sym_numel.default
+    sym_size.int tan.default tanh.default tensor_split.sections threshold.default to.dtype topk.default transpose.int
+    tril.default triu.default unflatten.int unsqueeze.default upsample_bicubic2d.vec upsample_bilinear2d.vec
+    upsample_linear1d.vec upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec upsample_trilinear3d.vec
+    where.self
+"""
+_QUANTIZED = """
+    dequantize_per_channel.default dequantize_per_tensor.default quantize_per_channel.default
+    quantize_per_tensor.default
+"""
+_ONEDNN = """
+    qconv_pointwise.default qconv_prepack.default qlinear_pointwise.binary qlinear_pointwise.default
+    qlinear_prepack.default
+"""
+_PLAIN = {f"operator.{name}": getattr(operator, name) for name in ("add", "eq", "floordiv", "getitem", "mul", "sub")}
+"""Of sizes, and of results that are several."""
+
+
+def _overloads(namespace: str, names: str) -> dict[str, Any]:
+    found = {}
+    for name in names.split():
+        packet, _, overload = name.partition(".")
+        found[f"{namespace}.{name}"] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    return found
+
+
+_ALLOWED = _PLAIN | _overloads("aten", _ATEN) | _overloads("quantized_decomposed", _QUANTIZED)
+# A torch without oneDNN has no such operators, and no engine of this backend.
+_ALLOWED |= _overloads("onednn", _ONEDNN) if torch._C._has_mkldnn else {}
+_NAMES = {target: name for name, target in _ALLOWED.items()}
+
+
+def allowed_operator(name: str) -> Any:
+    """Return the operator of a name.
+
+    Raises:
+        ValueError: the engine has none of that name.
+    """
+    if name not in _ALLOWED:
+        raise ValueError(f"operator {name[:200]!r} is not one of those that the engine has")
+    return _ALLOWED[name]
+
+
+def operator_name(target: Any) -> str:
+    """Return the name under which a file holds an operator.
+
+    Raises:
+        ValueError: a file may not hold it.
+    """
+    if target not in _NAMES:
+        raise ValueError(f"operator {target} is not one of those that an engine file may hold")
+    return _NAMES[target]
+
+
+class LoweredGraph(torch.nn.Module):
+    """Graph of operators, whose ``get_attr`` nodes read the module's buffers.
+
+    Args:
+        graph: the graph; its output is a tuple.
+        constants: the buffers by name.
+    """
+
+    def __init__(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.graph = graph
+        for name, tensor in constants.items():
+            self.register_buffer(name, tensor)
+
+
+def program(module: LoweredGraph) -> Callable[..., tuple[Any, ...]]:
+    """Return a function of the graph's inputs by position, which may run in several threads at once.
+
+    It drops each value after its last use.
+    """
+    nodes = list(module.graph.nodes)
+    places = {node: place for place, node in enumerate(nodes)}
+    last = {source: node for node in nodes for source in node.all_input_nodes}
+    start: list[Any] = [getattr(module, str(node.target)) if node.op == "get_attr" else None for node in nodes]
+    inputs = [places[node] for node in nodes if node.op == "placeholder"]
+    outputs = [places[node] for node in nodes[-1].args[0]]
+    steps = []
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        dropped = [
+            places[source] for source in node.all_input_nodes if last[source] is node and source.op != "get_attr"
+        ]
+        positional = _holes(enumerate(node.args), places)
+        keywords = _holes(node.kwargs.items(), places)
+        steps.append((node.target, list(node.args), dict(node.kwargs), positional, keywords, places[node], dropped))
+
+    def run(*given: Any) -> tuple[Any, ...]:
+        values = start.copy()
+        for place, value in zip(inputs, given, strict=True):
+            values[place] = value
+        for target, args, kwargs, positional, keywords, place, dropped in steps:
+            own = args.copy()
+            for at, source in positional:
+                own[at] = values[source] if type(source) is int else source(values)
+            if keywords:
+                kwargs = {**kwargs, **{at: source(values) for at, source in keywords}}
+            values[place] = target(*own, **kwargs)
+            for source in dropped:
+                values[source] = None
+        return tuple(values[place] for place in outputs)
+
+    return run
+
+
+def _holes(arguments: Any, places: Mapping[fx.Node, int]) -> list[tuple[Any, Any]]:
+    """Return the arguments that hold values of nodes: position or name, and the value's place or a function of all."""
+    found: list[tuple[Any, Any]] = []
+    for at, value in arguments:
+        if isinstance(value, fx.Node) and isinstance(at, int):
+            found.append((at, places[value]))
+        elif _reads_nodes(value):
+            found.append((at, _resolver(value, places)))
+    return found
+
+
+def _reads_nodes(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_reads_nodes(item) for item in value)
+    return isinstance(value, fx.Node)
+
+
+def _resolver(value: Any, places: Mapping[fx.Node, int]) -> Callable[[list[Any]], Any]:
+    """Return a function that puts the values of nodes into an argument."""
+    if isinstance(value, fx.Node):
+        place = places[value]
+        return lambda values: values[place]
+    if isinstance(value, list | tuple):
+        items = [_resolver(item, places) for item in value]
+        return lambda values: [item(values) for item in items]
+    return lambda values: value
+
 
 DESCRIPTION = "engine.json"
 WEIGHTS = "weights.safetensors"

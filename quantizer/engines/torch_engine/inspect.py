@@ -14,12 +14,9 @@ from torch import fx
 
 from quantizer.engines.dimensions import shape_words
 from quantizer.engines.inspection.from_layers import WARMUP, inspection_from_layers, run_note
-from quantizer.engines.inspection.inspection import Inspection, Layer
-from quantizer.engines.inspection.multiply_adds import attention_work, convolution_work, matmul_work
-from quantizer.engines.torch_engine.compiled import CompiledGraph, kernel_calls
-from quantizer.engines.torch_engine.eager import prepare_eager
-from quantizer.engines.torch_engine.graph_file import GraphFile
-from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
+from quantizer.engines.inspection.inspection import Inspection, Layer, attention_work, convolution_work, matmul_work
+from quantizer.engines.torch_engine.compiled import CompiledGraph, kernel_calls, prepare_eager
+from quantizer.engines.torch_engine.graph_file import GraphFile, LoweredGraph
 from quantizer.engines.torch_engine.lowering.matching import (
     CONVOLUTION,
     CONVOLUTION_PREPACK,
@@ -29,8 +26,8 @@ from quantizer.engines.torch_engine.lowering.matching import (
     aten,
     decomposed,
     is_call,
+    node_values,
 )
-from quantizer.engines.torch_engine.lowering.node_shapes import node_values
 
 _INTEGER = (LINEAR, LINEAR_ADD, CONVOLUTION)
 _PACKS = (LINEAR_PREPACK, CONVOLUTION_PREPACK)

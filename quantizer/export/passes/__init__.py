@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 from quantizer.common.registry import Registry
-from quantizer.export.passes.base import GraphPass, run_passes
+from quantizer.export.passes.base import DropUnreadNodes, GraphPass, NameNodes, run_passes
 from quantizer.export.passes.clamp_masks import ClampMasks
-from quantizer.export.passes.drop_unread_nodes import DropUnreadNodes
-from quantizer.export.passes.einsum_to_matmul import EinsumToMatMul
-from quantizer.export.passes.einsum_weights import EinsumWeights
+from quantizer.export.passes.einsum import EinsumToMatMul, EinsumWeights, GemmToMatMul
 from quantizer.export.passes.expert_weights import ExpertWeights
 from quantizer.export.passes.float_types import FloatTypes
-from quantizer.export.passes.folding.fold_batch_norm import FoldBatchNorm
-from quantizer.export.passes.folding.fold_channel_factors import FoldChannelFactors
-from quantizer.export.passes.folding.fold_convolution_factors import FoldConvolutionFactors
-from quantizer.export.passes.folding.fold_padding import FoldPadding
-from quantizer.export.passes.gemm_to_matmul import GemmToMatMul
-from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
-from quantizer.export.passes.name_nodes import NameNodes
-from quantizer.export.passes.per_target.bytes_first import BytesFirst
-from quantizer.export.passes.per_target.kept_axes import ConcatsBeforeQuantize, GathersApart, KeptAxes
-from quantizer.export.passes.per_target.moves_of_codes import MovesOfCodes
-from quantizer.export.passes.per_target.pairs_of_codes import PairsOfCodes
-from quantizer.export.passes.per_target.plain_softplus import PlainSoftplus
-from quantizer.export.passes.per_target.rows_of_codes import RowsOfCodes
-from quantizer.export.passes.per_target.unfused_products import (
+from quantizer.export.passes.folding import FoldBatchNorm, FoldChannelFactors, FoldConvolutionFactors, FoldPadding
+from quantizer.export.passes.per_target.codes import BytesFirst, MovesOfCodes, PlainSoftplus, UnsignedActivations
+from quantizer.export.passes.per_target.openvino import (
+    BiasesApart,
+    ConcatsBeforeQuantize,
+    FactorsBeforeReductions,
+    GathersApart,
+    KeptAxes,
     NumbersBehindProducts,
+    PairsOfCodes,
+    RowsOfCodes,
     UnfusedProducts,
+    UnfusedRectifiers,
+    UnfusedReductions,
+    UnsharedProducts,
     WeightsReadOneWay,
 )
-from quantizer.export.passes.per_target.unfused_rectifiers import UnfusedRectifiers
-from quantizer.export.passes.per_target.unfused_reductions import FactorsBeforeReductions, UnfusedReductions
-from quantizer.export.passes.per_target.unshared_products import BiasesApart, UnsharedProducts
-from quantizer.export.passes.per_target.unsigned_activations import UnsignedActivations
-from quantizer.export.passes.quantize_once import QuantizeOnce
-from quantizer.export.passes.rectify_before_quantize import RectifyBeforeQuantize
-from quantizer.export.passes.scale_before_quantize import ScaleBeforeQuantize
-from quantizer.export.passes.share_quantizers import ShareQuantizers
+from quantizer.export.passes.quantizers import (
+    LayoutBeforeQuantize,
+    QuantizeOnce,
+    RectifyBeforeQuantize,
+    ScaleBeforeQuantize,
+    ShareQuantizers,
+)
 from quantizer.export.passes.store_weights import StoreWeights
 from quantizer.export.passes.unspread_weights import UnspreadWeights
 from quantizer.export.passes.weights_as_read import WeightsAsRead

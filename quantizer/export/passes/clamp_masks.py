@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from quantizer.export.passes.base import add_constant
-from quantizer.numerics.float16 import FLOAT16_MASK
+from quantizer.numerics.qtype import FLOAT16_MASK
 from quantizer.qdq.graph import floats, scalar
-from quantizer.qdq.masks import masks_only
+from quantizer.qdq.operand import masks_only
 
 
 class ClampMasks:

@@ -1,17 +1,15 @@
-"""Rules of placement: the sites that are quantized, and their operands."""
+"""Rules of placement: the sites that are quantized, and their operands.
+
+Rule of residual adds: reading the operand that skips the block is what costs time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from quantizer.graph_check.finding import Fault
-from quantizer.graph_check.rule import rules
-from quantizer.graph_check.subject import Subject
+from quantizer.graph_check.subject import Fault, Subject, rules
 from quantizer.numerics.qtype import INT4
-from quantizer.qdq.attention import mask_adds
-from quantizer.qdq.flat_products import scales_by_negatives, scales_flat_product
-from quantizer.qdq.gathered_axes import gathers_axis, gathers_zero_points, joins_before
 from quantizer.qdq.graph import (
     attribute,
     is_constant,
@@ -22,10 +20,21 @@ from quantizer.qdq.graph import (
     steps_type,
     varying_inputs,
 )
-from quantizer.qdq.misread_factors import is_read_both_ways, misplaces_numbers
-from quantizer.qdq.operand import PRODUCTS, Operand
-from quantizer.qdq.reductions import BY_NUMBER, misreads_channels, misreads_channels_before
-from quantizer.qdq.shared_products import is_shared_product, sized_biases
+from quantizer.qdq.openvino import (
+    BY_NUMBER,
+    gathers_axis,
+    gathers_zero_points,
+    is_read_both_ways,
+    is_shared_product,
+    joins_before,
+    misplaces_numbers,
+    misreads_channels,
+    misreads_channels_before,
+    scales_by_negatives,
+    scales_flat_product,
+    sized_biases,
+)
+from quantizer.qdq.operand import PRODUCTS, Operand, mask_adds
 
 
 @rules.add("half-site")
@@ -211,3 +220,35 @@ def quantized_mask(subject: Subject) -> Iterator[Fault]:
                 f"rounds an operand of {name_of(add)}, which adds the attention's mask: its range is that of the mask"
             )
             yield Fault(name_of(before), problem, "leave scores and mask float")
+
+
+@rules.add("residual-side")
+def residual_side(subject: Subject) -> Iterator[Fault]:
+    """Quantize the operand that skips the block if only one operand of a residual add is quantized."""
+    masks = set(mask_adds(subject.nodes))
+    for node in subject.nodes:
+        if node.op_type != "Add" or node in masks or any(is_constant(value) for value in node.inputs):
+            continue
+        low = [value for value in node.inputs if is_dequantize(maker(value))]
+        if len(low) != 1:
+            continue
+        high = next(value for value in node.inputs if value is not low[0])
+        if _from_product(low[0]) and not _from_product(high):
+            problem = (
+                f"adds the rounded output of a product to {high.name}, which stays float: "
+                "the product's output is rounded for nothing, and the skipped operand is read as floats"
+            )
+            yield Fault(name_of(node), problem, f"quantize {high.name} (and the other too, or not), or neither")
+
+
+def _from_product(value: Any) -> bool:
+    """Return whether a value is the result of a product, with its bias, requantized or not."""
+    node = maker(value)
+    while node is not None:
+        if node.op_type in PRODUCTS:
+            return True
+        bias = node.op_type == "Add" and any(is_constant(read) for read in node.inputs)
+        if not (bias or is_dequantize(node) or is_quantize(node) or node.op_type in ("Identity", "Dropout", "Reshape")):
+            return False
+        node = maker(next((read for read in node.inputs if not is_constant(read)), None))
+    return False

@@ -11,8 +11,7 @@ import numpy as np
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.optional_import import import_library
 from quantizer.errors import EngineError, TaskError
-from quantizer.qdq.external_data import files_of
-from quantizer.qdq.structure import structural_fault
+from quantizer.qdq.structure import files_of, structural_fault
 
 _QUANTIZED = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger")
 _QUANTIZED_STARTS = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulNBits")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
+from quantizer.engines.torch_engine.graph_file import LoweredGraph
 from quantizer.interop.onnx.operations import Lstm
 
 aten = torch.ops.aten

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantizer.common.fingerprint import TensorStamp
 from quantizer.common.plain_values import json_values
-from quantizer.common.tensor_stamp import TensorStamp
 
 RANDOM = "with random numbers"
 """Why a computation of random numbers cannot be repeated."""

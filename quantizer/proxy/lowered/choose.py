@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from quantizer.numerics.qtype import qtype
-from quantizer.proxy.lowered.activation import Activation
 from quantizer.proxy.lowered.calls import CALLS, Call
 from quantizer.proxy.lowered.kernels import (
+    Activation,
     IntegerConvolution,
     IntegerLinear,
     IntegerMatmul,

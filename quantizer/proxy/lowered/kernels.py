@@ -7,19 +7,42 @@ point z (see ``activation.py``); b [N] the bias.
 
 oneDNN subtracts z by the sums of the rows of w, and adds b, inside the kernel. ``aten::_int_mm`` does neither: what it
 returns is corrected afterwards, in operations that a compiler fuses. ``aten::_scaled_mm`` multiplies FP8 by FP8.
+
+``quantizer::integer_linear``, oneDNN's integer linear as one operator of a compiled graph.
+
+Inductor takes oneDNN's own operator only where it prepacks the weight itself, from a constant of a frozen graph, and
+stops with an assertion elsewhere. This operator takes the weight as it is stored and packs it at the first call, so
+that graphs need not be frozen. Legend as in ``kernels.py``; s [] and z [] are tensors, which a range of each call makes
+in the graph.
+
+The codes of an activation for an integer kernel.
+
+Legend: x [.., K] the activation; s its scale; z its zero point; q [.., K] the codes, x' = (q - z) s.
+
+Kernels of CPUs take unsigned bytes, those of GPUs signed ones. An INT8 code plus 128 is an unsigned one with the zero
+point 128, and a UINT8 code minus 128 a signed one, so both take both. A range of each call is that of the tensor, or,
+where a block is as long as a row, of each row: then x is divided by the scales of its rows first and the product
+multiplied by them afterwards.
+
+A weight that is in its site as codes, and that code outside of the site may read as floats.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, MutableMapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils import _pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from quantizer.proxy.lowered.activation import Activation
-from quantizer.proxy.lowered.compiled_linear import integer_linear
+from quantizer.numerics.byte_codes import byte_codes
+from quantizer.numerics.dynamic_range import block_scales, dynamic_range
+from quantizer.numerics.qtype import INT8, UINT8, qtype
+from quantizer.proxy.operand_quantizer import OperandQuantizer, is_recorded
 
 Window = tuple[Any, ...]
 """Stride, padding, dilation and groups of a convolution, as its call gives them; empty for other products."""
@@ -277,3 +300,204 @@ def _around(window: Any, dilation: Any) -> list[int] | None:
     """Return the padding on each side that keeps the size; None if one side needs more than the other."""
     whole = [step * (size - 1) for size, step in zip(window, dilation, strict=True)]
     return None if any(width % 2 for width in whole) else [width // 2 for width in whole]
+
+
+_NAME = "quantizer::integer_linear"
+_PACKED: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
+
+torch.library.define(_NAME, "(Tensor codes, Tensor s, Tensor z, Tensor weight, Tensor t, Tensor? bias) -> Tensor")
+
+
+@torch.library.impl(_NAME, "CPU")
+def _integer_linear(codes: Tensor, s: Tensor, z: Tensor, weight: Tensor, t: Tensor, bias: Tensor | None) -> Tensor:
+    held = _PACKED.get(weight)
+    if held is None:
+        packed = torch.ops.onednn.qlinear_prepack(weight, None)
+        held = _PACKED[weight] = packed, torch.zeros(len(weight), dtype=torch.int64)
+    call: Any = torch.ops.onednn.qlinear_pointwise.default
+    given = (codes.contiguous(), float(s), int(z), held[0], t, held[1], bias)
+    result: Tensor = call(*given, 1.0, 0, torch.float32, "none", [], "")
+    return result
+
+
+def _without_data(codes: Tensor, s: Tensor, z: Tensor, weight: Tensor, t: Tensor, bias: Tensor | None) -> Tensor:
+    return codes.new_empty((*codes.shape[:-1], len(weight)), dtype=torch.float32)
+
+
+torch.library.register_fake(_NAME, _without_data)
+
+
+def integer_linear(codes: Tensor, s: Tensor, z: Tensor, weight: Tensor, t: Tensor, bias: Tensor | None) -> Tensor:
+    """Return y [.., N], float32, of codes a [.., K], uint8, and the weight w [N, K], int8."""
+    made: Tensor = torch.ops.quantizer.integer_linear(codes, s, z, weight, t, bias)
+    return made
+
+
+Codes = tuple[Tensor, "float | Tensor", "int | Tensor", "Tensor | None"]
+"""q, s, z, and the scales of the rows [.., 1], by which the product has yet to be multiplied; None: by none."""
+
+
+class Activation:
+    """The quantizer of an activation, with all that does not depend on the values computed in advance.
+
+    Args:
+        quantizer: has one scale for the tensor, or takes ranges at each call, of the tensor or of its rows.
+        device: where the kernel computes; None: where the scale is.
+    """
+
+    def __init__(self, quantizer: OperandQuantizer, device: torch.device | None = None) -> None:
+        self._set(quantizer, quantizer, device)
+        self._calls = [Activation.__new__(Activation) for _ in quantizer.calls]
+        for number, call in enumerate(self._calls):
+            call._set(quantizer, quantizer.of_call(number), device)
+
+    def of_call(self, number: int | None) -> Activation:
+        """Return the activation with the range of a call by its number in the pass."""
+        return self if number is None or number >= len(self._calls) else self._calls[number]
+
+    def _set(self, factored: OperandQuantizer, quantizer: OperandQuantizer, device: torch.device | None) -> None:
+        self._kind = qtype(quantizer.dtype)
+        self._quantizer = factored
+        self._factored = factored.factor is not None
+        self._dynamic = quantizer.dynamic
+        self._by_row = quantizer.dynamic and quantizer.block_size is not None
+        self._scale = 1.0 if quantizer.scale is None else float(quantizer.scale)
+        self._point = 0 if quantizer.zero_point is None else int(quantizer.zero_point)
+        self._to_unsigned = UINT8.qmin - self._kind.qmin
+        self._to_signed = INT8.qmin - self._kind.qmin
+        # Numbers would be constants of a compiled graph, which a block that a model repeats then has for each layer.
+        if device is None and quantizer.scale is not None:
+            device = quantizer.scale.device
+        self._step = torch.tensor(self._scale, device=device)
+        self._points = {
+            signed: torch.tensor(self._point + shift, dtype=torch.int32, device=device)
+            for signed, shift in ((True, self._to_signed), (False, self._to_unsigned))
+        }
+        self._centered = self._point + self._to_signed == 0
+
+    def unsigned(self, x: Tensor) -> Codes:
+        """Return UINT8 codes of float32 values on the CPU, in one pass over them where the range is fixed."""
+        if self._factored:
+            x = self._quantizer.multiplied(x)
+        if not self._dynamic:
+            point = self._point + self._to_unsigned
+            return byte_codes(x, self._scale, point), self._scale, point, None
+        if self._by_row:
+            rows = block_scales(x, self._kind.name, x.shape[-1])
+            return byte_codes(x / rows, 1.0, self._to_unsigned), 1.0, self._to_unsigned, rows
+        scale, zero = dynamic_range(x, self._kind.name)
+        step, point = float(scale), int(zero) + self._to_unsigned
+        return byte_codes(x, step, point), step, point, None
+
+    def fusible(self, x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return codes by operations that a compiler fuses with those before, on any device; INT8 or UINT8 ones.
+
+        s [] and z [] are tensors, and z is None where it is zero whatever the values are.
+        """
+        if self._factored:
+            x = self._quantizer.multiplied(x)
+        made = INT8 if signed else UINT8
+        scale, rows = self._step, None
+        point = None if signed and self._centered else self._points[signed]
+        if self._by_row:
+            rows = block_scales(x, self._kind.name, x.shape[-1])
+        elif self._dynamic:
+            scale, zero = dynamic_range(x, self._kind.name)
+            point = zero.int() + (self._to_signed if signed else self._to_unsigned)
+        steps = (x / (scale if rows is None else rows)).round()
+        codes = (steps if point is None else steps + point).clamp(made.qmin, made.qmax).to(made.storage)
+        return codes, scale, point, rows
+
+    def floating(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return codes in the range of a floating-point format, in float32, and s []."""
+        if self._factored:
+            x = self._quantizer.multiplied(x)
+        return (x / self._step).clamp(self._kind.qmin, self._kind.qmax), self._step
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The torch type of the format's codes."""
+        return self._kind.storage
+
+
+class StoredWeight(Tensor):
+    """A tensor with the shape, type and place of a weight, whose values are made when something computes with it.
+
+    A module's ``F.linear(x, self.weight)`` reads its weight at each call, and the site then computes with the codes:
+    values that were made for the read would be made for nothing.
+    """
+
+    _read: Callable[[], Tensor]
+
+    @staticmethod
+    def of(like: Tensor, dtype: torch.dtype, read: Callable[[], Tensor]) -> StoredWeight:
+        """Return the weight of the shape and place of ``like``, whose values ``read`` returns."""
+        make: Any = Tensor._make_wrapper_subclass
+        made: StoredWeight = make(StoredWeight, like.shape, dtype=dtype, device=like.device, requires_grad=False)
+        made._read = read
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            # As a parameter it stays what it is.
+            return StoredWeight.of(args[0], args[0].dtype, args[0]._read)
+        args, kwargs = _pytree.tree_map(_values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self._read().clone()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array, as ``Tensor.numpy`` does."""
+        return self._read().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self._read().__array__(dtype)  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"StoredWeight({self._read()!r})"
+
+
+def _values(value: Any) -> Any:
+    return value._read() if isinstance(value, StoredWeight) else value
+
+
+class LazyWeight(OperandQuantizer):
+    """A stored weight that is dequantized only where something other than its site computes with it.
+
+    Attributes:
+        shown: what the module reads as its weight; None: it was not read yet.
+    """
+
+    shown: StoredWeight | None
+
+    @staticmethod
+    def of(quantizer: OperandQuantizer) -> None:
+        """Turn the quantizer of a stored weight into a lazy one."""
+        quantizer.__class__ = LazyWeight
+        vars(quantizer)["shown"] = None
+
+    def as_parameter(self) -> Tensor:
+        """Return the weight, whose values are made when they are needed; in a compiled graph, what makes them."""
+        if is_recorded():
+            return super().as_parameter()
+        shown = self.shown
+        if shown is None:
+            assert self.stored is not None
+            shown = self.shown = StoredWeight.of(self.stored, self.stored_dtype, super().as_parameter)
+        return shown
+
+    def forward(self, x: Any) -> Any:
+        # A lookup that limits norms writes to the rows that it reads: to values, which are made once.
+        return _values(super().forward(x))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.shown = None
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without what the module reads, which refers to this very object."""
+        return {**super().__getstate__(), "shown": None}  # type: ignore[no-untyped-call]

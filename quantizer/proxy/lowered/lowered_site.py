@@ -12,8 +12,7 @@ from quantizer.errors import ProxyError
 from quantizer.proxy.call_numbers import count_call, next_call
 from quantizer.proxy.lowered.calls import CALLS
 from quantizer.proxy.lowered.choose import FLOATS, Lowering, choose
-from quantizer.proxy.lowered.kernels import Kernel
-from quantizer.proxy.lowered.stored_weight import LazyWeight
+from quantizer.proxy.lowered.kernels import Kernel, LazyWeight
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 

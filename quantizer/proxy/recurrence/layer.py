@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.numerics.recurrence import steps
-from quantizer.operations.recurrent import input_product, recurrent_product
+from quantizer.operations.catalogue import input_product, recurrent_product
 from quantizer.proxy.recurrence.recorded import as_operator
 from quantizer.proxy.site import Site
 

@@ -10,8 +10,8 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantizer.report.candidate_record import Candidate, EngineChoice
-from quantizer.report.charts.svg import svg_legend, svg_note, svg_picture, svg_text
+from quantizer.report.charts.axes import svg_legend, svg_note, svg_picture, svg_text
+from quantizer.report.run_records import Candidate, EngineChoice
 from quantizer.report.tables import text
 
 _COLOURS = {"quantized": "#2f7fd6", "float": "#c26a12"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import html
 
-from quantizer.report.charts.svg import svg_legend, svg_note, svg_picture, svg_text
-from quantizer.report.placement_record import Placement, PlacementPoint
+from quantizer.report.charts.axes import svg_legend, svg_note, svg_picture, svg_text
+from quantizer.report.run_records import Placement, PlacementPoint
 from quantizer.report.tables import text
 
 _COLOURS = {"plan": "#2f7fd6", "taken": "#c26a12"}

@@ -12,10 +12,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quantizer.report.charts.svg import svg_legend, svg_note, svg_picture, svg_text
-from quantizer.report.tables.measure_labels import error_words
-from quantizer.report.tables.ranking import RankedRow, blocks_in_order
-from quantizer.report.tables.text import MISSING, error, shorten
+from quantizer.report.charts.axes import svg_legend, svg_note, svg_picture, svg_text
+from quantizer.report.tables.tables import RankedRow, blocks_in_order
+from quantizer.report.tables.text import MISSING, error, error_words, shorten
 
 _HUE = "#d55e00"
 _FAINT, _FULL = 0.06, 0.8

@@ -6,8 +6,8 @@ import html
 import math
 from collections.abc import Iterator
 
-from quantizer.report.charts.svg import svg_picture, svg_text
-from quantizer.report.site_record import Histogram, RangeCandidate
+from quantizer.report.charts.axes import svg_picture, svg_text
+from quantizer.report.run_records import Histogram, RangeCandidate
 from quantizer.report.tables.text import decibels, percent, significant
 
 # Both colours have a contrast of at least 3:1 to white and to near-black pages (WCAG 1.4.11), and differ for the common

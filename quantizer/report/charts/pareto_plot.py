@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from quantizer.report.charts.svg import svg_legend, svg_note, svg_picture, svg_text
+from quantizer.report.charts.axes import svg_legend, svg_note, svg_picture, svg_text
 from quantizer.report.record import Evaluation, Fallback
 from quantizer.report.tables.text import amount, counted, error, significant
 

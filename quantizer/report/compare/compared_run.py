@@ -10,14 +10,14 @@ from typing import Any
 
 from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
+from quantizer.report.codec import read_record
 from quantizer.report.compare.resamples import Resamples, read_resamples
 from quantizer.report.compare.run_folders import run_folders
-from quantizer.report.json_file import read_record
-from quantizer.report.output_record import worst_output
 from quantizer.report.ratios import quantized_entry
 from quantizer.report.record import LatencyEntry, RunRecord, Score, SizeEntry
+from quantizer.report.run_records import worst_output
 from quantizer.report.tables.headline import quantized_score
-from quantizer.report.tables.spread import noise_sentence
+from quantizer.report.tables.text import noise_sentence
 from quantizer.report.verdict import verdict_of
 
 

@@ -7,10 +7,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from quantizer.report.codec import write_text_atomic
 from quantizer.report.compare.comparison import Comparison
-from quantizer.report.compare.in_short import comparison_sentence, comparison_svg
-from quantizer.report.compare.tables import csv_text, pairs_html, runs_html, settings_html
-from quantizer.report.json_file import write_text_atomic
+from quantizer.report.compare.tables import (
+    comparison_sentence,
+    comparison_svg,
+    csv_text,
+    pairs_html,
+    runs_html,
+    settings_html,
+)
 from quantizer.report.page.html import render
 from quantizer.report.tables import text
 from quantizer.report.verdict import THRESHOLDS

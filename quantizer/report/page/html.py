@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizer.errors import MissingDependencyError
-from quantizer.report.json_file import write_text_atomic
+from quantizer.report.codec import write_text_atomic
 from quantizer.report.page.page_content import view_from_record
 from quantizer.report.record import RunRecord
 

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from quantizer.errors import MissingDependencyError
+from quantizer.report.charts.axes import sensitivity_bars
 from quantizer.report.charts.candidates_plot import candidates_svg
 from quantizer.report.charts.frontier_plot import frontier_svg
 from quantizer.report.charts.heat_map import sensitivity_heatmap
 from quantizer.report.charts.histogram_plot import histogram_figure
 from quantizer.report.charts.pareto_plot import pareto_svg
-from quantizer.report.charts.plots import sensitivity_bars
 from quantizer.report.charts.training_plot import loss_svg, score_svg, training_caption
-from quantizer.report.codec import mapping_from_record
-from quantizer.report.output_record import OutputDistance, worst_output
+from quantizer.report.codec import is_from_python, mapping_from_record, shown_setting
 from quantizer.report.page.glossary import GLOSSARY
 from quantizer.report.page.page_tables import (
     cost_table,
@@ -33,18 +32,20 @@ from quantizer.report.page.page_tables import (
 )
 from quantizer.report.ratios import quantized_entry, reference_entry
 from quantizer.report.record import Latency, MemoryEntry, RunRecord, Score, SizeEntry, Stage
-from quantizer.report.shown_setting import is_from_python, shown_setting
-from quantizer.report.site_record import Site
+from quantizer.report.run_records import OutputDistance, Site, worst_output
 from quantizer.report.tables import text
-from quantizer.report.tables.cause_lines import lines_of_causes
-from quantizer.report.tables.choice_table import choice_table, missing_lines
-from quantizer.report.tables.engine_table import engine_facts, engine_table, layers_table, verified_words
 from quantizer.report.tables.headline import covered_share, quantized_score, verdict
-from quantizer.report.tables.layer_table import group_table, layer_table
-from quantizer.report.tables.measure_labels import error_words
-from quantizer.report.tables.placement_lines import placement_lines
-from quantizer.report.tables.search_table import evaluation_caption
-from quantizer.report.tables.tables import Column, html_table
+from quantizer.report.tables.layer_table import (
+    engine_facts,
+    engine_table,
+    group_table,
+    layer_table,
+    layers_table,
+    verified_words,
+)
+from quantizer.report.tables.summary import lines_of_causes, placement_lines
+from quantizer.report.tables.tables import Column, choice_table, evaluation_caption, html_table, missing_lines
+from quantizer.report.tables.text import error_words
 from quantizer.report.verdict import THRESHOLDS, verdict_of
 
 if TYPE_CHECKING:

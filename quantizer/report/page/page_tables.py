@@ -7,13 +7,11 @@ from typing import Any
 
 from quantizer.reasons import counted
 from quantizer.report.record import Fallback, RunRecord, SensitivityRow
-from quantizer.report.site_record import Operand, Site, UnquantizedProduct
+from quantizer.report.run_records import Operand, Site, UnquantizedProduct
 from quantizer.report.tables import text
 from quantizer.report.tables.headline import multiply_add_share
-from quantizer.report.tables.measure_labels import error_words
-from quantizer.report.tables.search_table import EVALUATION_COLUMNS, evaluation_cells
-from quantizer.report.tables.spread import spread_words
-from quantizer.report.tables.tables import Column, html_table
+from quantizer.report.tables.tables import EVALUATION_COLUMNS, Column, evaluation_cells, html_table
+from quantizer.report.tables.text import error_words, spread_words
 
 
 def score_table(record: RunRecord) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quantizer.report.record import Evaluation, Fallback, Score
-from quantizer.report.search.budget_record import BudgetOutcome, EngineCheck
+from quantizer.report.run_records import BudgetOutcome, EngineCheck
 from quantizer.report.tables.headline import quantized_score
 from quantizer.sensitivity import Fallback as Chosen
 

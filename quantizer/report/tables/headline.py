@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from quantizer.reasons import counted
 from quantizer.report.ratios import quantized_entry, reference_entry, reference_words
 from quantizer.report.record import RunRecord, Score
-from quantizer.report.site_record import Site
+from quantizer.report.run_records import Site
 from quantizer.report.tables import text
-from quantizer.report.tables.spread import noise_sentence
-from quantizer.report.tables.text import file_size, percent, score, signed
+from quantizer.report.tables.text import file_size, noise_sentence, percent, score, signed
 
 # A ratio within this share of 1 counts as no change: timings vary by about as much.
 _SAME = 0.05

@@ -1,8 +1,14 @@
-"""The short table that a run prints at its end, and ``quantizer show`` later."""
+"""A placement by measured time as sentences.
+
+The lines on causes and cures at the top of a report.
+
+The short table that a run prints at its end, and ``quantizer show`` later.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,21 +18,80 @@ from rich.table import Table
 from rich.text import Text
 
 from quantizer.errors import QuantizerError
-from quantizer.report.json_file import read_record
-from quantizer.report.output_record import worst_output
+from quantizer.report.codec import is_from_python, read_record, shown_setting
 from quantizer.report.ratios import quantized_entry, reference_entry
 from quantizer.report.record import RunRecord
-from quantizer.report.shown_setting import is_from_python
+from quantizer.report.run_records import Cause, Placement, worst_output
 from quantizer.report.tables import text
-from quantizer.report.tables.cause_lines import lines_of_causes
-from quantizer.report.tables.choice_table import print_choice
-from quantizer.report.tables.engine_table import print_inspection, shares_line
 from quantizer.report.tables.headline import quantized_score
-from quantizer.report.tables.lines import print_labelled, print_lines
-from quantizer.report.tables.placement_lines import placement_lines
-from quantizer.report.tables.search_table import budget_line
-from quantizer.report.tables.spread import noise_sentence
+from quantizer.report.tables.layer_table import print_inspection, shares_line
+from quantizer.report.tables.tables import budget_line, print_choice
+from quantizer.report.tables.text import noise_sentence, print_labelled, print_lines
 from quantizer.report.verdict import verdict_of
+
+
+def placement_lines(placement: Placement) -> list[str]:
+    """Return what low precision wins, what the plan is predicted to take, and how a goal was met, in sentences."""
+    low, plain, taken = (
+        text.milliseconds(value) for value in (placement.low_ms, placement.float_ms, placement.predicted_ms)
+    )
+    lines = [f"measured: {placement.where}; everything in low precision takes {low}, the float model {plain}"]
+    slower = sum(group.slower is not None for group in placement.groups)
+    if slower:
+        lines.append(f"{text.counted(slower, 'group')} went back because low precision makes the engine slower there")
+    if placement.back:
+        lines.append(f"with {text.counted(placement.back, 'group')} in float the plan is predicted to take {taken}")
+    if placement.min_speedup is not None and placement.speedup is not None:
+        met = "reached" if placement.speedup >= placement.min_speedup else "not reached"
+        asked, got = text.times(placement.min_speedup), text.times(placement.speedup)
+        lines.append(f"asked for {asked} the speed of float: the engine has {got}, {met}")
+    return lines
+
+
+def lines_of_causes(record: RunRecord) -> list[str]:
+    """Return the lines on what costs most in a run, or on why this is not known."""
+    lines = cause_lines(record.causes, record.placement, python=is_from_python(record))
+    if record.causes_problem is not None:
+        lines.append(f"what costs most is not known, as the search for it failed: {record.causes_problem}")
+    return lines
+
+
+def cause_lines(causes: Sequence[Cause], placement: Placement | None = None, *, python: bool = False) -> list[str]:
+    """Return a line for each cause, numbered.
+
+    Args:
+        causes: the groups that cost most.
+        placement: the times of the groups, for what it costs to leave one in float.
+        python: whether a setting is shown as a keyword of a call in Python, and not as YAML of a run.
+    """
+    return [f"{number}. {_line(cause, placement, python=python)}" for number, cause in enumerate(causes, start=1)]
+
+
+def _line(cause: Cause, placement: Placement | None, *, python: bool) -> str:
+    parts = [f"{cause.group}: {text.decibels(cause.sqnr_db)} dB alone", *cause.findings, *cause.notes]
+    cure = cause.cure
+    if cure is None:
+        parts.append("no setting that was tried gains" if cause.findings else "nothing stands out in its inputs")
+    elif math.isinf(cure.alone_db):
+        gain = f"measured gain {text.decibels(cure.gain_db)} dB"
+        setting = shown_setting(cure.setting, python=python)
+        parts.append(f"cure: leave it in float, {setting}, {gain}{_cost(cause.group, placement)}")
+    else:
+        setting = shown_setting(cure.setting, python=python)
+        parts.append(f"cure: {setting}, measured gain {text.decibels(cure.gain_db)} dB, no time")
+    return "; ".join(parts)
+
+
+def _cost(group: str, placement: Placement | None) -> str:
+    """Return what a group takes more in float than in low precision, in words; empty: it was not timed."""
+    taken = [one for one in placement.groups if one.group == group] if placement else []
+    if placement is None or not taken:
+        return ""
+    more = taken[0].float_us - taken[0].low_us
+    if more <= 0:
+        # What is faster in float by more than noise is float in the plan already.
+        return ", no more time within noise (measured)"
+    return f", {more:.0f} us more a batch (measured)"
 
 
 def print_summary(folder: Path | str, console: Console) -> None:

@@ -1,12 +1,20 @@
-"""Tables from one description of their columns: HTML for notebooks and reports, text for terminals."""
+"""Tables from one description of their columns: HTML for notebooks and reports, text for terminals.
+
+The fields of a ranking that pictures read, and the order of blocks in pictures.
+
+A choice of an engine as a table, for a terminal and for the page.
+
+The scores of a search as the cells of a table, for a terminal, a notebook and the page.
+"""
 
 from __future__ import annotations
 
 import html
 import io
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -14,7 +22,10 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from quantizer.report.tables.text import MISSING, plain, shorten, typeset, visible
+from quantizer.report.record import Fallback
+from quantizer.report.run_records import BudgetOutcome, EngineChoice
+from quantizer.report.tables import text
+from quantizer.report.tables.text import MISSING, plain, print_lines, shorten, typeset, visible
 
 STYLE = """<style>
 .qz-table{overflow-x:auto;max-width:100%}
@@ -193,3 +204,169 @@ def _cell(column: Column, value: Any) -> str:
     if leads is not None:
         shown = f'<a href="{html.escape(leads)}">{shown}</a>'
     return f"<td{_class(column, tone)}{sort}>{shown}</td>"
+
+
+class RankedRow(Protocol):
+    """A group with its error."""
+
+    @property
+    def group(self) -> str:
+        """Name of the group."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of its sites."""
+
+    @property
+    def block(self) -> str:
+        """The block of its first site."""
+
+    @property
+    def position(self) -> int:
+        """Its place in the model's order."""
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Names of its sites."""
+
+    @property
+    def error(self) -> float:
+        """The error of quantizing it alone."""
+
+    @property
+    def fallback(self) -> bool:
+        """True if it fell back to float."""
+
+
+def blocks_in_order(rows: Iterable[RankedRow]) -> list[str]:
+    """Return each block once, in the model's order."""
+    return list(dict.fromkeys(row.block for row in sorted(rows, key=lambda row: (row.position, row.group))))
+
+
+_ROOM = 20
+"""Letters of a verdict beside the times of three shapes in a terminal of 80."""
+
+
+def print_choice(choice: EngineChoice, console: Console) -> None:
+    """Print what was chosen, and all candidates in a table."""
+    print_lines([choice.headline], console, first="", style="bold")
+    told = "latency in ms, medians of rounds that take turns; dB of the outputs against float"
+    scored = any(candidate.score_difference is not None for candidate in choice.candidates)
+    told += "; to float: the difference of the score" if scored else ""
+    print_lines([told], console, first="")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
+    for title in ("engine", *choice.shapes, "dB", *(("to float",) if scored else ())):
+        table.add_column(title, justify="left" if title == "engine" else "right", no_wrap=True)
+    table.add_column("verdict")
+    for candidate in choice.candidates:
+        times = [f"{value:.2f}" for value in candidate.milliseconds]
+        times += ["-"] * (len(choice.shapes) - len(times))
+        sqnr = "-" if candidate.sqnr_db is None else text.decibels(candidate.sqnr_db)
+        difference = candidate.score_difference
+        score = ["-" if difference is None else text.signed(difference)] if scored else []
+        table.add_row(candidate.name, *times, sqnr, *score, Text(_short(candidate.verdict)))
+    console.print(table)
+    for candidate in choice.candidates:
+        if candidate.verdict != _short(candidate.verdict):
+            # Not wrapped: a reason may hold a path.
+            console.print(Text(f"{candidate.name}: {candidate.verdict}"), soft_wrap=True)
+    print_lines(missing_lines(choice), console, first="")
+
+
+def _short(verdict: str) -> str:
+    """Return a verdict as a table has room for it: without a reason, which may hold a path."""
+    return verdict if len(verdict) <= _ROOM else re.split(":| at ", verdict)[0]
+
+
+def choice_table(choice: EngineChoice) -> str:
+    """Return a table with a numbered row for each candidate: latency at each shape, SQNR, score, and the verdict."""
+    scored = any(candidate.score_difference is not None for candidate in choice.candidates)
+    columns: list[Column | str] = [
+        "",
+        "Engine",
+        *(Column(title=f"{shape}, ms", numeric=True, show=lambda value: f"{value:.2f}") for shape in choice.shapes),
+        Column(title="SQNR, dB", numeric=True, show=text.decibels),
+        *((Column(title="Score to float", numeric=True, show=text.signed),) if scored else ()),
+        "Verdict",
+    ]
+    rows = [
+        (
+            row,
+            candidate.name,
+            *candidate.milliseconds,
+            *[None] * (len(choice.shapes) - len(candidate.milliseconds)),
+            candidate.sqnr_db,
+            *((candidate.score_difference,) if scored else ()),
+            candidate.verdict,
+        )
+        for row, candidate in enumerate(choice.candidates, start=1)
+    ]
+    return html_table(columns, rows, label="Candidates", style=False)
+
+
+def missing_lines(choice: EngineChoice) -> list[str]:
+    """Return a sentence for each candidate that is not installed."""
+    return [f"not tried, as it is not installed: {missing}" for missing in choice.missing]
+
+
+EVALUATION_COLUMNS = (
+    Column(title="evaluation"),
+    Column(title="groups put back", numeric=True),
+    Column(title="cost", numeric=True, show=text.amount),
+    Column(title="score", numeric=True),
+    Column(title="drop", numeric=True, show=text.error),
+    Column(title="in budget"),
+    Column(title="front"),
+    Column(title=""),
+)
+
+
+def budget_line(outcome: BudgetOutcome) -> str:
+    """Return whether a budget is met, in a line: what was asked, and the drops that were measured."""
+    words = [f"asked {text.error(outcome.asked)}", f"drop in tuning {text.drop(outcome.tuning)}"]
+    if outcome.evaluation is not None:
+        low, high = outcome.interval or (None, None)
+        span = "" if low is None or high is None else f" (95%: {text.drop(low)} to {text.drop(high)})"
+        words.append(f"in evaluation of the {outcome.which} {text.drop(outcome.evaluation)}{span}")
+    return f"{'; '.join(words)}: {outcome.verdict}"
+
+
+def evaluation_cells(fallback: Fallback) -> list[list[Any]]:
+    """Return the cells of one row for each evaluation, in order."""
+    return [
+        [
+            number,
+            len(entry.groups),
+            entry.cost,
+            entry.score,
+            entry.drop,
+            None if fallback.max_drop is None else entry.drop <= fallback.max_drop,
+            "front" if entry.front else "",
+            "chosen" if entry.chosen else "",
+        ]
+        for number, entry in enumerate(fallback.evaluations, start=1)
+    ]
+
+
+def evaluation_caption(fallback: Fallback) -> str:
+    """Return the budget and the result of the search, in a line."""
+    words = [text.counted(len(fallback.evaluations), "evaluation")]
+    if fallback.float_score is not None:
+        words.append(f"the float model scores {text.plain(fallback.float_score)}")
+    if fallback.max_drop is not None:
+        words.append(f"a drop of {text.error(fallback.max_drop)} is allowed")
+    found = next((entry for entry in fallback.evaluations if entry.chosen), None)
+    if found is not None:
+        words.append(f"with {text.counted(len(found.groups), 'group')} put back it scores {text.plain(found.score)}")
+    else:
+        words.append(f"put back: all, {text.counted(len(fallback.groups), 'group')}")
+    words += [
+        ("" if entry.rows is None else f"on {text.counted(entry.rows, 'row')} that the search did not see, ")
+        + f"the engine with {text.counted(entry.groups, 'group')} put back drops by {text.error(entry.drop)}"
+        for entry in fallback.checks
+    ]
+    if fallback.outcome is not None:
+        words.append(budget_line(fallback.outcome))
+    if fallback.checks and fallback.max_drop is not None and fallback.checks[-1].drop > fallback.max_drop:
+        words.append("the budget is not met on the engine, and this is the best plan found")
+    return "; ".join(words)

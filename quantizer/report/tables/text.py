@@ -1,10 +1,25 @@
-"""Numbers as text, in ASCII so that every terminal can show them; :func:`typeset` converts them for a page."""
+"""Numbers as text, in ASCII so that every terminal can show them; :func:`typeset` converts them for a page.
+
+Lines of text as a terminal shows them: wrapped between words at its width, and no name broken.
+
+The spread of the times behind a median, and whether it is too wide to trust the median.
+
+The words for the errors of a ranking, by measure.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.text import Text
+
+from quantizer.report.ratios import quantized_entry, reference_entry
+from quantizer.report.record import Latency, LatencyEntry
 
 MISSING = "\N{EN DASH}"
 """The text of a missing value on a page."""
@@ -176,3 +191,123 @@ def typeset(line: str) -> str:
 def visible(words: str) -> str:
     """Return a text with its control characters as escapes: a name in a file from elsewhere steers no terminal."""
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], words)
+
+
+_LEAST = 20
+"""The narrowest column that text is wrapped in; a narrower terminal breaks the lines itself."""
+
+_LABEL = 8
+"""Columns of a label and the space after it."""
+
+
+def wrapped(line: str, width: int, *, first: str = "", rest: str = "") -> list[str]:
+    """Return a line as lines of at most ``width`` columns; a name that is longer is shortened in the middle.
+
+    Args:
+        line: the text.
+        width: the columns of the terminal.
+        first: what the first line begins with, such as a bullet.
+        rest: what the others begin with, as wide as the hanging indent.
+    """
+    width = max(width, _LEAST + len(first))
+    room = width - max(len(first), len(rest))
+    return textwrap.wrap(
+        re.sub(r"\S+", lambda word: shorten(word[0], room), line),
+        width,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [first.rstrip()]
+
+
+def print_lines(
+    lines: Iterable[str], console: Console, *, first: str = "- ", rest: str | None = None, style: str | None = None
+) -> None:
+    """Print lines, each wrapped at the width of the console with a hanging indent, by default as wide as ``first``."""
+    rest = " " * len(first) if rest is None else rest
+    for line in lines:
+        for part in wrapped(line, console.width, first=first, rest=rest):
+            console.print(Text(visible(part), style=style or ""), soft_wrap=True)
+
+
+def print_labelled(label: str, line: str, console: Console, *, style: str | None = None, wrap: bool = True) -> None:
+    """Print a line behind its label, wrapped under itself; one that is to be copied, such as a path, is not wrapped."""
+    parts = wrapped(line, console.width - _LABEL) if wrap else [line]
+    for number, part in enumerate(parts):
+        head = Text("" if number else label, style="bold")
+        head.pad_right(_LABEL - len(head))
+        console.print(head + Text(visible(part), style=style or ""), soft_wrap=True)
+
+
+_NOISY = 0.15
+"""The share of the median that the middle half of the times may span."""
+
+
+def spread_words(entry: LatencyEntry) -> str:
+    """Return the middle half of the times: ``44.1 to 47.9 ms``; all of them where there are too few for quartiles."""
+    low, high = _limits(entry)
+    return f"{milliseconds(low).removesuffix(' ms')} to {milliseconds(high)}"
+
+
+def noise_sentence(latency: Latency | None) -> str:
+    """Return what to think of a measurement whose times vary by more than 15% of their median; empty if they do not."""
+    entries = () if latency is None else (quantized_entry(latency.engines), reference_entry(latency.engines))
+    noisy = [entry for entry in entries if entry is not None and _share(entry) > _NOISY]
+    if not noisy:
+        return ""
+    worst = max(noisy, key=_share)
+    return (
+        f"The timing is noisy: the middle half of the times of {worst.name} spans {percent(_share(worst))} of their "
+        f"median ({spread_words(worst)}); measure again on a machine that does nothing else."
+    )
+
+
+def _share(entry: LatencyEntry) -> float:
+    low, high = _limits(entry)
+    return (high - low) / entry.median_ms
+
+
+def _limits(entry: LatencyEntry) -> tuple[float, float]:
+    return entry.quartiles_ms or (entry.min_ms, entry.max_ms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorWords:
+    """The words for the error of a measure."""
+
+    column: str
+    """Title of its column."""
+    phrase: str
+    """The name of the error within a sentence, without a capital first letter."""
+
+    @property
+    def caption(self) -> str:
+        """The line above a picture."""
+        return f"{self.column[:1].upper()}{self.column[1:]}, one group quantized at a time"
+
+    @property
+    def heading(self) -> str:
+        """The phrase with a capital first letter."""
+        return self.phrase[:1].upper() + self.phrase[1:]
+
+
+_WORDS = {
+    "gradient": ErrorWords(
+        column="estimated divergence",
+        phrase="divergence of the output (Kullback-Leibler of logits, else relative error), estimated from gradients",
+    ),
+    "loss": ErrorWords(column="estimated effect on the loss", phrase="effect on the loss, estimated from gradients"),
+    "output": ErrorWords(
+        column="divergence of the output",
+        phrase="divergence of the output (Kullback-Leibler of logits, else relative error)",
+    ),
+    "local": ErrorWords(column="relative error at its sites", phrase="relative error at the outputs of its sites"),
+    "metric": ErrorWords(column="drop of the metric", phrase="drop of the metric"),
+}
+_UNKNOWN = ErrorWords(column="error", phrase="error")
+
+
+def error_words(measure: str | None) -> ErrorWords:
+    """Return the words for a measure's errors; ``error`` if the measure is unknown."""
+    return _UNKNOWN if measure is None else _WORDS.get(measure, _UNKNOWN)

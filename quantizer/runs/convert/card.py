@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantizer.report import collect_machine
-from quantizer.report.card.model_card import CARD, CardFacts, card_text, figure, loading
-from quantizer.report.json_file import write_text_atomic
+from quantizer.report.codec import write_text_atomic
+from quantizer.report.model_card import CARD, CardFacts, card_text, figure, loading
 from quantizer.report.tables import text
 from quantizer.report.tables.headline import quantized_score
 from quantizer.report.verdict import missed_goals

@@ -14,7 +14,7 @@ from quantizer.engines import Engine, Inspection, inspect_engine
 from quantizer.engines.candidates import Variant
 from quantizer.errors import EngineError
 from quantizer.quantizer import Quantizer
-from quantizer.report.candidate_record import Candidate, EngineChoice
+from quantizer.report.run_records import Candidate, EngineChoice
 from quantizer.report.tables import text
 from quantizer.runs.choose_engine import (
     FAILURES,
@@ -32,7 +32,7 @@ from quantizer.runs.choose_engine import (
 from quantizer.runs.convert.engine_maker import EngineMaker, Made
 from quantizer.runs.convert.folder import ENGINE, ONNX
 from quantizer.runs.convert.measure import ShapeLatency, measure_latency
-from quantizer.runs.outputs.output_check import far_from_float
+from quantizer.runs.outputs.compare_outputs import far_from_float
 from quantizer.runs.placement.rough_plan import RoughTrials
 from quantizer.runs.run_context import engine_inputs
 from quantizer.runs.scoring import Scoring

@@ -13,14 +13,13 @@ from quantizer.engines import BuildOptions, BuildResult, Engine, interleaved_lat
 from quantizer.engines.candidates import Variant
 from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
-from quantizer.report.search.budget_record import EngineCheck
+from quantizer.report.run_records import EngineCheck
 from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.choose_engine import HOPELESS, require_sites
 from quantizer.runs.convert.folder import ENGINE, ONNX
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.request import ConversionRequest
-from quantizer.runs.outputs.compare_outputs import References
-from quantizer.runs.outputs.output_check import OutputCheck, Tolerance, tolerance
+from quantizer.runs.outputs.compare_outputs import OutputCheck, References, Tolerance, tolerance
 from quantizer.runs.outputs.right_engine import OnlySizes, right_engine
 from quantizer.runs.placement.place_groups import GroupPlacer
 from quantizer.runs.placement.price_groups import EngineFiles, TimeCache, Timing
@@ -29,7 +28,7 @@ from quantizer.runs.run_context import RunContext, engine_inputs
 from quantizer.runs.saved.kept_engines import KeptEngines
 from quantizer.runs.search import measure_sensitivity, search_fallback
 from quantizer.runs.task_metric import TaskMetric
-from quantizer.sensitivity.prices.group_prices import Prices
+from quantizer.sensitivity.prices import Prices
 from quantizer.targets import profile
 from quantizer.tasks import Batch, Row
 

@@ -12,10 +12,9 @@ from typing import Any
 from quantizer.engines import Inspection
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, collect_machine, collect_versions, write_html, write_record
-from quantizer.report.candidate_record import EngineChoice
-from quantizer.report.output_record import OutputDistance
 from quantizer.report.ratios import latency_entries, size_entries
 from quantizer.report.record import Latency, Score
+from quantizer.report.run_records import EngineChoice, OutputDistance
 from quantizer.report.search.search_records import fallback_record
 from quantizer.runs.convert.engine_maker import EngineMaker, Made
 from quantizer.runs.convert.folder import ENGINE

@@ -11,8 +11,8 @@ from quantizer.common.label_texts import TEMPLATE, label_problem
 from quantizer.config import QuantizerConfig
 from quantizer.config.data_section import MOST_SECONDS
 from quantizer.config.describe import nearest
-from quantizer.config.feasibility import check_formats, rule_formats
 from quantizer.config.load import quantizer_config
+from quantizer.config.schema import check_formats, rule_formats
 from quantizer.engines import backends
 from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import ConfigError, EngineError, QuantizerError

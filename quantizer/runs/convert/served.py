@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quantizer.engines import backend
-from quantizer.qdq.signature import Signature
+from quantizer.qdq.structure import Signature
 from quantizer.runs.convert.engine_maker import EngineMaker, Made
 from quantizer.runs.convert.folder import ENGINE, ONNX
 from quantizer.runs.outputs.compare_outputs import Reference

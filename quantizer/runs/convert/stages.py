@@ -11,8 +11,7 @@ from quantizer.engines import runs_here
 from quantizer.report import Stage
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.request import ConversionRequest
-from quantizer.runs.progress.earlier_times import earlier_stages
-from quantizer.runs.progress.outlook import Outlook
+from quantizer.runs.progress.stage_timer import Outlook, earlier_stages
 from quantizer.targets import profile
 
 

@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from quantizer.report.tables import text
-from quantizer.report.tables.lines import print_lines
+from quantizer.report.tables.text import print_lines
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.result import BackendResult
-from quantizer.runs.outputs.output_check import OutputCheck
+from quantizer.runs.outputs.compare_outputs import OutputCheck
 
 
 def print_result(result: BackendResult, console: Console) -> None:

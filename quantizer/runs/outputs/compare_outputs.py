@@ -1,4 +1,13 @@
-"""The comparison of an engine's outputs with PyTorch's, at the least, the usual and the largest shape.
+"""Checks of one output of an engine: its figures, and the condition on them.
+
+The noise of float sums, added to the products of a quantized model: how far it alone moves the outputs.
+
+No engine adds up in the order of PyTorch. In a model that rounds, a sum that differs in its last bits is now and then
+rounded to the neighbouring step, that moves sums of later layers by more, and so on: DINOv2's logits move by as much as
+quantization itself moves them, with any order of sums. Where PyTorch's own output happens to be closer to that of the
+float model, no engine is wrong for not being so.
+
+The comparison of an engine's outputs with PyTorch's, at the least, the usual and the largest shape.
 
 The reference for the engine of a quantized model is the frozen proxy, which rounds as the graph does; for that of a
 float model it is this model. The cosine to the float model shows the cost of quantization; it is reported, not checked.
@@ -11,6 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -18,19 +28,144 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.common.decoder_cache import PRESENT
 from quantizer.common.structure import fields_of, leaves
 from quantizer.engines import Engine
 from quantizer.errors import EngineError
 from quantizer.proxy.restored_state import untouched
-from quantizer.report.output_record import ALIKE_DB, FURTHER_DB, OutputDistance
-from quantizer.runs.outputs.noise import float_noise, rounds
-from quantizer.runs.outputs.output_check import OutputCheck, Tolerance, shape_words
+from quantizer.proxy.site import Site
+from quantizer.report.run_records import ALIKE_DB, FURTHER_DB, OutputDistance, is_no_further
 from quantizer.runs.run_context import as_predictor
 from quantizer.tasks import Batch, batch_shape, rows_at
 from quantizer.tasks.metrics import mean_cosine, sqnr_db
+
+HALF_DB = 30.0
+"""Float16 has 11 bits: 66 dB for one rounding, and a network has hundreds."""
+FLOAT_DB = 60.0
+"""Float32 has 24 bits: 144 dB for one rounding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputCheck:
+    """One output of an engine at one shape.
+
+    Attributes:
+        batch: the rows of the shape.
+        sequence: its tokens; None: rows are images.
+        output: the name of the output.
+        sqnr_db: the SQNR against the reference output, in dB; None: no difference; ``NOTHING_DB``: the reference is
+            all zeros and has no power.
+        float_db: the same against the float model's output.
+        proxy_float_db: the SQNR of the reference output against the float model's: the error of quantization itself.
+        cosine: the mean cosine of its vectors to the float model's.
+        noise_float_db: the least SQNR of the reference against the float model with the noise of float sums; None: it
+            was not needed.
+    """
+
+    batch: int
+    sequence: int | None
+    output: str
+    sqnr_db: float | None
+    float_db: float | None
+    proxy_float_db: float | None
+    cosine: float
+    noise_float_db: float | None = None
+
+    @property
+    def size(self) -> str:
+        """The shape in words."""
+        return shape_words(self.batch, self.sequence)
+
+    def is_no_further(self, decibels: float) -> bool:
+        """Return whether the engine is at most so much further from the float model than PyTorch is."""
+        return is_no_further(self.float_db, (self.proxy_float_db, self.noise_float_db), decibels)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The condition on an engine's outputs.
+
+    Attributes:
+        decibels: the SQNR against the reference that is always enough, in dB.
+        beyond_db: an engine also passes if it is at most this much further from the float model than the reference
+            is, with the noise of float sums or without, in dB; None: it does not.
+    """
+
+    decibels: float
+    beyond_db: float | None = None
+
+    def __str__(self) -> str:
+        least = f"SQNR of {self.decibels:g} dB or more"
+        if self.beyond_db is None:
+            return least
+        return f"{least}, or at most {self.beyond_db:g} dB further from the float model than PyTorch"
+
+    def holds(self, distance: OutputCheck) -> bool:
+        """Return whether an output of an engine passes."""
+        if distance.sqnr_db is None or distance.sqnr_db >= self.decibels:
+            return True
+        return self.beyond_db is not None and distance.is_no_further(self.beyond_db)
+
+
+def far_from_float(checks: Iterable[OutputCheck]) -> float | None:
+    """Return the least SQNR of outputs against the float model's, in dB; None: they are equal."""
+    return min((check.float_db for check in checks if check.float_db is not None), default=None)
+
+
+def shape_words(batch: int, sequence: int | None) -> str:
+    """Return a shape in words: ``batch 8``, or ``batch 8 x sequence 128``."""
+    return f"batch {batch}{'' if sequence is None else f' x sequence {sequence}'}"
+
+
+def tolerance(asked: float | None, quantized: bool, float_dtype: torch.dtype) -> Tolerance:
+    """Return the tolerance that was asked for, in dB, or the default for the engine's types."""
+    if asked is not None:
+        return Tolerance(asked)
+    if quantized:
+        return Tolerance(ALIKE_DB, FURTHER_DB)
+    return Tolerance(FLOAT_DB if float_dtype == torch.float32 else HALF_DB)
+
+
+_SUM = 1e-6
+"""Relative error of a sum of some hundred products in float32."""
+
+
+def rounds(model: nn.Module) -> bool:
+    """Return whether a model is a proxy that rounds operands."""
+    return bool(_rounding_sites(model))
+
+
+@contextmanager
+def float_noise(proxy: nn.Module, seed: int) -> Iterator[None]:
+    """Multiply each result of the sites that round by 1 + e; e is normal, with the standard deviation of a sum's error.
+
+    Args:
+        proxy: the proxy.
+        seed: that of the noise; the same seed gives the same noise.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def add(site: Site, _: Any, result: Any) -> Any:
+        # Results in place are the caller's own tensors.
+        if site.source.in_place or not isinstance(result, Tensor) or not result.is_floating_point():
+            return result
+        relative = _SUM if result.dtype == torch.float32 else torch.finfo(result.dtype).eps
+        noise = torch.randn(result.shape, generator=generator)
+        return result * (1 + relative * noise).to(result)
+
+    hooks = [site.register_forward_hook(add) for site in _rounding_sites(proxy)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _rounding_sites(model: nn.Module) -> list[Site]:
+    return [module for module in model.modules() if isinstance(module, Site) and module.active]
+
 
 NOTHING_DB = -1000.0
 """The SQNR against an output of zeros: lower than any other, and a number that JSON can represent."""

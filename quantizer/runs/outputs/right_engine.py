@@ -11,8 +11,7 @@ from torch import nn
 from quantizer.engines import BuildResult, Engine
 from quantizer.engines.base import MOST_COPIED_BYTES
 from quantizer.errors import EngineError
-from quantizer.runs.outputs.compare_outputs import References, WrongEngineError, check_engine
-from quantizer.runs.outputs.output_check import OutputCheck, Tolerance
+from quantizer.runs.outputs.compare_outputs import OutputCheck, References, Tolerance, WrongEngineError, check_engine
 from quantizer.runs.run_context import engine_inputs
 from quantizer.targets import profile
 from quantizer.tasks import Batch

@@ -18,7 +18,7 @@ from quantizer.files import scratch
 from quantizer.quantizer import Quantizer
 from quantizer.runs.placement.place_groups import GroupPlacer
 from quantizer.runs.placement.price_groups import EngineFiles, TimeCache, Timing
-from quantizer.sensitivity.prices.group_prices import Prices
+from quantizer.sensitivity.prices import Prices
 
 
 def measured_prices(

@@ -16,7 +16,7 @@ from quantizer.common.data.sizes import DataSizes
 from quantizer.quantizer import Quantizer
 from quantizer.report.tables.text import counted
 from quantizer.runs.placement.price_groups import EngineFiles, TimeCache, Timing, is_faster, price_groups
-from quantizer.sensitivity.prices.group_prices import Prices
+from quantizer.sensitivity.prices import Prices
 
 _WORTH_A_TRIAL = 1.01
 """The gain that the prices of the slower groups have to promise, half of what it has to be when it is measured."""

@@ -16,16 +16,16 @@ from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import decoded, json_values
 from quantizer.engines import Engine, inspect_engine, interleaved_latency, load_engine, medians
 from quantizer.engines.dimensions import input_dimensions, shape_words
-from quantizer.engines.inspection.place_times import place_times
+from quantizer.engines.inspection.from_layers import place_times
 from quantizer.engines.inspection.product_names import product_names
-from quantizer.engines.measure.dummy_inputs import working_inputs
+from quantizer.engines.measure.benchmark import working_inputs
 from quantizer.errors import EngineError
 from quantizer.files import whole_file
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import sites_of
 from quantizer.report import collect_machine, collect_versions
 from quantizer.runs.placement.graph_structure import structure_digest
-from quantizer.sensitivity.prices.group_prices import Prices, prices_from_places
+from quantizer.sensitivity.prices import Prices, prices_from_places
 
 _ROUNDS, _SECONDS = 15, 20.0
 _RUNS, _FEWEST_RUNS, _RUNS_S = 10, 3, 10.0

@@ -9,16 +9,16 @@ from torch import nn
 
 from quantizer.config import RunConfig
 from quantizer.quantizer import Quantizer
-from quantizer.report.placement_record import Placement
+from quantizer.report.run_records import Placement
 from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.runs.placement.place_groups import GroupPlacer
 from quantizer.runs.placement.price_groups import TimeCache
 from quantizer.runs.placement.speed_goal import SpeedGoal
 from quantizer.runs.plan_records import placement_record
-from quantizer.runs.ranks.first_rank import from_first_rank
+from quantizer.runs.ranks.process_group import from_first_rank
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_engines import RunEngines
-from quantizer.sensitivity.prices.group_prices import Prices
+from quantizer.sensitivity.prices import Prices
 
 
 class RunPlacement:

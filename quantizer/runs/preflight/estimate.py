@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from quantizer.config import RunConfig
 from quantizer.errors import QuantizerError
 from quantizer.report import Stage
-from quantizer.runs.progress.outlook import rounded_time
+from quantizer.runs.progress.stage_timer import rounded_time
 from quantizer.tasks import Pair, Row, Sample, Text, resolve_source
 
 _TOKENS_PER_WORD = 1.4

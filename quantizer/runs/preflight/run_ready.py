@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from quantizer.config import DatasetConfig, ModelConfig, RunConfig
-from quantizer.config.feasibility import check_run
-from quantizer.config.section import Section
+from quantizer.config.quantizer_section import Section
+from quantizer.config.schema import check_run
 from quantizer.engines import backend, runs_here
-from quantizer.engines.candidates import cpu_candidates
-from quantizer.engines.int8_saturation import saturates
+from quantizer.engines.candidates import cpu_candidates, saturates
 from quantizer.errors import ConfigError, TaskError
 from quantizer.files import begun_in, checked_folder, is_begun, require_sole_writer, require_writable, restore_folder
 from quantizer.runs.convert.parts.configured import require_possible_run
@@ -32,8 +31,8 @@ from quantizer.runs.run_context import RunRows, require_names
 from quantizer.runs.workload.function_source import check_functions
 from quantizer.targets import AUTO, profile
 from quantizer.tasks import Row, Text, read_checkpoint, require_labels, tasks
+from quantizer.tasks.classification import require_classes
 from quantizer.tasks.datasets.load import part_of_rows, whole_data
-from quantizer.tasks.sequence_classification import require_classes
 
 _ROWS = tuple(field.name for field in fields(RunRows))
 

@@ -10,8 +10,7 @@ from quantizer.config import RunConfig
 from quantizer.engines import runs_here
 from quantizer.report import Stage
 from quantizer.runs.budget.engine_budget import CHECK_BY_FUNCTION, CHECK_ON_ROWS
-from quantizer.runs.progress.earlier_times import earlier_stages
-from quantizer.runs.progress.outlook import Outlook
+from quantizer.runs.progress.stage_timer import Outlook, earlier_stages
 
 _WORK = ("model", "data", "amp", "fallback", "qat")
 """The sections that tell what a run does."""

@@ -1,23 +1,241 @@
-"""The stages of a command: each is numbered, timed and printed."""
+"""The times of an earlier run of the same command, from its own report: the best estimate of what this one takes.
+
+A sign of life while a stage says nothing: a line drawn anew in a terminal, a plain line now and then in a log.
+
+Outlook of a command: its stages, told before it starts, and how long each of them takes, where that is known.
+
+The stages of a command: each is numbered, timed and printed.
+"""
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from quantizer.common.paths import regular_file
+from quantizer.common.plain_values import json_values
 from quantizer.common.progress import loop, open_loops, own_display
 from quantizer.engines import BuildOptions, BuildResult, build_engine
 from quantizer.report import Stage
-from quantizer.report.tables.lines import print_lines
-from quantizer.runs.progress.heartbeat import Heartbeat
-from quantizer.runs.progress.outlook import Outlook, rounded_time
+from quantizer.report.tables.text import print_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+_MOST = 10
+"""So many folders are looked into: a report may have megabytes."""
+
+
+def earlier_stages(folder: Path, report: str, same: Callable[[Mapping[str, Any]], bool]) -> list[Stage]:
+    """Return the stages of the run that stands in a folder, or else of the last one beside it; none if there is none.
+
+    Parts of stages are left out.
+
+    Args:
+        folder: the folder that is to be written.
+        report: the name of the file in it that tells the stages of a run.
+        same: whether the content of such a file is that of a run that does the same.
+    """
+    for path in [folder / report, *_beside(folder, report)]:
+        # What cannot be read, or was written by something else, tells no times.
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            content = json_values(regular_file(path).read_bytes())
+            if same(content):
+                stages = [stage for stage in content["stages"] if stage.get("inside") is None]
+                return [Stage(name=str(stage["name"]), seconds=float(stage["seconds"])) for stage in stages]
+    return []
+
+
+def _beside(folder: Path, report: str) -> list[Path]:
+    """Return the files of that name in the folders beside, the newest first."""
+    dated = []
+    with suppress(OSError):
+        for other in folder.parent.iterdir():
+            with suppress(OSError):
+                dated.append(((other / report).stat().st_mtime, other / report))
+    return [path for _, path in sorted(dated, reverse=True)][:_MOST]
+
+
+_SECONDS = 20.0
+"""The least time between two lines in a log."""
+
+# Once a second: latencies are measured meanwhile.
+_REFRESHES = 1.0
+
+_FRAMES = "|/-\\"
+"""What stands before the line in turns, as a sign of life."""
+
+
+class Heartbeat:
+    """Sign of life of a command.
+
+    Args:
+        console: where it is shown; nothing is shown on a quiet one.
+        words: gives the line of the stage under way.
+        seconds: the time between lines where there is no terminal.
+    """
+
+    def __init__(self, console: Console, words: Callable[[], str], seconds: float = _SECONDS) -> None:
+        self._console = console
+        self._words = words
+        self._interval = seconds
+        self._said = time.monotonic()
+
+    def said(self) -> None:
+        """Note that a line was printed: none is due for a while."""
+        self._said = time.monotonic()
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Show it while the block is open."""
+        if self._console.quiet:
+            yield
+        elif self._console.is_terminal and not self._console.is_jupyter:
+            yield from self._live()
+        else:
+            yield from self._lines()
+
+    def _live(self) -> Iterator[None]:
+        def line() -> Text:
+            frame = _FRAMES[int(time.monotonic() * _REFRESHES) % len(_FRAMES)]
+            return Text(f"{frame} {self._words()}", no_wrap=True, overflow="ellipsis")
+
+        live = Live(
+            console=self._console,
+            get_renderable=line,
+            refresh_per_second=_REFRESHES,
+            transient=True,
+            # Warnings come above the line, unless they go to a file.
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        live.start()
+        try:
+            yield
+        finally:
+            # The terminal may be gone, which is why the block ends: its own exception tells of that.
+            with suppress(OSError):
+                live.stop()
+
+    def _lines(self) -> Iterator[None]:
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(max(self._said + self._interval - time.monotonic(), 0)):
+                if time.monotonic() - self._said >= self._interval:
+                    self.said()
+                    # Whoever read the lines is gone; the stage's own lines will tell.
+                    with suppress(OSError):
+                        self._console.print(f"  {self._words()}", markup=False, highlight=False, soft_wrap=True)
+
+        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        self.said()
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+_MINUTE = 60
+
+
+class Outlook:
+    """The stages ahead of a command.
+
+    Stages may be left out, which skips their numbers, or come again as a search goes on, under the number that was
+    reached: the number of all of them stays. What a stage takes is told by an earlier run of the same command, or by
+    itself where it comes again; nothing else tells it.
+
+    Args:
+        stages: the names of the stages, in order; empty: not known, and stages have no numbers.
+        earlier: the stages of an earlier run of the same command.
+    """
+
+    def __init__(self, stages: Sequence[str] = (), earlier: Iterable[Stage] = ()) -> None:
+        self._ahead = list(stages)
+        self._count = len(self._ahead)
+        self._seconds: dict[str, deque[float]] = {}
+        for stage in earlier:
+            self._seconds.setdefault(stage.name, deque()).append(stage.seconds)
+
+    def begin(self, name: str) -> None:
+        """Begin a stage; those that were to come before it are left out."""
+        self._started = time.perf_counter()
+        if name in self._ahead:
+            del self._ahead[: self._ahead.index(name) + 1]
+        self._name, self._expected = name, self._next(name)
+
+    def end(self) -> float:
+        """End the stage, and return the seconds that it took."""
+        taken = self.elapsed
+        # As an estimate, should it come again: a search repeats the export and the build of its engine.
+        times = self._seconds.setdefault(self._name, deque())
+        if times:
+            times.popleft()
+        if not times:
+            times.append(taken)
+        return taken
+
+    @property
+    def head(self) -> str:
+        """Number and name of the stage: ``[4/12] export``."""
+        number = max(self._count - len(self._ahead), 1)
+        return f"[{number}/{self._count}] {self._name}" if self._count else self._name
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the stage began."""
+        return time.perf_counter() - self._started
+
+    @property
+    def expected(self) -> float | None:
+        """Seconds that the stage takes in all; None: not known."""
+        return self._expected
+
+    @property
+    def left(self) -> str:
+        """The time until the command ends, in words; empty where nothing is known of it.
+
+        Where only some of the stages have a time, it is the least that is left.
+        """
+        if not self._count:
+            return ""
+        ahead = [self._next(name) for name in self._ahead]
+        current = None if self._expected is None else max(self._expected - self.elapsed, 0)
+        known = [seconds for seconds in (current, *ahead) if seconds is not None]
+        words = rounded_time(sum(known))
+        if not words:
+            return ""
+        return f"{words} left in all" if len(known) == len(ahead) + 1 else f"{words} or more left in all"
+
+    def _next(self, name: str) -> float | None:
+        times = self._seconds.get(name)
+        return times[0] if times else None
+
+
+def rounded_time(seconds: float) -> str:
+    """Return an estimate as it may be trusted: ``3 s``, ``25 s``, ``1.5 min``, ``12 min``; empty under a second."""
+    if seconds < 1:
+        return ""
+    fives = 5 * round(seconds / 5)
+    if fives < _MINUTE:
+        return f"{seconds if seconds < 10 else fives:.0f} s"
+    minutes = seconds / _MINUTE
+    number, unit = (minutes, "min") if minutes < 90 else (minutes / 60, "h")
+    return f"{round(2 * number) / 2:g} {unit}" if number < 10 else f"{number:.0f} {unit}"
 
 
 _LONG = 1.0

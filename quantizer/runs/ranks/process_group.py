@@ -1,24 +1,37 @@
-"""The processes that ``torchrun`` starts for one command: they find each other, and none goes on without the others."""
+"""The processes that ``torchrun`` starts for one command: they find each other, and none goes on without the others.
+
+Values that the first of several processes makes alone, as by building and timing engines, and tells the others.
+
+Comparison of the work of all processes of a run, of which each does a part.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import platform
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, is_dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from torch import distributed
+from torch import distributed, nn
 
-from quantizer.common.distributed import all_gather_bytes, get_rank
+from quantizer.common.distributed import all_gather_bytes, get_rank, get_world_size, of_first_rank
+from quantizer.common.fingerprint import Fingerprint
+from quantizer.common.plain_values import decoded
 from quantizer.common.progress import own_display
 from quantizer.errors import LostRankError, QuantizerError
+from quantizer.files import require_room, scratch
 from quantizer.runs.ranks.launcher import launched
+from quantizer.tasks import Row
+from quantizer.tasks.datasets.rows import content_of
 
 Peers: TypeAlias = list[tuple[str, int]]
 """The machine and the number of each process, by rank."""
@@ -131,3 +144,76 @@ def _has_ended(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z"
     except (OSError, IndexError):
         return False
+
+
+Value = TypeVar("Value")
+
+
+def from_first_rank(make: Callable[[], Value], hint: Any) -> Value:
+    """Return what ``make`` returns on the first rank, which alone calls it.
+
+    Args:
+        make: returns plain values, or a dataclass of them.
+        hint: the annotation of what it returns; see ``decoded``.
+
+    Raises:
+        LostRankError: another process has ended.
+    """
+    if get_world_size() == 1:
+        return make()
+    told = of_first_rank(lambda: json.dumps(_plain(make())).encode())
+    given: Value = decoded(hint, json.loads(told), "what the first rank told")
+    return given
+
+
+@contextmanager
+def own_place(folder: Path) -> Iterator[Path]:
+    """Yield the folder of a run; on all ranks but the first a temporary one, as the first one writes what remains."""
+    if get_rank() == 0:
+        yield folder
+        return
+    with scratch() as beside:
+        yield beside / folder.name
+
+
+def require_room_to_write(folder: Path, size: int, what: str) -> None:
+    """Raise if the disk has too little space, on the first rank, the only one whose folder remains.
+
+    Raises:
+        QuantizerError: see ``require_room``.
+    """
+    if get_rank() == 0:
+        require_room(folder, size, what)
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def require_same_work(settings: str, model: nn.Module, rows: Mapping[str, Sequence[Row]]) -> None:
+    """Raise unless all processes have the same settings, weights and rows; all processes must call this.
+
+    Args:
+        settings: the configuration as text.
+        model: the float model.
+        rows: rows by purpose, in the order in which they are dealt out.
+
+    Raises:
+        QuantizerError: a process has something else than the first one.
+        LostRankError: another process has ended.
+    """
+    if get_world_size() == 1:
+        return
+    weights = repr(sorted(Fingerprint.of(model).plain().items()))
+    mine = {
+        "configuration": settings,
+        "weights of the model": hashlib.sha256(weights.encode()).hexdigest(),
+        **{f"{purpose} rows": content_of(some) for purpose, some in rows.items()},
+    }
+    told = [json.loads(one) for one in all_gather_bytes(json.dumps(mine).encode())]
+    for rank, other in enumerate(told):
+        if others := [name for name in mine if other[name] != told[0][name]]:
+            raise QuantizerError(
+                f"rank {rank} differs from rank 0 in the {' and '.join(others)}, and all processes of a run do parts "
+                "of one work: give them the same files, and seed the function that makes the model, if one does"
+            )

@@ -20,7 +20,7 @@ from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import json_values
 from quantizer.common.structure import fields_of
 from quantizer.errors import QuantizerError
-from quantizer.report.json_file import write_text_atomic
+from quantizer.report.codec import write_text_atomic
 
 CALL = "call.json"
 """The name of the file in the folder of a run."""

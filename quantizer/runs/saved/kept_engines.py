@@ -20,9 +20,9 @@ from typing import Any
 from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import json_values
 from quantizer.engines import BuildOptions, BuildResult
+from quantizer.engines.base import is_untrusted
 from quantizer.engines.cpu import cpu_flags
 from quantizer.engines.measure.trial import tried_build
-from quantizer.engines.trust import is_untrusted
 from quantizer.errors import QuantizerError
 from quantizer.report import collect_versions
 

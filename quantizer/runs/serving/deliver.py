@@ -9,7 +9,7 @@ from quantizer.engines.engine_file import copy_content
 from quantizer.runs.serving.gpu_check import GPU_SCRIPT, Expected, write_gpu_check
 from quantizer.runs.serving.linked_files import link_onnx
 from quantizer.runs.serving.model_config import CONFIG_NAME, ServedEngine, config_text
-from quantizer.targets.triton_server import TritonServer
+from quantizer.targets.base import TritonServer
 
 _REPOSITORY = "triton"
 _VERSION = "1"

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from quantizer.engines.engine_file import content_bytes
-from quantizer.qdq.signature import Value
-from quantizer.runs.outputs.compare_outputs import Reference, token_outputs
-from quantizer.runs.outputs.output_check import Tolerance
+from quantizer.qdq.structure import Value
+from quantizer.runs.outputs.compare_outputs import Reference, Tolerance, token_outputs
 from quantizer.runs.run_context import as_array
 from quantizer.runs.serving.model_config import CONFIG_NAME, ServedEngine, config_text
 from quantizer.tasks import batch_shape

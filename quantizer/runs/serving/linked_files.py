@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from quantizer.qdq.external_data import external_files
+from quantizer.qdq.structure import external_files
 
 
 def link_onnx(path: Path, place: Path) -> None:

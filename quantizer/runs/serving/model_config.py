@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantizer.engines.onnxruntime.slow_fusions import needs_basic_level
+from quantizer.engines.onnxruntime.inspect import needs_basic_level
 from quantizer.errors import EngineError
-from quantizer.qdq.signature import Signature, Value
+from quantizer.qdq.structure import Signature, Value
 from quantizer.targets import profile
-from quantizer.targets.triton_server import TritonServer
+from quantizer.targets.base import TritonServer
 
 CONFIG_NAME = "config.pbtxt"
 

@@ -1,9 +1,13 @@
-"""A sweep: its runs into folders below one, and their comparison at the end."""
+"""Checks of a sweep before its first run: what a later run lacks is told before the hours that come before it.
+
+A sweep: its runs into folders below one, and their comparison at the end.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -18,14 +22,58 @@ from quantizer.report.page.compare_page import write_comparison
 from quantizer.report.tables import text
 from quantizer.runs.outputs.right_engine import refusal
 from quantizer.runs.placement.speed_goal import missed_speed
-from quantizer.runs.preflight.faults import require_package
-from quantizer.runs.sweep.launchers import in_jobs, require_launcher
+from quantizer.runs.preflight.faults import Looks, require_package
+from quantizer.runs.preflight.run_ready import ready_to_run
+from quantizer.runs.run import RUN
 from quantizer.runs.sweep.logged_runs import LOGS
 from quantizer.runs.sweep.one_run import Outcome, carry_out_one, is_done, lacks_only_causes
-from quantizer.runs.sweep.pace import Pace, time_left
-from quantizer.runs.sweep.processes import in_processes
-from quantizer.runs.sweep.ready import ready_to_sweep
+from quantizer.runs.sweep.processes import Pace, in_jobs, in_processes, require_launcher, time_left
 from quantizer.runs.sweep.shared_work import needs, shared_work
+
+_ESTIMATES = 4
+"""How many runs are estimated: an estimate takes longer than all other checks of a run."""
+
+
+@dataclass(frozen=True)
+class SweepReady:
+    """A sweep of which one run at least can start.
+
+    Attributes:
+        notes: what is worth knowing before it does, with an estimate of one run alone for each of the first
+            models and rows.
+        faults: why runs cannot start, by their names.
+    """
+
+    notes: tuple[str, ...]
+    faults: dict[str, str]
+
+
+def ready_to_sweep(runs: Sequence[SweepRun]) -> SweepReady:
+    """Check all that each run needs besides its loaded model.
+
+    Raises:
+        QuantizerError: no run can start; the message is that of the first.
+    """
+    notes: dict[str, None] = {}
+    estimated: set[str] = set()
+    faults: dict[str, str] = {}
+    looks = Looks()
+    for run in runs:
+        estimates = len(estimated) < _ESTIMATES and needs(run.config) not in estimated
+        folder = Path(run.config.output).absolute()
+        try:
+            ready = ready_to_run(run.config, folder, RUN, force=True, looks=looks, estimated=estimates)
+        except QuantizerError as error:
+            faults[run.name] = str(error)
+            continue
+        notes.update(dict.fromkeys(ready.notes))
+        if ready.estimate is not None:
+            estimated.add(needs(run.config))
+            notes[f"{run.name}, alone: {ready.estimate}"] = None
+    if runs and len(faults) == len(runs):
+        raise QuantizerError(faults[runs[0].name])
+    return SweepReady(tuple(notes), faults)
+
 
 COMPARISON, TABLE = "comparison.html", "comparison.csv"
 """The page and the figures, in the folder of the sweep."""

@@ -14,7 +14,7 @@ from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
 from quantizer.files.marker import read_marker
 from quantizer.report import read_record
-from quantizer.report.tracking.trackers import print_tracked
+from quantizer.report.trackers import print_tracked
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run import RUN, carry_out
 from quantizer.runs.run_context import ResumeFiles

@@ -1,7 +1,13 @@
-"""Runs of a sweep in several processes, each of which shares what its own runs have in common."""
+"""The time that a sweep still takes, told by the runs that it has carried out.
+
+Runs of a sweep in several processes, each of which shares what its own runs have in common.
+
+Runs of a sweep as jobs of a cluster, which submitit hands to Slurm, or on this machine where there is none.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import queue
@@ -11,11 +17,56 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from quantizer.common.child_process import child_environment, python_command
+from quantizer.common.child_process import child_environment, python_command, safe_children
 from quantizer.config.sweep import SweepRun
-from quantizer.runs.sweep.one_run import Outcome
+from quantizer.errors import MissingDependencyError
+from quantizer.runs.progress.stage_timer import rounded_time
+from quantizer.runs.sweep.logged_runs import LOGS, logged_runs
+from quantizer.runs.sweep.one_run import Outcome, is_done
+from quantizer.runs.sweep.shared_work import needs
 from quantizer.runs.sweep.worker import plain_config
+
+
+class Pace:
+    """The pace of runs that follow one another: the first of a model makes what the others take from it.
+
+    Args:
+        runs: the runs, in their order.
+    """
+
+    def __init__(self, runs: Sequence[SweepRun]) -> None:
+        models = [needs(run.config) for run in runs]
+        self._first = [model not in models[:place] for place, model in enumerate(models)]
+        self._seconds: dict[bool, list[float]] = {True: [], False: []}
+
+    def add(self, place: int, seconds: float) -> None:
+        """Note what the run at a place, from 0, took."""
+        self._seconds[self._first[place]].append(seconds)
+
+    def left(self, place: int) -> str:
+        """Return the time until the end in words, as the run at a place begins; empty where nothing is known."""
+        known = {first: sum(taken) / len(taken) for first, taken in self._seconds.items() if taken}
+        if not known:
+            return ""
+        ahead = self._first[place:]
+        words = rounded_time(sum(known.get(first, max(known.values())) for first in ahead))
+        # Nothing is known yet of a run that takes something from another one.
+        most = "at most " if False in ahead and False not in known else ""
+        return f"{most}about {words} left in all" if words else ""
+
+
+def time_left(done: int, count: int, seconds: float) -> str:
+    """Return the time until the end of runs in several processes, in words; empty where nothing is known.
+
+    Args:
+        done: how many runs have ended.
+        count: how many there are.
+        seconds: the time since they began.
+    """
+    words = rounded_time(seconds / done * (count - done)) if done else ""
+    return f"about {words} left in all" if words else ""
 
 
 def in_processes(
@@ -109,3 +160,74 @@ class _Worker(threading.Thread):
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             self._process.wait()
+
+
+_MINUTES = 24 * 60
+"""The limit of a job where ``SBATCH_TIMELIMIT`` names none: submitit's own would end it after five minutes."""
+
+
+def require_launcher() -> Any:
+    """Return submitit.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    try:
+        return importlib.import_module("submitit")
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError("submitit", "submitit") from error
+
+
+def in_jobs(
+    runs: Sequence[SweepRun], folder: Path, force: bool, jobs: int, tell: Callable[[Outcome], None]
+) -> list[Outcome]:
+    """Carry out runs in ``jobs`` jobs, neighbours in the same one, and return what became of them.
+
+    Slurm takes partition, account and the like from its own variables, such as ``SBATCH_PARTITION``. A job that ends
+    before its time, as one does at its limit, fails its runs that are not complete. Ctrl-C cancels all jobs.
+    """
+    submitit = require_launcher()
+    executor = submitit.AutoExecutor(folder / LOGS)
+    parts = parts_of(runs, jobs)
+    on_cluster = executor.cluster == "slurm"
+    if on_cluster:
+        executor.update_parameters(slurm_time=os.environ.get("SBATCH_TIMELIMIT", _MINUTES), name="quantizer")
+    else:
+        executor.update_parameters(timeout_min=_MINUTES)
+    threads = None if on_cluster else max(1, (os.cpu_count() or 1) // len(parts))
+    given = {}
+    outcomes: list[Outcome] = []
+    try:
+        # Its jobs are started by "python -m", and inherit the environment, on a cluster too.
+        with safe_children():
+            for part in parts:
+                given[executor.submit(_work, part, folder, force, threads)] = part
+        for job in submitit.helpers.as_completed(list(given)):
+            for outcome in outcomes_of(job, given[job], folder):
+                outcomes.append(outcome)
+                tell(outcome)
+    except BaseException:
+        for job in given:
+            job.cancel()
+        raise
+    return outcomes
+
+
+def _work(runs: Sequence[SweepRun], folder: Path, force: bool, threads: int | None) -> list[Outcome]:
+    """Carry out runs in a job, where the folder has the same path."""
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return list(logged_runs(runs, folder, force))
+
+
+def outcomes_of(job: Any, runs: Sequence[SweepRun], folder: Path) -> list[Outcome]:
+    """Return what became of the runs of a job that has ended."""
+    error = job.exception()
+    if error is None:
+        outcomes: list[Outcome] = job.result()
+        return outcomes
+    last = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+    text = f"its job {job.job_id} ended: {last[0]}; see {job.paths.stderr}"
+    return [Outcome(run.name, None if is_done(run, folder) else text) for run in runs]

@@ -13,7 +13,7 @@ from quantizer.errors import CalibrationError, TaskError
 from quantizer.proxy.build import is_proxy
 from quantizer.runs.preflight.faults import Faults
 from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.ranks.first_rank import require_room_to_write
+from quantizer.runs.ranks.process_group import require_room_to_write
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.function_scorer import FunctionScorer, ScoreFunction

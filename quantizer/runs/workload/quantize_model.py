@@ -12,10 +12,10 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from quantizer.common.data.doubts import warn_user
+from quantizer.common.data.batches_of import warn_user
 from quantizer.common.data.exported_program import refuse_compiled
 from quantizer.common.data.sizes import BATCH, SEQUENCE, DataSizes
-from quantizer.common.inference_mode import ordinary_tensors
+from quantizer.common.torch_modes import ordinary_tensors
 from quantizer.config import (
     AmpConfig,
     DataConfig,
@@ -29,12 +29,12 @@ from quantizer.config import (
     quantizer_config,
 )
 from quantizer.config.data_section import MODULE
-from quantizer.config.feasibility import least_opset
 from quantizer.config.load import fallback_config
+from quantizer.config.schema import least_opset
 from quantizer.errors import ConfigError, EngineError, QuantizerError
 from quantizer.files import scratch_folder
 from quantizer.proxy.build import is_proxy
-from quantizer.report.shown_setting import GIVEN_IN_PYTHON
+from quantizer.report.codec import GIVEN_IN_PYTHON
 from quantizer.runs.outputs.right_engine import refusal
 from quantizer.runs.run import carry_out
 from quantizer.runs.saved.call_form import CallForm

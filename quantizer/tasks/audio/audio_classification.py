@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from quantizer.tasks.audio.audio_inputs import AudioInputs
+from quantizer.tasks.classification import FileClassification
 from quantizer.tasks.datasets.rows import Audio
-from quantizer.tasks.file_classification import FileClassification
 from quantizer.tasks.inputs import Inputs
 from quantizer.tasks.task import tasks
 

@@ -10,7 +10,7 @@ from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import json_values
 from quantizer.errors import TaskError
 from quantizer.tasks.checkpoints.sources import resolve_source, transformers_package
-from quantizer.tasks.pooling import MEAN, MODES, SIMILARITIES, SentencePooling
+from quantizer.tasks.outputs import MEAN, MODES, SIMILARITIES, SentencePooling
 
 _OTHERWISE = "load such a model in Python, and give it with its batches to quantize_model"
 _KINDS = ("Transformer", "Pooling", "Normalize")

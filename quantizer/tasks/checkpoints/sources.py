@@ -1,4 +1,9 @@
-"""Sources of models: a local folder, a folder inside an installed package, or a hub name."""
+"""Sources of models: a local folder, a folder inside an installed package, or a hub name.
+
+Checkpoints that timm saves, which transformers loads through its wrapper where timm is installed.
+
+A limit on the layers that a checkpoint's config may ask for: building too many would not end.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,9 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -192,3 +198,62 @@ def _require_readable(folder: Path, source: str) -> None:
 
 def _is_dir(name: str) -> bool:
     return bool(name) and is_folder(Path(name))
+
+
+_KIND = "timm_wrapper"
+_CLASSIFIER = "TimmWrapperForImageClassification"
+_GIVEN = ("num_classes", "pretrained")
+"""The arguments of a timm model that the wrapper gives itself."""
+
+
+def require_timm(told: Mapping[str, Any]) -> None:
+    """Raise if a config is one of timm, and timm or the torchvision of its images is missing.
+
+    Raises:
+        MissingDependencyError: a package is not installed.
+    """
+    if told.get("pretrained_cfg") is None and told.get("model_type") != _KIND:
+        return
+    for package in ("timm", "torchvision"):
+        if find_spec(package) is None:
+            raise MissingDependencyError(package, "timm")
+
+
+def classifier_of(config: Any) -> str | None:
+    """Return the class of transformers for a checkpoint of timm, which names none; None: it is no classifier of it."""
+    return _CLASSIFIER if config.model_type == _KIND and config.num_labels else None
+
+
+def loadable(config: Any) -> Any:
+    """Return a config with which a model loads: timm also saves arguments that the wrapper gives itself."""
+    if config.model_type == _KIND and config.model_args:
+        config.model_args = {name: value for name, value in config.model_args.items() if name not in _GIVEN}
+    return config
+
+
+def save_processor(processor: Any, config: Any, folder: Path) -> None:
+    """Save a tokenizer, an image processor or a feature extractor; that of timm is in its model's config."""
+    if getattr(config, "model_type", None) == _KIND:
+        config.save_pretrained(folder)
+    else:
+        processor.save_pretrained(folder)
+
+
+_MOST_LAYERS = 2_000
+_COUNTS = re.compile("layer|depth")
+
+
+def require_depth(told: Mapping[str, Any]) -> None:
+    """Raise if a config asks for more layers than can be built in reasonable time.
+
+    A model is built before its weights are read, so that missing weights would be noticed too late.
+
+    Raises:
+        ValueError: a key asks for more than 2,000 layers; the message names it.
+    """
+    for key, value in told.items():
+        if isinstance(value, dict):
+            require_depth(value)
+        counts = value if isinstance(value, list) else [value]
+        if _COUNTS.search(key) and any(isinstance(count, int) and count > _MOST_LAYERS for count in counts):
+            raise ValueError(f"{key} is {value}, expected at most {_MOST_LAYERS} layers")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from quantizer.tasks.datasets import choices, conll, squad_json, sst2, stsb, text_csv, vader
-from quantizer.tasks.datasets.files import (
-    coco_json,
-    hf,
-    image_depths,
-    image_masks,
-    labelled_csv,
-    labelled_folder,
-    text_pairs,
-    transcripts,
-)
+from quantizer.tasks.datasets import builtin as sst2
+from quantizer.tasks.datasets import builtin as stsb
+from quantizer.tasks.datasets import builtin as vader
+from quantizer.tasks.datasets import rows as choices
+from quantizer.tasks.datasets import text_files as conll
+from quantizer.tasks.datasets import text_files as squad_json
+from quantizer.tasks.datasets import text_files as text_csv
+from quantizer.tasks.datasets import text_files as text_pairs
+from quantizer.tasks.datasets.files import hf
+from quantizer.tasks.datasets.files import image_files as coco_json
+from quantizer.tasks.datasets.files import image_files as image_depths
+from quantizer.tasks.datasets.files import image_files as image_masks
+from quantizer.tasks.datasets.files import labelled as labelled_csv
+from quantizer.tasks.datasets.files import labelled as labelled_folder
+from quantizer.tasks.datasets.files import labelled as transcripts
 from quantizer.tasks.datasets.files.paths import folder_holds, read_images, read_recordings
 from quantizer.tasks.datasets.load import load_rows
 from quantizer.tasks.datasets.rows import (
@@ -32,7 +36,7 @@ from quantizer.tasks.datasets.rows import (
     Words,
     datasets,
 )
-from quantizer.tasks.datasets.texts import read_texts, text_files
+from quantizer.tasks.datasets.text_files import read_texts, text_files
 
 __all__ = [
     "Audio",

@@ -6,17 +6,28 @@ A data set is a function ``(path, split, subset) -> list[Row]`` in a file of its
     def read_my_data(path: Path | None, split: str | None, subset: str | None) -> list[Row]: ...
 
 It returns all rows; ``load_rows`` takes the part that a run asks for.
+
+Columns of a CSV file with a header, by their names; the objects of a file of JSON lines.
+
+The data set ``choices-jsonl``: questions with answers to choose from, one object of JSON a line.
+
+    {"question": "What flies?", "choices": ["a cat", "a plane"], "label": 1}
+
+A text that the question is about may stand beside it as ``context``. A label is the place of the right choice from 0,
+or its text; it may also be called ``answer``. Other keys are ignored.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from quantizer.common.paths import expanded, is_file, is_folder, regular_file
+from quantizer.common.plain_values import json_values
 from quantizer.common.registry import Registry
 from quantizer.errors import TaskError
 
@@ -230,3 +241,96 @@ def read_lines(name: str, path: Path) -> list[str]:
         raise TaskError(f"data set {name!r}: {path} is not UTF-8 text ({error}): save it as UTF-8") from error
     except OSError as error:
         raise TaskError(f"data set {name!r}: cannot read {path}: {error.strerror or error}") from error
+
+
+def read_columns(name: str, file: Path, wanted: Sequence[Sequence[str]]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the place (``FILE:LINE``) and the wanted fields of each line; nothing if the file is empty.
+
+    Args:
+        name: the name of the data set, for messages.
+        file: a CSV file with a header line; other columns are ignored.
+        wanted: for each wanted column, the names that it may have.
+
+    Raises:
+        TaskError: the file cannot be read, lacks a column, or has a malformed line.
+    """
+    reader = csv.reader(read_lines(name, file), strict=True)
+    try:
+        first = next(reader, None)
+        if first is None:
+            return
+        header = [column.strip() for column in first]
+        places = [next((header.index(name) for name in names if name in header), None) for names in wanted]
+        if None in places:
+            expected = " and ".join(" or ".join(map(repr, names)) for names in wanted)
+            raise TaskError(f"{file}:1: the columns are {header}, expected a header line with {expected}")
+        for fields in filter(None, reader):
+            where = f"{file}:{reader.line_num}"
+            if len(fields) != len(header):
+                raise TaskError(f"{where}: {len(fields)} fields, expected {len(header)} as in the header")
+            yield where, [fields[place].strip() for place in places if place is not None]
+    except csv.Error as error:
+        raise TaskError(f"{file}:{reader.line_num}: not CSV ({error})") from error
+
+
+def read_objects(name: str, file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place (``FILE:LINE``) and the object of each line of a file of JSON lines; empty lines are skipped.
+
+    Args:
+        name: the name of the data set, for messages.
+        file: the file.
+
+    Raises:
+        TaskError: the file cannot be read, or a line is no JSON object.
+    """
+    for number, line in enumerate(read_lines(name, file), start=1):
+        if not line.strip():
+            continue
+        where = f"{file}:{number}"
+        try:
+            told = json_values(line)
+        except ValueError as error:
+            raise TaskError(f"{where}: not JSON ({error})") from error
+        if not isinstance(told, dict):
+            raise TaskError(f'{where}: {line.strip()[:60]!r}, expected an object like {{"key": "value"}}')
+        yield where, told
+
+
+_FORM = '{"question": "What flies?", "choices": ["a cat", "a plane"], "label": 1}'
+
+
+@datasets.add("choices-jsonl")
+def read_choices(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+    """Return all questions of a file.
+
+    Raises:
+        TaskError: the file does not exist, or a line has another form or no right choice.
+    """
+    refuse_options("choices-jsonl", split=split, subset=subset)
+    file = require_file("choices-jsonl", path)
+    return [_row(told, where) for where, told in read_objects("choices-jsonl", file)]
+
+
+def _row(told: dict[str, Any], where: str) -> Choices:
+    question, context = told.get("question", ""), told.get("context", "")
+    choices: Any = told.get("choices")
+    label = told.get("label", told.get("answer"))
+    texts = isinstance(choices, list) and len(choices) > 1 and all(isinstance(one, str) for one in choices)
+    if not texts or not isinstance(question, str) or not isinstance(context, str) or not (question or context):
+        raise TaskError(f"{where}: expected a question or a context and two choices or more, as in {_FORM}")
+    place = _place(label, choices)
+    if place is None:
+        raise TaskError(
+            f"{where}: the label is {label!r}, expected the place of the right choice, 0 to {len(choices) - 1}, or its "
+            "text"
+        )
+    return Choices(question, context, tuple(choices), place)
+
+
+def _place(label: object, choices: list[str]) -> int | None:
+    """Return the place that a label names; None if it names none."""
+    if isinstance(label, str) and choices.count(label) == 1:
+        return choices.index(label)
+    # True is a number of Python, and no place.
+    named = class_number(str(label)) if isinstance(label, int | str) and not isinstance(label, bool) else None
+    return named if named is not None and named < len(choices) else None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quantizer.errors import TaskError
-from quantizer.tasks.image_classification import ImageClassification
+from quantizer.tasks.classification import ImageClassification
 from quantizer.tasks.task import tasks
 
 _LONGEST = 64

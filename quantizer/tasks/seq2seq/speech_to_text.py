@@ -17,7 +17,7 @@ from quantizer.tasks.audio.word_errors import error_rate, word_errors
 from quantizer.tasks.datasets.rows import Row, Speech
 from quantizer.tasks.inputs import Inputs, Sample
 from quantizer.tasks.kinds import rows_of_kind
-from quantizer.tasks.seq2seq.writing import WritingTask
+from quantizer.tasks.seq2seq.writer import WritingTask
 from quantizer.tasks.task import Predictions, tasks
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from quantizer.tasks.datasets.rows import Rewritten, Row
 from quantizer.tasks.inputs import Sample
 from quantizer.tasks.kinds import rows_of_kind
-from quantizer.tasks.seq2seq.writing import WritingTask
+from quantizer.tasks.seq2seq.writer import WritingTask
 from quantizer.tasks.task import Predictions, tasks
 
 

@@ -1,4 +1,6 @@
-"""The task ``multiple-choice``: the answer to a question among some that are given, scored by accuracy.
+"""The batches of pairs of texts, such as a question and its context.
+
+The task ``multiple-choice``: the answer to a question among some that are given, scored by accuracy.
 
 Shapes: N rows, R pairs of a question and a choice, S tokens, C choices of the row with most.
 """
@@ -6,7 +8,7 @@ Shapes: N rows, R pairs of a question and a choice, S tokens, C choices of the r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +16,29 @@ import torch
 
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import Choices, Row
-from quantizer.tasks.inputs import Batch, Inputs, Sample
+from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import accuracy, kl_divergence, label_flips, sqnr_db
 from quantizer.tasks.task import Predictions, Progress, Run, Task, tasks
-from quantizer.tasks.tokens.pair_inputs import PairInputs
+
+
+class PairInputs(TextInputs):
+    """The batches of pairs of texts, of which the longer one is cut first; a subclass names its task."""
+
+    wanted: ClassVar[str]
+    """The task, what it is for, and its data set, in words."""
+
+    def encoded(self, texts: Sequence[Any], **options: Any) -> Any:
+        self.check(texts)
+        first, second = zip(*texts, strict=True)
+        return self.tokenizer(list(first), list(second), truncation="longest_first", **options)
+
+    def check(self, texts: Sequence[Any]) -> None:
+        """Raise ``TaskError`` if a sample is a text alone."""
+        for text in texts:
+            if isinstance(text, str):
+                raise TaskError(f"{text[:60]!r} is a text alone, and {self.wanted}")
+
 
 _NO_CHOICE = -1e9
 """The logit of a choice that a row does not have, which has no share in a softmax."""

@@ -20,7 +20,7 @@ from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import label_flips, sqnr_db
 from quantizer.tasks.outputs import first_output
 from quantizer.tasks.task import Predictions, tasks
-from quantizer.tasks.tokens.pair_inputs import PairInputs
+from quantizer.tasks.tokens.multiple_choice import PairInputs
 from quantizer.tasks.tokens.parts import is_token, per_token
 
 _OUTPUTS = ("start_logits", "end_logits")

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from quantizer.report import Stage
-from quantizer.runs.progress.earlier_times import earlier_stages
-from quantizer.runs.progress.outlook import Outlook, rounded_time
+from quantizer.runs.progress.stage_timer import Outlook, earlier_stages, rounded_time
 
 EARLIER = [Stage(name="load", seconds=4.0), Stage(name="export", seconds=24.0), Stage(name="measure", seconds=31.0)]
 

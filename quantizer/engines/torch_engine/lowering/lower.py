@@ -9,25 +9,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
-from quantizer.engines.torch_engine.lowering.fuse_attention import fuse_attention
+from quantizer.engines.torch_engine.graph_file import LoweredGraph
 from quantizer.engines.torch_engine.lowering.matching import (
+    RunnableSizes,
     constant,
     dequantize,
     dequantize_vector,
     is_call,
     new_constant,
+    node_shapes,
     replace,
+    runnable_sizes,
 )
-from quantizer.engines.torch_engine.lowering.merge_linears import merge_linears
-from quantizer.engines.torch_engine.lowering.node_shapes import RunnableSizes, node_shapes, runnable_sizes
 from quantizer.engines.torch_engine.lowering.post_operations import (
     fuse_activations,
+    fuse_attention,
     fuse_quantizers,
     fuse_residual_adds,
 )
-from quantizer.engines.torch_engine.lowering.quantized_convolution import lower_convolutions
-from quantizer.engines.torch_engine.lowering.quantized_linear import lower_linears
+from quantizer.engines.torch_engine.lowering.products import lower_convolutions, lower_linears, merge_linears
 from quantizer.engines.torch_engine.onnx_import.importer import Imported
 
 

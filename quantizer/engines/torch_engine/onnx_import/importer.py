@@ -1,4 +1,7 @@
-"""An ONNX file as a graph of torch's operators that computes the same, Q/DQ pairs included."""
+"""Nodes of an ONNX graph that compute from constants alone: their values, once and for all.
+
+An ONNX file as a graph of torch's operators that computes the same, Q/DQ pairs included.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import fx
 
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.inspection.onnx_graph import read_graph
 from quantizer.engines.optional_import import import_library
-from quantizer.engines.torch_engine.lowered_graph import LoweredGraph
+from quantizer.engines.torch_engine.graph_file import LoweredGraph
 from quantizer.engines.torch_engine.onnx_import import operators as _operators
-from quantizer.engines.torch_engine.onnx_import.constants import as_constant, folded
 from quantizer.engines.torch_engine.onnx_import.graph_builder import (
     Attributes,
     Constant,
     GraphBuilder,
     OnnxNode,
+    Sizes,
     Value,
     operators,
     translated,
@@ -29,6 +33,33 @@ from quantizer.engines.torch_engine.onnx_import.opset import in_known_opset
 from quantizer.engines.torch_engine.onnx_import.shapes import inferred_shapes
 from quantizer.engines.torch_engine.onnx_import.simplify import simplified
 from quantizer.errors import EngineError
+
+_LEFT = frozenset({"QuantizeLinear", "DequantizeLinear"})
+"""A lowering finds these in the graph."""
+
+
+def folded(node: OnnxNode) -> tuple[Value, ...] | None:
+    """Return the outputs of a node, made of constants; None where it reads what is computed."""
+    read = [value for value in node.inputs if value is not None]
+    if not read or node.operator in _LEFT or not all(isinstance(value, Constant) for value in read):
+        return None
+    build = GraphBuilder(origin=node.name)
+    outputs = translated(build, node)
+    build.graph.output(tuple(value for value in outputs if isinstance(value, fx.Node)))
+    with torch.no_grad():
+        computed = iter(fx.Interpreter(LoweredGraph(build.graph, build.constants)).run())
+    return tuple(
+        Constant(name, next(computed).numpy()) if isinstance(value, fx.Node) else value
+        for name, value in zip(node.outputs, outputs, strict=False)
+    )
+
+
+def as_constant(name: str, value: Value) -> Value:
+    """Return sizes that are all known as the constant that they are, and any other value as it is."""
+    if not isinstance(value, Sizes) or not all(isinstance(item, int) for item in value.items):
+        return value
+    return Constant(name, np.array(value.items[0] if value.alone else value.items))
+
 
 del _operators
 

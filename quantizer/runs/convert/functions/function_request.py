@@ -9,8 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from quantizer.config import RunConfig
-from quantizer.config.load import finished_run
-from quantizer.config.origin import Draft
+from quantizer.config.load import Draft, finished_run
 from quantizer.errors import ConfigError
 from quantizer.runs.run import run
 from quantizer.runs.workload.quantize_model import SENSITIVITY_BATCHES

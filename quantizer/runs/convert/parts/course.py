@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.engines.candidates import Variant
-from quantizer.qdq.signature import read_signature
+from quantizer.qdq.structure import read_signature
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, Score
-from quantizer.report.candidate_record import Candidate, EngineChoice
+from quantizer.report.run_records import Candidate, EngineChoice
 from quantizer.runs.choose_engine import FAILURES, candidate_line, choose, failed, quantized_of, timed
 from quantizer.runs.convert.choose import PYTORCH
 from quantizer.runs.convert.folder import CONFIG, processor_folder, write_json
@@ -34,7 +34,7 @@ from quantizer.runs.convert.parts.result import Agreement, PartResult, PartsResu
 from quantizer.runs.convert.parts.served import serve_parts
 from quantizer.runs.convert.result import quantization_facts
 from quantizer.runs.measure import NOT_VERIFIED
-from quantizer.runs.outputs.output_check import far_from_float
+from quantizer.runs.outputs.compare_outputs import far_from_float
 from quantizer.runs.preflight import require_tools
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_course import QUANTIZER

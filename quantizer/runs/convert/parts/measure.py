@@ -15,8 +15,7 @@ from quantizer.runs.convert.measure import ShapeLatency, measure_latency
 from quantizer.runs.convert.parts.part_maker import PartMaker, PartsMade
 from quantizer.runs.convert.parts.result import Agreement, WholeLatency
 from quantizer.tasks import Batch, Task
-from quantizer.tasks.seq2seq.writer import Writer
-from quantizer.tasks.seq2seq.writing import equal_texts, equal_tokens
+from quantizer.tasks.seq2seq.writer import Writer, equal_texts, equal_tokens
 
 _TIMED_TOKENS = 32
 """How many tokens are written to be timed, if engines write so many."""

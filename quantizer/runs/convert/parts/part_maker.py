@@ -23,8 +23,14 @@ from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.parts.loaded import engine_run
 from quantizer.runs.convert.parts.part_batches import PartBatches, part_batches
 from quantizer.runs.convert.parts.request import PartsRequest
-from quantizer.runs.outputs.compare_outputs import Reference, check_engine, reference_outputs
-from quantizer.runs.outputs.output_check import OutputCheck, Tolerance, tolerance
+from quantizer.runs.outputs.compare_outputs import (
+    OutputCheck,
+    Reference,
+    Tolerance,
+    check_engine,
+    reference_outputs,
+    tolerance,
+)
 from quantizer.runs.run_context import RunContext
 from quantizer.targets import profile
 from quantizer.tasks import Batch

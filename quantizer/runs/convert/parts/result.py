@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantizer.qdq.signature import Signature
+from quantizer.qdq.structure import Signature
 from quantizer.report import Score, collect_versions
 from quantizer.runs.convert.folder import FORMAT, processor_folder
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.parts.loaded import MODEL
 from quantizer.runs.convert.result import QuantizationSummary
-from quantizer.runs.outputs.output_check import OutputCheck
+from quantizer.runs.outputs.compare_outputs import OutputCheck
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from quantizer.qdq.signature import Signature
+from quantizer.qdq.structure import Signature
 from quantizer.runs.convert.folder import ENGINE, ONNX
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.parts.loaded import MODEL

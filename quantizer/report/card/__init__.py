@@ -1,1 +1,0 @@
-"""The model card beside an engine: README.md in Hugging Face's format."""

