@@ -20,6 +20,7 @@ NO_PROMISES = {
     "The table of an `nn.EmbeddingBag` stays float.": "a limitation",
     "With `backend: torch`, transposed convolutions and `Conv3d` stay float.": "a limitation",
     "OpenVINO 2026.4.1 refuses a quantized layer of `torch.cat((token, x), 1)`": "of a library of others",
+    "Numbers for each token or head behind a product it computes wrongly or refuses.": "of a library of others",
     "An OpenVINO engine keeps memory for the inputs and outputs": "a limitation",
     "a file that was made for it may crash them, or worse.": "of libraries of others",
     "without it transformers warns of an unknown quantization type": "what transformers does without us",
