@@ -1,4 +1,13 @@
-"""The calibrators of this package: max, percentile, mse, entropy."""
+"""The calibrators of this package: max, percentile, mse, entropy.
+
+The calibrator ``max``: the range is the largest magnitude.
+
+The calibrator ``percentile``: the range of a given share of all values; the rest is clipped.
+
+The calibrator ``mse``: the range with the least mean squared rounding error.
+
+The calibrator ``entropy``: the range whose rounded histogram diverges least from the original.
+"""
 
 from __future__ import annotations
 

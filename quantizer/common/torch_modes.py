@@ -1,4 +1,9 @@
-"""Modes of torch that a forward may set: autocast and inference mode."""
+"""Modes of torch that a forward may set: autocast and inference mode.
+
+The autocast state of a call, for computing the call again elsewhere.
+
+Tensors that autograd takes, made within ``torch.inference_mode()`` too.
+"""
 
 from __future__ import annotations
 

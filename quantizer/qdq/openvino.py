@@ -1,4 +1,55 @@
-"""Places of a Q/DQ file that OpenVINO computes wrongly."""
+"""Places of a Q/DQ file that OpenVINO computes wrongly.
+
+``scales_flat_product``, ``scales_by_negatives``: factors of channels between a product and a QuantizeLinear.
+
+OpenVINO 2026.4 makes one kernel of a network with products of two axes where its sizes are fixed and small (``Linear,
+ReLU, * factors, Linear`` of 64 channels, or with a batch norm), and no digit of what that computes is right. With three
+axes, with Tanh, Sigmoid or Gelu between, or with ReLU and no factors, all are. The scales of a weight are such factors,
+too, where neither a bias nor an activation keeps them from the Q: ``Linear, Linear`` without a bias. Factors that are
+not all positive are another case, see ``scales_by_negatives``.
+
+``moved_product``: products whose scales OpenVINO can still move behind what reads them.
+
+OpenVINO 2026.4 scales a quantized product behind its sums, and moves the scales on behind operators that keep numbers
+apart. Scales of channels [1, 1, N] then meet a result with other axes: behind an index or a mean over tokens they are
+those of another axis. A bias of the product, or anything that is not linear, keeps them in the product's own kernel.
+
+``misreads_channels``: reductions whose result is multiplied by the factors of other channels.
+
+OpenVINO 2026.4 fuses what is computed number by number into the reduction before it. Its kernel takes the channel of a
+factor from axis 1 of what is reduced, where three axes [A, B, C] are [1, A, B, C] to it. The factor is right where axis
+1 of the result is that same axis. Measured over reductions of two to five axes, with a QuantizeLinear behind and
+without: without one only inputs of three axes are fused so. In files with Q/DQ it moves factors before a reduction
+behind it first.
+
+``misplaces_numbers``: constants that differ along an axis, and are applied to a matrix product along another one.
+
+OpenVINO 2026.4 makes what is computed number by number behind a matrix product a part of its kernel. There, numbers
+that differ along one axis are those of the second axis, whichever they belong to, and factors of a product of two
+activations are those of other rows. It refuses the file, reads beyond the numbers, or no digit is right. Measured over
+products of a weight and of two activations, of two to four axes, with a QuantizeLinear behind and without. Right are
+numbers along the last axis, except for factors of two activations, and a table that is added.
+
+``is_read_both_ways``: a square weight that one product reads transposed and another one as it is. OpenVINO gives both
+products the same one of the two.
+
+``gathers_axis``, ``gathers_zero_points``: an index behind a product, computed with another number of axes.
+
+OpenVINO 2026.4 moves the scales of a quantized convolution [1, C, 1, 1], or of a linear layer [1, 1, N] without a bias
+(``x = self.linear(x)[:, 0]``), behind a Gather. Where the index is one number, the result has one axis less than the
+scales, and the product of both has one axis too many: OpenVINO refuses the file, ends the process, or adds an axis to
+an output. An index of one element keeps the axis, and a Squeeze behind it takes it out. Where the layer reads bytes
+with a zero point, any Gather behind it ends the process.
+
+``is_shared_product``: a quantized product whose result several nodes read, scaled twice or not at all.
+
+OpenVINO 2026.4 computes a convolution or a product of two activations on integers, and multiplies the result by the
+scales behind it. Where several nodes read the result, some of them can take the multiplication into themselves: a
+QuantizeLinear, a reduction, a pooling, a ReLU, another factor. They read the integers then. Its graph optimizer moves
+the multiplication that is left into the product without a look at them, and they read what is scaled already: no digit
+is right. With fixed sizes the multiplication often becomes part of another kernel before that, and all is right; with
+``SNIPPETS_MODE=DISABLE`` it does not. Right are a linear layer, and a product with a bias other than 0.
+"""
 
 from __future__ import annotations
 

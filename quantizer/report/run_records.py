@@ -1,4 +1,19 @@
-"""Records of a run's parts: sites, outputs, candidates, placements, budgets, causes, training."""
+"""Records of a run's parts: sites, outputs, candidates, placements, budgets, causes, training.
+
+The records of a quantization-aware training.
+
+The records of causes and cures: the groups that cost most, and the setting that mends each.
+
+The records of a choice between engines: what was tried, how fast each was, and why the others were not taken.
+
+The record of how far the outputs of the quantized model are from those of the float model.
+
+The records of a placement by measured time: what each group takes, and the plans between fast and accurate.
+
+The records of a budget of accuracy: the engines that were held to it, and what came of it in the end.
+
+The records of sites: the decision for each, its operands, their histograms, and the products in float.
+"""
 
 from __future__ import annotations
 

@@ -234,14 +234,14 @@ class TargetProfile:
             before it is rounded, see ``qdq/openvino.py``, and so what it would apply along another axis, with a
             copy of a weight that is read both ways, see ``qdq/openvino.py``.
         unfused_rectifiers: whether its files rectify a product by a Max, see
-            ``export/passes/per_target/openvino.py``.
+            ``export/passes/per_target/onnxruntime.py``.
         unshared_products: whether its files pass a quantized product that several nodes read through a Clip, see
             ``qdq/openvino.py``, and add the bias of a convolution behind it.
         kept_axes: whether its files keep the axis that an index takes out behind a product, and squeeze it behind that,
             and keep a Gather apart from a product with a zero point, and a concatenation from a Q with one, see
             ``qdq/openvino.py``.
         even_pairs: whether its files store INT4 weights with an odd number of inputs as INT8, see
-            ``export/passes/per_target/openvino.py``.
+            ``export/passes/per_target/codes.py``.
         row_codes: whether its files look up rows of a table in codes, and dequantize those; otherwise they dequantize a
             whole table, which some engines do at each run.
         zero_points: the kinds of site whose activations are UINT8 with a zero point of their own where INT8 is asked

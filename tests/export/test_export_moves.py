@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from quantizer import Quantizer
 from quantizer.errors import ExportError
 from quantizer.export import export_onnx
+from quantizer.export.passes import ConcatsBeforeQuantize, PairsOfCodes, PlainSoftplus, UnfusedRectifiers
 from quantizer.export.passes.base import DropUnreadNodes, NameNodes, run_passes
 from quantizer.export.passes.clamp_masks import ClampMasks
 from quantizer.export.passes.folding import FoldBatchNorm, FoldChannelFactors
-from quantizer.export.passes.per_target.codes import PlainSoftplus
-from quantizer.export.passes.per_target.openvino import ConcatsBeforeQuantize, PairsOfCodes, UnfusedRectifiers
 from quantizer.export.passes.quantizers import LayoutBeforeQuantize, ScaleBeforeQuantize, ShareQuantizers
 from quantizer.export.passes.unspread_weights import UnspreadWeights
 

@@ -1,4 +1,4 @@
-"""Graph passes, one a file, in the order in which they run."""
+"""Graph passes in the order in which they run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from quantizer.export.passes.einsum import EinsumToMatMul, EinsumWeights, GemmTo
 from quantizer.export.passes.expert_weights import ExpertWeights
 from quantizer.export.passes.float_types import FloatTypes
 from quantizer.export.passes.folding import FoldBatchNorm, FoldChannelFactors, FoldConvolutionFactors, FoldPadding
-from quantizer.export.passes.per_target.codes import BytesFirst, MovesOfCodes, PlainSoftplus, UnsignedActivations
+from quantizer.export.passes.per_target.codes import (
+    BytesFirst,
+    MovesOfCodes,
+    PairsOfCodes,
+    RowsOfCodes,
+    UnsignedActivations,
+)
+from quantizer.export.passes.per_target.onnxruntime import PlainSoftplus, UnfusedRectifiers
 from quantizer.export.passes.per_target.openvino import (
     BiasesApart,
     ConcatsBeforeQuantize,
@@ -17,10 +24,7 @@ from quantizer.export.passes.per_target.openvino import (
     GathersApart,
     KeptAxes,
     NumbersBehindProducts,
-    PairsOfCodes,
-    RowsOfCodes,
     UnfusedProducts,
-    UnfusedRectifiers,
     UnfusedReductions,
     UnsharedProducts,
     WeightsReadOneWay,

@@ -1,4 +1,29 @@
-"""Passes that write Einsum and Gemm as MatMul."""
+"""Passes that write Einsum and Gemm as MatMul.
+
+``EinsumToMatMul`` writes a quantized einsum as a MatMul, if it is a product of matrices.
+
+Engines compute an Einsum in floats, whatever precedes it, and a MatMul behind two DQs in low precision. Legend, by
+labels: k is summed over, m the first operand's own, n the second's, the others are batch labels of both.
+
+    Einsum(a, b) = Transpose(Transpose(a)[batch, m, k] @ Transpose(b)[batch, k, n])
+
+Without batch labels the first operand may have several labels of its own. Any other einsum stays: one with two sums, an
+outer product, a sum over one operand, or lengths that the graph does not show to be equal.
+
+``EinsumWeights`` writes an einsum with a stored weight of several axes as a product with a matrix.
+
+Engines make a matrix of such a weight themselves and lose its scales: OpenVINO refuses the file. Legend, by labels:
+k are summed over, m the activation's own, n the weight's.
+
+    Einsum(x, w) = Transpose(Reshape(Reshape(Transpose(x)[m, k]) @ w'[k, n]))
+
+Any other einsum with a weight stays: one with a label of both operands in the output, or a sum over one operand.
+
+``GemmToMatMul`` writes a quantized Gemm as a MatMul and an Add.
+
+A linear layer on inputs of two dimensions exports as Gemm, on any others as MatMul and Add. ONNX Runtime computes a
+Gemm with a float bias in floats, whatever precedes it; no engine prefers the Gemm.
+"""
 
 from __future__ import annotations
 

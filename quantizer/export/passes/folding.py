@@ -1,4 +1,47 @@
-"""Passes that fold factors of channels, batch norms and padding into the layers beside them."""
+"""Passes that fold factors of channels, batch norms and padding into the layers beside them.
+
+``FoldBatchNorm`` folds a batch normalization into the convolution with a stored weight before it.
+
+Legend: q [C, ..] the codes of the weight, t [C] their scales, b [C] the bias; g [C] = gain / sqrt(variance + epsilon).
+
+    (x * (q t) + b - mean) g + shift = x * (q sign(g)) (t |g|) + (b - mean) g + shift
+
+A scale is positive, so the sign goes into the codes. A channel with g = 0 gets codes of 0 and keeps its scale. The pair
+stays if a code has no negative (-128), or if a scale would be subnormal and lose its precision.
+
+A convolution that is called several times, with one normalization or one for each level, then has a dequantizer for
+each call: the scales are its own, and calls whose factors have the same signs share the codes.
+
+``FoldChannelFactors`` folds multiplications by one factor a channel, or by one number, into the operators before them.
+
+Legend: f [K] the factors, 1 / s of a migration of outliers (``calibration/smoothquant.py``), or [] the scale of an
+attention; x [.., K] the input of a Q; n the normalized value before its weight w and bias b; q [K', K] the codes of a
+linear's weight with scales t [K].
+
+    (n * w + b) * f = n * (w * f) + b * f        (x' (q * t) + b) * f = x' (q * (t * f)) + b * f
+
+So a normalization, or a linear whose weight has one scale for each output channel, does the multiplication at no cost,
+also through a Reshape that keeps the last axis and through the elementwise product of a gate. A single number also
+passes through every operator that only moves values. The multiplication stays if the value has other readers, or if the
+operator before it is of another kind.
+
+``FoldConvolutionFactors`` folds the factors of equalized convolutions into the convolution before.
+
+Legend: f [C] the factors 1 / s (``calibration/rounding/equalize.py``), held as [C, 1, ..]; q [C, ..] the codes of a
+convolution's weight with scales t [C], b its bias.
+
+    relu(x (q t) + b) * f = relu(x (q (t f)) + b f)        min(relu(y), c) * f = min(relu(y f), c f)
+
+A ReLU and a padding with zeros let positive factors through, a minimum with a constant takes them in, and a clip
+between 0 and c becomes a ReLU and a minimum with a constant for each channel. If all scales t f come out alike but for
+rounding, one scale takes their place. The multiplication stays where the value has other readers, or something else
+made it.
+
+``FoldPadding`` gives a convolution the zeros around its input as its own padding.
+
+A zero is exact in every format, with a zero point too: ``Conv(DQ(Q(Pad(x))))`` equals ``Conv(DQ(Q(x)))`` with these
+pads. Behind a Pad of its own the quantizer cannot be fused into the layer before it, and both run alone, in floats.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,35 @@
-"""Passes that move and share QuantizeLinear and DequantizeLinear nodes."""
+"""Passes that move and share QuantizeLinear and DequantizeLinear nodes.
+
+``QuantizeOnce`` quantizes once what is quantized twice in the same way, one time behind the other.
+
+The result of a convolution and the operand of the next one share their range where they are one tensor.
+
+``ShareQuantizers`` merges the quantizers of one tensor with one scale.
+
+Query, key and value read the same hidden states, and so may a residual add: their operands share a range, and the
+tensor is rounded once.
+
+``ScaleBeforeQuantize`` moves the scale of attention scores to the query, before its quantizer.
+
+Legend: x the query, s its scale, y the key, c the factor, such as 1 / sqrt(d).
+
+    (DQ(Q(x, s), s) @ y) c = DQ(Q(x c, s c), s c) @ y
+
+The codes are the same: x c / (s c) = x / s. A query [.., L, d] is smaller than the scores [.., L, L], its factor can
+become part of the projection that makes it (``FoldChannelFactors``), and an engine that fuses attention finds only the
+mask and the softmax between the two products.
+
+``RectifyBeforeQuantize`` removes a rectifier behind a Q/DQ pair, or moves it before the pair.
+
+Codes without negative values have been rectified: with zero point 0 an unsigned Q clips at 0. Of other codes, rounding
+keeps 0 and the order of values, so that a Relu commutes with it. An engine computes a convolution in integers whose
+result is quantized directly, or behind a Relu.
+
+``LayoutBeforeQuantize`` moves layout operators and float casts before the Q, so that a product reads its DQ directly.
+
+A transposition, a reshaping, or a conversion to another float type keeps each value, and a Q with one scale rounds each
+value by itself, so their order is free. An engine computes in low precision what directly follows a DQ.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Charts in SVG: axes, colours, and plots of points and lines on them."""
+"""Charts in SVG: axes, colours, and plots of points and lines on them.
+
+The frame, the text and the legend of a picture.
+
+The package writes its own SVG instead of using a plotting library: bars are in percent of the width and text is in
+pixels, so that pictures are readable from a phone to a wide notebook, and text has the colour of the page.
+
+The sensitivity ranking as bars, coloured by kind, with a lane beside them that shows the block of each group.
+"""
 
 from __future__ import annotations
 

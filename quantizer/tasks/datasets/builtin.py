@@ -1,4 +1,27 @@
-"""Data sets that are named: sst2, stsb, vader."""
+"""Data sets that are named: sst2, stsb, vader.
+
+The data set ``sst2-text``: one labelled text per line, the integer label first (SST-2's format).
+
+    1 a stirring , funny and finally transporting re-imagining
+
+The data set ``stsb-csv``: sentence pairs with a similarity score, one per line, no header (as in the STS benchmark).
+
+    A plane is taking off.,An air plane is taking off.,5.0
+
+The data set ``vader``: short texts with human sentiment ratings (Hutto and Gilbert, ICWSM 2014; MIT licence).
+
+The texts come with the *source distribution* of ``vaderSentiment`` on the Python package index. It is fetched once by
+pip into ``$XDG_CACHE_HOME/quantizer`` (or ``~/.cache/quantizer``), its SHA-256 is checked each time it is read, and
+the texts are read in memory: nothing of it is unpacked or installed.
+
+Subsets: ``tweets``, ``movieReviewSnippets``, ``amazonReviewSnippets``, ``nytEditorialSnippets``. The label is the sign
+of the mean rating (1 positive, 0 negative); ratings within 0.5 of zero are left out, and so are repeated texts.
+
+Splits: ``head`` (50%), ``calibration`` (10%) and ``evaluation`` (40%); ``None`` is all of them. A row's split follows
+from a hash of its document's id: sentences of one review or article stay together, no row is in two splits, and a split
+does not depend on how many rows are asked for. Rows are ordered by a hash too: the files are partly sorted by
+sentiment, and the first rows of a split should be a fair sample of it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,33 @@
-"""Rows of text from files: CSV, lines, CoNLL, SQuAD, pairs."""
+"""Rows of text from files: CSV, lines, CoNLL, SQuAD, pairs.
+
+The data set ``text-csv``: labelled texts in a CSV file with the header ``text,label``, for data of your own.
+
+    text,label
+    "Fast, friendly and cheap",1
+
+Labels are integers from 0. Other columns are ignored.
+
+Plain files of texts without labels, which are enough for calibration; as rows, the data set ``text-lines``.
+
+``.txt`` has one text per line, ``.csv`` a header and a column of texts, ``.jsonl`` one object with a text per line.
+
+The data set ``conll``: words with tags in columns, an empty line between texts, for data of your own.
+
+    EU      B-ORG
+    rejects O
+
+The first column is the word and the last one its tag; others are ignored. Columns are separated by tabs or spaces.
+
+The data set ``squad-json``: questions about texts in the format of SQuAD, version 1.1 or 2.0.
+
+The data set ``text-pairs``: texts with what is to be written for them, in a ``.csv`` or ``.jsonl`` file.
+
+    source,target
+    translate English to German: A good film.,Ein guter Film.
+
+A line of a ``.jsonl`` file is an object with the same two keys. The first column may also be called ``text`` or
+``document``, the second ``translation`` or ``summary``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,21 @@
-"""Passes that keep apart what an engine would compute wrongly, or more slowly, if it fused it."""
+"""Passes that keep apart what OpenVINO would compute wrongly, or more slowly, if it fused it.
+
+``UnfusedProducts``, ``NumbersBehindProducts`` and ``WeightsReadOneWay`` keep a product, a Q, and the numbers between
+them apart.
+
+``UnsharedProducts`` and ``BiasesApart`` keep the scales and the bias of a product apart from what reads it.
+
+``UnfusedReductions`` and ``FactorsBeforeReductions`` keep a reduction apart from what follows it.
+
+OpenVINO fuses a ReduceMax with the Q behind it, and then keeps the maximum itself in bytes: 1.4 becomes 1 before the Q
+divides it by the scale. With a ReduceMean it fuses the factors of channels, and may read those of another axis, see
+``qdq/openvino.py``. It fuses one reader alone, and a Max that reads the result twice is two.
+
+``GathersApart``, ``KeptAxes`` and ``ConcatsBeforeQuantize`` keep the axes of scales and zero points, which would
+otherwise be those of another tensor.
+
+What goes wrong without them, and where it was measured, stands in ``qdq/openvino.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +29,13 @@ from quantizer.export.passes.base import (
     drop_unread,
     insert_before,
     largest_number,
-    replace_node,
-    take_out,
 )
-from quantizer.export.passes.quantizers import is_within, starts_at_zero
-from quantizer.numerics.qtype import UINT8
-from quantizer.qdq.element_types import has_odd_pairs
 from quantizer.qdq.graph import (
     attribute,
     constant,
-    floats,
     is_dequantize,
-    is_dequantized,
     is_quantize,
     maker,
-    scalar,
     varying_inputs,
 )
 from quantizer.qdq.openvino import (
@@ -44,7 +53,18 @@ from quantizer.qdq.openvino import (
 )
 
 
-class UnfusedProducts(MatchPass[Any]):
+class _MaxBetween(MatchPass[Any]):
+    """``x -> node`` becomes ``x -> Max(x, x) -> node``, with the same values.
+
+    OpenVINO fuses such a Max with neither of the two. ``match`` returns x, which is an input of the node.
+    """
+
+    def apply(self, model: Any, node: Any, found: Any) -> None:
+        same = insert_before(node, "Max", [found, found], like=found, shape=found.shape)
+        node.replace_input_with(list(node.inputs).index(found), same)
+
+
+class UnfusedProducts(_MaxBetween):
     """``* factors -> Q`` becomes ``* factors -> Max(both inputs) -> Q``, with the same values.
 
     So it is behind a product of two axes, or where a factor is not positive, see ``qdq/openvino.py``.
@@ -56,12 +76,8 @@ class UnfusedProducts(MatchPass[Any]):
         """Return what a Q rounds, if it has such factors; None for any other node."""
         return node.inputs[0] if scales_flat_product(node) or scales_by_negatives(node) else None
 
-    def apply(self, model: Any, node: Any, found: Any) -> None:
-        same = insert_before(node, "Max", [found, found], like=found, shape=found.shape)
-        node.replace_input_with(0, same)
 
-
-class NumbersBehindProducts(MatchPass[Any]):
+class NumbersBehindProducts(_MaxBetween):
     """``product -> * numbers`` becomes ``product -> Max(both inputs) -> * numbers``, with the same values.
 
     So it is where the engine would apply the numbers along another axis, see ``qdq/openvino.py``.
@@ -72,10 +88,6 @@ class NumbersBehindProducts(MatchPass[Any]):
     def match(self, node: Any) -> Any | None:
         """Return what a node applies such numbers to; None for any other node."""
         return varying_inputs(node)[0] if misplaces_numbers(node) else None
-
-    def apply(self, model: Any, node: Any, found: Any) -> None:
-        same = insert_before(node, "Max", [found, found], like=found, shape=found.shape)
-        node.replace_input_with(list(node.inputs).index(found), same)
 
 
 class WeightsReadOneWay(MatchPass[Any]):
@@ -224,7 +236,7 @@ class UnfusedReductions(MatchPass[Any]):
         model.graph.insert_after(node, same)
 
 
-class FactorsBeforeReductions(MatchPass[Any]):
+class FactorsBeforeReductions(_MaxBetween):
     """``x * factors -> ReduceMean`` becomes ``x * factors -> Max(both inputs) -> ReduceMean`` in files with Q/DQ.
 
     Args:
@@ -244,54 +256,8 @@ class FactorsBeforeReductions(MatchPass[Any]):
         floats = given.dtype is not None and given.dtype.is_floating_point()
         return given if floats and any(is_quantize(other) for other in node.graph) else None
 
-    def apply(self, model: Any, node: Any, found: Any) -> None:
-        same = insert_before(node, "Max", [found, found], like=found, shape=found.shape)
-        node.replace_input_with(0, same)
 
-
-class UnfusedRectifiers(MatchPass[Any]):
-    """``MatMul -> Relu -> Q`` becomes ``MatMul -> Max(0) -> Q``, with the same values; a Clip has a Max before it."""
-
-    left = "a rectifier still stands between a product and a Q that does not replace it"
-
-    def match(self, node: Any) -> Any | None:
-        """Return the result of the product before such a rectifier; None for any other node."""
-        if node.op_type not in ("Relu", "Clip") or node.outputs[0].is_graph_output():
-            return None
-        product = node.inputs[0].producer()
-        if product is None or product.op_type != "MatMul" or not all(map(is_dequantized, product.inputs)):
-            return None
-        quantizers = [reader for reader in node.outputs[0].consumers() if is_quantize(reader)]
-        alone = len(node.inputs[0].uses()) == 1 and not node.inputs[0].is_graph_output()
-        return node.inputs[0] if alone and quantizers and not any(_replaces(one, node) for one in quantizers) else None
-
-    def apply(self, model: Any, node: Any, found: Any) -> None:
-        low = 0.0 if node.op_type == "Relu" else _lower(node)
-        other = found
-        if low is not None:
-            array = np.array(low, found.dtype.numpy())
-            other = add_constant(model, f"{found.name}.low", array, found.dtype)
-        held = insert_before(node, "Max", [found, other], like=found, shape=found.shape)
-        if node.op_type == "Relu":
-            take_out(model, node, held)
-        else:
-            node.replace_input_with(0, held)
-
-
-def _lower(clip: Any) -> float | None:
-    value = clip.inputs[1] if len(clip.inputs) > 1 else None
-    return None if value is None else scalar(value)
-
-
-def _replaces(quantize: Any, rectifier: Any) -> bool:
-    """Return whether a Q clips all that a rectifier before it does."""
-    scale = scalar(quantize.inputs[1])
-    if scale is None or not starts_at_zero(quantize):
-        return False
-    return rectifier.op_type == "Relu" or is_within(rectifier, scale * UINT8.qmax)
-
-
-class GathersApart(MatchPass[Any]):
+class GathersApart(_MaxBetween):
     """``product -> Gather`` becomes ``product -> Max(both inputs) -> Gather``, with the same values."""
 
     left = "zero points of a product can still be moved behind a Gather"
@@ -299,10 +265,6 @@ class GathersApart(MatchPass[Any]):
     def match(self, node: Any) -> Any | None:
         """Return what a Gather reads, if it is such a product; None for any other node."""
         return node.inputs[0] if gathers_zero_points(node) else None
-
-    def apply(self, model: Any, node: Any, found: Any) -> None:
-        same = insert_before(node, "Max", [found, found], like=found, shape=found.shape)
-        node.replace_input_with(0, same)
 
 
 class KeptAxes(MatchPass[int]):
@@ -339,7 +301,7 @@ class KeptAxes(MatchPass[int]):
         taken.name = name
 
 
-class ConcatsBeforeQuantize(MatchPass[Any]):
+class ConcatsBeforeQuantize(_MaxBetween):
     """``Concat -> Q`` becomes ``Concat -> Max(both inputs) -> Q``, with the same values."""
 
     left = "a concatenation can still be joined behind the Q"
@@ -347,69 +309,3 @@ class ConcatsBeforeQuantize(MatchPass[Any]):
     def match(self, node: Any) -> Any | None:
         """Return what a Q rounds, if a concatenation of places makes it; None for any other node."""
         return node.inputs[0] if joins_before(node) else None
-
-    def apply(self, model: Any, node: Any, found: Any) -> None:
-        same = insert_before(node, "Max", [found, found], like=found, shape=found.shape)
-        node.replace_input_with(0, same)
-
-
-_BYTES = {"INT4": "INT8", "UINT4": "UINT8"}
-
-
-class PairsOfCodes(MatchPass[str]):
-    """``INT4 [K, N] -> DQ -> MatMul`` with an odd K becomes ``INT8 [K, N] -> DQ -> MatMul``, with the same codes."""
-
-    left = "a weight of INT4 still has an odd number of inputs"
-
-    def match(self, node: Any) -> str | None:
-        """Return the format for the codes of a dequantizer; None for a node that stays."""
-        return _BYTES[node.inputs[0].dtype.name] if has_odd_pairs(node) else None
-
-    def apply(self, model: Any, node: Any, found: str) -> None:
-        import onnx_ir
-
-        element = onnx_ir.DataType[found]
-        for place in (0, 2):
-            value = node.inputs[place] if place < len(node.inputs) else None
-            if value is not None:
-                codes = value.const_value.numpy().astype(element.numpy())
-                node.replace_input_with(place, add_constant(model, f"{value.name}_bytes", codes, element))
-                drop_unread(model, value)
-
-
-class RowsOfCodes(MatchPass[Any]):
-    """``DQ(t, s, axis 0) -> Gather`` becomes ``Gather -> Cast`` of the codes, times the scales of those rows."""
-
-    left = "a whole table is still dequantized for some of its rows"
-
-    def match(self, node: Any) -> Any | None:
-        """Return the DQ of a stored table of INT8 with a scale a row, out of which rows are taken."""
-        if node.op_type != "Gather" or attribute(node, "axis", 0) != 0:
-            return None
-        table = node.inputs[0].producer()
-        if not is_dequantize(table) or table.inputs[0].const_value is None or attribute(table, "block_size", 0):
-            return None
-        codes, scales, *zero = table.inputs
-        symmetric = not zero or zero[0] is None or not np.any(zero[0].const_value.numpy())
-        rows = codes.shape.is_static() and len(codes.shape) == 2 and attribute(table, "axis", 1) == 0
-        return table if rows and symmetric and codes.dtype.name == "INT8" and len(scales.shape) == 1 else None
-
-    def apply(self, model: Any, node: Any, found: Any) -> None:
-        import onnx_ir
-
-        result, (codes, scales) = node.outputs[0], found.inputs[:2]
-        column = floats(scales)
-        assert column is not None
-        tall = add_constant(model, f"{scales.name}_of_rows", column[:, None], scales.dtype)
-        first = [onnx_ir.AttrInt64("axis", 0)]
-        taken = insert_before(node, "Gather", [codes, node.inputs[1]], like=codes, shape=result.shape, attributes=first)
-        to = [onnx_ir.AttrInt64("to", scales.dtype)]
-        cast = insert_before(node, "Cast", [taken], like=result, shape=result.shape, attributes=to)
-        step = insert_before(node, "Gather", [tall, node.inputs[1]], like=tall, shape=None, attributes=first)
-        made = insert_before(node, "Mul", [cast, step], like=result, shape=result.shape)
-        replace_node(model, node, made)
-        if not found.outputs[0].uses():
-            inputs = [value for value in found.inputs if value is not None]
-            model.graph.remove(found, safe=True)
-            for value in inputs:
-                drop_unread(model, value)

@@ -1,4 +1,29 @@
-"""Rows of images with boxes, masks or depths, from files."""
+"""Rows of images with boxes, masks or depths, from files.
+
+The data set ``coco-json``: objects in images, in the format of COCO.
+
+    {"images": [{"id": 1, "file_name": "one.jpg"}],
+     "categories": [{"id": 3, "name": "car"}],
+     "annotations": [{"image_id": 1, "category_id": 3, "bbox": [10, 20, 30, 40]}]}
+
+A box is its upper left corner, width and height in pixels; ``iscrowd`` marks one around many objects. Images are beside
+the file, or in the folder ``images`` there.
+
+The data set ``image-depths``: images, and for each of them a file with the distance at each pixel.
+
+    rooms/images/one.jpg
+    rooms/depths/one.png
+
+A distance is the number of a grey pixel, in 8 or 16 bits, or one of an array [height x width] in a ``.npy`` file, in
+any unit. What is 0 or no number was not measured.
+
+The data set ``image-masks``: images, and for each of them one with the class number of each pixel.
+
+    streets/images/one.jpg
+    streets/masks/one.png
+
+The class 255 counts nowhere.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,29 @@
-"""Rows of files with a label each, from a CSV or a folder."""
+"""Rows of files with a label each, from a CSV or a folder.
+
+The data sets ``image-csv`` and ``audio-csv``: labelled files in a CSV file with the header ``path,label``.
+
+    path,label
+    cats/one.jpg,cat
+
+A relative path starts at the folder of the CSV file. A label is the model's name for the class, or the class number
+from 0. The columns may also be called ``file`` and ``class_index``; other columns are ignored. The rows are in the
+order of the file.
+
+The data sets ``image-folder`` and ``audio-folder``: a folder of files per class, named by the class or its number.
+
+    animals/cat/one.jpg
+    animals/dog/two.png
+
+The rows are in a fixed order that mixes the classes; see ``file_paths``.
+
+The data set ``transcripts``: recordings with what is said in them, in a ``.csv`` or ``.jsonl`` file.
+
+    path,text
+    one.wav,a good film
+
+A line of a ``.jsonl`` file is an object with the same two keys. A relative path starts at the folder of the file. The
+first column may also be called ``file`` or ``audio``, the second ``transcript`` or ``sentence``.
+"""
 
 from __future__ import annotations
 
