@@ -19,7 +19,7 @@ import quantizer.runs.run_engines as run_engines
 from quantizer.cli.main import main
 from quantizer.engines import build_engine
 from quantizer.errors import EngineError
-from quantizer.export.passes.per_target import openvino as unshared_products
+from quantizer.export.passes.per_target import openvino as openvino_passes
 from quantizer.report import read_record
 from quantizer.report.verdict import verdict_of
 from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM
@@ -75,7 +75,7 @@ def plant(
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that OpenVINO's model for all sizes computes wrongly, and runs without a search for causes."""
-    monkeypatch.setattr(unshared_products, "is_shared_product", lambda _: False)
+    monkeypatch.setattr(openvino_passes, "is_shared_product", lambda _: False)
     monkeypatch.setattr(run_course, "with_causes_of", lambda record, *_: record)
 
 
