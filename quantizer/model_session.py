@@ -40,9 +40,6 @@ def for_this_cpu(config: QuantizerConfig) -> QuantizerConfig:
     """Return the configuration with a backend in the place of ``auto``: an installed one, in its variant for this CPU.
 
     A quantizer alone measures no engines, as ``quantizer run`` and ``quantizer convert`` do.
-
-    Raises:
-        EngineError: none is installed.
     """
     if config.backend != AUTO:
         return config
@@ -75,11 +72,7 @@ class ModelSession:
         self._chosen_in: Plan = {}  # the plan whose groups the fallback names
 
     def bind(self, model: nn.Module) -> None:
-        """Bind the session to a model.
-
-        Raises:
-            ProxyError: the model is a proxy, or the session is bound to another model.
-        """
+        """Bind the session to a model."""
         if isinstance(model, nn.Module) and is_proxy(model):
             raise ProxyError("this is a proxy already; pass the float model that it was made from")
         if self._model is not None and (bound := self._model()) not in (None, model):
@@ -98,17 +91,7 @@ class ModelSession:
         self._skipped, self._patches = list(skipped_sources(model)), applied_patches(model)
 
     def inherit_from(self, other: ModelSession, backend: str, *, share: bool = False) -> None:
-        """Take the calibration, the fallback and the model of another session.
-
-        Args:
-            other: the session that was calibrated.
-            backend: the backend of ``other``.
-            share: as in ``PlanSource.inherit_from``.
-
-        Raises:
-            CalibrationError: nothing was calibrated, the scales of ``other`` were loaded or trained, or it has no
-                statistics.
-        """
+        """Take the calibration, the fallback and the model of another session."""
         decided = other.decided()
         if other.scales_replaced:
             raise CalibrationError(
@@ -178,10 +161,6 @@ class ModelSession:
         """Return the plan with scales of weights computed from the weights that ``model`` has now.
 
         After a training the plan stays as it is: its scales belong to the trained weights.
-
-        Raises:
-            CalibrationError: the calibration is of another model.
-            TrainingError: parameters of the model were replaced after the training.
         """
         if self.trainable is None:
             return self._scaled_for(model, plan, told=False)
@@ -322,11 +301,7 @@ class ModelSession:
         return Coverage.from_plan(final, self._skipped, self.decisions.products(), back, self._patches, regions)
 
     def sensitivity(self) -> Sensitivity:
-        """Return the groups, ranked.
-
-        Raises:
-            SensitivityError: nothing was measured yet.
-        """
+        """Return the groups, ranked."""
         if self.amp is None:
             raise SensitivityError("nothing was measured yet: run the proxy that amp() returns on data first")
         return Sensitivity.from_ranking(self.amp.ranking(), self.fallback, self.amp.measure)

@@ -55,13 +55,6 @@ def corrected(proxy: Proxied, plan: Plan, observation: Seen, error: OutputError,
     """Return the plan with shifts of biases, and a note for each quantized site.
 
     The shifts are measured once, and again after more data.
-
-    Args:
-        proxy: the calibrated proxy, its sites inactive and unobserved.
-        plan: the plan without shifts.
-        observation: the statistics, with kept batches; the shifts are stored in it.
-        error: that of the proxy.
-        dtype: the float type of biases on the target, to which shifts are rounded.
     """
     kept = ReplayBatches() if observation.kept is None else observation.kept
     if not kept.everywhere:
@@ -192,15 +185,7 @@ def _may_hold_a_shift(site: Site, entry: SitePlan) -> bool:
 
 
 class _Comparison:
-    """One batch in float, and then rounded and corrected, call by call.
-
-    Args:
-        proxy: the calibrated proxy, which runs the batch in float at once.
-        sites: the sites that may hold a shift.
-        batch: its inputs.
-        dtype: the float type of biases on the target.
-        calls: how many calls of each site are told apart.
-    """
+    """One batch in float, and then rounded and corrected, call by call."""
 
     def __init__(
         self, proxy: Proxied, sites: Sequence[Site], batch: Batch, dtype: torch.dtype, calls: Mapping[Site, int]

@@ -78,13 +78,7 @@ def make_plan(proxy: Proxied, observation: Seen) -> Plan:
 
 
 def _digest(proxy: Proxied, observation: Seen, plan: Plan) -> str | None:
-    """Return the SHA-256 of all that choices by running batches depend on; None: they are of this quantizer alone.
-
-    Args:
-        proxy: the calibrated proxy.
-        observation: the statistics, without any choice.
-        plan: the plan for them.
-    """
+    """Return the SHA-256 of all that choices by running batches depend on; None: they are of this quantizer alone."""
     config, kept, buffers = proxy.config, observation.kept, dict(proxy.module.named_buffers())
     if kept is None or get_world_size() > 1 or not all(map(_has_plain_values, buffers.values())):
         return None
@@ -237,11 +231,6 @@ def choose_ranges(proxy: nn.Module, trials: Iterable[Trial], batches: Iterable[B
     """Set ``chosen`` of every range group among ``trials`` to the candidate with the smallest error of all ranks.
 
     If errors are equal, the larger range is chosen.
-
-    Args:
-        proxy: the calibrated proxy, its sites inactive.
-        trials: the operands whose ranges are chosen.
-        batches: inputs of the proxy.
     """
     by_site: dict[str, list[Trial]] = defaultdict(list)
     errors: dict[RangeGroup, dict[tuple[float, str], list[float]]] = {}

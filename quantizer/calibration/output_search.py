@@ -133,17 +133,7 @@ def choose(
     estimates: Sequence[Estimate],
     start: Setting | None = None,
 ) -> Setting:
-    """Choose a share of smoothing and an estimate, use them for all records of ``observation``, and return them.
-
-    Args:
-        error: that of the calibrated proxy.
-        observation: the statistics, with kept batches.
-        decided: a function that returns the plan for the current records.
-        smoothing: the tensors that can be smoothed; None if there is no choice between shares.
-        shares: the shares of smoothing to choose from, the default first; None stands for no smoothing.
-        estimates: the estimates to choose from, the default first.
-        start: the setting from which the search goes on; None: it begins with some of the shares.
-    """
+    """Choose a share of smoothing and an estimate, use them for all records of ``observation``, and return them."""
     search = _Search(error, observation, decided, smoothing, estimates)
     plain = Setting(shares[0], 0)
     assert observation.kept is not None
@@ -234,12 +224,7 @@ class OutputError:
         self._known = {} if known is None else known
 
     def of(self, plan: Plan, batches: Mapping[Hashable, Batch]) -> float:
-        """Return the error of the model quantized by a plan; the proxy is float again afterwards.
-
-        Args:
-            plan: the plan.
-            batches: inputs of the proxy, each under a name that no other has.
-        """
+        """Return the error of the model quantized by a plan; the proxy is float again afterwards."""
         return math.fsum(self._terms(plan, batches))
 
     def of_all_ranks(self, plan: Plan, kept: ReplayBatches, limit: float = math.inf) -> float:
@@ -270,11 +255,6 @@ class OutputError:
 
 def other_attention_error(model: nn.Module, proxy: nn.Module, batch: Batch) -> float | None:
     """Return the error of a proxy's output, if the attention which its model is set to computes something else.
-
-    Args:
-        model: the model.
-        proxy: its float proxy, which computes attention by separate products; unobserved.
-        batch: inputs of the proxy.
 
     Returns:
         None where both give the same but for the rounding of float types, or there is nothing to compare: outputs of
@@ -340,12 +320,6 @@ def leave_costly_attention(
     """Set ``left`` of the products of all attentions if the output gains much where these are in float.
 
     Return whether they were set.
-
-    Args:
-        error: that of the calibrated proxy.
-        observation: the statistics, with kept batches.
-        decided: a function that returns the plan for the current records.
-        searched: whether the ranges were chosen by the output.
     """
     assert observation.kept is not None
     plan = decided()

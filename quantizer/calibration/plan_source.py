@@ -90,16 +90,7 @@ class PlanSource:
     # -- from one state to the next --------------------------------------------------------------------------------
 
     def inherit_from(self, other: PlanSource, *, share: bool = False) -> None:
-        """Take the statistics of another plan source; the plan for this configuration follows after ``bind``.
-
-        Args:
-            other: the plan source that was calibrated.
-            share: with an equal configuration, take its session itself, so that nothing is chosen again; neither may
-                be resumed then.
-
-        Raises:
-            CalibrationError: the other plan source has no statistics.
-        """
+        """Take the statistics of another plan source; the plan for this configuration follows after ``bind``."""
         if share and other._config == self._config and isinstance(other.state, Calibrated):
             self.state = other.state
             return
@@ -142,11 +133,7 @@ class PlanSource:
         return session.proxy
 
     def resume(self, model: nn.Module) -> nn.Module:
-        """Return the proxy with which the calibration continues: that of this quantizer, or of the loaded folder.
-
-        Raises:
-            CalibrationError: there was no calibration, or it is of another model.
-        """
+        """Return the proxy with which the calibration continues: that of this quantizer, or of the loaded folder."""
         match self.state:
             case Held(observed=bytes(snapshot)) as held:
                 session = CalibrationSession(self._config, model, snapshot, fingerprint=held.fingerprint)
@@ -169,11 +156,7 @@ class PlanSource:
         return session.proxy
 
     def run(self, proxy: nn.Module, batches: Any, *, rows: int | None, progress: bool | None, split: bool) -> None:
-        """Run batches through the proxy of the current calibration; see ``Quantizer.calibrate``.
-
-        Raises:
-            CalibrationError: there is no batch, one does not run, or with ``split`` the ranks have different ones.
-        """
+        """Run batches through the proxy of the current calibration; see ``Quantizer.calibrate``."""
         assert self.calibration is not None
         dealt = self.calibration.dealt()
         mine = dealt.is_mine if split else lambda batch: True
@@ -192,11 +175,7 @@ class PlanSource:
     # -- facts of a state -----------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
-        """Return the plan.
-
-        Raises:
-            CalibrationError: nothing was calibrated yet.
-        """
+        """Return the plan."""
         with ordinary_tensors():
             match self._deciding:
                 case Held(plan=plan):

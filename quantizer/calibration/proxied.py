@@ -44,16 +44,7 @@ class Proxied:
 
 
 def proxied(config: QuantizerConfig, module: nn.Module, source: nn.Module | None = None) -> Proxied:
-    """Return the ``Proxied`` of a proxy.
-
-    Args:
-        config: the configuration.
-        module: the proxy.
-        source: the float model that it was made from; None: ``module`` was instrumented in place.
-
-    Raises:
-        ConfigError: a rule of ``include`` or ``exclude`` matches nothing in the model.
-    """
+    """Return the ``Proxied`` of a proxy."""
     if config.target.quantizes_outputs:
         add_output_sites(module)
     sites = tuple(sites_of(module))

@@ -108,15 +108,7 @@ class SiteCall:
 def replay(
     proxy: nn.Module, sites: Collection[Site], batches: Iterable[Batch], visit: Callable[[SiteCall], None], title: str
 ) -> None:
-    """Run batches through a proxy and pass every call of ``sites`` to ``visit``.
-
-    Args:
-        proxy: the calibrated proxy, its sites inactive and unobserved.
-        sites: the sites whose calls are visited.
-        batches: inputs of the proxy.
-        visit: a function that may switch on quantizers of the call's site, and switches them off again.
-        title: the text of the progress bar.
-    """
+    """Run batches through a proxy and pass every call of ``sites`` to ``visit``."""
     watcher = _Watcher(visit)
     with torch.no_grad(), counted(list(batches), title, unit="batch") as steps:
         for args, keywords in steps:
@@ -125,14 +117,7 @@ def replay(
 
 
 def run_judged(proxy: nn.Module, sites: Collection[Site], batch: Batch, judge: CallOverride) -> None:
-    """Run a batch through a proxy, with ``judge`` in place of every call of ``sites``, whether they are active or not.
-
-    Args:
-        proxy: the proxy.
-        sites: the sites whose calls are made by ``judge``.
-        batch: the inputs, which the model may change.
-        judge: receives each call, and returns its result.
-    """
+    """Run a batch through a proxy, with ``judge`` in place of every call of ``sites``, whether they are active or not."""
     active = {site: site.active for site in sites}
     try:
         for site in sites:
@@ -193,12 +178,7 @@ Visit = Callable[[Site, list[Any], dict[str, Any], Tensor | None], None]
 
 
 class StagedPasses:
-    """The passes of some batches.
-
-    Args:
-        proxy: a proxy whose sites are active.
-        batches: inputs of the proxy.
-    """
+    """The passes of some batches."""
 
     def __init__(self, proxy: nn.Module, batches: Iterable[Batch]) -> None:
         self._proxy = proxy
@@ -320,16 +300,7 @@ class ProductRows(Protocol):
 def product_rows(
     site: Site, place: int, x: Tensor, weight: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]
 ) -> ProductRows | str:
-    """Return the rows of a site's call, or why it has none.
-
-    Args:
-        site: the site, of two operands.
-        place: the place of the weight among its operands.
-        x: the other operand.
-        weight: the weight, as the site reads it.
-        args: the positional arguments of the call, without the function.
-        keywords: its keyword arguments.
-    """
+    """Return the rows of a site's call, or why it has none."""
     name = site.operation.name
     if name in ("conv1d", "conv2d", "conv3d"):
         return _convolution(x, weight, args, keywords)

@@ -193,11 +193,7 @@ class CalibrationSession:
             )
 
     def _renew_weights(self, whole: Seen) -> None:
-        """Update the recorded weights to those that the model has now, as a parameter may have been replaced.
-
-        Raises:
-            CalibrationError: the model lacks a recorded parameter, or has it in another shape.
-        """
+        """Update the recorded weights to those that the model has now, as a parameter may have been replaced."""
         model = self._model()
         if model is None:
             return
@@ -219,12 +215,7 @@ class CalibrationSession:
                 seen.weight = replace(known, parameters=tuple(now[name] for name in known.paths))
 
     def decide(self) -> Plan:
-        """Return the plan for all sites; it is made once, and again only for new batches and for what changed since.
-
-        Raises:
-            CalibrationError: no rank has any data, the ranks have different configurations, or ranges or codes must be
-                chosen by running batches and none are kept.
-        """
+        """Return the plan for all sites; it is made once, and again only for new batches and for what changed since."""
         whole = self.observation()
         if whole.batches == 0:
             raise CalibrationError(
@@ -261,11 +252,7 @@ class CalibrationSession:
         return dict(plan)
 
     def _follow_types(self, whole: Seen) -> None:
-        """Give the proxy its batches in the types that the model has now, which may have been cast since.
-
-        Raises:
-            CalibrationError: only parts of the model were cast, and plans depend on running batches.
-        """
+        """Give the proxy its batches in the types that the model has now, which may have been cast since."""
         if self.fingerprint is None or whole.kept is None:
             return
         types = changed_types(self.fingerprint, Fingerprint.of(self.proxy, self.fingerprint))
@@ -329,11 +316,7 @@ def _of_constants(value: float, names: list[str]) -> str:
 
 
 def merge_across_ranks(proxy: Proxied, observation: Observation) -> Seen:
-    """Return the merged statistics of all ranks, all of which must call this; a single process gets its own.
-
-    Raises:
-        CalibrationError: the ranks have different configurations or models.
-    """
+    """Return the merged statistics of all ranks, all of which must call this; a single process gets its own."""
     mine = observation.seen
     if get_world_size() == 1:
         return mine

@@ -61,11 +61,6 @@ def sees_the_same(first: QuantizerConfig, second: QuantizerConfig, *, convolves:
     """Return whether calibration sees the same with both configurations, so that its statistics serve either.
 
     The percentile of a range is taken from them later, and so is what the target of a backend wants.
-
-    Args:
-        first: a configuration.
-        second: another one.
-        convolves: whether the model may have convolutions, whose results are observed for some targets.
     """
     results = not convolves or first.target.quantizes_outputs == second.target.quantizes_outputs
     return results and _seen_with(first) == _seen_with(second)
@@ -141,11 +136,7 @@ def tell_where_nothing_is_quantized(plan: Plan) -> None:
 
 
 def plan_settings(proxy: Proxied) -> PlanSettings:
-    """Return the settings of a plan for ``proxy``: all that the plan depends on besides the data.
-
-    Raises:
-        ConfigError: a rule of ``formats`` matches nothing in the proxy, or names a format that the target lacks.
-    """
+    """Return the settings of a plan for ``proxy``: all that the plan depends on besides the data."""
     config = proxy.config
     return PlanSettings(
         formats=_formats(proxy),

@@ -55,16 +55,7 @@ _Refused = dict[str, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Weighted:
-    """A site whose weight is rounded.
-
-    Attributes:
-        site: the site, of a weight and one other operand.
-        place: the place of the weight among its operands.
-        weight: the plan of the weight.
-        other: the plan of the other operand.
-        group: the operands that read the same tensor as the other operand; None: it is not known.
-        read: a function that returns the weight as the site reads it.
-    """
+    """A site whose weight is rounded."""
 
     site: Site
     place: int
@@ -102,12 +93,6 @@ def round_weights(proxy: Proxied, observation: Seen, plan: Plan, settings: PlanS
     Set ``rounded`` of their records.
 
     After an interrupt the next call goes on with the tensor that was not finished, if nothing else changed.
-
-    Args:
-        proxy: the calibrated proxy, its sites inactive and unobserved.
-        observation: the statistics, with kept batches.
-        plan: the plan without codes.
-        settings: the settings of the plan.
     """
     assert observation.kept is not None
     refused: _Refused = {}

@@ -18,11 +18,7 @@ _FILES = {"config", "overrides", "model", "weights", "calibration", "tuning", "e
 
 
 class Completion:
-    """Verb that prints the completion script of a shell, which shtab makes from the parser.
-
-    Args:
-        verbs: the other verbs.
-    """
+    """Verb that prints the completion script of a shell, which shtab makes from the parser."""
 
     name = "completion"
     help = "print what makes bash, zsh, fish or tcsh complete verbs, options, files and backends"

@@ -82,14 +82,7 @@ VERBS: tuple[Verb, ...] = (*_WORKING, Completion(_WORKING))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: the arguments after the program's name; None: those of the process.
-
-    Returns:
-        The exit code.
-    """
+    """Run one command."""
     try:
         verb, args = _parse(argv)
     except SystemExit as stop:

@@ -7,11 +7,7 @@ from quantizer.runs.ranks.launcher import launched
 
 
 def require_one_process(command: str) -> None:
-    """Raise if a launcher such as ``torchrun`` started this process as one of several.
-
-    Raises:
-        QuantizerError: ``WORLD_SIZE`` says so.
-    """
+    """Raise if a launcher such as ``torchrun`` started this process as one of several."""
     rank, size = launched()
     if size > 1:
         raise QuantizerError(

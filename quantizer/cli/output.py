@@ -37,11 +37,7 @@ def print_error(error: QuantizerError) -> None:
 
 @contextmanager
 def standard_output() -> Iterator[None]:
-    """Let standard output take every character, and raise an error of ours where it takes nothing more.
-
-    Raises:
-        QuantizerError: nothing can be written to it; its disk is full, for example.
-    """
+    """Let standard output take every character, and raise an error of ours where it takes nothing more."""
     stream = sys.stdout
     if stream is None:
         yield

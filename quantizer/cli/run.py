@@ -100,11 +100,7 @@ def _is_file(word: str) -> bool:
 
 
 def _ask(count: int, console: Console) -> None:
-    """Ask whether so many runs are meant.
-
-    Raises:
-        QuantizerError: they are not, or there is nobody to ask.
-    """
+    """Ask whether so many runs are meant."""
     what = f"this sweep has {count:,} runs"
     if not sys.stdin.isatty():
         raise QuantizerError(f"{what}, more than {_MANY}; expected fewer values, or --yes if so many are meant")

@@ -95,11 +95,7 @@ def _with_others(error: ConfigError, path: str, overrides: Sequence[str]) -> Con
 
 
 def _sweep_checked_here(runs: Sequence[SweepRun]) -> list[str]:
-    """Check what the runs of a sweep need here, and return notes.
-
-    Raises:
-        QuantizerError: something is missing or wrong for a run.
-    """
+    """Check what the runs of a sweep need here, and return notes."""
     from quantizer.runs.sweep.carry_out import ready_to_sweep
 
     ready = ready_to_sweep(runs)
@@ -109,11 +105,7 @@ def _sweep_checked_here(runs: Sequence[SweepRun]) -> list[str]:
 
 
 def _checked_here(config: RunConfig) -> list[str]:
-    """Check what a run needs here, and return notes and an estimate.
-
-    Raises:
-        QuantizerError: something is missing or wrong; all of it is listed.
-    """
+    """Check what a run needs here, and return notes and an estimate."""
     # Imported here, so that a mistake in the file is reported before the seconds that these imports take.
     from quantizer.runs.budget.configured import configured_warnings
     from quantizer.runs.preflight.run_ready import ready_to_run

@@ -32,18 +32,7 @@ def run_batches(
     doubt: bool = False,
     is_mine: Callable[[Any], bool] = lambda batch: True,
 ) -> int:
-    """Run calibration data through a proxy, without gradients, and return the number of batches that there are.
-
-    Args:
-        data: what ``batches_of`` takes.
-        progress: show a progress bar; None: only in a terminal.
-        rows: at most so many rows, see ``batches_of``.
-        doubt: warn of a first batch that looks wrong.
-        is_mine: returns whether this process runs the next batch.
-
-    Raises:
-        CalibrationError: the data is not what ``batches_of`` takes, or a batch does not run through the model.
-    """
+    """Run calibration data through a proxy, without gradients, and return the number of batches that there are."""
     count = 0
     batches, total = batches_of(proxy, data, rows), length_of(data, rows)
     with torch.no_grad(), counted(batches, "calibration", unit="batch", total=total, show=progress) as steps:

@@ -47,11 +47,7 @@ def alone() -> Iterator[None]:
 
 
 def all_gather_bytes(data: bytes) -> list[bytes]:
-    """Return the bytes of every rank, in the order of ranks; all ranks must call this.
-
-    Raises:
-        LostRankError: another process has ended.
-    """
+    """Return the bytes of every rank, in the order of ranks; all ranks must call this."""
     if get_world_size() == 1:
         return [data]
     # NCCL supports only tensors on a GPU.
@@ -68,9 +64,6 @@ def of_first_rank(make: Callable[[], bytes]) -> bytes:
     """Return on all ranks what ``make`` returns on the first one, the only one that calls it, as if it were alone.
 
     The others wait without using their cores.
-
-    Raises:
-        LostRankError: another process has ended.
     """
     if get_rank() > 0:
         return all_gather_bytes(b"")[0]
@@ -103,15 +96,7 @@ def exact_sums(terms: Sequence[Sequence[float]]) -> list[float]:
 
 
 def all_reduce_tensor(values: Tensor, *, largest: bool = False) -> Tensor:
-    """Return the sum of the tensors of all ranks, which has the same bits on all of them; they must be alike.
-
-    Args:
-        values: this rank's tensor.
-        largest: return the largest value of each place instead.
-
-    Raises:
-        LostRankError: another process has ended.
-    """
+    """Return the sum of the tensors of all ranks, which has the same bits on all of them; they must be alike."""
     whole = values.clone()
     if get_world_size() > 1:
         with _telling_of_lost_ranks():

@@ -73,12 +73,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, model: nn.Module, known: Fingerprint | None = None) -> Fingerprint:
-        """Return the fingerprint of a model; it takes one pass over the parameters, at about 5 GB/s.
-
-        Args:
-            model: the model.
-            known: an earlier fingerprint: what did not change since is taken from it, three times as fast.
-        """
+        """Return the fingerprint of a model; it takes one pass over the parameters, at about 5 GB/s."""
         before = {} if known is None else known.stamps
         prints, stamps = {}, {}
         for path, parameter in model.named_parameters():
@@ -95,11 +90,7 @@ class Fingerprint:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any] | None) -> Fingerprint | None:
-        """Return the fingerprint whose ``plain()`` this is; None for None, as in files older than fingerprints.
-
-        Raises:
-            QuantizerError: the values are damaged.
-        """
+        """Return the fingerprint whose ``plain()`` this is; None for None, as in files older than fingerprints."""
         if values is None:
             return None
         try:
@@ -109,11 +100,7 @@ class Fingerprint:
 
 
 def refuse_other_shapes(before: Fingerprint, now: Fingerprint) -> None:
-    """Raise if parameters have other shapes than in the calibrated model.
-
-    Raises:
-        CalibrationError: the shape of a parameter differs.
-    """
+    """Raise if parameters have other shapes than in the calibrated model."""
     both = ((path, one.shape, now.parameters.get(path)) for path, one in before.parameters.items())
     found = [(path, shape, other.shape) for path, shape, other in both if other is not None and other.shape != shape]
     if found:
@@ -131,12 +118,7 @@ def changed_parameters(before: Fingerprint, now: Fingerprint) -> list[str]:
 
 
 def changed_types(before: Fingerprint, now: Fingerprint) -> dict[torch.dtype, torch.dtype]:
-    """Return the float types of the calibrated model whose parameters have another type now, each with that one.
-
-    Raises:
-        CalibrationError: some parameters of a type were cast, and others were not, so that the types of inputs are
-            unknown.
-    """
+    """Return the float types of the calibrated model whose parameters have another type now, each with that one."""
     found: dict[str, str] = {}
     first: dict[str, str] = {}
     for path, one in before.parameters.items():

@@ -35,11 +35,7 @@ def is_there(path: Path) -> bool:
 
 
 def regular_file(path: Path) -> Path:
-    """Return the path of a file that has an end: in a folder from elsewhere it may be a link to a device or a pipe.
-
-    Raises:
-        OSError: it is one of these, is missing, or may not be read, of which safetensors says "No such file".
-    """
+    """Return the path of a file that has an end: in a folder from elsewhere it may be a link to a device or a pipe."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "it is a device or a pipe, expected a regular file", str(path))

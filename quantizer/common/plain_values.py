@@ -27,11 +27,7 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def json_values(text: str | bytes) -> Any:
-    """Return the values of a JSON text.
-
-    Raises:
-        ValueError: the text is not JSON, is nested too deep, or is not valid Unicode.
-    """
+    """Return the values of a JSON text."""
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
@@ -47,11 +43,7 @@ def json_values(text: str | bytes) -> Any:
 
 
 def yaml_values(text: bytes) -> Any:
-    """Return the values of a YAML text in UTF-8.
-
-    Raises:
-        ValueError: the text is not YAML or not UTF-8, is nested too deep, or has impossible values.
-    """
+    """Return the values of a YAML text in UTF-8."""
     try:
         decoded_text = text.decode("utf-8")
         depth = 0
@@ -76,9 +68,6 @@ def decoded(hint: Any, value: Any, path: str, strings: Mapping[str, float] = typ
         value: the value from a file.
         path: its place in the file, for messages: ``sites[3].operands[0].axis``.
         strings: strings that stand for numbers, with their numbers.
-
-    Raises:
-        ValueError: the value has another type, a field is missing or unknown, or a number exceeds 64 bits.
     """
     origin = typing.get_origin(hint)
     if hint is Any:

@@ -81,15 +81,7 @@ def own_display() -> Iterator[None]:
 
 @contextmanager
 def loop(title: str, *, unit: str, total: int | None = None, done: int = 0, show: bool | None = None) -> Iterator[Loop]:
-    """Show a bar while the block is open; its body counts the steps.
-
-    Args:
-        title: what the loop does.
-        unit: one of its steps.
-        total: how many steps it has; None: not known.
-        done: how many are done already.
-        show: whether to show a bar; None: only in a terminal.
-    """
+    """Show a bar while the block is open; its body counts the steps."""
     opened = Loop(title, unit, total, done)
     hidden = bool(_SHOWN.loops) or _SHOWN.displays > 0 or show is False
     _SHOWN.loops.append(opened)
@@ -113,11 +105,7 @@ def counted(
     show: bool | None = None,
     note: Callable[[Item], str] = lambda _: "",
 ) -> Iterator[Iterator[Item]]:
-    """Yield the items of a loop, each counted once the next one is asked for; other arguments as of ``loop``.
-
-    Args:
-        note: gives a few words on an item, which are shown while it is under way.
-    """
+    """Yield the items of a loop, each counted once the next one is asked for; other arguments as of ``loop``."""
     with loop(title, unit=unit, total=_length(items) if total is None else total, show=show) as opened:
 
         def steps() -> Iterator[Item]:

@@ -16,13 +16,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Named entries of one kind: ``@registry.add("name")`` adds a class or function, ``registry["name"]`` returns it.
-
-    Args:
-        kind: the noun for an entry in error messages ("calibrator").
-        names: the names of the package's own entries, known before the modules that add them are imported.
-        reserved: words that configurations allow in place of a name, with a meaning of their own.
-    """
+    """Named entries of one kind: ``@registry.add("name")`` adds a class or function, ``registry["name"]`` returns it."""
 
     def __init__(self, kind: str, names: Sequence[str] = (), *, reserved: Sequence[str] = ()) -> None:
         self.kind = kind

@@ -90,12 +90,6 @@ def cpu_candidates(among: Sequence[str] = ()) -> tuple[tuple[str, ...], tuple[st
     """Return the names of the backends that run here on the CPU, and what the others lack.
 
     Where the CPU adds products of bytes in 16 bits, the variant of a backend that is exact there stands for it.
-
-    Args:
-        among: the backends to choose from, in the order of preference; empty: all that ``auto`` tries.
-
-    Raises:
-        EngineError: none is installed, or one of them runs elsewhere.
     """
     for name in among:
         if backends[name].device != "cpu":

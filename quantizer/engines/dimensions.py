@@ -36,9 +36,6 @@ def input_dimensions(path: Path) -> dict[str, tuple[str, ...]]:
 
     Only message frames are read, without the package onnx: reading a large file is quick, and a builder does not need
     onnx.
-
-    Raises:
-        ValueError: the file is damaged.
     """
     with path.open("rb") as stream:
         inputs = list(_below(stream, [(0, path.stat().st_size)], _GRAPH, _INPUT))

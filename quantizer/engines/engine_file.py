@@ -32,11 +32,7 @@ _GRAPH_FIELD = 7
 
 
 def checked_engine(path: Path, what: str = "engine") -> Path:
-    """Return ``path`` if it is a file with content.
-
-    Raises:
-        EngineError: it is missing, a folder, or empty.
-    """
+    """Return ``path`` if it is a file with content."""
     if not is_file(path):
         there = is_folder(path) or os.path.lexists(path)
         raise EngineError(
@@ -51,9 +47,6 @@ def checked_onnx(path: Path) -> Path:
     """Return ``path`` if it is a complete ONNX file; only the frame is read, so a large file takes no longer.
 
     The libraries' own messages for a broken file range from a failed assertion to an attempt to read another format.
-
-    Raises:
-        EngineError: it is missing, empty, cut short, or no ONNX file.
     """
     size = checked_engine(path, "ONNX").stat().st_size
     fields: set[int] = set()
@@ -89,11 +82,7 @@ def _skip_field(stream: BinaryIO) -> int:
 
 
 def read_varint(stream: BinaryIO) -> int:
-    """Read a protobuf varint: seven bits a byte, the lowest first.
-
-    Raises:
-        ValueError: the file ends within it, or it is longer than 64 bits take.
-    """
+    """Read a protobuf varint: seven bits a byte, the lowest first."""
     value = 0
     for shift in range(0, 70, 7):
         byte = stream.read(1)
@@ -106,15 +95,7 @@ def read_varint(stream: BinaryIO) -> int:
 
 
 def checked_output(path: Path, source: Path | None = None) -> Path:
-    """Return ``path`` if a file can be written there; call it before a build, so that no build is lost to a bad path.
-
-    Args:
-        path: the file to write.
-        source: the file that is built from.
-
-    Raises:
-        EngineError: nothing can be written there, or it would replace ``source``.
-    """
+    """Return ``path`` if a file can be written there; call it before a build, so that no build is lost to a bad path."""
     place = files.checked_file(path, EngineError)
     if source is not None and place.exists() and place.samefile(source):
         raise EngineError(f"{path} is the file that the engine is built from; give the engine another name")
@@ -122,26 +103,12 @@ def checked_output(path: Path, source: Path | None = None) -> Path:
 
 
 def whole_file(path: Path) -> AbstractContextManager[Path]:
-    """Return ``quantizer.files.whole_file``, which raises ``EngineError`` here.
-
-    Raises:
-        EngineError: the system refused to write.
-    """
+    """Return ``quantizer.files.whole_file``, which raises ``EngineError`` here."""
     return files.whole_file(path, EngineError)
 
 
 def write_engine(path: Path, content: memoryview, note: str = "", cpu: Sequence[str] = ()) -> None:
-    """Write what a library built, and after it a line with its SHA-256: the library would run a damaged file too.
-
-    Args:
-        path: the engine file.
-        content: what the library built.
-        note: what it does not keep and loading needs, in the same line.
-        cpu: the instruction sets of the CPU that it was built on, if it runs on one.
-
-    Raises:
-        EngineError: the system refused to write.
-    """
+    """Write what a library built, and after it a line with its SHA-256: the library would run a damaged file too."""
     line = "".join(f"{part} " for part in (note, f"cpu {','.join(cpu)}" if cpu else "") if part)
     digest = hashlib.sha256(content)
     digest.update(line.encode())
@@ -151,15 +118,7 @@ def write_engine(path: Path, content: memoryview, note: str = "", cpu: Sequence[
 
 
 def read_engine(path: Path, *, verify: bool = True) -> tuple[bytes, str]:
-    """Return what a library built, and the note after it; an empty note if there is none, or no complete one.
-
-    Args:
-        path: the engine file. One from before there was a checksum in it is not checked.
-        verify: compare the checksum.
-
-    Raises:
-        EngineError: the file is not as it was written, or cannot be read.
-    """
+    """Return what a library built, and the note after it; an empty note if there is none, or no complete one."""
     try:
         whole = regular_file(path).read_bytes()
     except OSError as error:
@@ -218,15 +177,7 @@ def built_on(path: Path) -> tuple[str, ...]:
 
 
 def sign_onnx(path: Path, cpu: Sequence[str] = ()) -> None:
-    """Append the SHA-256 of an ONNX file to its own metadata, as its last bytes; ONNX readers still read the file.
-
-    Args:
-        path: the file.
-        cpu: the instruction sets of the CPU that it was made on, which are appended before.
-
-    Raises:
-        OSError: the system refused to write.
-    """
+    """Append the SHA-256 of an ONNX file to its own metadata, as its last bytes; ONNX readers still read the file."""
     with path.open("rb+") as stream:
         if cpu:
             stream.seek(0, os.SEEK_END)
@@ -238,11 +189,7 @@ def sign_onnx(path: Path, cpu: Sequence[str] = ()) -> None:
 
 
 def check_signature(path: Path) -> None:
-    """Raise if an ONNX file does not match the SHA-256 that ``sign_onnx`` appended; a file without one passes.
-
-    Raises:
-        EngineError: the file is not as it was written.
-    """
+    """Raise if an ONNX file does not match the SHA-256 that ``sign_onnx`` appended; a file without one passes."""
     size = path.stat().st_size - len(_signature(_NO_SUM))
     if size < 0:
         return

@@ -10,16 +10,7 @@ import numpy.typing as npt
 
 
 def in_kind(inputs: Any, names: Iterable[str], arrays: Iterable[npt.NDArray[Any]]) -> dict[str, Any]:
-    """Return the outputs of an engine by name, in the kind of its inputs.
-
-    Args:
-        inputs: what the engine was called with: a mapping, or one array or tensor.
-        names: the names of the outputs.
-        arrays: the outputs, which belong to the caller.
-
-    Returns:
-        Tensors on the device of the first tensor among the inputs, without gradients; arrays if there is none.
-    """
+    """Return the outputs of an engine by name, in the kind of its inputs."""
     given = inputs.values() if isinstance(inputs, Mapping) else [inputs]
     # A tensor is told by duck typing, so that arrays need no import of torch.
     device = next((value.device for value in given if hasattr(value, "detach")), None)

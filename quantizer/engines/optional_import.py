@@ -9,12 +9,7 @@ from quantizer.errors import EngineError, MissingDependencyError, install_comman
 
 
 def import_library(extra: str, *names: str) -> ModuleType:
-    """Return the first of the modules ``names`` that is installed.
-
-    Raises:
-        MissingDependencyError: none of them is; the message names ``extra``.
-        EngineError: one is installed and fails to load, as bindings do whose shared library is missing.
-    """
+    """Return the first of the modules ``names`` that is installed."""
     for name in names:
         try:
             return importlib.import_module(name)

@@ -15,10 +15,6 @@ class Pool(Generic[T]):
     behind. The last one that came back is the next one taken, whose memory is still in the cache.
 
     Taking and giving back are one operation of a list each, which no other thread interrupts, so no lock is needed.
-
-    Args:
-        make: makes one; must be safe to call from several threads.
-        first: one that is there already.
     """
 
     def __init__(self, make: Callable[[], T], *first: T) -> None:

@@ -314,9 +314,6 @@ def reduced_bag(
     """Return the sum, mean or maximum [B, D] of embeddings [N, D] by a matrix of indices [B, L].
 
     The arguments are those of ``torch.nn.functional.embedding_bag``; those about gradients do not matter.
-
-    Raises:
-        ExportError: the indices are a list with offsets, or ``max_norm`` is given.
     """
     if input.dim() != _MATRIX or max_norm is not None:
         what = "with max_norm" if max_norm is not None else "of a list of indices with offsets"

@@ -22,13 +22,7 @@ _OF_SHAPES = ("ConstraintViolationError", "UserError")
 
 
 def usual_axes(inputs: Mapping[str, Any], told: DataSizes | None = None, data: DataSizes | None = None) -> DataSizes:
-    """Return the open axes where the caller names none: those of the data, or by the example alone.
-
-    Args:
-        inputs: the example, by name.
-        told: those that the caller tells; None: it tells none.
-        data: those of the calibration; None: they are not known.
-    """
+    """Return the open axes where the caller names none: those of the data, or by the example alone."""
     if told is not None and _fits(inputs, told.axes):
         return told
     sizes = data if data is not None and _fits(inputs, data.axes) else DataSizes.of([inputs])
@@ -59,11 +53,7 @@ def _fits(inputs: Mapping[str, Any], axes: Axes) -> bool:
 
 
 def asked_axes(axes: Axes, inputs: Mapping[str, Any]) -> Axes:
-    """Return the caller's own axes.
-
-    Raises:
-        ExportError: the example has no such input or axis, a name is none, or one dimension has two lengths.
-    """
+    """Return the caller's own axes."""
     lengths: dict[str, tuple[str, int]] = {}
     for name, named in axes.items():
         if name not in inputs:
@@ -122,17 +112,7 @@ def dynamic_shapes(inputs: Mapping[str, Any], sizes: DataSizes) -> dict[str, Any
 
 
 def check_dynamic(model: Any, axes: Axes, *, asked: bool, log: bool = True) -> None:
-    """Log the axes that are fixed in the graph all the same: torch fixes an axis if the model only works at one length.
-
-    Args:
-        model: the graph.
-        axes: the axes that are to be open.
-        asked: whether the caller named them.
-        log: whether an axis that is fixed is logged; False: the caller looks at the file.
-
-    Raises:
-        ExportError: the caller ``asked`` for one of them.
-    """
+    """Log the axes that are fixed in the graph all the same: torch fixes an axis if the model only works at one length."""
     shapes = {value.name: value.shape for value in model.graph.inputs}
     for name, named in axes.items():
         shape = shapes.get(name)

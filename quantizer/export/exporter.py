@@ -111,24 +111,7 @@ def export_onnx(
     data: DataSizes | None = None,
     target: TargetProfile | None = None,
 ) -> Path:
-    """Write a frozen proxy (or a float model) as ONNX with dynamic axes.
-
-    Args:
-        model: what ``quantize()`` returned, or a float model for comparison.
-        path: the file; it appears when it is complete and checked.
-        example: one batch: a mapping, or a tuple or list.
-        opset: at least 19 where scales are half.
-        dtype: the float type of everything that is not quantized, scales included.
-        regions: the modules that stay float32 where ``dtype`` is float16.
-        axes: input name to {axis: dimension name}, all of which have to be open; or the sizes of the data, whose axes
-            are open unless the model fixes them; None: those of ``data``.
-        data: the sizes of the calibration; None: those of the example, see ``DataSizes.of``.
-        target: what runs the file; None: nothing in it is for one target.
-
-    Raises:
-        ExportError: the model cannot be exported, or the file cannot be written.
-        MissingDependencyError: onnx or onnxscript is not installed.
-    """
+    """Write a frozen proxy (or a float model) as ONNX with dynamic axes."""
     require_exporter()
     checked_file(path, ExportError)
     if dtype != torch.float32 and opset < _HALF_SCALES_OPSET:
@@ -172,11 +155,7 @@ def export_onnx(
 
 
 def require_exporter() -> None:
-    """Raise if a package that an export needs is missing.
-
-    Raises:
-        MissingDependencyError: one is not installed.
-    """
+    """Raise if a package that an export needs is missing."""
     for package in ("onnx", "onnxscript", "onnx_ir"):
         _require(package)
 
@@ -265,11 +244,7 @@ def _name_positional(model: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _check_output_names(outputs: list[str] | None, inputs: Sequence[str]) -> None:
-    """Raise if a graph could not tell its names apart.
-
-    Raises:
-        ExportError: an output has the name of an input, or of another output.
-    """
+    """Raise if a graph could not tell its names apart."""
     for index, name in enumerate(outputs or ()):
         if name in inputs or name in (outputs or ())[:index]:
             what = "an input" if name in inputs else "another output"
@@ -280,11 +255,7 @@ def _check_output_names(outputs: list[str] | None, inputs: Sequence[str]) -> Non
 
 
 def _name_inputs(model: nn.Module, keywords: Mapping[str, Any]) -> dict[str, str]:
-    """Give forward a named parameter for each input that only ``**kwargs`` takes: dynamic axes need named inputs.
-
-    Returns:
-        The parameters of inputs whose own names are none in Python, such as ``past_key_values.0.key``.
-    """
+    """Give forward a named parameter for each input that only ``**kwargs`` takes: dynamic axes need named inputs."""
     forward = model.forward
     named = inspect.signature(forward).parameters
     unnamed = [name for name in keywords if name not in named]
@@ -314,11 +285,7 @@ def _named(model: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any])
 
 
 def _output_of(model: nn.Module, example: Any) -> Any:
-    """Return what the model returns for the example.
-
-    Raises:
-        ExportError: the example does not run through the model.
-    """
+    """Return what the model returns for the example."""
     args, keywords = _split(example, _dtype_of(model))
     try:
         with torch.no_grad(), untouched(model):

@@ -30,11 +30,7 @@ _INITIALIZER = b"\x2a"
 
 
 def write_onnx(ir_model: Any, path: Path) -> None:
-    """Check an ``onnx_ir.Model`` and move it into place in one step; its tensors may be released on the way.
-
-    Raises:
-        ExportError: the checker refuses the graph, or the system to write.
-    """
+    """Check an ``onnx_ir.Model`` and move it into place in one step; its tensors may be released on the way."""
     import onnx
 
     place = file_behind(path, ExportError)
@@ -58,11 +54,7 @@ def write_onnx(ir_model: Any, path: Path) -> None:
 
 
 def _check(onnx: Any, made: Path) -> None:
-    """Raise what ONNX's checker refuses. It gets no large weight, of which it would make two copies.
-
-    Raises:
-        onnx.checker.ValidationError: the checker refuses the graph.
-    """
+    """Raise what ONNX's checker refuses. It gets no large weight, of which it would make two copies."""
     read = light_message(made)
     if read is None:
         # With the path the checker looks at data in another file as well.

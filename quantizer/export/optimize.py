@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 def optimize(model: onnx_ir.Model, output_names: Sequence[str] | None = None) -> None:
-    """Fold constants, apply the rules of onnxscript, join equal constants and nodes, and name the outputs, in place.
-
-    Args:
-        model: what ``torch.onnx.export(optimize=False)`` made.
-        output_names: the names of the outputs; None: as the exporter named them.
-    """
+    """Fold constants, apply the rules of onnxscript, join equal constants and nodes, and name the outputs, in place."""
     import onnx_ir
     import onnx_ir.passes.common as common
     from onnxscript import optimizer, rewriter

@@ -135,12 +135,7 @@ def _scan(kind: str, given: Any, states: list[Any], found: dict[str, Any]) -> An
 
 
 class _Body:
-    """The graph of one step.
-
-    Attributes:
-        nodes: its nodes so far.
-        inputs: the states, and the products with the inputs of the step.
-    """
+    """The graph of one step."""
 
     def __init__(self, kind: str, given: Any, states: list[Any], found: dict[str, Any]) -> None:
         import onnx_ir

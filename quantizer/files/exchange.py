@@ -15,11 +15,7 @@ _UNABLE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM})
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two paths of one file system atomically; return False, with no change, if the system cannot do that.
-
-    Raises:
-        OSError: the system supports it, but not for these two paths.
-    """
+    """Exchange two paths of one file system atomically; return False, with no change, if the system cannot do that."""
     if sys.platform != "linux":
         return False
     library = ctypes.CDLL(None, use_errno=True)

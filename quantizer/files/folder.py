@@ -35,16 +35,7 @@ _SHOWN = 3
 
 
 def checked_folder(folder: str | os.PathLike[str], kind: str, *, replace: bool) -> Path:
-    """Return the real place of a folder, after a check that a folder of this kind may be written there.
-
-    Args:
-        folder: the path of the folder.
-        kind: the kind of folder, such as "run".
-        replace: allow an existing folder that is empty, or is of the same kind and has no foreign files.
-
-    Raises:
-        QuantizerError: the place has something that must not be replaced.
-    """
+    """Return the real place of a folder, after a check that a folder of this kind may be written there."""
     place = real_place(folder)
     with said_plainly(folder):
         if not place.exists():
@@ -62,11 +53,7 @@ def checked_folder(folder: str | os.PathLike[str], kind: str, *, replace: bool) 
 
 
 def require_sole_writer(folder: str | os.PathLike[str]) -> None:
-    """Check before long work that no other process of this machine is writing the same folder.
-
-    Raises:
-        QuantizerError: one is.
-    """
+    """Check before long work that no other process of this machine is writing the same folder."""
     owner = other_writer(real_place(folder))
     if owner is not None:
         raise QuantizerError(
@@ -82,15 +69,6 @@ def write_folder(
     A former folder of the same kind is replaced when the new one is complete. After an error nothing is left behind;
     new parent folders are removed too. If the place has something at the end that must not be replaced, the new folder
     is kept beside it, and the error names its path.
-
-    Args:
-        folder: the path of the folder.
-        fill: a function that writes the content.
-        kind: the kind of folder, such as "run".
-        replace: see ``checked_folder``.
-
-    Raises:
-        QuantizerError: the folder cannot be written there, or ``fill`` raised an error of the operating system.
     """
     restore_folder(folder)
     place = checked_folder(folder, kind, replace=replace)
@@ -215,9 +193,6 @@ def whole_file(path: str | os.PathLike[str], error: type[QuantizerError] = Quant
     """Yield a path to write to; at the end its file replaces ``path``, after an exception it is removed.
 
     If ``path`` is a link, the file that it refers to is replaced.
-
-    Raises:
-        QuantizerError: the path cannot be that of a file, or writing failed; ``error`` is the class raised.
     """
     place = file_behind(path, error)
     with (

@@ -24,11 +24,7 @@ _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def real_place(path: str | os.PathLike[str], error: type[QuantizerError] = QuantizerError) -> Path:
-    """Return the absolute path with all links resolved.
-
-    Raises:
-        QuantizerError: the path is empty or no valid name, or has a broken link; ``error`` is the class raised.
-    """
+    """Return the absolute path with all links resolved."""
     text = os.fspath(path)
     if not text:
         raise error("the path to write to is empty; give the name of a file or folder")
@@ -54,11 +50,7 @@ def real_place(path: str | os.PathLike[str], error: type[QuantizerError] = Quant
 
 
 def file_behind(path: str | os.PathLike[str], error: type[QuantizerError] = QuantizerError) -> Path:
-    """Return the real place of a file that may be written or replaced.
-
-    Raises:
-        QuantizerError: the path is no valid name, its folder is missing, or it exists and is not a regular file.
-    """
+    """Return the real place of a file that may be written or replaced."""
     found = real_place(path, error)
     try:
         mode = found.stat().st_mode
@@ -76,11 +68,7 @@ def file_behind(path: str | os.PathLike[str], error: type[QuantizerError] = Quan
 
 
 def checked_file(path: str | os.PathLike[str], error: type[QuantizerError] = QuantizerError) -> Path:
-    """Return the real place of a file, after a test write into its folder, before any work.
-
-    Raises:
-        QuantizerError: no file can be written there; ``error`` is the class raised.
-    """
+    """Return the real place of a file, after a test write into its folder, before any work."""
     found = file_behind(path, error)
     if not os.access(found.parent, os.W_OK | os.X_OK):
         raise error(
@@ -112,11 +100,7 @@ def protected_reason(folder: Path) -> str | None:
 
 
 def require_room(folder: Path, size: int, what: str) -> None:
-    """Raise, before the work, if a disk has too little free space.
-
-    Raises:
-        QuantizerError: fewer than ``size`` bytes are free.
-    """
+    """Raise, before the work, if a disk has too little free space."""
     free = shutil.disk_usage(folder).free
     if free < size:
         raise QuantizerError(
@@ -126,11 +110,7 @@ def require_room(folder: Path, size: int, what: str) -> None:
 
 
 def require_writable(folder: Path) -> None:
-    """Raise if a folder cannot be made, by the nearest folder above that exists; nothing is written.
-
-    Raises:
-        QuantizerError: that is no folder, or must not be written.
-    """
+    """Raise if a folder cannot be made, by the nearest folder above that exists; nothing is written."""
     with said_plainly(folder):
         above = next(place for place in (folder, *folder.parents) if place.exists())
     if not above.is_dir():
@@ -140,11 +120,7 @@ def require_writable(folder: Path) -> None:
 
 
 def probe(folder: Path) -> None:
-    """Write a small file into a folder and remove it.
-
-    Raises:
-        OSError: it cannot be written, for example because the disk is full.
-    """
+    """Write a small file into a folder and remove it."""
     file = folder / "probe"
     file.write_bytes(bytes(_PROBE))
     file.unlink()
@@ -228,14 +204,6 @@ def system_errors_as(words: str, error: type[QuantizerError] = QuantizerError, *
     """Turn errors of the operating system, including those in messages of libraries, into a ``QuantizerError``.
 
     An error about another place than the one written names that place, and says whether it was read or written.
-
-    Args:
-        words: what failed if the system refused to write.
-        error: the class raised.
-        within: the folder that the block writes into.
-
-    Raises:
-        QuantizerError: ``words`` and the reason of the system.
     """
     try:
         yield

@@ -60,11 +60,7 @@ class Float32Modules:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any] | None) -> Float32Modules:
-        """Return the object whose ``plain()`` this is; an empty one for None, as in files older than this class.
-
-        Raises:
-            QuantizerError: the values are damaged.
-        """
+        """Return the object whose ``plain()`` this is; an empty one for None, as in files older than this class."""
         if values is None:
             return cls()
         try:
@@ -97,9 +93,6 @@ def convert_floats(model: nn.Module, dtype: torch.dtype, regions: Float32Modules
     """Convert the floats of a model to ``dtype``, in place, and return it.
 
     Wide modules stay float32, with casts at their borders. Stored FP8 codes stay as they are.
-
-    Raises:
-        ProxyError: the regions are those of another model.
     """
     if not regions.applies_to(dtype):
         return _converted(model, dtype, recurse=True)

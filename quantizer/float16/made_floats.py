@@ -54,13 +54,7 @@ half-way cannot be traced again."""
 
 
 class MadeFloats(TorchFunctionMode):
-    """A mode in which the tensors that a forward makes follow the type of the model.
-
-    Args:
-        dtype: the float type of the model.
-        masked: whether made tensors may hold masks below the range of float16.
-        made: buffers of the model.
-    """
+    """A mode in which the tensors that a forward makes follow the type of the model."""
 
     def __init__(self, dtype: torch.dtype, masked: bool, made: Iterable[Tensor]) -> None:
         super().__init__()

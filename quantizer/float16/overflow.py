@@ -71,14 +71,7 @@ def result_bound(
     bounds: Sequence[float],
     column: Callable[[int], float],
 ) -> float:
-    """Return a bound of the first result of an operation; infinity for an operation without a known bound.
-
-    Args:
-        name: the operation, such as ``aten::mm``.
-        args, keywords: its arguments.
-        bounds: the bound of each floating tensor among the arguments, in order.
-        column: a function that returns the largest norm of a column of an argument, by its place.
-    """
+    """Return a bound of the first result of an operation; infinity for an operation without a known bound."""
     # Integers too, since a tensor may be filled with one; an axis or an index among them only loosens the bound.
     numbers = [abs(value) for value in args if type(value) in (int, float) and not is_mask(value)]
     factors: list[float] = [abs(value) for value in args if type(value) in (int, float)]
@@ -146,16 +139,7 @@ Frame = tuple[str, int]
 
 
 class _Seen:
-    """The bound of one tensor, and its origin.
-
-    Attributes:
-        tensor: a weak reference to the tensor, since another tensor may get the same id.
-        bound: a bound of its magnitudes, apart from numbers of masks.
-        exact: the bound was measured.
-        mask: it contains numbers of masks.
-        frames: the modules that ran when it was made, if it is marked; None: it was made before the pass.
-        parameter: the parameter that it is, or is a view of; None: neither.
-    """
+    """The bound of one tensor, and its origin."""
 
     __slots__ = ("bound", "exact", "frames", "mask", "parameter", "tensor")
 
@@ -236,12 +220,7 @@ class OverflowTracker:
         result: Any,
         frames: Callable[[], tuple[Frame, ...]],
     ) -> None:
-        """Compute the bound of the result of one operation, and record the modules.
-
-        Args:
-            func: the ATen operation.
-            frames: a function that returns the running modules, the outermost first.
-        """
+        """Compute the bound of the result of one operation, and record the modules."""
         made = _floats((result,))
         if not made:
             # A comparison, or a number for Python, depends on the values, too.

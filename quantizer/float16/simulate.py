@@ -28,9 +28,6 @@ def simulate(proxy: nn.Module, dtype: torch.dtype, regions: Float32Modules) -> n
     """Make a frozen proxy compute its floats in ``dtype``, in place; its inputs and outputs stay float32.
 
     Wide modules stay float32.
-
-    Raises:
-        ProxyError: the regions are those of another model.
     """
     if dtype is torch.float32:
         return proxy
@@ -49,11 +46,7 @@ def is_simulation(model: nn.Module) -> bool:
 
 
 class _Pass:
-    """The hooks around each pass of the proxy.
-
-    Attributes:
-        modes: the modes of running passes.
-    """
+    """The hooks around each pass of the proxy."""
 
     def __init__(self, dtype: torch.dtype, taken: torch.dtype, masked: bool) -> None:
         self._dtype = dtype

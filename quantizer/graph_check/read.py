@@ -16,12 +16,7 @@ from quantizer.targets.base import TargetProfile
 
 
 def read_subject(path: Path, target: TargetProfile) -> Subject:
-    """Read a file for the rules.
-
-    Raises:
-        ExportError: it is no file, or no ONNX model.
-        MissingDependencyError: onnx or onnx-ir is not installed.
-    """
+    """Read a file for the rules."""
     for package in ("onnx", "onnx_ir"):
         try:
             __import__(package)
@@ -73,14 +68,7 @@ def _message(onnx: Any, path: Path) -> tuple[Any, dict[str, HeldBack]]:
 
 
 def _model(path: Path, proto: Any, large: list[Any], held: Mapping[str, HeldBack]) -> Any:
-    """Return the graph with functions inlined, and with the types and shapes that ONNX infers.
-
-    Args:
-        path: the file, for messages.
-        proto: the model without its large initializers, which are inputs.
-        large: these initializers.
-        held: the data of those whose data is in the file only.
-    """
+    """Return the graph with functions inlined, and with the types and shapes that ONNX infers."""
     import onnx
     import onnx_ir
     from onnx import inliner

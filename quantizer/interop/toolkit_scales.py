@@ -64,14 +64,6 @@ def read_toolkit_scales(source: Mapping[str, Any] | str | os.PathLike[str], plan
       probabilities and value to the second. Observed probabilities must lie in [0, 1].
     - Not used: ranges of more than one axis, per-channel ranges of inputs, and ranges of inputs that the toolkit scales
       first (SmoothQuant, AWQ).
-
-    Args:
-        source: the state dict of the quantized model; or its file, ``.safetensors``, or one that ``torch.save`` or
-            Model Optimizer's ``mto.save`` wrote, of which tensors alone are loaded.
-        plan: ``Quantizer.plan`` after calibration; one batch is enough.
-
-    Raises:
-        QuantizerError: the file cannot be read, or none of its ranges belongs to an operand of the plan.
     """
     state = source if isinstance(source, Mapping) else _load(Path(source))
     hosts: dict[str, list[SitePlan]] = {}

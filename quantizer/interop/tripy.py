@@ -84,12 +84,6 @@ def write_tripy_scales(plan: Plan, path: str | os.PathLike[str]) -> TripyScales:
     Its tensors are ``MODULE.input_scale`` and ``MODULE.weight_scale``, parameters of tripy's ``Linear``. Its metadata
     has, as text, ``MODULE.weight_quant_dim`` (``0`` or ``None``), an argument of the constructor of ``Linear``, and
     ``MODULE.transposed`` (``true`` or ``false``).
-
-    Returns:
-        the scales that were written, and the sites that were left out.
-
-    Raises:
-        QuantizerError: there is no quantized linear, or the file cannot be written.
     """
     result = tripy_scales(plan)
     if not result.linears:

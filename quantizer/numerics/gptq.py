@@ -36,17 +36,7 @@ _MOST_GAIN = 0.5
 def gptq_codes(
     weight: Tensor, hessian: Tensor, scale: Tensor, qmin: int, qmax: int, *, rows: int, by_size: bool = False
 ) -> Tensor | None:
-    """Return the codes of a weight, int8 [.., N, K]; None if H is not finite.
-
-    Args:
-        weight: W, float [.., N, K].
-        hessian: H, [.., K, K].
-        scale: the scale of each value, broadcastable to W.
-        qmin: the lowest code.
-        qmax: the highest code.
-        rows: M, the number of rows in H.
-        by_size: whether columns with a large diagonal of H come first (``act_order``), not those with a small index.
-    """
+    """Return the codes of a weight, int8 [.., N, K]; None if H is not finite."""
     if not bool(torch.isfinite(hessian).all()):
         return None
     values, scales = weight.double(), scale.double().expand(weight.shape)
@@ -95,11 +85,6 @@ def output_gains(weight: Tensor, rounded: Tensor, covariance: Tensor) -> Tensor:
     The least error is that of outputs which are a little too small, and so are those of each product behind, where no
     normalization comes between them. The gain is w C w / w C q for the rows w and q of W and Q: what the exact output
     predicts of the rounded one is then the exact one. It is 1 where the two have little in common.
-
-    Args:
-        weight: W [.., N, K].
-        rounded: Q [.., N, K].
-        covariance: C [.., K, K], that of the inputs; means are left to the bias.
     """
     products = weight.double() @ covariance
     gains = (products * weight).sum(-1) / (products * rounded).sum(-1)

@@ -203,14 +203,6 @@ def trained_scale(start: Tensor, change: Tensor, values: int, qmax: int, *, move
     division (LSQ, arXiv:1902.08153, section 2.2). Scales are thousandths, and Adam's steps have the same size for all
     parameters: hence the logarithm (arXiv:1903.08066, section 3.2) and its gain. The division by GAIN^2 cancels the
     gain for plain gradient descent. Before the first step the result is ``start``, bit for bit.
-
-    Args:
-        start: the scale [*] before training.
-        change: the parameter [*], 0 at first.
-        values: how many values share a scale: of a weight, or of one sample of an activation.
-        qmax: the highest code of the format.
-        moves: False: the result is ``start``, and the gradient of ``change`` is 0 rather than None, because
-            distributed training waits for the gradient of every parameter.
     """
     factor = (values * qmax) ** -0.5 / GAIN**2 if moves else 0.0
     divided: Tensor = _Divided.apply(change, factor)  # type: ignore[no-untyped-call]

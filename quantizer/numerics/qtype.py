@@ -106,11 +106,7 @@ QTYPES = {entry.name: entry for entry in (INT8, UINT8, FP8, INT4)}
 
 
 def qtype(name: str) -> QType:
-    """Return the format called ``name``.
-
-    Raises:
-        ValueError: there is no format of that name.
-    """
+    """Return the format called ``name``."""
     if name not in QTYPES:
         raise ValueError(f"unknown dtype {name!r}; known: {', '.join(sorted(QTYPES))}")
     return QTYPES[name]

@@ -54,21 +54,13 @@ class FiniteParameters:
         self._found: dict[int, tuple[Tensor, int, str | None]] = {}
 
     def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Check all parameters.
-
-        Raises:
-            CalibrationError: one has NaN or inf. A parameter with -inf only may be a mask; see ``check_weight``.
-        """
+        """Check all parameters."""
         for name, parameter in parameters:
             if self._of(parameter) not in (None, "-inf"):
                 raise self._error(name, parameter)
 
     def check_weight(self, name: str, parameter: Tensor) -> None:
-        """Check a parameter that is a weight, so that -inf is no mask.
-
-        Raises:
-            CalibrationError: the parameter has NaN or an infinite value.
-        """
+        """Check a parameter that is a weight, so that -inf is no mask."""
         if self._of(parameter) is not None:
             raise self._error(name, parameter)
 
@@ -190,11 +182,7 @@ class Pass:
         self._ident = threading.get_ident()
 
     def begin(self, proxy: nn.Module, inputs: Sequence[Any], mask: Tensor | None) -> None:
-        """Start to track the model's operations; ``mask`` [B, S] is True for real tokens (None: all are real).
-
-        Raises:
-            CalibrationError: a parameter of the model has NaN or an infinite value.
-        """
+        """Start to track the model's operations; ``mask`` [B, S] is True for real tokens (None: all are real)."""
         self.has_begun = True
         # Listed in each pass, since a cast gives the proxy its own parameters.
         parameters = list(proxy.named_parameters())
@@ -232,11 +220,7 @@ class Pass:
     # -- one site --------------------------------------------------------------------------------------------------
 
     def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor], ends: Tensor | None = None) -> None:
-        """Observe the operands of a call, and the ends of its groups of rows.
-
-        Raises:
-            CalibrationError: an operand has NaN or an infinity.
-        """
+        """Observe the operands of a call, and the ends of its groups of rows."""
         # The operations of the observation itself must not be counted or tracked. torch's _disable_current_modes does
         # the same, also for modes of tracers, and takes three times as long.
         modes = [_python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]

@@ -21,13 +21,7 @@ _MATRIX = 2  # axes of a weight that is multiplied by ``@``
 
 
 class CallOperands:
-    """The operands of the calls of one pass.
-
-    Args:
-        weights: the parameters of the model.
-        named: its parameters and buffers, by path.
-        tracker: knows where tensors come from.
-    """
+    """The operands of the calls of one pass."""
 
     def __init__(self, weights: Weights, named: Mapping[str, Tensor], tracker: OriginTracker) -> None:
         self._weights = weights
@@ -41,9 +35,6 @@ class CallOperands:
         What is computed from parameters alone is a weight where a weight belongs, and as an operand of a product of two
         tensors; what it is before it is spread over the batch, if it is. Where that cannot be told, it is rounded as
         any activation, since it may grow with the batch. So is a parameter that is the input of a layer.
-
-        Raises:
-            CalibrationError: a computed weight has NaN or an infinite value.
         """
         found = [self._weights.find(value) for value in values]
         kind = site.operation.kind
@@ -145,13 +136,7 @@ class CallOperands:
 
 
 def _batch_axes(site: Site, values: Sequence[Any], place: int) -> set[int]:
-    """Return the axes of an operand of a product that are a batch of products, and none of its matrix.
-
-    Args:
-        site: the product.
-        values: its operands.
-        place: the place of the operand.
-    """
+    """Return the axes of an operand of a product that are a batch of products, and none of its matrix."""
     if not site.source.equation:
         return set(range(values[place].dim() - _MATRIX))
     found = labels(site.source.equation, [value.dim() for value in values])

@@ -166,11 +166,7 @@ class Observation:
         return result
 
     def _begin(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Check and record the inputs of the pass that runs.
-
-        Raises:
-            CalibrationError: the proxy is in train mode, or the inputs have NaN.
-        """
+        """Check and record the inputs of the pass that runs."""
         current = self._of_thread()
         if current is None or current.has_begun:
             return
@@ -211,11 +207,7 @@ class Observation:
     # -- one site --------------------------------------------------------------------------------------------------
 
     def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor], ends: Tensor | None = None) -> None:
-        """Observe the operands of a call, and the ends of its groups of rows.
-
-        Raises:
-            CalibrationError: an operand has NaN or an infinity, or the pass of the call cannot be determined.
-        """
+        """Observe the operands of a call, and the ends of its groups of rows."""
         current = self._pass_of(site)
         if current is not None:
             current.before(site, values, inside, ends)

@@ -25,12 +25,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """A call of an operation.
-
-    Attributes:
-        why: why it cannot be repeated (None: it can).
-        depth: how many calls, one on the result of the other, end in it.
-    """
+    """A call of an operation."""
 
     function: Any
     args: Any
@@ -58,10 +53,6 @@ class ParameterSteps:
     """The calls that made tensors of parameters, buffers and constants alone, in one pass.
 
     The table is keyed by identity and keeps no tensor alive.
-
-    Args:
-        writes: returns how often the memory of a tensor was written in this pass.
-        named: the parameters and buffers of the model.
     """
 
     def __init__(self, writes: Callable[[Tensor], int], named: Iterable[tuple[str, Tensor]] = ()) -> None:

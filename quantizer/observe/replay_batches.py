@@ -203,9 +203,6 @@ class DealtBatches:
     """The batches of a calibration that all ranks are given alike, and of which each runs every so many-th.
 
     Each rank keeps those to run again that one process would keep, whichever rank runs them.
-
-    Args:
-        kept: returns what this rank keeps to run again now; None: nothing is.
     """
 
     def __init__(self, kept: Callable[[], ReplayBatches | None]) -> None:
@@ -214,11 +211,7 @@ class DealtBatches:
         self._given = hashlib.blake2b(digest_size=_DIGEST)
 
     def is_mine(self, batch: Any) -> bool:
-        """Return whether this rank runs the next batch.
-
-        Raises:
-            CalibrationError: the batch holds an object whose contents are unknown, so that no two ranks can compare it.
-        """
+        """Return whether this rank runs the next batch."""
         if get_world_size() == 1:
             return True
         args, keywords = _arguments(batch)
@@ -239,11 +232,7 @@ class DealtBatches:
         return False
 
     def check(self) -> None:
-        """Raise unless all ranks were given the same batches; all ranks must call this.
-
-        Raises:
-            CalibrationError: they were not.
-        """
+        """Raise unless all ranks were given the same batches; all ranks must call this."""
         given = all_gather_bytes(self._count.to_bytes(_COUNT, "big") + self._given.digest())
         for rank, other in enumerate(given):
             if other != given[0]:

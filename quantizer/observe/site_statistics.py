@@ -252,11 +252,7 @@ def is_no_mask(values: Tensor) -> Tensor:
 
 
 def flat_output(output: Any, mask: Tensor | None) -> Tensor:
-    """Return all floating tensors of an output as one float64 vector without padding.
-
-    Raises:
-        SensitivityError: the output has no floating-point tensor.
-    """
+    """Return all floating tensors of an output as one float64 vector without padding."""
     tensors = floats(output)
     if not tensors:
         raise SensitivityError(f"the model's output ({type(output).__name__}) holds no floating-point tensor")

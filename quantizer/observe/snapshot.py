@@ -70,18 +70,7 @@ def snapshot(seen: Seen) -> bytes:
 
 
 def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callable[[bool], Calibrator]) -> Seen:
-    """Return the statistics of a snapshot, for a proxy of the same model.
-
-    Args:
-        data: the snapshot.
-        proxy: the proxy, with the parameters that the sites read.
-        paths: the names of its sites.
-        make: makes a calibrator; its argument asks for a histogram.
-
-    Raises:
-        CalibrationError: the snapshot is of another model.
-        QuantizerError: the snapshot is damaged.
-    """
+    """Return the statistics of a snapshot, for a proxy of the same model."""
     with _read(data) as (document, counts):
         regions = Float32Modules.from_plain(document.regions)
         products = [CountedProduct.from_plain(v, f"products[{n}]") for n, v in enumerate(document.products)]
@@ -109,22 +98,14 @@ def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callab
 
 
 def seen_inputs(data: bytes) -> tuple[InputShapes, ...]:
-    """Return the shapes of the inputs that a snapshot tells; none where all batches had one size.
-
-    Raises:
-        QuantizerError: the snapshot is damaged.
-    """
+    """Return the shapes of the inputs that a snapshot tells; none where all batches had one size."""
     with _read(data) as (document, _):
         return tuple(document.inputs)
 
 
 @contextmanager
 def _read(data: bytes) -> Iterator[tuple[SeenDocument, Tensor]]:
-    """Yield the document and the counts of a snapshot.
-
-    Raises:
-        QuantizerError: the snapshot is damaged, or the block finds that it is.
-    """
+    """Yield the document and the counts of a snapshot."""
     try:
         tensors = load(data)
         counts = tensors["counts"]
@@ -166,11 +147,7 @@ def add_over_ranks(calibrators: Sequence[Calibrator]) -> None:
 
 
 def _require_model(document: SeenDocument, paths: Collection[str], parameters: Mapping[str, Tensor]) -> None:
-    """Raise if a snapshot is of another model.
-
-    Raises:
-        CalibrationError: the snapshot has other sites or parameters.
-    """
+    """Raise if a snapshot is of another model."""
     different = sorted(path for path in set(document.sites) ^ set(paths) if not path.endswith(f".{OUTPUT}"))
     if different:
         raise CalibrationError(
@@ -479,15 +456,7 @@ class SeenDocument:
 
 
 def seen_document(values: Any, rows: int) -> SeenDocument:
-    """Return the document of a snapshot from plain values.
-
-    Args:
-        values: the values of the JSON text.
-        rows: the number of histograms.
-
-    Raises:
-        ValueError: a value has a wrong type or is not possible; the message says which.
-    """
+    """Return the document of a snapshot from plain values."""
     document: SeenDocument = decoded(SeenDocument, values, "observed")
     for fault in _faults(document, rows):
         raise ValueError(fault)

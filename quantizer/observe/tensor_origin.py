@@ -307,12 +307,7 @@ def _name(func: Any) -> str:
 
 
 class OutputReaders:
-    """The tensors of one pass that an output site rounds, or that are moved or rectified ones of such.
-
-    Args:
-        observe: receives an output site, each tensor of it that is read by anything but a rectifier or a move, and the
-            number of the call in the pass that the tensor comes from.
-    """
+    """The tensors of one pass that an output site rounds, or that are moved or rectified ones of such."""
 
     def __init__(self, observe: Callable[[Site, Tensor, int], None]) -> None:
         self._observe = observe

@@ -273,13 +273,7 @@ def operation(name: str) -> Operation:
 
 
 def register_operation(entry: Operation) -> Operation:
-    """Add an entry: its calls are sites of every proxy that is made from now on.
-
-    Raises:
-        ValueError: the name or a spelling is already registered, a function or method does not exist, the kind is
-            unknown, the geometry is missing, or the entry has an operator, an in-place method or an operand without
-            an index.
-    """
+    """Add an entry: its calls are sites of every proxy that is made from now on."""
     problem = _problem(entry)
     if problem is not None:
         raise ValueError(f"operation {entry.name!r}: {problem}")

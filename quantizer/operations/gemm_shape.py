@@ -63,11 +63,7 @@ class Geometry:
     sequence: int = 0
 
     def attention(self, probabilities: int | None) -> tuple[int, int]:
-        """Return the head size and the longest sequence of a product of an attention.
-
-        Args:
-            probabilities: the place of the operand that a softmax computed; None: the product computes the scores.
-        """
+        """Return the head size and the longest sequence of a product of an attention."""
         if self.head:
             return self.head, self.sequence
         if probabilities is None:
@@ -219,11 +215,7 @@ class Labels:
 
 
 def problem(node: ast.Call, equation: str) -> str | None:
-    """Return why the channels of a call in the source cannot be determined; None if they can.
-
-    Args:
-        equation: the literal first argument of the call; empty if it is no literal.
-    """
+    """Return why the channels of a call in the source cannot be determined; None if they can."""
     if any(isinstance(argument, ast.Starred) for argument in node.args):
         return ReasonCode.EINSUM_STARRED.text()
     if not equation:

@@ -41,9 +41,6 @@ def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     """Set the scale of every operand that the plan quantizes; sites stay inactive.
 
     Where calls have ranges of their own, passes must number them, see ``with_passes``.
-
-    Raises:
-        ProxyError: the proxy has other sites than the plan, so it was made from another model.
     """
     add_planned_outputs(proxy, plan)
     sites = {site.path: site for site in sites_of(proxy) if site.operation.name != OUTPUT or site.path in plan}
@@ -105,11 +102,7 @@ def switch_on(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
 
 
 def store_weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
-    """Store the weights that the plan quantizes as codes in their sites; the modules keep their parameters.
-
-    Raises:
-        ProxyError: the proxy has no parameter of a weight's name, so it was made from another model.
-    """
+    """Store the weights that the plan quantizes as codes in their sites; the modules keep their parameters."""
     for site, quantizer, planned in planned_weights(proxy, plan):
         quantizer.store(_weight(proxy, site, planned))
 
@@ -160,16 +153,7 @@ def frozen_new(proxy: nn.Module, model: nn.Module, plan: Mapping[str, SitePlan])
 
 
 def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Collection[str]) -> None:
-    """Give a proxy on the meta device the scales of a frozen proxy and empty tensors, into which to load its weights.
-
-    Args:
-        proxy: a proxy without values.
-        plan: the plan of the frozen proxy.
-        dropped: the parameters that the frozen proxy does not have, see ``dropped_parameters``.
-
-    Raises:
-        ProxyError: the proxy has other sites or parameters than the plan.
-    """
+    """Give a proxy on the meta device the scales of a frozen proxy and empty tensors, into which to load its weights."""
     apply_plan(proxy, plan)
     _seal(proxy, plan)
     for site, quantizer, planned in planned_weights(proxy, plan):
@@ -214,11 +198,7 @@ def is_frozen_by(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> bool:
 
 
 def require_scales_of(proxy: nn.Module, scale_dtype: torch.dtype, backend: str) -> None:
-    """Raise if a file's float type cannot represent the scales of a frozen proxy, apart from rounding of digits.
-
-    Raises:
-        ProxyError: the proxy was quantized for another backend.
-    """
+    """Raise if a file's float type cannot represent the scales of a frozen proxy, apart from rounding of digits."""
     for site in sites_of(proxy):
         for quantizer in quantizers_of(site):
             scale = quantizer.scale
@@ -344,11 +324,7 @@ def planned_weights(
 
 
 def _owner(proxy: nn.Module, weight: OperandPlan) -> tuple[nn.Module, str]:
-    """Return the module of a weight's parameter, and the parameter's name in it.
-
-    Raises:
-        ProxyError: there is no such module.
-    """
+    """Return the module of a weight's parameter, and the parameter's name in it."""
     path, _, name = (weight.parameter or "").rpartition(".")
     try:
         return proxy.get_submodule(path), name
@@ -367,10 +343,6 @@ class FrozenTries:
     """Frozen proxies of a model, each for use until the next one is asked for.
 
     A proxy to which somebody still refers by then is left alone, and another one is built.
-
-    Args:
-        model: the float model. If its parameters change between two plans, all is made anew; what ``.data`` writes
-            between the sampled elements of a parameter is not seen, see ``changed_tensors.py``.
     """
 
     def __init__(self, model: nn.Module) -> None:

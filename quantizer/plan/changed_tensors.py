@@ -27,12 +27,7 @@ _SAMPLE = 256
 
 
 class WatchedTensor:
-    """A parameter, with the version, address and checksum of a sample that it had.
-
-    Args:
-        path: its path in the model, for errors.
-        tensor: the parameter, of which only a weak reference is kept.
-    """
+    """A parameter, with the version, address and checksum of a sample that it had."""
 
     def __init__(self, path: str, tensor: Tensor) -> None:
         self.path = path
@@ -66,13 +61,7 @@ class WatchedTensor:
 
 
 def watch(proxy: nn.Module, verb: str, wanted: Callable[[Tensor], bool]) -> None:
-    """Make each module of a proxy check its own parameters when it is called, and raise if one changed.
-
-    Args:
-        proxy: a proxy that shares parameters with the user's model.
-        verb: the method of ``Quantizer`` that made the proxy, for the error.
-        wanted: whether to watch a parameter.
-    """
+    """Make each module of a proxy check its own parameters when it is called, and raise if one changed."""
     checks: list[tuple[nn.Module, _Check]] = []
     for path, module in proxy.named_modules():
         watched = {

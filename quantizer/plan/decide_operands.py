@@ -37,14 +37,7 @@ class FormatRule:
 
 
 class Formats:
-    """The format of each site: that of the last rule that matches, else the default.
-
-    Args:
-        default: the format where no rule matches.
-        rules: each with the names of the sites that it matches (None: all).
-        zero_points: the kinds of site whose default INT8 is UINT8 with a zero point: the same codes, all of which are
-            used where values are not symmetric around 0.
-    """
+    """The format of each site: that of the last rule that matches, else the default."""
 
     def __init__(
         self,
@@ -75,19 +68,7 @@ def formats_for(
     *,
     zero_point: bool,
 ) -> Formats:
-    """Return the formats of a proxy's sites by the rules.
-
-    Args:
-        proxy: the proxy.
-        sites: its sites.
-        default: the format where no rule matches.
-        rules: formats for some sites.
-        target: the target.
-        zero_point: whether the default INT8 activations have a zero point where the target's kernels take one.
-
-    Raises:
-        ConfigError: a pattern matches nothing in the model, or the target cannot compute in a format; all are listed.
-    """
+    """Return the formats of a proxy's sites by the rules."""
     sites = list(sites)
     problems: list[str] = []
     found: list[tuple[FormatRule, frozenset[str] | None]] = []
@@ -139,17 +120,7 @@ def operand_plans(
     wanted: Format,
     indivisible: list[str],
 ) -> tuple[OperandPlan, ...]:
-    """Return the plan of each operand of an observed site.
-
-    Args:
-        site: the site.
-        host: the module that makes the call.
-        record: the statistics of the site.
-        refused: sites and operands that rules exclude.
-        settings: the settings of the plan.
-        wanted: the site's formats.
-        indivisible: receives a message for each weight whose input channels the block size does not divide.
-    """
+    """Return the plan of each operand of an observed site."""
     plans = []
     migration = next((o.smoothed.migration for o in record.operands.values() if o.smoothed is not None), None)
     offloaded = any(parameter.is_meta for parameter in host.parameters(recurse=False))
@@ -361,13 +332,7 @@ def _calls(
 
 
 def _fit(ranges: list[RangeGroup], amax: list[float], judged: QType) -> tuple[float | None, float | None]:
-    """Return the SQNR of the call that has the lowest, in dB, and the share of values beyond; None without histogram.
-
-    Args:
-        ranges: the values of each call.
-        amax: the end of the range of each call.
-        judged: the format of the estimate.
-    """
+    """Return the SQNR of the call that has the lowest, in dB, and the share of values beyond; None without histogram."""
     held = [(each.calibrator.histogram, end) for each, end in zip(ranges, amax, strict=True)]
     pairs = [(histogram, end) for histogram, end in held if histogram is not None]
     if len(pairs) < len(held):

@@ -37,11 +37,7 @@ def decide(
     refused: Mapping[str, str],
     settings: PlanSettings,
 ) -> Plan:
-    """Return the plan of all sites, decided from the statistics.
-
-    Raises:
-        ConfigError: blocks do not divide the input channels of some weights; all are listed.
-    """
+    """Return the plan of all sites, decided from the statistics."""
     plan: Plan = {}
     indivisible: list[str] = []
     followed = {path for record in observation.records.values() for path in record.follows}

@@ -42,9 +42,6 @@ def with_scales(
             for each call of a pass where the plan tells calls apart; [] is then the scale of all calls.
         scale_dtype: the float type of scales on the target.
         keep_zero_points: keep those of asymmetric formats, as in training; else compute them from the minimum.
-
-    Raises:
-        CalibrationError: some scales cannot be used; all of them are listed.
     """
     groups = {f"{path}.{o.name}": scale_group(o) for path, entry in plan.items() for o in entry.operands}
     problems = []

@@ -76,18 +76,7 @@ def save_state(
     document: Mapping[str, Any],
     observed: bytes | None,
 ) -> Path:
-    """Write a plan, the products and the caller's own values to a folder.
-
-    Args:
-        folder: replaced if it contains a saved quantizer and nothing else.
-        plan: the plan of all sites.
-        products: the products that torch computed in calibration.
-        document: more plain values.
-        observed: a snapshot of the statistics of calibration; None if there is none.
-
-    Raises:
-        QuantizerError: the folder cannot be written, or has other contents, which are kept.
-    """
+    """Write a plan, the products and the caller's own values to a folder."""
     whole, tensors = _plain(plan, products, document)
 
     def fill(target: Path) -> None:
@@ -109,9 +98,6 @@ def load_state(
     """Return the plan, the products, the document and the snapshot that ``save_state`` wrote.
 
     Older folders have no products or no snapshot.
-
-    Raises:
-        QuantizerError: the folder was not written by ``save_state``, is of another format, or is damaged.
     """
     source = Path(folder)
     restore_folder(source)
@@ -134,11 +120,7 @@ def load_state(
 
 
 def _check_sums(told: Any, files: Mapping[str, bytes], folder: Path) -> None:
-    """Compare the SHA-256 of the files with those in the document; older folders have none.
-
-    Raises:
-        QuantizerError: a file has another SHA-256.
-    """
+    """Compare the SHA-256 of the files with those in the document; older folders have none."""
     if told is None:
         return
     try:
@@ -166,9 +148,6 @@ def state_of_bytes(data: bytes, place: object) -> tuple[Plan, tuple[CountedProdu
     Args:
         data: the bytes.
         place: the place of the bytes, for errors.
-
-    Raises:
-        QuantizerError: the bytes are not those of a plan, are of another format, or are damaged.
     """
     try:
         tensors = load(data)
@@ -214,11 +193,7 @@ def _plain(
 
 
 def _check_format(document: Any, place: object) -> None:
-    """Raise if this version cannot read a document.
-
-    Raises:
-        QuantizerError: the document is of another format, or none at all.
-    """
+    """Raise if this version cannot read a document."""
     found = document.get("format") if isinstance(document, dict) else None
     if type(found) is not int or found != FORMAT:
         raise QuantizerError(f"{place}: format {found!r}; this version reads format {FORMAT}")
@@ -227,11 +202,7 @@ def _check_format(document: Any, place: object) -> None:
 def _from_plain(
     document: dict[str, Any], tensors: Mapping[str, Tensor], place: object
 ) -> tuple[Plan, tuple[CountedProduct, ...]]:
-    """Return plan and products, and remove them from a document of ``_plain``.
-
-    Raises:
-        QuantizerError: the document or a tensor is damaged.
-    """
+    """Return plan and products, and remove them from a document of ``_plain``."""
     try:
         _check_fields(document)
         sites = decoded(tuple[SitePlan, ...], _with_groups(document), "sites")
@@ -250,11 +221,7 @@ def _from_plain(
 
 
 def _with_groups(document: dict[str, Any]) -> Any:
-    """Return the sites of a document with the names of their groups, and remove both from it.
-
-    Raises:
-        ValueError: a group is no place in the list of long ones.
-    """
+    """Return the sites of a document with the names of their groups, and remove both from it."""
     names, sites = document.pop("long_groups", []), document.pop("sites")
     for site in sites:
         operands = site.get("operands") if isinstance(site, dict) else None
@@ -269,11 +236,7 @@ def _with_groups(document: dict[str, Any]) -> Any:
 
 
 def _check_fields(document: Mapping[str, Any]) -> None:
-    """Check the types of the document's fields; their values are checked by their own readers.
-
-    Raises:
-        ValueError: a field is missing, unknown or of another type.
-    """
+    """Check the types of the document's fields; their values are checked by their own readers."""
     missing = [name for name in ("sites", "config", "fallback") if name not in document]
     if missing:
         raise ValueError(f"{' and '.join(missing)} missing")
@@ -322,16 +285,7 @@ _TENSOR_FILES = ("amax", "scale", "smooth", "spread")
 
 
 def check_plan(sites: Sequence[SitePlan], plan: Mapping[str, SitePlan], tensors: Mapping[str, Tensor]) -> None:
-    """Check a plan and the tensors of its operands.
-
-    Args:
-        sites: the sites in the order of the file.
-        plan: the same by name, each operand with its tensors.
-        tensors: all tensors of the file, by ``SITE/OPERAND/FIELD`` or ``SITE/bias_shift``.
-
-    Raises:
-        ValueError: the plan is inconsistent; the message gives the first place in the file.
-    """
+    """Check a plan and the tensors of its operands."""
     names: set[str] = set()
     known: set[str] = set()
     for number, site in enumerate(plan[site.name] for site in sites):

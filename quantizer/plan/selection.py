@@ -53,11 +53,7 @@ def _segments_match(pattern: Sequence[str], path: Sequence[str]) -> bool:
 
 
 def exclusions(proxy: nn.Module, sites: Iterable[Site], include: Selection, exclude: Selection) -> dict[str, str]:
-    """Return the rule that excludes each excluded site and operand, by site name or ``SITE.OPERAND``.
-
-    Raises:
-        ConfigError: a pattern or type matches nothing; all of these are listed.
-    """
+    """Return the rule that excludes each excluded site and operand, by site name or ``SITE.OPERAND``."""
     sites = list(sites)
     problems: list[str] = []
     excluded = {

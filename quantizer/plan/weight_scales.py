@@ -54,17 +54,7 @@ def beyond(amax: float, scale: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, qmax: int | None) -> OperandPlan:
-    """Return the plan of a weight operand with the range and the scales of ``weight`` [*].
-
-    Args:
-        operand: a plan with the format, axis and block size, and the factors of smoothing.
-        weight: the weight as its site reads it.
-        scale_dtype: the float type of scales on the target.
-        qmax: the largest code of a weight in INT8 on the target; None: that of the format.
-
-    Raises:
-        CalibrationError: the weight has NaN or infinite values.
-    """
+    """Return the plan of a weight operand with the range and the scales of ``weight`` [*]."""
     values, kind = as_rounded(operand, weight), qtype(operand.dtype)
     # A smaller range makes larger codes of what it clips, which such a target cannot add.
     bounded = qmax is not None and kind == INT8
@@ -163,16 +153,6 @@ def with_scales_of_weights(
     """Return the plan with scales computed from the present weights of ``model``, except for given scales.
 
     Weights with codes keep codes and scales: see ``weight_codes.without_codes`` for weights that changed.
-
-    Args:
-        plan: the plan.
-        model: the model.
-        scale_dtype, qmax: as for ``scaled_for``.
-        known: results that need not be computed again; None: there are none.
-
-    Raises:
-        CalibrationError: a weight has another shape, NaN or infinite values, or a scale that the target's float type
-            cannot represent; or a given scale makes codes that are too large for the target's accumulator.
     """
     result: Plan = {}
     for path, entry in plan.items():
@@ -209,11 +189,7 @@ def _beside(operand: OperandPlan, device: torch.device) -> OperandPlan:
 
 
 def _check_codes(name: str, operand: OperandPlan, weight: Tensor, qmax: int) -> None:
-    """Raise if the weight has larger codes with a given scale than the target can accumulate without saturation.
-
-    Raises:
-        CalibrationError: the largest code is above ``qmax``.
-    """
+    """Raise if the weight has larger codes with a given scale than the target can accumulate without saturation."""
     if operand.scale is None or qtype(operand.dtype) != INT8:
         return
     values = as_rounded(operand, weight)
@@ -320,15 +296,6 @@ def weight_amax(
 
     Legend: w the values of one scale, r the range, w_r their rounded values with the scale r / qmax.
 
-    Args:
-        values: the weight, float32 [*].
-        axis: the axis of scales or of blocks; None: one scale.
-        block_size: the number of neighbours along ``axis`` that share a scale; None: no blocks.
-        dtype: the format of the weight.
-        estimate: ``mse``: the share of max|w| with the least sum of (w_r - w)^2; ``percentile P``: the least |w| that P
-            percent of the magnitudes do not exceed; None: max|w|.
-        bounds: what ``scale_bounds`` returns for the weight; None: it is computed.
-
     Returns:
         The ranges, float32, in the shape of the scale (see ``numerics/granularity.py``).
     """
@@ -352,17 +319,7 @@ def least_error_amax(
     shares: Iterable[float],
     costs: Tensor | None = None,
 ) -> Tensor:
-    """Return the range of each scale with the least sum of c (w_r - w)^2, in the shape of the scale.
-
-    Args:
-        values: the weight, float32 [*].
-        largest: the largest range of each scale.
-        axis: the axis of scales or of blocks; None: one scale.
-        block_size: the number of neighbours along ``axis`` that share a scale; None: no blocks.
-        dtype: the format of the weight.
-        shares: what shares of the largest range are compared; of equal ones the first is taken.
-        costs: c of each value, [*]; None: 1.
-    """
+    """Return the range of each scale with the least sum of c (w_r - w)^2, in the shape of the scale."""
     best, least = largest, torch.full_like(largest, math.inf)
     for share in shares:
         amax = largest * share
@@ -398,13 +355,7 @@ def _percentile(magnitudes: Tensor, axis: int | None, block_size: int | None, pe
 
 
 def without_codes(plan: Plan, why: str, ends: Callable[[OperandPlan], bool] = lambda _: True) -> Plan:
-    """Return the plan with nearest rounding of weights that have codes.
-
-    Args:
-        plan: the plan.
-        why: what takes the place of the text on their choice.
-        ends: a function that tells which weights; all by default.
-    """
+    """Return the plan with nearest rounding of weights that have codes."""
     result: Plan = {}
     for path, entry in plan.items():
         operands = tuple(
@@ -428,12 +379,7 @@ def changed_buffers(plan: Plan, model: nn.Module) -> list[str]:
 
 
 def without_former_codes(plan: Plan, changed: Collection[str]) -> Plan:
-    """Return the plan with nearest rounding of weights that changed since their codes were chosen, and warn of them.
-
-    Args:
-        plan: the plan.
-        changed: the paths of the parameters and buffers that changed.
-    """
+    """Return the plan with nearest rounding of weights that changed since their codes were chosen, and warn of them."""
 
     def has_changed(operand: OperandPlan) -> bool:
         return not set(operand.parameters).isdisjoint(changed)

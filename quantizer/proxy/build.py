@@ -67,14 +67,6 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
 
     Parameters, buffers and other tensors are shared; everything else (configs, lists of modules, bound methods) is the
     proxy's own. The model itself is not changed.
-
-    Args:
-        model: any module.
-        eager_attention: run attention as MatMul, Softmax, MatMul, whose products are sites, instead of the model's own
-            implementation.
-
-    Raises:
-        ProxyError: ``model`` is no module, is a proxy or has a part that belongs to one, or cannot be copied.
     """
     if not isinstance(model, nn.Module):
         raise ProxyError(f"a torch.nn.Module is needed, got {type(model).__name__}")
@@ -95,15 +87,7 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
 
 
 def own_copy(model: nn.Module, shared: dict[int, Any] | None = None) -> nn.Module:
-    """Return a copy of a model with its own tensors, whose kept functions refer to the copy.
-
-    Args:
-        model: any module.
-        shared: tensors that are not copied, by id.
-
-    Raises:
-        ProxyError: ``model`` cannot be copied.
-    """
+    """Return a copy of a model with its own tensors, whose kept functions refer to the copy."""
     return _copied(model, shared or {})
 
 
@@ -149,9 +133,6 @@ def instrument(model: nn.Module) -> None:
     """Let a ``Site`` make every quantizable call of ``model`` itself, all off: its modules change their classes.
 
     Parts of it that were instrumented alone before become parts of the whole: paths of their sites begin at ``model``.
-
-    Raises:
-        UnsupportedVersionError: ``model`` has modules of a version of transformers that is too old.
     """
     if any(type(module).__module__.startswith("transformers.") for module in model.modules()):
         require_supported("transformers")

@@ -17,12 +17,7 @@ from torch import nn
 
 
 class _Pass(threading.local):
-    """The pass that runs in this thread.
-
-    Attributes:
-        root: the proxy (None: no pass runs).
-        counts: the number of calls so far, by the path of the site.
-    """
+    """The pass that runs in this thread."""
 
     root: object = None
     counts: dict[str, int] | None = None

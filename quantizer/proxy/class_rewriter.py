@@ -50,13 +50,6 @@ class _Choice:
     The names of sites are unique in a module. If a class and a base have sites of the same name (for example, both have
     a product in ``forward``), those of the base's function are named with its class. All bases share one choice: with
     two variants of a base that is inherited twice, ``super()`` would not resolve as in the original.
-
-    Attributes:
-        qualified: functions whose sites are named with their class.
-        left_out: functions that stay as they are, because the names of their sites are taken even with their class.
-        unused: functions that stay as they are, because they are overridden and nothing mentions them.
-        host_targets: static and class methods that need a host argument, by name.
-        hands_host_to: the names of those that get one.
     """
 
     qualified: frozenset[_Place] = frozenset()
@@ -89,9 +82,6 @@ def _one_at_a_time(
 
 class ClassRewriter:
     """A thread-safe cache of generated classes, which makes each of them once.
-
-    Args:
-        derive: makes a class of (original, bases, functions, reachable names).
 
     Attributes:
         lock: held while anything is rewritten.

@@ -28,11 +28,6 @@ class FrozenOperand:
     """The frozen parameter of one operand, or the frozen part of a parameter.
 
     Copies and casts of the proxy have other tensors, in which the parameter cannot be recognized: they do not check.
-
-    Args:
-        name: ``SITE.OPERAND``.
-        parameter: the operand, or the parameter that it is a view of; None: check nothing.
-        view: which view it is; None: the parameter itself.
     """
 
     def __init__(self, name: str = "", parameter: nn.Parameter | None = None, view: WeightView | None = None) -> None:
@@ -41,11 +36,7 @@ class FrozenOperand:
         self._view = view
 
     def check(self, value: Tensor) -> None:
-        """Raise if ``value`` is not the weight that was frozen, nor this weight spread over a batch.
-
-        Raises:
-            ProxyError: ``value`` is another parameter, or another part of this one.
-        """
+        """Raise if ``value`` is not the weight that was frozen, nor this weight spread over a batch."""
         parameter = None if self._parameter is None else self._parameter()
         if parameter is None or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
@@ -72,23 +63,14 @@ class FrozenOperand:
 
 
 class ComputedOperand(FrozenOperand):
-    """The frozen weight of an operand that the model computes at each call, of which a sample is kept.
-
-    Args:
-        name: ``SITE.OPERAND``.
-        weight: the weight that was frozen, contiguous.
-    """
+    """The frozen weight of an operand that the model computes at each call, of which a sample is kept."""
 
     def __init__(self, name: str, weight: Tensor) -> None:
         super().__init__(name)
         self._shape, self._values = tuple(weight.shape), _sample(weight)
 
     def check(self, value: Tensor) -> None:
-        """Raise if ``value`` is not the weight that was frozen, or one near it, spread over a batch or not.
-
-        Raises:
-            ProxyError: ``value`` has another shape, or other values.
-        """
+        """Raise if ``value`` is not the weight that was frozen, or one near it, spread over a batch or not."""
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
         _require_alike(self._name, self._shape, self._values, value)
@@ -119,11 +101,7 @@ def _fixed_shape(weight: Tensor) -> tuple[int, ...]:
 
 
 def _require_alike(name: str, shape: tuple[int, ...], sample: Tensor, value: Tensor) -> None:
-    """Raise if an operand has not the shape of a weight, up to axes of length 1 that are spread, or other values.
-
-    Raises:
-        ProxyError: it has.
-    """
+    """Raise if an operand has not the shape of a weight, up to axes of length 1 that are spread, or other values."""
     fits = value.dim() == len(shape) and all(size in (1, got) for size, got in zip(shape, value.shape, strict=True))
     if fits:
         entry = value

@@ -101,11 +101,7 @@ class OperandQuantizer(nn.Module):
         block_size: int | None = None,
         zero_point: int | None = None,
     ) -> None:
-        """Set the range, of all calls, and switch on.
-
-        Raises:
-            ValueError: the scale is not positive and finite.
-        """
+        """Set the range, of all calls, and switch on."""
         if not bool(((scale > 0) & torch.isfinite(scale)).all()):
             raise ValueError("a scale must be positive and finite")
         self.scale = scale.detach().clone()
@@ -211,11 +207,6 @@ class OperandQuantizer(nn.Module):
         """Return the rows [*, K] of a table that are asked for, the same bits as those of the whole table.
 
         None where that has to be there: it has no scale a row, its range is watched, or the call is recorded.
-
-        Args:
-            table: the table that arrives.
-            ids: whole numbers [*].
-            lookup: looks up rows in the table as it is.
         """
         if not self.enabled or self.scale is None or self.axis != 0 or self.block_size is not None or is_recorded():
             return None

@@ -238,11 +238,7 @@ class Site(SourceCall):
         return function(*args, **keywords)
 
     def refuse_training(self) -> None:
-        """Raise if the site is frozen and called in train mode with gradients.
-
-        Raises:
-            ProxyError: it is.
-        """
+        """Raise if the site is frozen and called in train mode with gradients."""
         if self.frozen and self.training and torch.is_grad_enabled():
             raise ProxyError(
                 f"{self.path}: this model is frozen, its weights are integers, and it is called in train mode with "

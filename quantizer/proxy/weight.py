@@ -91,11 +91,7 @@ class Weight:
 
 
 def operand_of(parameters: Sequence[Tensor], view: WeightView | None, computation: Computation | None) -> Tensor:
-    """Return the values [*] of a weight.
-
-    Raises:
-        ValueError, RuntimeError: the view or the computation does not fit the parameters.
-    """
+    """Return the values [*] of a weight."""
     if computation is not None:
         return laid_out(computation.of(parameters))
     return parameters[0].detach() if view is None else view.of(parameters[0])

@@ -31,10 +31,6 @@ class QATCallback(transformers.TrainerCallback):
     It follows the schedule, stops a training that cannot continue, and warns if training makes the model worse than it
     was before the first step. The warning needs an evaluation before training: ``eval_on_start=True``, or
     ``trainer.evaluate()``. It compares ``metric_for_best_model``, by default the loss.
-
-    Args:
-        freeze_scales: the share of the steps after which scales are fixed; see ``Schedule``.
-        freeze_batch_norm: the share after which batch norms keep their statistics.
     """
 
     def __init__(self, *, freeze_scales: float = 0.8, freeze_batch_norm: float = 0.5) -> None:
@@ -50,11 +46,7 @@ class QATCallback(transformers.TrainerCallback):
         control: transformers.TrainerControl,
         **keywords: Any,
     ) -> None:
-        """Bring the proxy to the step from which the training starts or resumes.
-
-        Raises:
-            TrainingError: the model is no proxy, or its checkpoints would lack scales that change.
-        """
+        """Bring the proxy to the step from which the training starts or resumes."""
         model = keywords["model"]
         if not is_proxy(model):
             raise TrainingError(
@@ -78,11 +70,7 @@ class QATCallback(transformers.TrainerCallback):
         control: transformers.TrainerControl,
         **keywords: Any,
     ) -> None:
-        """Check the gradients before the optimizer applies them.
-
-        Raises:
-            TrainingError: a gradient is NaN or infinite, or no parameter has a gradient.
-        """
+        """Check the gradients before the optimizer applies them."""
         # The gradient scaler of float16 expects infinities, and skips such steps.
         if args.fp16:
             return

@@ -41,11 +41,7 @@ _SUM = "sha256"
 
 
 def check_checkpoints(folder: Path) -> None:
-    """Raise, before a training, if its checkpoints cannot be written into an existing folder.
-
-    Raises:
-        TrainingError: it is no folder, a file with the name of a checkpoint is none, or the system refuses.
-    """
+    """Raise, before a training, if its checkpoints cannot be written into an existing folder."""
     if folder.is_dir():
         for path in (folder / LAST, folder / BEST):
             checked_file(path, TrainingError)
@@ -68,17 +64,7 @@ def remove_checkpoints(folder: Path) -> None:
 def write_checkpoint(
     path: Path, proxy: nn.Module, facts: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Write a checkpoint atomically.
-
-    Args:
-        path: the file.
-        proxy: the proxy that ``qat()`` returned.
-        facts: values that JSON can hold.
-        optimizer: its state is saved too; learning rates and other options of its groups are not.
-
-    Raises:
-        TrainingError: the system refuses to write.
-    """
+    """Write a checkpoint atomically."""
     # A parameter that modules share is written under each of its names: the format cannot share tensors.
     tensors = {f"model.{name}": value.detach().clone().contiguous() for name, value in proxy.state_dict().items()}
     for number, entry in (optimizer.state_dict()["state"] if optimizer is not None else {}).items():
@@ -89,11 +75,7 @@ def write_checkpoint(
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Return the facts in a checkpoint without reading its tensors.
-
-    Raises:
-        TrainingError: the file is no checkpoint, or damaged.
-    """
+    """Return the facts in a checkpoint without reading its tensors."""
     with _opened(path) as file:
         facts = json_values(file.metadata()[_FACTS])
         if not isinstance(facts, dict):
@@ -247,11 +229,7 @@ def _before_loading(
 
 
 def _compare(there: dict[str, str], here: dict[str, str]) -> None:
-    """Raise unless the decisions of a checkpoint are those of the proxy that loads it.
-
-    Raises:
-        TrainingError: they differ.
-    """
+    """Raise unless the decisions of a checkpoint are those of the proxy that loads it."""
     differing = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
     if not differing:
         return

@@ -56,9 +56,6 @@ class MovingAverage:
     It keeps the maximum of all values until the next ``step``, so that neither layers that are computed again for their
     gradients nor batches whose gradients are summed count twice. A pass counts if gradients are recorded, in train and
     in eval mode, because training in eval mode is training too: run evaluations under ``torch.no_grad()``.
-
-    Args:
-        padding: the mask of the batches of the trained model.
     """
 
     def __init__(self, padding: Padding) -> None:

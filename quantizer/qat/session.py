@@ -33,22 +33,9 @@ _FIRST_BATCHES = 8
 class QatSession:
     """A model in quantization-aware training.
 
-    Args:
-        model: the float model.
-        plan: the plan of calibration; None if nothing was calibrated, see ``calibrate_first``.
-        groups: the groups that fall back to float, with reasons.
-        scales: the kinds of scales in training.
-        scale_dtype: the float type of scales on the target.
-        own: whether to train a copy of the model.
-
     Attributes:
         model: the model whose parameters are trained.
         proxy: the proxy that rounds; its parameters are the model's and the learned scales.
-
-    Raises:
-        CalibrationError: scales are to change in training, and nothing was calibrated.
-        ConfigError: a kind of scales is unknown, or a pattern matches nothing.
-        TrainingError: no parameter requires a gradient.
     """
 
     def __init__(
@@ -88,12 +75,7 @@ class QatSession:
         prepare_state_dict(self.proxy, kinds)
 
     def calibrate_first(self, observing: nn.Module, decided: Callable[[], Plan]) -> None:
-        """Calibrate with the first batches of the training: each goes through ``observing`` before the proxy rounds it.
-
-        Args:
-            observing: the proxy of a calibration of the same model.
-            decided: a function that returns the plan after the batches so far.
-        """
+        """Calibrate with the first batches of the training: each goes through ``observing`` before the proxy rounds it."""
         logger.warning("qat(): nothing was calibrated, so ranges come from the first %d batches", _FIRST_BATCHES)
         seen = 0
 
@@ -114,9 +96,6 @@ class QatSession:
         """Return the plan of calibration with the proxy's current scales in the target's float type.
 
         The scales differ from the plan's if training moved them, or if a checkpoint was loaded.
-
-        Raises:
-            CalibrationError: nothing was calibrated and no batch came yet; or a learned scale is not finite.
         """
         if self._plan is None:
             raise CalibrationError("nothing was calibrated, and no batch went through the proxy of qat() yet")
@@ -136,11 +115,7 @@ class QatSession:
             hand_back_buffers(module)
 
     def require_weights_of(self, model: nn.Module) -> None:
-        """Raise unless the parameters of a model are still those that were trained.
-
-        Raises:
-            TrainingError: parameters were replaced since ``qat()``.
-        """
+        """Raise unless the parameters of a model are still those that were trained."""
         now = dict(model.named_parameters())
         replaced = [
             path for path, parameter in self.proxy.named_parameters() if path in now and now[path] is not parameter

@@ -52,9 +52,6 @@ def light_message(path: Path) -> tuple[bytes, dict[str, HeldBack]] | None:
 
     None for a file whose layout is another than ONNX's own writers give it, and for one without large initializers:
     such a file is to be read as a whole.
-
-    Raises:
-        OSError: the file cannot be read.
     """
     if path.stat().st_size < _LARGE:
         return None
@@ -142,11 +139,7 @@ def _without_data(data: mmap.mmap, initializer: _Field, held: dict[str, HeldBack
 
 
 def _fields(data: mmap.mmap, begin: int, end: int) -> Iterator[_Field]:
-    """Yield the fields between two places.
-
-    Raises:
-        _UnknownLayout: they do not end there, or one is of a kind that ONNX does not use.
-    """
+    """Yield the fields between two places."""
     while begin < end:
         tag, content = _varint(data, begin, end)
         number, kind = tag >> 3, tag & 7

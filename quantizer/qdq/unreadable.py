@@ -20,12 +20,7 @@ _LONGEST = 300
 
 @contextmanager
 def unreadable_is(kind: type[QuantizerError], path: Path) -> Iterator[None]:
-    """Raise an error of this kind for whatever else is raised in the block, which reads the graph of an ONNX file.
-
-    Args:
-        kind: the class of the error.
-        path: the file.
-    """
+    """Raise an error of this kind for whatever else is raised in the block, which reads the graph of an ONNX file."""
     try:
         yield
     except (QuantizerError, OSError):

@@ -29,26 +29,14 @@ _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def mapping_from_record(record: RunRecord) -> dict[str, Any]:
-    """Return ``record`` as JSON values.
-
-    Raises:
-        QuantizerError: a value cannot be written as JSON, or has not the type that its field declares.
-    """
+    """Return ``record`` as JSON values."""
     mapping = {item.name: _encode(getattr(record, item.name), item.name) for item in dataclasses.fields(record)}
     record_from_mapping(mapping)  # raises on a wrong type now, not when the report is read
     return mapping
 
 
 def record_from_mapping(mapping: Any, where: str = "report") -> RunRecord:
-    """Return the record of which :func:`mapping_from_record` made the mapping.
-
-    Args:
-        mapping: JSON values.
-        where: the name of the source, for messages.
-
-    Raises:
-        QuantizerError: the version is another one, a field is missing or unknown, or a value has the wrong type.
-    """
+    """Return the record of which :func:`mapping_from_record` made the mapping."""
     if not isinstance(mapping, Mapping):
         raise QuantizerError(f"{where}: expected an object with the fields of a run record, got {_name(mapping)}")
     version = mapping.get("version")
@@ -96,9 +84,6 @@ def write_text_atomic(path: Path | str, text: str) -> Path:
     """Write ``text`` as UTF-8 to a temporary file beside ``path``, then rename it to ``path``.
 
     After a failure or an interruption the former file is unchanged, and no temporary file is left.
-
-    Raises:
-        QuantizerError: the folder is missing or cannot be written.
     """
     with whole_file(path) as part:
         part.write_text(text, encoding="utf-8", newline="\n")
@@ -106,21 +91,13 @@ def write_text_atomic(path: Path | str, text: str) -> Path:
 
 
 def write_record(record: RunRecord, path: Path | str) -> Path:
-    """Write ``record`` as JSON to ``path``.
-
-    Raises:
-        QuantizerError: a value or the folder cannot be written.
-    """
+    """Write ``record`` as JSON to ``path``."""
     text = json.dumps(mapping_from_record(record), indent=2, ensure_ascii=False, allow_nan=False)
     return write_text_atomic(path, text + "\n")
 
 
 def read_record(path: Path | str) -> RunRecord:
-    """Return the record in a file of :func:`write_record`.
-
-    Raises:
-        QuantizerError: the file is missing, is not JSON, or has another version or a wrong field.
-    """
+    """Return the record in a file of :func:`write_record`."""
     path = Path(path)
     try:
         values = json_values(regular_file(path).read_bytes())
@@ -147,12 +124,7 @@ def is_from_python(record: RunRecord) -> bool:
 
 
 def shown_setting(setting: str, *, python: bool) -> str:
-    """Return a setting to be pasted: ``exclude={"sites": ["head"]}``, or ``quantizer: {exclude: {sites: [head]}}``.
-
-    Args:
-        setting: one section in YAML, such as that of a ``Cure``.
-        python: whether it is for a call in Python.
-    """
+    """Return a setting to be pasted: ``exclude={"sites": ["head"]}``, or ``quantizer: {exclude: {sites: [head]}}``."""
     told: Mapping[str, Any] = yaml_values(setting.encode())
     ((section, values),) = told.items()
     if python:

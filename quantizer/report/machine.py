@@ -31,9 +31,6 @@ def collect_versions(packages: Iterable[str] | None = None) -> dict[str, str]:
     """Return the version of each package that is installed, in the given order, and first that of this one.
 
     The version of torch includes its build (``2.13.0+cu130``), which the metadata of some wheels leaves out.
-
-    Args:
-        packages: names of distributions; None: this package and all others that matter to a run.
     """
     versions = {}
     if packages is None:

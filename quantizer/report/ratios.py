@@ -15,11 +15,7 @@ Entry = TypeVar("Entry", LatencyEntry, SizeEntry, MemoryEntry)
 
 
 def latency_entries(times_ms: Mapping[str, Sequence[float]]) -> tuple[LatencyEntry, ...]:
-    """Return median, extremes, quartiles and speed-up of each engine, from the times of all its batches.
-
-    Raises:
-        QuantizerError: the engine ``float``, to which the ratios are, is missing, or an engine has no times.
-    """
+    """Return median, extremes, quartiles and speed-up of each engine, from the times of all its batches."""
     empty = [name for name, times in times_ms.items() if not times]
     if empty:
         raise QuantizerError(f"latency of {empty[0]!r}: no times; give at least one")

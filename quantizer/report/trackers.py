@@ -99,16 +99,7 @@ def print_tracked(tracker: str | None, record: RunRecord, folder: Path, console:
 
 
 def track(tracker: str, record: RunRecord, folder: Path) -> str:
-    """Send the configuration, the figures and the files of a run to a tracker.
-
-    Args:
-        tracker: a name of ``TRACKERS``.
-        record: the record of the run.
-        folder: its folder, complete.
-
-    Returns:
-        A line that says where the results are, or why the tracker did not take them.
-    """
+    """Send the configuration, the figures and the files of a run to a tracker."""
     try:
         with _defaults(_DEFAULTS):
             return f"tracked with {tracker}: {TRACKERS[tracker](record, folder)}"

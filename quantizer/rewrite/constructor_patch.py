@@ -32,12 +32,7 @@ _LAYERS = "torch.nn.modules."
 
 
 class _Building(threading.local):
-    """State of the models that one thread is building.
-
-    Attributes:
-        listeners: of the blocks that this thread has open; the innermost is called.
-        depth: how many patched constructors are running inside each other.
-    """
+    """State of the models that one thread is building."""
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[Any], None]] = []
@@ -53,18 +48,7 @@ _MEANWHILE: list[list[type]] = []
 
 
 class patched:
-    """Context manager that reports the models built inside it.
-
-    Args:
-        sources: modelling modules; none: every imported module, except torch, that defines module classes.
-        built: called with each model when its constructor is done, in the thread that opened the block; of a model
-            made of other models only the whole is reported.
-        everything: without sources: torch's layers too, and classes that are defined or imported while it is open.
-            Parts that are built before the whole are reported before it.
-
-    Raises:
-        SourceError: a source is no module, or is torch's own.
-    """
+    """Context manager that reports the models built inside it."""
 
     def __init__(self, *sources: Source, built: Callable[[Any], None], everything: bool = False) -> None:
         self._modules = [module for source in sources for module in _modules_of(source)]

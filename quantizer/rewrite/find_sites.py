@@ -28,16 +28,7 @@ def find_functions(
     qualified: bool = False,
     codes: Mapping[tuple[str, int], types.CodeType] = types.MappingProxyType({}),
 ) -> dict[tuple[str, int], FunctionSource]:
-    """Return all module-level functions and all methods of a file, by key.
-
-    Args:
-        tree: the parsed file.
-        index: byte offsets of its lines.
-        namespace: the globals its functions run in; names are resolved through it.
-        file: the file's name, for reports.
-        qualified: names of sites carry the class, or the module, of their function.
-        codes: the loaded code of its functions; without it a function's access to globals is not rewritten.
-    """
+    """Return all module-level functions and all methods of a file, by key."""
     found: dict[tuple[str, int], FunctionSource] = {}
     for qualname, node, owner in functions_in(tree):
         source = function_source(node, qualname, owner, index)
@@ -54,21 +45,7 @@ def find_functions(
 
 
 class _Finder(ast.NodeVisitor):
-    """Visitor of one function that records its sites.
-
-    Attributes:
-        source: receives sites and global names.
-        owner: the name of the class around it (None: there is none).
-        name: prefix of its sites' names.
-        scope: resolves its names.
-        counts: number of sites of each operation so far; gives the ordinal in a site's name.
-        depth: nesting of the current expression; orders edits at one position.
-        blocked: why text at the current node cannot be rewritten (None: it can); set inside f-strings and where an
-            inner function hides the host.
-        known: ids of nodes that their parents have handled.
-        looked_into: ids of nodes of which an attribute is read: if that is a class, the generated one has the
-            rewritten functions.
-    """
+    """Visitor of one function that records its sites."""
 
     def __init__(
         self,

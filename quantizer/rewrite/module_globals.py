@@ -39,14 +39,7 @@ class _Receiver(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class _Synthetic:
-    """Synthetic module.
-
-    Attributes:
-        original: the globals that it copies (held, so that their id stays valid).
-        replaced: functions that replace others, by name: (original, rewritten).
-        waiting: functions that need a host and were not built yet, because they call each other in a circle.
-        twins: rewritten functions by the original.
-    """
+    """Synthetic module."""
 
     module: types.ModuleType
     original: dict[str, Any]
@@ -62,11 +55,7 @@ class _Synthetic:
 
 
 class SyntheticModules:
-    """Synthetic modules, one for each module whose functions were rewritten.
-
-    Args:
-        hidden: classes of modules that a loop over children must not see.
-    """
+    """Synthetic modules, one for each module whose functions were rewritten."""
 
     def __init__(self, hidden: tuple[type, ...]) -> None:
         self._hidden = hidden
@@ -78,13 +67,7 @@ class SyntheticModules:
         replaced: Mapping[str, Any],
         receivers: Mapping[int, tuple[types.FunctionType, _Receiver]],
     ) -> dict[str, Any]:
-        """Return the globals of a rewritten function, brought up to date with the original's.
-
-        Args:
-            original: the globals of the function as it was written.
-            replaced: rewritten helpers, by the global name that they take.
-            borrowers: helpers to which it passes its host, with the result of rewriting each.
-        """
+        """Return the globals of a rewritten function, brought up to date with the original's."""
         if id(original) not in self._made:
             self._made[id(original)] = self._make(original)
         made = self._made[id(original)]

@@ -128,12 +128,7 @@ class Scope:
     """
 
     def __init__(self, node: FunctionNode, namespace: Mapping[str, Any]) -> None:
-        """Store the names of a function.
-
-        Args:
-            node: the function.
-            namespace: the globals that it runs in.
-        """
+        """Store the names of a function."""
         self.locals = bound_names(node)
         self._node = node
         self._namespace = namespace
@@ -189,14 +184,7 @@ _SHARED = ("torch",)
 def live_edits(
     node: FunctionNode, index: LineIndex, namespace: Mapping[str, Any], bound: Collection[str]
 ) -> list[Edit]:
-    """Return the edits by which a function, live by ``why_not_live``, reads and writes its globals in their module.
-
-    Args:
-        node: the function.
-        index: byte offsets of its file's lines.
-        namespace: the globals that it runs in.
-        bound: names that are bound in it, and variables of functions around it.
-    """
+    """Return the edits by which a function, live by ``why_not_live``, reads and writes its globals in their module."""
     if str(namespace.get("__name__", "")).partition(".")[0] in _SHARED:
         return []
     edits: list[Edit] = []

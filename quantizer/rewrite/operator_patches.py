@@ -70,12 +70,7 @@ _REGISTERED = _Registered()
 
 
 def register_operator_patch(patch: OperatorPatch) -> OperatorPatch:
-    """Apply ``patch`` in every proxy that is made from now on.
-
-    Raises:
-        SourceError: the name is taken, ``function`` does not say a module and a function, the two texts have different
-            numbers of lines, or they are the same.
-    """
+    """Apply ``patch`` in every proxy that is made from now on."""
     problem = _problem(patch)
     if problem is not None:
         raise SourceError(f"operator patch {patch.name!r}: {problem}")
@@ -85,11 +80,7 @@ def register_operator_patch(patch: OperatorPatch) -> OperatorPatch:
 
 
 def unregister_operator_patch(name: str) -> None:
-    """Remove a patch; existing proxies keep it.
-
-    Raises:
-        SourceError: there is none of that name.
-    """
+    """Remove a patch; existing proxies keep it."""
     if name not in _REGISTERED.patches:
         raise SourceError(f"there is no operator patch {name!r}; known: {', '.join(_REGISTERED.patches) or 'none'}")
     del _REGISTERED.patches[name]

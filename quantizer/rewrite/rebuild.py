@@ -48,10 +48,6 @@ _NO_PRODUCTS = sys.stdlib_module_names | {"torch"}
 class Rebuilder:
     """Rewriter of functions that rewrites each once and caches the results.
 
-    Args:
-        hidden: classes of modules that a loop over children must not see.
-        qualified: names of sites carry the class or module of their function.
-
     Attributes:
         files: source files by (path, id of the globals their functions run in, compiler flags).
         modules: the globals of rewritten functions.
@@ -65,11 +61,7 @@ class Rebuilder:
         self.done: dict[tuple[int, frozenset[int]], tuple[types.FunctionType, Rebuilt]] = {}
 
     def file(self, function: types.FunctionType) -> SourceFile:
-        """Return the source file of a function, parsed once.
-
-        Raises:
-            SourceError: the text cannot be read or parsed.
-        """
+        """Return the source file of a function, parsed once."""
         flags = future_flags(function.__code__)
         key = (function.__code__.co_filename, id(function.__globals__), flags)
         if key not in self.files or not self.files[key].holds(function):
@@ -148,13 +140,7 @@ class Rebuilder:
         )
 
     def rebuild(self, attribute: Any, name: str | None = None, host_targets: HostTargets = _NO_TARGETS) -> Rebuilt:
-        """Rewrite a function as it is stored in a class or module: plain, a property, or under decorators.
-
-        Args:
-            attribute: the stored object.
-            name: the name under which it is stored.
-            host_targets: functions to which the methods of its class may pass their host.
-        """
+        """Rewrite a function as it is stored in a class or module: plain, a property, or under decorators."""
         if isinstance(attribute, property):
             if str(getattr(attribute.fget, "__module__", "")).partition(".")[0] == "torch":
                 # Those of parametrized layers call modules, and hold no product themselves.

@@ -65,11 +65,7 @@ class SourceFile:
         self._codes: dict[Key, types.CodeType] | None = None
 
     def find(self, function: types.FunctionType) -> FunctionSource:
-        """Return the source of a loaded function.
-
-        Raises:
-            SourceError: the text is not the loaded function's, or the function is a lambda or made by another one.
-        """
+        """Return the source of a loaded function."""
         code = function.__code__
         key = (code.co_qualname, code.co_firstlineno)
         if not self.holds(function):
@@ -123,11 +119,7 @@ class SourceFile:
 
 
 def read_source(path: str, namespace: dict[str, Any]) -> str:
-    """Return the text of a file, also of a notebook cell or a zipped module (through ``linecache``).
-
-    Raises:
-        SourceError: there is no text.
-    """
+    """Return the text of a file, also of a notebook cell or a zipped module (through ``linecache``)."""
     linecache.checkcache(path)
     lines = linecache.getlines(path, namespace)
     if not lines:
@@ -139,11 +131,7 @@ def read_source(path: str, namespace: dict[str, Any]) -> str:
 
 
 def definition_of(function: types.FunctionType) -> ast.FunctionDef | None:
-    """Return the ``def`` of a loaded function; None for a lambda, or if the text is not that of the loaded code.
-
-    Raises:
-        SourceError: there is no text.
-    """
+    """Return the ``def`` of a loaded function; None for a lambda, or if the text is not that of the loaded code."""
     code = function.__code__
     text = read_source(code.co_filename, function.__globals__)
     try:
@@ -163,11 +151,7 @@ def future_flags(code: types.CodeType) -> int:
 
 
 class _Compilation:
-    """The code of the functions of a text, to tell whether a loaded function was compiled from it.
-
-    Attributes:
-        whole: the code by (qualified name, first line), of the text compiled as a whole.
-    """
+    """The code of the functions of a text, to tell whether a loaded function was compiled from it."""
 
     def __init__(self, text: str, path: str, flags: int) -> None:
         self._text, self._path, self._flags = text, path, flags

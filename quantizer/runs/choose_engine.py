@@ -53,9 +53,6 @@ def choose(candidates: Sequence[Candidate], shapes: Sequence[str], missing: Sequ
             that were too slow at the first shapes have the times of these.
         shapes: the names of the shapes.
         missing: what is not installed.
-
-    Raises:
-        EngineError: all failed; the message holds the reason of each.
     """
     ran = sorted((one for one in candidates if len(one.milliseconds) == len(shapes) > 0), key=_time)
     slow = [one for one in candidates if 0 < len(one.milliseconds) < len(shapes)]
@@ -79,12 +76,7 @@ def choose(candidates: Sequence[Candidate], shapes: Sequence[str], missing: Sequ
 
 
 def _without_noise(ran: list[Candidate], tried: Callable[[Candidate], int]) -> list[Candidate]:
-    """Return candidates, the fastest first; of the fastest of a kind that are tied, the first that was tried.
-
-    Args:
-        ran: the candidates by their time.
-        tried: the place of a candidate in the order in which they were tried.
-    """
+    """Return candidates, the fastest first; of the fastest of a kind that are tied, the first that was tried."""
     order = list(ran)
     for is_float in (True, False):
         best = next((one for one in ran if one.is_float is is_float), None)
@@ -112,16 +104,7 @@ def slow_ones(candidates: Sequence[Candidate]) -> set[str]:
 def timed(
     engines: dict[str, Timed], time: Callable[[dict[str, Timed]], Times], call: Callable[[Timed], object]
 ) -> tuple[Times, dict[str, str]]:
-    """Return the times of the engines that run, and why the others do not, by name.
-
-    Args:
-        engines: the engines, or models of several, by name.
-        time: times some of them, in turns.
-        call: runs one of them as ``time`` does.
-
-    Raises:
-        EngineError: none runs.
-    """
+    """Return the times of the engines that run, and why the others do not, by name."""
     try:
         return time(engines), {}
     except FAILURES:
@@ -137,11 +120,7 @@ def timed(
 
 
 def quantized_of(choice: EngineChoice) -> list[Candidate]:
-    """Return the quantized candidates that ran, in their order in the choice.
-
-    Raises:
-        EngineError: nothing quantized is right and runs here.
-    """
+    """Return the quantized candidates that ran, in their order in the choice."""
     low = [one for one in choice.candidates if not one.is_float]
     ran = [one for one in low if one.milliseconds]
     if not ran:
@@ -151,11 +130,7 @@ def quantized_of(choice: EngineChoice) -> list[Candidate]:
 
 
 def require_sites(quantizer: Quantizer) -> None:
-    """Raise if a plan quantizes nothing, as where no site fits the kernels with ranges at run time.
-
-    Raises:
-        EngineError: it does; its engine would be one in float.
-    """
+    """Raise if a plan quantizes nothing, as where no site fits the kernels with ranges at run time."""
     if not quantizer.coverage.share:
         raise EngineError("no product of this model can be quantized in this way, and all would be computed in float")
 
@@ -212,12 +187,7 @@ def _headline(ran: Sequence[Candidate]) -> str:
 
 
 def bound(choice: EngineChoice, inspect: Callable[[Candidate], Inspection]) -> EngineChoice:
-    """Return the choice; where float won over INT8, with what bounds the fastest engine in INT8 in its first line.
-
-    Args:
-        choice: what was chosen.
-        inspect: inspects the engine of a candidate, with the times of its layers. Where that fails, they are left out.
-    """
+    """Return the choice; where float won over INT8, with what bounds the fastest engine in INT8 in its first line."""
     best, *others = choice.candidates
     lost = [one for one in others if not one.is_float and len(one.milliseconds) == len(choice.shapes)]
     if not best.is_float or not lost:

@@ -35,12 +35,7 @@ def run_sizes(config: RunConfig, context: RunContext) -> dict[str, int]:
 
 
 def build_options(config: RunConfig, context: RunContext | None = None) -> BuildOptions:
-    """Return the options with which a run builds its engines.
-
-    Args:
-        config: the configuration, with the sizes of batch and sequence.
-        context: the data, with the sizes of other dimensions; None: it is not loaded yet.
-    """
+    """Return the options with which a run builds its engines."""
     sizes = None if context is None else context.feed.sizes
     return BuildOptions(
         dynamic={
@@ -61,14 +56,7 @@ def float_options(config: RunConfig) -> str:
 
 
 def engine_file(backend: str, built: BuildResult, *, ran: bool, scored: bool) -> EngineFile:
-    """Return the record of the engine's file.
-
-    Args:
-        backend: its backend.
-        built: the engine.
-        ran: whether it was run on this machine.
-        scored: whether there is a score.
-    """
+    """Return the record of the engine's file."""
     verified = "ran here, and was scored" if scored else "ran here, and its outputs were compared"
     if not ran:
         verified = NOT_VERIFIED
@@ -78,14 +66,7 @@ def engine_file(backend: str, built: BuildResult, *, ran: bool, scored: bool) ->
 def measure_latency(
     context: RunContext, config: RunConfig, engines: Mapping[str, Engine], reference: str
 ) -> Latency | None:
-    """Return the latency of each engine at the shape of the configuration; None if there are no engines.
-
-    Args:
-        context: the model.
-        config: the configuration.
-        engines: the engines by name, among them ``float``.
-        reference: the backend and the type of that one.
-    """
+    """Return the latency of each engine at the shape of the configuration; None if there are no engines."""
     report = config.report
     if not engines:
         return None
@@ -105,14 +86,7 @@ def measure_latency(
 def with_deployed(
     choice: EngineChoice | None, latency: Latency | None, backend: str, is_float_right: bool = True
 ) -> EngineChoice | None:
-    """Return a choice with the file of the run that is the fastest, now that groups may have gone back to float.
-
-    Args:
-        choice: what was tried; None: there was no choice.
-        latency: the latency of the run's two engines.
-        backend: the backend of both.
-        is_float_right: whether that in float is delivered.
-    """
+    """Return a choice with the file of the run that is the fastest, now that groups may have gone back to float."""
     entries = {} if latency is None else {entry.name: entry for entry in latency.engines}
     if choice is None or not {"float", "engine"} <= set(entries):
         return choice

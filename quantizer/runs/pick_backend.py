@@ -126,9 +126,6 @@ def pick_backend(
         folder: the folder of the run.
         among: the backends to choose from; empty: all that ``auto`` tries.
         kept: builds the engines, but those that a run before this one has built until it was stopped.
-
-    Raises:
-        EngineError: nothing is right and runs here, or only engines in float.
     """
     _, missing = cpu_candidates(among)
     report = config.report
@@ -163,11 +160,7 @@ def _shape(batch: Batch) -> str:
 
 
 class _Maker:
-    """Maker of the candidates of a run.
-
-    Attributes:
-        quantizers: those that were used, by backend and by whether ranges are taken at run time.
-    """
+    """Maker of the candidates of a run."""
 
     def __init__(
         self,
@@ -218,11 +211,7 @@ class _Maker:
         return tried, out
 
     def _tried(self, variant: Variant, candidate: Candidate) -> _Tried:
-        """Export, build, check and score one candidate.
-
-        Raises:
-            QuantizerError: it cannot be built or run, or computes something else than PyTorch.
-        """
+        """Export, build, check and score one candidate."""
         proxy, onnx = self._exported(variant)
         built, engine = self._built(variant, onnx, self._folder / f"{variant.file_name}.engine")
         plain = self._references.of(self._context.model, engine.output_names)
@@ -314,9 +303,6 @@ def _pair(choice: EngineChoice, tried: dict[str, _Tried]) -> tuple[_Tried, _Trie
 
     That in float is the fastest of its backend, or the one whose types are those of the quantized one's rest: what a
     group costs in float is taken from it. If an engine in float won, it is that one.
-
-    Raises:
-        EngineError: nothing quantized is right and runs here.
     """
     ran = [tried[one.name] for one in choice.candidates if one.milliseconds]
     low = [tried[one.name] for one in quantized_of(choice)]

@@ -17,13 +17,7 @@ def site_records(coverage: Iterable[Site]) -> tuple[Site, ...]:
 
 
 def placement_record(prices: Prices, rows: Sequence[SensitivityRow], chosen: Fallback | None) -> Placement:
-    """Return the record of a plan that was placed by its prices.
-
-    Args:
-        prices: the times of all groups.
-        rows: the errors of the groups; empty if they were not measured.
-        chosen: the groups that are float.
-    """
+    """Return the record of a plan that was placed by its prices."""
     slower, back = prices.slower(), [] if chosen is None else list(chosen.reasons())
     names = [field.name for field in fields(GroupSensitivity)]
     ranking = [GroupSensitivity(**{name: getattr(row, name) for name in names}) for row in rows]

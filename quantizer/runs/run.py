@@ -43,15 +43,6 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
     """Carry out a run, and return the folder that was written.
 
     Of several processes each is given the same arguments; the first one writes and prints.
-
-    Args:
-        config: the resolved configuration.
-        output: the folder; None: ``config.output``.
-        force: replace the folder of an earlier run; a folder with anything else is never replaced.
-        console: where stages and results are printed.
-
-    Raises:
-        QuantizerError: the target cannot do what is asked, the folder cannot be written, or a stage failed.
     """
     folder = Path(config.output if output is None else output).absolute()
     console = console if get_rank() == 0 else Console(quiet=True)

@@ -106,17 +106,7 @@ class ResumeFiles:
 
 @contextmanager
 def resume_files(folder: Path, *, searches: bool, trains: bool, chooses: bool = False) -> Iterator[ResumeFiles]:
-    """Yield the files from which the same command resumes, and remove them after the block.
-
-    Args:
-        folder: the folder that is written.
-        searches: whether there is a search, whose scores are kept.
-        trains: whether there is a training, whose checkpoints are.
-        chooses: whether there is a choice of an engine. Engines are kept after an interrupt alone.
-
-    Raises:
-        QuantizerError: a file there was not written by this tool, or nothing can be written there.
-    """
+    """Yield the files from which the same command resumes, and remove them after the block."""
     kept = ResumeFiles(
         scores=folder.with_name(f"{folder.name}.search.json"),
         training=folder.with_name(f"{folder.name}.training"),
@@ -156,11 +146,7 @@ def resume_files(folder: Path, *, searches: bool, trains: bool, chooses: bool = 
 
 
 def require_names(folder: Path) -> None:
-    """Raise if the files beside a folder would have longer names than its file system allows.
-
-    Raises:
-        QuantizerError: they would.
-    """
+    """Raise if the files beside a folder would have longer names than its file system allows."""
     above = next(place for place in folder.absolute().parents if is_folder(place))
     most = os.pathconf(above, "PC_NAME_MAX") - len(_LONGEST_ENDING)
     size = len(os.fsencode(folder.name))
@@ -234,11 +220,7 @@ class RunContext:
 
     @property
     def task(self) -> Task:
-        """The feed as the task that also scores predictions.
-
-        Raises:
-            TaskError: the model was given in Python, with batches alone.
-        """
+        """The feed as the task that also scores predictions."""
         if not isinstance(self.feed, Task):
             raise TaskError("a module that is given in Python has no task, and no scores but those of score=")
         return self.feed
@@ -268,9 +250,6 @@ def load_context(
         sizes: lengths, seconds and batch size of the task, as ``build_task`` takes them.
         attention: the implementation of attention, "eager" or "sdpa".
         texts: the text of each label, for a task that takes its labels from the request.
-
-    Raises:
-        QuantizerError: the model cannot be loaded, does not fit the task, or there is not enough disk space.
     """
     model = load_model(source, task, attention, texts)
     parameters = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

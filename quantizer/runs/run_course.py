@@ -112,11 +112,7 @@ class RunCourse:
         self.training: TrainingResult | None = None
 
     def make(self, among: Sequence[str] | None) -> None:
-        """Carry out the stages up to the scores of frozen models; all processes come here.
-
-        Args:
-            among: the backends of which the fastest is chosen; empty: all; None: there is no choice.
-        """
+        """Carry out the stages up to the scores of frozen models; all processes come here."""
         self._check(self.quantizer)
         batches = self._calibrate(self.quantizer)
         if among is not None:

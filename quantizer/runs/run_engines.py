@@ -24,11 +24,6 @@ from quantizer.runs.workload.float_engines import copy_files
 class RunEngines:
     """Exports and builds the engines of a run, each anew only if its model has changed.
 
-    Args:
-        context: the model and its task.
-        config: the configuration, with the backend.
-        folder: the folder of the run.
-
     Attributes:
         float_name: the backend and the type of the float engine, such as ``openvino bfloat16``.
     """
@@ -73,13 +68,7 @@ class RunEngines:
         return EngineFiles(onnx=self._folder / f"{stem}.onnx", engine=self._folder / f"{stem}.engine")
 
     def build(self, quantizer: Quantizer, quantized: nn.Module, *, trained: bool = False) -> dict[str, BuildResult]:
-        """Return the engines ``engine`` and ``float``, built of the frozen proxy and of the float model.
-
-        Args:
-            quantizer: what made the proxy.
-            quantized: the frozen proxy.
-            trained: whether it was trained, so that an engine of the same plan is not the same.
-        """
+        """Return the engines ``engine`` and ``float``, built of the frozen proxy and of the float model."""
         chosen = quantizer.chosen_fallback
         back = None if trained else frozenset(() if chosen is None else chosen.reasons())
         self._fetch_float()
@@ -151,13 +140,7 @@ class RunEngines:
 
 
 def export_float(context: RunContext, opset: int, path: Path) -> None:
-    """Write the ONNX file of the float model, exported or copied from a run before this one.
-
-    Args:
-        context: the model.
-        opset: the version of the operators.
-        path: the file; it has the same name in all runs.
-    """
+    """Write the ONNX file of the float model, exported or copied from a run before this one."""
     floats = context.floats
     if floats is not None and floats.fetch_graph(_graph_options(opset), path):
         return

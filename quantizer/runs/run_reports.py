@@ -10,12 +10,7 @@ from quantizer.report.model_card import write_run_card
 
 
 def write_reports(record: RunRecord, formats: Sequence[str], folder: Path) -> None:
-    """Write the reports of a run in the formats that it asks for, and its card, each atomically.
-
-    Raises:
-        QuantizerError: the folder cannot be written.
-        MissingDependencyError: jinja2 is not installed, and a page is asked for.
-    """
+    """Write the reports of a run in the formats that it asks for, and its card, each atomically."""
     write_run_card(record, folder)
     if "html" in formats:
         write_html(record, folder / "report.html")

@@ -18,14 +18,7 @@ from quantizer.tasks.datasets.rows import content_of
 
 
 class Scoring:
-    """Scores on one set of rows, and differences to the float model.
-
-    Args:
-        context: the float model and its task.
-        rows: the rows; without any, there are no scores.
-        resamples: the resamples behind each interval.
-        folder: where the scores of all resamples are kept for a comparison with other runs; None: nowhere.
-    """
+    """Scores on one set of rows, and differences to the float model."""
 
     def __init__(self, context: RunContext, rows: list[Row], resamples: int, folder: Path | None = None) -> None:
         self._context = context
@@ -43,12 +36,7 @@ class Scoring:
         return other
 
     def difference(self, which: str, engine: Engine | None) -> float | None:
-        """Return the score of an engine less that of the float model; None without rows or engine.
-
-        Args:
-            which: what it is, in words.
-            engine: the engine; None: it does not run here.
-        """
+        """Return the score of an engine less that of the float model; None without rows or engine."""
         if not self._rows or engine is None:
             return None
         task, base = self._context.task, self._predictions("float", self._context.model)

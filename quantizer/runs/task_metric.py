@@ -25,12 +25,6 @@ class Metric(Protocol):
 class TaskMetric:
     """A function of a model that returns the task's score of it on the tuning rows.
 
-    Args:
-        settings: what else the score depends on: the settings of the model and of its batches.
-        task: the task, with its head fitted if it has one.
-        rows: the tuning rows.
-        head: the rows on which the task's head was fitted.
-
     Attributes:
         higher_is_better: the direction that is better.
         reads: a hash of the settings and the content of all rows, since image files may change under the same name.

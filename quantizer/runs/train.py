@@ -80,15 +80,6 @@ class Training:
 
     Several processes take each step together, each with its rows of the batch: they train what one process does, but
     for the rounding of sums.
-
-    Args:
-        settings: the ``qat`` section.
-        task: makes the batches.
-        score: a function of a model that returns its score on the tuning rows.
-        higher_is_better: the direction in which scores are better.
-        folder: the folder of the checkpoints.
-        identity: a hash of all that the training depends on; checkpoints of another identity are refused.
-        tell: called with each line that is to be printed.
     """
 
     def __init__(
@@ -118,12 +109,7 @@ class Training:
         self._scored_at = {math.ceil(self._steps * number / settings.evaluations) for number in numbers}
 
     def run(self, model: nn.Module, proxy: nn.Module) -> TrainingResult:
-        """Train the proxy to the float model's outputs, and leave it in the state that was kept.
-
-        Raises:
-            TrainingError: the loss is not finite, no parameter has a gradient, or the checkpoint in the folder is of
-                another training or damaged.
-        """
+        """Train the proxy to the float model's outputs, and leave it in the state that was kept."""
         settings = self._settings
         proxy.eval()
         distillation = Distillation(

@@ -19,9 +19,6 @@ def with_written_sizes(config: RunConfig) -> RunConfig:
     """Return the configuration of a run with sizes that fit a model in parts; that of another model is left as it is.
 
     Batches are small, and texts no longer than the model has positions.
-
-    Raises:
-        TaskError: the model's checkpoint cannot be read.
     """
     if not is_in_parts(config):
         return config

@@ -91,11 +91,7 @@ class Fallback:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Fallback:
-        """Return the record whose ``document()`` this is.
-
-        Raises:
-            SensitivityError: the document is not that of a fallback.
-        """
+        """Return the record whose ``document()`` this is."""
         try:
             made: Fallback = decoded(cls, document, "fallback")
             if made.ranks and len(made.ranks) != len(made.groups):
@@ -114,11 +110,7 @@ class Fallback:
 
 
 def by_rank(ranking: Sequence[GroupSensitivity], *, num: int | None = None, ratio: float | None = None) -> Fallback:
-    """Return the fallback of the first ``num`` groups, or of the share ``ratio`` of all groups (rounded up).
-
-    Raises:
-        SensitivityError: the number is out of bounds.
-    """
+    """Return the fallback of the first ``num`` groups, or of the share ``ratio`` of all groups (rounded up)."""
     if ratio is not None:
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
             raise SensitivityError(f"ratio={ratio!r}: expected a share between 0 and 1")
@@ -158,12 +150,6 @@ def fallback_for_target(fallback: Fallback, plan: Plan, backend: str | None, oth
     The groups of the two plans differ if the targets do, or if other operands share a range. A group of the other
     plan falls back as a whole if any of its operands fell back in the first plan. The scores of a search belong to the
     first plan and are left out, and so do times, with the groups that are float for them.
-
-    Args:
-        fallback: the fallback of ``plan``.
-        plan: the first plan.
-        backend: the backend of ``plan``; None if both plans are for the same backend.
-        other: the other plan.
     """
     operands = operands_of(plan)
     ranks = dict(zip(fallback.groups, fallback.ranks, strict=False))
@@ -182,16 +168,7 @@ def fallback_for_target(fallback: Fallback, plan: Plan, backend: str | None, oth
 
 
 def by_name(operands: Mapping[str, Sequence[str]], names: Sequence[str]) -> Fallback:
-    """Return the fallback of the groups whose operands ``names`` cover.
-
-    Args:
-        operands: the quantized operands (``SITE.OPERAND``) of each group of the plan.
-        names: groups; or patterns over whole segments (``*`` one, ``**`` any number) of a module, a site or an operand,
-            which cover all that is below.
-
-    Raises:
-        SensitivityError: a name matches nothing, or together they cover only a part of a group.
-    """
+    """Return the fallback of the groups whose operands ``names`` cover."""
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise SensitivityError(f"names={names!r}: expected a list of names")
     taken: set[str] = set()
@@ -218,15 +195,7 @@ def by_name(operands: Mapping[str, Sequence[str]], names: Sequence[str]) -> Fall
 def per_cost(
     ranking: Sequence[GroupSensitivity], costs: str | Mapping[str, float] | None
 ) -> list[tuple[GroupSensitivity, float]]:
-    """Return the groups with their costs, highest error per cost first.
-
-    Args:
-        ranking: the groups, highest error first.
-        costs: ``multiply_adds``; or the cost of each group in float, by name, in any unit; or None: all cost the same.
-
-    Raises:
-        SensitivityError: a group has no cost, a cost belongs to no group, or is negative or not finite.
-    """
+    """Return the groups with their costs, highest error per cost first."""
     if costs is None:
         return [(entry, 1.0) for entry in ranking]
     if isinstance(costs, str):

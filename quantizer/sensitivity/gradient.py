@@ -52,11 +52,7 @@ def gradient(
     result: Any,
     loss: Loss | None = None,
 ) -> dict[str, float]:
-    """Return the estimate for each group on one batch, by name; ``result`` is the float output.
-
-    Raises:
-        SensitivityError: the loss is no scalar that depends on the output, or the output holds no float.
-    """
+    """Return the estimate for each group on one batch, by name; ``result`` is the float output."""
     divergence = Divergence(result, padding_mask(keywords, args))
     run = partial(pass_of, proxy, args, keywords)
     numbered = {group.block for group in groups if group.block.rpartition(".")[2].isdigit()}

@@ -83,11 +83,7 @@ class Group:
 
 
 def groups_of(sites: Iterable[Site], plan: Mapping[str, SitePlan], granularity: str) -> list[Group]:
-    """Return the groups of a proxy to which ``plan`` was applied, by their first sites, and switch all of them off.
-
-    Raises:
-        SensitivityError: the granularity is unknown.
-    """
+    """Return the groups of a proxy to which ``plan`` was applied, by their first sites, and switch all of them off."""
     if granularity not in GRANULARITIES:
         raise SensitivityError(f"granularity={granularity!r}: expected one of {', '.join(GRANULARITIES)}")
     found: dict[str, list[tuple[Site, OperandPlan]]] = defaultdict(list)
@@ -153,13 +149,7 @@ Visitor = Callable[[Site, Tensor, Pending], Tensor]
 
 @contextmanager
 def watched(groups: Iterable[Group], visit: Visitor, *, later: bool = False) -> Iterator[None]:
-    """Call ``visit`` with every call of the groups' sites while the block is open; the model computes in float.
-
-    Args:
-        groups: the groups.
-        visit: receives each call.
-        later: whether to leave changes to be computed from the operands, where autograd keeps these anyway.
-    """
+    """Call ``visit`` with every call of the groups' sites while the block is open; the model computes in float."""
     quantizers: dict[Site, dict[str, list[OperandQuantizer]]] = defaultdict(lambda: defaultdict(list))
     for group in groups:
         for site, quantizer in group.members:

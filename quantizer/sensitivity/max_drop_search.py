@@ -34,19 +34,6 @@ def search(
     """Return the smallest fallback that it finds within ``max_drop``; if it finds none, that with the smallest drop.
 
     The float model itself has a drop of 0, so a budget of 0 or more is met; one below 0 may not be.
-
-    Args:
-        candidates: the groups with their costs, highest error per cost first.
-        float_score: the score of the float model.
-        score: a function that gives the model's score with these groups of the plan float.
-        max_drop: how much worse than ``float_score`` the score may be.
-        higher_is_better: whether a higher score is better.
-        max_evaluations: the largest number of scores, the float model's included.
-        tell: called after each score.
-
-    Raises:
-        SensitivityError: an argument is out of bounds, or there are too few evaluations to find how many groups are
-            needed.
     """
     _check(max_drop, max_evaluations, len(candidates))
     sign = 1 if higher_is_better else -1

@@ -67,13 +67,6 @@ class GroupSensitivity:
 class Measurement:
     """A measure that runs whenever the user runs an amp proxy, and the sums of its errors.
 
-    Args:
-        proxy: the proxy that ``amp()`` returns.
-        groups: its groups.
-        measure: one of ``MEASURES``.
-        loss: for ``gradient``: a function of the output that gives a scalar; None: the divergence of the output.
-        metric: the user's metric, for ``metric``.
-
     Attributes:
         batches: how many batches this process has measured.
         groups: the groups that are measured.
@@ -105,11 +98,7 @@ class Measurement:
             called_through(proxy, self._call)
 
     def ranking(self) -> list[GroupSensitivity]:
-        """Return all groups, highest error first; of several processes all must call it.
-
-        Raises:
-            SensitivityError: no data went through the proxy yet.
-        """
+        """Return all groups, highest error first; of several processes all must call it."""
         if self._metric is not None and not self._errors:
             self._errors.update({name: [drop] for name, drop in self._by_metric(self._metric).items()})
             self.batches = 1

@@ -59,12 +59,7 @@ class Metric:
     higher_is_better: bool = True
 
     def score(self, model: nn.Module, which: str) -> float:
-        """Return the score of a model, without gradients; ``which`` names the model in errors.
-
-        Raises:
-            SensitivityError: the function raised, or did not return a finite number.
-            LostRankError: another process has ended.
-        """
+        """Return the score of a model, without gradients; ``which`` names the model in errors."""
         try:
             with torch.no_grad(), untouched(model):
                 value = self.function(model)
@@ -105,9 +100,6 @@ class Divergence:
     Args:
         reference: the float output, of whatever structure.
         mask: which tokens are real, [B, S]; None: all.
-
-    Raises:
-        SensitivityError: the output holds no floating-point tensor, or nothing but zeros.
     """
 
     def __init__(self, reference: Any, mask: Tensor | None) -> None:

@@ -30,13 +30,7 @@ def scaled(x: Tensor, planned: OperandPlan) -> Tensor:
 
 
 def outliers(x: Tensor, planned: OperandPlan, *, rows: bool) -> list[str]:
-    """Return what is wrong with the range of an activation, in words; empty if nothing stands out.
-
-    Args:
-        x: its values [.., K] as ``scaled`` returns them, without padding.
-        planned: its plan, with a scale.
-        rows: whether the last axis is that of its channels.
-    """
+    """Return what is wrong with the range of an activation, in words; empty if nothing stands out."""
     found = [] if not rows else _by_structure(x.detach().float().reshape(-1, x.shape[-1]).abs())
     return [*found, *_clipped(x.detach().double(), planned)]
 

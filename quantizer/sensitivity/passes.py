@@ -36,9 +36,6 @@ class RepeatedCalls:
     A call whose arguments are more than tensors and plain values, such as a cache that it fills, is not repeated. An
     error of a repeated call ends the block without an error: the call depends on what it changed, or others did.
 
-    Args:
-        modules: the modules, none of which is inside of another.
-
     Attributes:
         held: whether every repeated call gave what it gave first, bit for bit.
     """

@@ -67,9 +67,6 @@ class Prices:
         """Return the time that is predicted with these groups in float.
 
         The gains of groups are added; a conversion between two groups counts for one of them.
-
-        Raises:
-            SensitivityError: one is no group of the plan.
         """
         if strange := [group for group in back if group not in self.groups]:
             raise SensitivityError(f"{strange[0]!r} has no price; the groups that have are {', '.join(self.groups)}")
@@ -91,9 +88,6 @@ class Prices:
         """Return what low precision wins in microseconds, by name, and a tenth of the mean for what wins less.
 
         Gains near 0 are noise. Errors divided by them would put groups first that hardly cost accuracy.
-
-        Args:
-            parts: the groups of the plan that each name stands for.
         """
         found = {name: max(sum(self.groups[part].gain_us for part in groups), 0.0) for name, groups in parts.items()}
         least = _LEAST_GAIN * sum(found.values()) / max(len(found), 1)
@@ -197,9 +191,6 @@ def by_speed(ranking: Sequence[GroupSensitivity], prices: Prices, min_speedup: f
     The groups of ``prices.slower()`` are float already. The others go back by their error per microsecond, each if the
     time allows it. If everything in low precision is too slow, what comes back is the fastest plan, and its ``met`` is
     False.
-
-    Raises:
-        SensitivityError: ``min_speedup`` is no number above 0.
     """
     if isinstance(min_speedup, bool) or not isinstance(min_speedup, int | float) or not 0 < min_speedup < math.inf:
         raise SensitivityError(f"min_speedup={min_speedup!r}: expected a number above 0, such as 2.0")

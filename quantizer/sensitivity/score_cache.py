@@ -29,15 +29,8 @@ class _Document:
 class ScoreCache:
     """Scores of a search by the groups that were float.
 
-    Args:
-        path: a JSON file; None: nothing is saved.
-        search: the fingerprint that tells this search from others that use the file.
-
     Attributes:
         known: the number of scores of this search.
-
-    Raises:
-        SensitivityError: the file holds no scores, or cannot be written. Raised at once: a score may take minutes.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, search: str) -> None:
@@ -74,11 +67,7 @@ class ScoreCache:
 
 
 def check_scores(path: Path) -> dict[str, float]:
-    """Return the scores of all searches that use a file; none if there is no such file.
-
-    Raises:
-        SensitivityError: the file holds no scores, or cannot be written.
-    """
+    """Return the scores of all searches that use a file; none if there is no such file."""
     if path.parent.is_dir():
         checked_file(path, SensitivityError)
     return _read(path) if path.exists() else {}

@@ -40,11 +40,6 @@ Costs = str | Mapping[str, float] | None
 class SensitivitySession:
     """The amp proxy of a plan, which measures the plan's groups and chooses among them.
 
-    Args:
-        model: the float model.
-        plan: the plan of calibration.
-        measure, granularity, loss, metric: as in ``Quantizer.amp``.
-
     Attributes:
         proxy: the amp proxy, which returns float outputs and measures.
         measured_plan: the plan of calibration.
@@ -82,11 +77,7 @@ class SensitivitySession:
         return self.ranking() if told else []
 
     def ranking(self) -> list[GroupSensitivity]:
-        """Return all groups, highest error first.
-
-        Raises:
-            SensitivityError: no data went through the proxy yet.
-        """
+        """Return all groups, highest error first."""
         return self._measurement.ranking()
 
     def fallback(

@@ -331,13 +331,7 @@ class TargetProfile:
         return RuleKind.TARGET.text(key=self.name)
 
     def gemm_reason(self, k: int, n: int, rows: int = 0) -> str | None:
-        """Return why a product of [rows, k] and [k, n] stays float on this target; None if it may be quantized.
-
-        Args:
-            k: the contracted size.
-            n: the number of columns.
-            rows: the number of rows; 0 if it changes with the data.
-        """
+        """Return why a product of [rows, k] and [k, n] stays float on this target; None if it may be quantized."""
         if self.float_vectors and rows == 1:
             return ReasonCode.VECTOR.text(target=self.name)
         if self.min_gemm_dim is None or min(k, n) >= self.min_gemm_dim:
@@ -354,24 +348,14 @@ class TargetProfile:
         )
 
     def convolution_reason(self, channels: int, width: int) -> str | None:
-        """Return why a convolution stays float on this target; None if it may be quantized.
-
-        Args:
-            channels: its input channels, in a group.
-            width: the last size of its kernel.
-        """
+        """Return why a convolution stays float on this target; None if it may be quantized."""
         wrong = self.wrong_convolutions
         if wrong is None or width % wrong.multiple or channels >= wrong.channels or width * channels < wrong.product:
             return None
         return ReasonCode.WRONG_CONVOLUTION.text(width=width, channels=channels, target=self.name, where=wrong.where)
 
     def dynamic_reason(self, kind: SiteKind, k: int) -> str | None:
-        """Return why a site cannot have ranges at run time on this target; None if it can.
-
-        Args:
-            kind: the kind of site.
-            k: the contracted size; 0 if it changes with the data.
-        """
+        """Return why a site cannot have ranges at run time on this target; None if it can."""
         if self.dynamic is None or kind not in self.dynamic.kinds:
             return ReasonCode.NO_DYNAMIC.text(target=self.name)
         block = self.dynamic.block_size
@@ -380,13 +364,7 @@ class TargetProfile:
         return None
 
     def recurrence_reason(self, kind: str, weights: int, *, projects: bool) -> str | None:
-        """Return why a recurrent layer stays float on this target; None if it may be quantized.
-
-        Args:
-            kind: the name of its cell.
-            weights: how many weights its recurrent product has.
-            projects: whether its hidden states are projected.
-        """
+        """Return why a recurrent layer stays float on this target; None if it may be quantized."""
         if kind in self.recurrences.kinds and not (projects and self.recurrences.at_run_time):
             # No engine has a float kernel with projections.
             least = 0 if projects else self.recurrences.weights
@@ -396,11 +374,7 @@ class TargetProfile:
         return ReasonCode.RECURRENCE.text(target=self.name, kind=layer)
 
     def table_reason(self, numbers: int | None) -> str | None:
-        """Return why the table of an embedding is not worth to be stored in codes; None if it is.
-
-        Args:
-            numbers: how many numbers it has; None: not known yet.
-        """
+        """Return why the table of an embedding is not worth to be stored in codes; None if it is."""
         if not self.row_codes:
             return ReasonCode.NO_GAIN.text(target=self.name)
         if numbers is None or numbers >= _LARGE_TABLE:
@@ -408,24 +382,13 @@ class TargetProfile:
         return ReasonCode.SMALL_TABLE.text(numbers=numbers, least=_LARGE_TABLE)
 
     def add_reason(self, skipping: str, why: str) -> str | None:
-        """Return why the output of a product stays float in a residual add; None if it may be quantized.
-
-        Args:
-            skipping: the other operand, which skips the product and stays float.
-            why: the reason why ``skipping`` stays float.
-        """
+        """Return why the output of a product stays float in a residual add; None if it may be quantized."""
         if self.one_sided_adds:
             return None
         return ReasonCode.ONE_SIDED_ADD.text(skipping=skipping, why=why, target=self.name)
 
     def attention_reason(self, dtype: str, head: int, sequence: int) -> str | None:
-        """Return why an attention stays float on this target; None if it may be in ``dtype``.
-
-        Args:
-            dtype: the format.
-            head: the head size; 0 if it changes with the data.
-            sequence: the longest sequence.
-        """
+        """Return why an attention stays float on this target; None if it may be in ``dtype``."""
         limits = self.attention.get(dtype)
         if limits is None:
             return None
@@ -453,12 +416,7 @@ class TargetProfile:
         return f"{self.name} keeps the weights in its engines; leave it out" if self.fp8_from is None else None
 
     def capability_reason(self, capability: str, formats: Collection[str]) -> str | None:
-        """Return why no engine can be built for a compute capability; None if one can.
-
-        Args:
-            capability: such as ``sm89``.
-            formats: the formats of the quantized model.
-        """
+        """Return why no engine can be built for a compute capability; None if one can."""
         if self.fp8_from is None:
             return f"{self.name} runs on a CPU, which has no compute capability; leave {capability!r} out"
         if not self.capabilities:

@@ -23,15 +23,7 @@ def engine_problems(
     precision: str | None = None,
     strip_weights: bool = False,
 ) -> Iterator[Problem]:
-    """Yield the options that targets do not support.
-
-    Args:
-        targets: the targets that engines are built for.
-        formats: the names of the number formats in the engines.
-        capabilities: the compute capabilities to build for, all of them by each target.
-        precision: the type for floats; it is no problem if one target supports it.
-        strip_weights: build without weights.
-    """
+    """Yield the options that targets do not support."""
     for capability in capabilities:
         for target in targets:
             if (reason := target.capability_reason(capability, formats)) is not None:

@@ -14,14 +14,6 @@ profiles: Registry[TargetProfile] = Registry("backend", reserved=(AUTO,))
 
 
 def profile(name: str, float_dtype: FloatDtype | None = None) -> TargetProfile:
-    """Return the profile of a backend.
-
-    Args:
-        name: the backend's name in configurations.
-        float_dtype: the type of everything that is not quantized; None: the profile's own.
-
-    Raises:
-        ConfigError: there is no such backend; the message lists all backends.
-    """
+    """Return the profile of a backend."""
     found = profiles[name]
     return found if float_dtype is None else replace(found, float_dtype=float_dtype)

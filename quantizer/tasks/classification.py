@@ -43,11 +43,7 @@ def class_names(config: Any) -> tuple[str, ...]:
 
 
 def require_one_label(config: Any, task: str) -> None:
-    """Raise if by its config a model's label is not the class of its largest logit.
-
-    Raises:
-        TaskError: the model gives a score (regression), or several labels at once.
-    """
+    """Raise if by its config a model's label is not the class of its largest logit."""
     count, problem = len(class_names(config)), getattr(config, "problem_type", None)
     if problem == "multi_label_classification":
         what = "gives several labels at once (problem_type: multi_label_classification)"
@@ -62,11 +58,7 @@ def require_one_label(config: Any, task: str) -> None:
 
 
 def checked_logits(output: torch.Tensor) -> torch.Tensor:
-    """Return logits [B x C] unchanged.
-
-    Raises:
-        TaskError: the output has another shape.
-    """
+    """Return logits [B x C] unchanged."""
     if output.dim() != 2:
         raise TaskError(
             f"the model's output has the shape {tuple(output.shape)}, expected logits [batch, classes]: is this a "
@@ -112,11 +104,7 @@ class SequenceClassification(Task):
         return [row.text for row in rows_of_kind(rows, Text, self.name)]
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """Return the class of each row [N].
-
-        Raises:
-            TaskError: a row is of another kind, or its label is no class of the model.
-        """
+        """Return the class of each row [N]."""
         labels = np.array([row.label for row in rows_of_kind(rows, Text, self.name)], dtype=np.int64)
         require_classes(labels, self.classes)
         return labels
@@ -128,11 +116,7 @@ class SequenceClassification(Task):
         return largest_logit(outputs)
 
     def score(self, predictions: Predictions, rows: Sequence[Row]) -> float:
-        """Return the accuracy.
-
-        Raises:
-            TaskError: the label of a row is no class of the model.
-        """
+        """Return the accuracy."""
         require_classes(self.targets(rows), predictions.outputs.shape[1])
         return super().score(predictions, rows)
 
@@ -149,9 +133,6 @@ def require_classes(labels: npt.NDArray[Any], classes: int | None) -> None:
     Args:
         labels: int64 [N].
         classes: the number of classes; None: it is not known.
-
-    Raises:
-        TaskError: a label is too high.
     """
     highest = int(labels.max(initial=0))
     if classes is not None and highest >= classes:
@@ -187,11 +168,7 @@ class FileClassification(Task):
         return [row.path for row in rows_of_kind(rows, self.kind, self.name)]
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """Return the class number of each row [N].
-
-        Raises:
-            TaskError: a row is of another kind, or its label is that of no class of the model, or of several.
-        """
+        """Return the class number of each row [N]."""
         return np.array([self._number(row) for row in rows_of_kind(rows, self.kind, self.name)], dtype=np.int64)
 
     def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -264,12 +241,7 @@ class EmbeddingClassification(Task):
         return self._pooling.embeddings(output, batch["attention_mask"])
 
     def fit_head(self, run_float: Run, rows: Sequence[Row], progress: Progress | None = None) -> None:
-        """Fit the head on the float model's embeddings of ``rows``; the same rows give the same head.
-
-        Raises:
-            TaskError: rows are of another kind, or all of one class.
-            MissingDependencyError: scikit-learn is not installed.
-        """
+        """Fit the head on the float model's embeddings of ``rows``; the same rows give the same head."""
         try:
             from sklearn.linear_model import LogisticRegression
         except ModuleNotFoundError as error:

@@ -33,11 +33,7 @@ class JudgedTask(Task):
         """Return what ``metric`` takes of each row [N x ...]."""
 
     def judged(self, predictions: Predictions, rows: Sequence[Row]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return what came of each row [N x ...], twice: it holds what is right already.
-
-        Raises:
-            TaskError: the predictions are of other rows.
-        """
+        """Return what came of each row [N x ...], twice: it holds what is right already."""
         require_rows(predictions, rows)
         known = self._known.get(predictions)
         if known is None or known[0] != list(rows):

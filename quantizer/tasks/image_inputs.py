@@ -30,16 +30,9 @@ _ASPECTS = ((96, 64), (64, 96))
 class ImageInputs:
     """The batches of an image model; the same for the float model, a proxy and an engine.
 
-    Args:
-        model: run once, on an image of zeros, to check that it accepts the processor's images; no reference is kept.
-        processor: a transformers image processor.
-
     Attributes:
         names: the names of the inputs.
         size: channels, height and width of each processed image.
-
-    Raises:
-        TaskError: the model takes no images or not the processor's, or the processor gives images of several sizes.
     """
 
     def __init__(self, model: torch.nn.Module, processor: Any) -> None:
@@ -118,12 +111,7 @@ def read_image(path: Path) -> Any:
 
 
 def read_mask(path: Path) -> Any:
-    """Return the class number of each pixel of an image with a number or a colour of a palette in each, int64 [H x W].
-
-    Raises:
-        TaskError: the file does not exist, is not a complete image, or has colours.
-        MissingDependencyError: Pillow is not installed.
-    """
+    """Return the class number of each pixel of an image with a number or a colour of a palette in each, int64 [H x W]."""
     with _opened(path) as file:
         if file.mode not in ("L", "P", "1", "I", "I;16"):
             raise ValueError(f"its pixels are {file.mode}, expected one number each, as of a grey image or a palette")
@@ -131,12 +119,7 @@ def read_mask(path: Path) -> Any:
 
 
 def read_depths(path: Path) -> npt.NDArray[np.float64]:
-    """Return the distance at each pixel [H x W], of a grey image or a ``.npy`` array; NaN where it is 0 or no number.
-
-    Raises:
-        TaskError: the file does not exist, or holds something else.
-        MissingDependencyError: Pillow is not installed.
-    """
+    """Return the distance at each pixel [H x W], of a grey image or a ``.npy`` array; NaN where it is 0 or no number."""
     if path.suffix.lower() == ".npy":
         try:
             values = np.load(path, allow_pickle=False)
@@ -156,12 +139,7 @@ def read_depths(path: Path) -> npt.NDArray[np.float64]:
 
 
 def read_size(path: Path) -> tuple[int, int]:
-    """Return width and height of an image in pixels, turned by its EXIF orientation as ``read_image`` turns it.
-
-    Raises:
-        TaskError: the file does not exist or is no image.
-        MissingDependencyError: Pillow is not installed.
-    """
+    """Return width and height of an image in pixels, turned by its EXIF orientation as ``read_image`` turns it."""
     with _opened(path) as file:
         width, height = file.size
         return (height, width) if file.getexif().get(_ORIENTATION, 1) >= _TURNED else (width, height)
@@ -183,11 +161,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _require_pixels(size: tuple[int, int], most: int | None) -> None:
-    """Raise if an image is larger than Pillow takes for a sound one: a small file of one colour may take gigabytes.
-
-    Raises:
-        ValueError: it has more pixels; the message says what to do.
-    """
+    """Raise if an image is larger than Pillow takes for a sound one: a small file of one colour may take gigabytes."""
     width, height = size
     if most is not None and width * height > most:
         raise ValueError(
@@ -197,11 +171,7 @@ def _require_pixels(size: tuple[int, int], most: int | None) -> None:
 
 
 def _of_bytes(image: Any, kind: str | None) -> Any:
-    """Return an image with 16-bit values scaled to 8 bits, since Pillow would clip them at 255; others unchanged.
-
-    Raises:
-        ValueError: the range of its values is unknown.
-    """
+    """Return an image with 16-bit values scaled to 8 bits, since Pillow would clip them at 255; others unchanged."""
     if image.mode == "F" or (image.mode == "I" and kind != "PNG"):
         what = "floats" if image.mode == "F" else "whole numbers of 32 bits"
         raise ValueError(f"its pixels are {what}, whose range it does not say: save it with 8 or 16 bits")
@@ -212,11 +182,7 @@ def _of_bytes(image: Any, kind: str | None) -> Any:
 
 
 def require_pillow() -> Any:
-    """Return the module ``PIL.Image``.
-
-    Raises:
-        MissingDependencyError: Pillow is not installed.
-    """
+    """Return the module ``PIL.Image``."""
     try:
         from PIL import Image
     except ModuleNotFoundError as error:

@@ -122,17 +122,7 @@ class Feed(Protocol):
 
 
 class TextInputs:
-    """The batches of a text model; the same for the float model, a proxy and an engine.
-
-    Args:
-        model: only its accepted inputs, its config and its table of positions are read; no reference is kept.
-        tokenizer: a transformers tokenizer.
-        max_length: longer texts are cut to this many tokens.
-        min_length: shorter batches are padded to this many tokens, for engines that have a lower limit.
-
-    Raises:
-        TaskError: ``min_length`` is below 1 or above ``max_length``, or that is above the model's positions.
-    """
+    """The batches of a text model; the same for the float model, a proxy and an engine."""
 
     def __init__(self, model: torch.nn.Module, tokenizer: Any, *, max_length: int, min_length: int) -> None:
         config = getattr(model, "config", None)
@@ -165,12 +155,7 @@ class TextInputs:
         return {name: encoded[name] for name in self.names if name in encoded}
 
     def encoded(self, texts: Sequence[Any], **options: Any) -> Any:
-        """Return what the tokenizer makes of samples, cut to ``max_length`` tokens; a subclass reads other samples.
-
-        Args:
-            texts: the samples.
-            options: more arguments of the tokenizer.
-        """
+        """Return what the tokenizer makes of samples, cut to ``max_length`` tokens; a subclass reads other samples."""
         return self.tokenizer(list(texts), truncation=True, **options)
 
     def whole(self, sample: Any) -> str:

@@ -27,11 +27,7 @@ DATASETS = {
 
 
 def rows_of_kind(rows: Sequence[Row], kind: type[Kind], task: str) -> list[Kind]:
-    """Return the rows as a list of one kind.
-
-    Raises:
-        TaskError: a row is of another kind; the message names the task and data sets that fit it.
-    """
+    """Return the rows as a list of one kind."""
     checked: list[Kind] = []
     for row in rows:
         if not isinstance(row, kind):

@@ -85,9 +85,6 @@ def bootstrap_interval(
         targets: the targets [N] of both.
         n: the number of resamples, at least 1.
         seed: the same seed draws the same rows.
-
-    Raises:
-        TaskError: the shapes differ, there are no rows, or ``n`` is below 1.
     """
     _same_shape(reference, other)
     first, second = (resampled_scores(metric, decisions, targets, n, seed) for decisions in (reference, other))

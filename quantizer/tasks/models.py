@@ -86,11 +86,7 @@ def load_model(
 
 
 def empty_model(source: str, task: str) -> Any:
-    """Return a model for a task without values, for its class, its config and how it generates.
-
-    Raises:
-        TaskError: its config cannot be read, or needs code that comes with it.
-    """
+    """Return a model for a task without values, for its class, its config and how it generates."""
     read_checkpoint(source, task)
     package, where = transformers_package(), resolve_source(source)
     with explained(source, "config"), torch.device("meta"):
@@ -214,17 +210,7 @@ def load_image_processor(source: str) -> Any:
 
 
 def load_audio_processor(source: str, writer: str | None) -> Any:
-    """Return the feature extractor that comes with a model.
-
-    Args:
-        source: see ``resolve_source``.
-        writer: the class of transformers that is extractor and tokenizer, if the model writes what is said; None: it
-            does not, and has no tokenizer.
-
-    Raises:
-        TaskError: there is none, or it makes no recordings of one length.
-        MissingDependencyError: transformers is not installed.
-    """
+    """Return the feature extractor that comes with a model."""
     where = resolve_source(source)
     package = transformers_package()
     with explained(source, "feature extractor"):
@@ -260,11 +246,7 @@ def load_tokenizer(source: str, *, goes_on: bool = False) -> Any:
 
 
 def _refuse_code(source: str, file: str, told: dict[str, Any]) -> None:
-    """Raise if a checkpoint needs Python code that comes with it, which could do anything.
-
-    Raises:
-        TaskError: the file has an ``auto_map``, which names such code.
-    """
+    """Raise if a checkpoint needs Python code that comes with it, which could do anything."""
     if told.get("auto_map"):
         raise TaskError(
             f"model source {source!r}: its {file} has an auto_map, so it is read by Python code that comes with it, "
@@ -274,11 +256,7 @@ def _refuse_code(source: str, file: str, told: dict[str, Any]) -> None:
 
 
 def _positions(config: Any, source: str, *, tower: bool) -> int | None:
-    """Return the longest sequence of a model of this config, which is built to see where its positions begin.
-
-    Args:
-        tower: whether it is that of the text tower, whose positions begin at 0.
-    """
+    """Return the longest sequence of a model of this config, which is built to see where its positions begin."""
     if tower:
         return int(config.text_config.max_position_embeddings)
     if getattr(config, "max_position_embeddings", None) is None:

@@ -142,15 +142,7 @@ class SentencePooling:
     prompt: str = ""
 
     def embeddings(self, hidden_BSD: torch.Tensor, mask_BS: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [B x E] of sentences.
-
-        Args:
-            hidden_BSD: the values of their tokens.
-            mask_BS: which tokens are none of padding.
-
-        Raises:
-            TaskError: there is no value for each token.
-        """
+        """Return the embeddings [B x E] of sentences."""
         if hidden_BSD.dim() != 3 or hidden_BSD.shape[:2] != mask_BS.shape:
             raise TaskError(
                 f"the model's output has the shape {tuple(hidden_BSD.shape)}, expected [batch, sequence, width] with "

@@ -64,16 +64,7 @@ def find_causes(
     num: int,
     ranked: Sequence[str] = (),
 ) -> tuple[Cause, ...]:
-    """Return the groups of a plan that cost most, with causes and cures.
-
-    Args:
-        config: the configuration of the plan.
-        model: the float model.
-        plan: the plan after the fallback.
-        batches: what is calibrated on anew with each setting, and measured.
-        num: the number of groups.
-        ranked: groups by what they cost, as it was measured before; if none of them is in the plan, it is measured.
-    """
+    """Return the groups of a plan that cost most, with causes and cures."""
     if not any(entry.quantized for entry in plan.values()):
         return ()
     known = operands_of(plan)

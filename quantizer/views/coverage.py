@@ -204,16 +204,7 @@ class Coverage(View[Site]):
         patches: Sequence[OperatorPatch] = (),
         regions: Float32Modules | None = None,
     ) -> Coverage:
-        """Return the coverage of a plan.
-
-        Args:
-            plan: the decision for each site.
-            skipped: calls and functions that could not be rewritten.
-            products: the products that calibration counted, in sites and outside of them.
-            put_back: the sites that fell back to float.
-            patches: the operator patches that were applied.
-            regions: the modules whose values float16 cannot hold.
-        """
+        """Return the coverage of a plan."""
         rows = [*map(planned_site, plan.values()), *map(unrewritten_site, skipped)]
         made = cls(rows, unquantized_products(products, plan, put_back))
         made.share = covered_share(products, plan)

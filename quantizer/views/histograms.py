@@ -21,16 +21,7 @@ _BINS = 128
 
 
 def histogram_of(name: str, plan: Plan, observation: Seen | None) -> Histogram:
-    """Return the histogram of an operand, with its candidate ranges.
-
-    Args:
-        name: the operand, as ``SITE.OPERAND``.
-        plan: the decision for each site.
-        observation: the statistics of calibration; None for a loaded plan.
-
-    Raises:
-        QuantizerError: the operand is unknown, or has no histogram; the message says why.
-    """
+    """Return the histogram of an operand, with its candidate ranges."""
     operands = {f"{path}.{operand.name}": (path, operand) for path, site in plan.items() for operand in site.operands}
     if name not in operands:
         near = difflib.get_close_matches(name, operands, n=3)

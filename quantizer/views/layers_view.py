@@ -23,12 +23,7 @@ from quantizer.views.table_view import View
 
 
 class PutBack(View[GroupRow]):
-    """The groups, with the error that each would give back as float, and the time that it would cost.
-
-    Args:
-        rows: the groups.
-        measure: the measure of the errors, as a report names it; None: none were measured.
-    """
+    """The groups, with the error that each would give back as float, and the time that it would cost."""
 
     shortened = True
 
@@ -45,11 +40,6 @@ class PutBack(View[GroupRow]):
 
 class Layers(View[LayerRow]):
     """One line for each layer that ran: its formats, range, SQNR, sensitivity, share of the work, and times.
-
-    Args:
-        coverage: the sites, with their operands, and the products outside of them.
-        sensitivity: the ranking; None: nothing was measured.
-        prices: the times of the groups; None: no engine was timed.
 
     Attributes:
         put_back: what it would give and cost to put each group back; empty if neither is known.

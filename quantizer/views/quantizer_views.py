@@ -76,9 +76,6 @@ class QuantizerViews:
         products stay float is the model's own, fused or not.
 
         To save it, save this quantizer; after ``Quantizer.load`` lower the model again.
-
-        Raises:
-            CalibrationError: nothing was calibrated yet.
         """
         with ordinary_tensors():
             # Not at the top: nothing else of a quantizer needs the engines.
@@ -92,20 +89,13 @@ class QuantizerViews:
             return lowered
 
     def kernels(self, lowered: nn.Module) -> Kernels:
-        """Return which kernel of torch computes each quantized site of a model that ``lower`` returned.
-
-        Raises:
-            ProxyError: ``lower`` did not return it.
-        """
+        """Return which kernel of torch computes each quantized site of a model that ``lower`` returned."""
         return Kernels(kernels_of(lowered))
 
     def simulate(self, model: Model) -> nn.Module:
         """Return the frozen proxy as the target runs it: its float part in half precision if the target's is.
 
         Its scores predict those of the engine; it cannot be exported. In float32 targets it is the frozen proxy.
-
-        Raises:
-            CalibrationError: nothing was calibrated yet.
         """
         with ordinary_tensors():
             return simulate(
@@ -115,11 +105,7 @@ class QuantizerViews:
             )
 
     def scales(self) -> dict[str, Tensor]:
-        """Return the scale of every quantized operand, float32 [] or [C], by ``SITE.OPERAND``.
-
-        Raises:
-            CalibrationError: nothing was calibrated yet.
-        """
+        """Return the scale of every quantized operand, float32 [] or [C], by ``SITE.OPERAND``."""
         with ordinary_tensors():
             return scales_of(self._session.effective_plan())
 
@@ -146,24 +132,14 @@ class QuantizerViews:
         return Ranges.from_plan(self._session.effective_plan())
 
     def histogram(self, operand: str) -> HistogramView:
-        """Return the histogram of an operand (``SITE.OPERAND``) in calibration, with candidates for its range.
-
-        Raises:
-            CalibrationError: nothing was calibrated yet.
-            QuantizerError: the operand is unknown or has no histogram: it is a weight, it was calibrated with ``max``,
-                or this quantizer was loaded.
-        """
+        """Return the histogram of an operand (``SITE.OPERAND``) in calibration, with candidates for its range."""
         calibration = self._session.decisions.calibration
         seen = calibration.observation() if calibration is not None else None
         return HistogramView(histogram_of(operand, self._session.effective_plan(), seen))
 
     @property
     def sensitivity(self) -> Sensitivity:
-        """The groups, ranked by their errors.
-
-        Raises:
-            SensitivityError: nothing was measured yet.
-        """
+        """The groups, ranked by their errors."""
         session = self._session
         if self.ranked is not None and session.amp is None and session.decisions.calibration is None:
             return self.ranked
@@ -182,14 +158,6 @@ class QuantizerViews:
         calibrated on ``batches`` with each setting that the configuration did not let it search by itself. The groups
         that are looked at are the first of the ranking by ``amp()``, if that was measured by the output and for the
         plan and the weights of now; otherwise they are ranked on ``batches``.
-
-        Args:
-            model: the float model.
-            batches: a few batches of the calibration data, as for ``calibrate``.
-            num: the number of groups.
-
-        Raises:
-            CalibrationError: nothing was calibrated yet, or there is no batch.
         """
         with ordinary_tensors():
             model = module_of(model)

@@ -50,12 +50,7 @@ class Runs:
         return Picture(comparison_svg(self._comparison))
 
     def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write the comparison as one HTML file that opens offline, and return its path.
-
-        Raises:
-            MissingDependencyError: jinja2 is not installed.
-            QuantizerError: the file cannot be written.
-        """
+        """Write the comparison as one HTML file that opens offline, and return its path."""
         page = Path(path)
         write_comparison(self._comparison, page, None, page.stem)
         return page

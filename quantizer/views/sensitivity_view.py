@@ -18,13 +18,7 @@ from quantizer.views.table_view import Picture, Search, View
 
 
 class Sensitivity(View[SensitivityRow]):
-    """The groups, ranked by the error of quantizing one group alone.
-
-    Args:
-        rows: the ranking as records of a report.
-        fallback: the current fallback; None: there is none.
-        measure: the measure of the errors, as a report names it.
-    """
+    """The groups, ranked by the error of quantizing one group alone."""
 
     tight = True
 
@@ -52,11 +46,7 @@ class Sensitivity(View[SensitivityRow]):
 
     @property
     def search(self) -> Search:
-        """The scores that ``fallback(max_drop=...)`` measured: a table, in a notebook with a picture.
-
-        Raises:
-            SensitivityError: there was no search.
-        """
+        """The scores that ``fallback(max_drop=...)`` measured: a table, in a notebook with a picture."""
         if self._fallback is None or not self._fallback.evaluations:
             asked = "nothing was put back" if self._fallback is None else f"fallback({self._fallback.asked}) takes none"
             raise SensitivityError(f"there are no scores of a search: {asked}; fallback(amp, max_drop=...) searches")
@@ -88,9 +78,5 @@ class Sensitivity(View[SensitivityRow]):
         return Picture(sensitivity_heatmap(self.rows, measure=self.measure))
 
     def pareto(self) -> Picture:
-        """Return a plot of all scores of a search, drop against cost; ``.save(path)`` writes SVG.
-
-        Raises:
-            SensitivityError: there was no search.
-        """
+        """Return a plot of all scores of a search, drop against cost; ``.save(path)`` writes SVG."""
         return self.search.plot()

@@ -51,11 +51,7 @@ class Picture:
         return self.svg
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the picture to an ``.svg`` file.
-
-        Raises:
-            QuantizerError: the file cannot be written.
-        """
+        """Write the picture to an ``.svg`` file."""
         with whole_file(path) as part:
             part.write_text(self.svg, encoding="utf-8")
 

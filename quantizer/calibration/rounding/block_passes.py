@@ -78,12 +78,7 @@ def _has_modules(module: nn.Module) -> bool:
 
 
 class _Given(NamedTuple):
-    """The (positional, keyword) arguments of a call, and the state in which it was made.
-
-    Attributes:
-        autocast: that of autocast.
-        before: the calls of sites before it in its pass, by path.
-    """
+    """The (positional, keyword) arguments of a call, and the state in which it was made."""
 
     arguments: Batch
     autocast: Autocast
@@ -122,13 +117,7 @@ class BlockCall:
 
 
 class BlockPasses:
-    """The passes of some batches through a proxy with a plan, block by block.
-
-    Args:
-        proxy: a proxy whose sites are active.
-        sites: all its sites.
-        batches: inputs of the proxy.
-    """
+    """The passes of some batches through a proxy with a plan, block by block."""
 
     def __init__(self, proxy: nn.Module, sites: Collection[Site], batches: Iterable[Batch]) -> None:
         self._proxy = proxy
@@ -228,11 +217,7 @@ UNREACHED = "no batch that was kept reaches it"
 
 @contextmanager
 def with_all_batches(method: str, kept: ReplayBatches) -> Iterator[None]:
-    """Let each process do the block by itself with all kept batches, which gives all of them the same bits.
-
-    Raises:
-        CalibrationError: several processes calibrate together, and each has only its own batches.
-    """
+    """Let each process do the block by itself with all kept batches, which gives all of them the same bits."""
     if get_world_size() > 1 and not kept.on_every_rank:
         raise CalibrationError(
             f"weights.rounding: {method} needs all that a weight multiplies, and each process has its own batches: "

@@ -82,16 +82,7 @@ def equalize_where_better(
     make: Callable[[], Calibrator],
     settings: PlanSettings,
 ) -> None:
-    """Equalize consecutive convolutions if the model's output comes out better, and record why others are not.
-
-    Args:
-        proxy: the calibrated proxy, its sites inactive and unobserved.
-        observation: the statistics, with channels and kept batches.
-        decided: a function that returns the plan for the current records.
-        error: that of the proxy.
-        make: a function that makes a calibrator for the range of x / s.
-        settings: the settings of the plan.
-    """
+    """Equalize consecutive convolutions if the model's output comes out better, and record why others are not."""
     plan = decided()
     reasons: dict[str, str] = {}
     pairs = list(_pairs(plan, observation, reasons))

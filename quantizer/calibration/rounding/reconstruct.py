@@ -84,13 +84,6 @@ class LearnedCodes(Learned):
 
     u is w / scale; if the plan has codes, it is the number next to that which is rounded to them.
 
-    Args:
-        name: ``SITE.OPERAND``.
-        quantizer: the quantizer of the weight.
-        weight: the plan of the weight.
-        values: w [*], as it is rounded: multiplied by its factors.
-        qmax: the largest code of a weight in INT8 on the target; None: that of the format.
-
     Attributes:
         name, quantizer: as given.
     """
@@ -158,10 +151,6 @@ class LearnedCodes(Learned):
 class LearnedRange(Learned):
     """The range of a tensor in a symmetric format: its scale times exp(GAIN * v), v [] being the parameter.
 
-    Args:
-        group: the operands that read the tensor.
-        quantizers: their quantizers.
-
     Attributes:
         group: as given.
     """
@@ -214,15 +203,6 @@ def reconstruct_blocks(proxy: Proxied, observation: Seen, plan: Plan, settings: 
 
     Set ``rounded`` of the records of weights, and ``chosen`` of the groups of activations in symmetric formats. After
     an interrupt the next call goes on with the block that was not finished, if nothing else changed.
-
-    Args:
-        proxy: the calibrated proxy, its sites inactive and unobserved.
-        observation: the statistics, with kept batches.
-        plan: the plan, with the codes to begin with.
-        settings: the settings of the plan.
-
-    Raises:
-        CalibrationError: the model was built under ``torch.inference_mode()``.
     """
     assert observation.kept is not None
     if any(parameter.is_inference() for parameter in proxy.module.parameters()):

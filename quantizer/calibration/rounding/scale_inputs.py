@@ -33,16 +33,7 @@ from quantizer.proxy.site import Site
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Linear:
-    """A linear whose weight alone is rounded.
-
-    Attributes:
-        site: the site.
-        place: the place of the input among its operands.
-        weight: the plan of the weight, without factors.
-        seen: the record of the weight.
-        activation: the record of the input.
-        name: the name of the input, ``SITE.OPERAND``.
-    """
+    """A linear whose weight alone is rounded."""
 
     site: Site
     place: int
@@ -73,12 +64,6 @@ def scale_inputs(proxy: Proxied, observation: Seen, plan: Plan, settings: PlanSe
     """Choose the factors of linears whose weight alone is rounded: set ``smoothed`` of their inputs' records.
 
     Other weights keep no factors, and ``rounded`` of their records says why.
-
-    Args:
-        proxy: the calibrated proxy, its sites inactive and unobserved.
-        observation: the statistics, with kept batches.
-        plan: the plan without factors.
-        settings: the settings of the plan.
     """
     assert observation.kept is not None
     by_site = {one.site: unit for unit in _units(proxy, observation, plan) for one in unit}

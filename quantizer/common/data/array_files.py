@@ -25,9 +25,6 @@ def array_batches(path: Path, batch_rows: int, rows: int | None = None) -> list[
             may differ in their shapes.
         batch_rows: how many rows of a file are one batch.
         rows: how many rows are read at most; of a folder the batches that begin before; None: all.
-
-    Raises:
-        CalibrationError: there is no such file, it is damaged, or its arrays have not as many rows as each other.
     """
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in ARRAY_FILES)

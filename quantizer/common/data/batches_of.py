@@ -55,21 +55,7 @@ def in_several(make: Callable[[Sequence[Row]], list[Batch]], rows: Sequence[Row]
 
 
 def batches_of(model: nn.Module, data: Any, rows: int | None = None) -> Iterator[Any]:
-    """Yield the batches of data, each without its label, with tensors in the place of arrays, and where the model is.
-
-    Args:
-        model: the model whose ``forward`` takes them; a proxy of it is as good.
-        data: a ``DataLoader`` or another iterable of batches; a map-style or iterable ``Dataset``, whose rows are
-            collated ``BATCH_ROWS`` at a time; or a tensor or NumPy array, whose first axis are the rows. A batch is a
-            mapping, a tuple or list, or one tensor, and may have a label behind its inputs.
-        rows: the number of rows to read: of an iterable the first ones, in whole batches; of a ``Dataset``, tensor or
-            array rows at equal distances, as data is often sorted by class. None: all; at most ``MOST_ROWS`` where the
-            data states no length, with a warning that it goes on.
-
-    Raises:
-        CalibrationError: the data is of another kind, raises an error (the message says after how many batches), or
-            whether the last part of a batch is a label or an input cannot be told.
-    """
+    """Yield the batches of data, each without its label, with tensors in the place of arrays, and where the model is."""
     if rows is not None and rows < 1:
         raise CalibrationError(f"rows: got {rows}; expected the number of rows to read, from 1")
     return _read(Forward.of(model), _dtype(model), _device(model), _iterable(data, rows), rows)
@@ -167,9 +153,6 @@ def beside(place: nn.Module | torch.device, batch: Any) -> Any:
 
     One that has a tensor there stays as it is, and so does one for a model that is in several places: somebody has put
     its parts where they belong.
-
-    Raises:
-        CalibrationError: a tensor of the batch is on the meta device.
     """
     device = place if isinstance(place, torch.device) else _device(place)
     found = {tensor.device for tensor in _tensors(batch)}

@@ -21,9 +21,6 @@ def module_of(model: Model) -> nn.Module:
     """Return the module of a program, the same each time, with its parameters and their names; a module as it is.
 
     The checks of the program's guards are left out: its examples bind what it was exported for, not the data.
-
-    Raises:
-        ProxyError: see ``refuse_compiled``.
     """
     if not isinstance(model, ExportedProgram):
         refuse_compiled(model)
@@ -34,11 +31,7 @@ def module_of(model: Model) -> nn.Module:
 
 
 def refuse_compiled(model: object) -> None:
-    """Raise for a model that is TorchScript as a whole, whose source is gone; a part of a model may be.
-
-    Raises:
-        ProxyError: as said.
-    """
+    """Raise for a model that is TorchScript as a whole, whose source is gone; a part of a model may be."""
     if isinstance(model, torch.jit.ScriptModule):
         raise ProxyError(
             f"{model.original_name} is compiled by torch.jit, and no Python source of it is left to quantize: pass the "

@@ -65,17 +65,7 @@ class Forward:
 
 
 def without_label(forward: Forward, batch: Any, number: int) -> Any:
-    """Return a batch without its label; one that has none as it is.
-
-    Args:
-        forward: the arguments that the model takes.
-        batch: the batch.
-        number: its number, for messages.
-
-    Raises:
-        CalibrationError: it has more parts than the model takes and the last is no label, or its last part may be
-            a label or an input.
-    """
+    """Return a batch without its label; one that has none as it is."""
     if hasattr(batch, "keys"):
         return _mapping_without_label(forward, batch)
     if not isinstance(batch, tuple | list) or len(batch) < 2:

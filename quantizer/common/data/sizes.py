@@ -126,12 +126,7 @@ class DataSizes:
         return replace(made, seen={name: had[: None if made.is_open(name) else 1] for name, had in self.seen.items()})
 
     def resized(self, batch: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return a batch at other sizes of open dimensions: cut, or with its entries again and again.
-
-        Args:
-            batch: inputs by name.
-            sizes: the sizes by dimension; a dimension that is not named, or is not open, stays as it is.
-        """
+        """Return a batch at other sizes of open dimensions: cut, or with its entries again and again."""
         made = dict(batch)
         for name, opened in self.axes.items():
             for axis, dimension in opened.items() if name in made else ():

@@ -99,11 +99,7 @@ def _shares(layers: Sequence[Layer]) -> tuple[PrecisionShare, ...]:
 
 
 class _Readers:
-    """Layers by name, and the readers of each.
-
-    Attributes:
-        layers: every layer, by name.
-    """
+    """Layers by name, and the readers of each."""
 
     def __init__(self, layers: Iterable[Layer]) -> None:
         self.layers: Mapping[str, Layer] = {layer.name: layer for layer in layers}
@@ -208,11 +204,6 @@ def place_times(inspection: Inspection, places: Collection[str], products: Mappi
     A layer belongs to the place that its name, or that of a node it was made of, begins with. One that says nothing of
     the model, as a conversion that the library adds, belongs to the place of the layer that it reads, else to that of
     the layer that reads it: who causes a conversion pays for it.
-
-    Args:
-        inspection: of an engine that ran, with times.
-        places: paths of modules, as names of nodes have them before the ``/``.
-        products: the product behind a name in the file that the engine was built from, see ``product_names``.
     """
     layers = inspection.layers
     found = _places(layers, frozenset(places), products)

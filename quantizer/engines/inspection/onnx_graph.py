@@ -66,12 +66,7 @@ def _inspected(path: Path, why: str, batch: int, sequence: int, sizes: Mapping[s
 
 
 def read_graph(path: Path) -> Any:
-    """Read the ``onnx.ModelProto`` without its external data.
-
-    Raises:
-        EngineError: the file is missing, broken, or no ONNX file.
-        MissingDependencyError: onnx is not installed.
-    """
+    """Read the ``onnx.ModelProto`` without its external data."""
     checked_onnx(path)
     onnx = import_library("onnx", "onnx")
     try:

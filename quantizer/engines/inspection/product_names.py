@@ -33,10 +33,6 @@ def product_names(path: Path) -> dict[str, str]:
 
     That is the product itself, and what follows it through activations and constants: ``block/Clip`` for the
     convolution ``block.conv/Conv``. What has no such product is left out.
-
-    Raises:
-        EngineError: the file is missing, broken, or no ONNX file.
-        MissingDependencyError: onnx is not installed.
     """
     graph = read_graph(path).graph
     behind: dict[str, str] = {}

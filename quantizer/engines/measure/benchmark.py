@@ -141,16 +141,6 @@ def made_up_inputs(
     """Return an array for each input: ones for integers (a valid token id and mask), small random numbers for floats.
 
     Shapes: [None, 384] gives [batch, 384], [None, None] gives [batch, sequence]; axes of one name get one size.
-
-    Args:
-        specs: the inputs.
-        batch: size of the first dimension, where it is dynamic.
-        sequence: size of the other dynamic dimensions.
-        whole: value of integer inputs.
-        sizes: sizes of dynamic dimensions by name, where they are known; they come before the two.
-
-    Raises:
-        EngineError: an input would be larger than any memory.
     """
     random = np.random.default_rng(0)
     named = dimension_sizes([spec.dimensions for spec in specs], batch, sequence, sizes)
@@ -171,11 +161,7 @@ def made_up_inputs(
 def working_inputs(
     engine: Engine, batch: int, sequence: int, sizes: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, Array]:
-    """Return made-up inputs that the engine runs with: ones, or zeros if ones fail, as in a table of one row.
-
-    Raises:
-        EngineError: it runs with neither.
-    """
+    """Return made-up inputs that the engine runs with: ones, or zeros if ones fail, as in a table of one row."""
     inputs = made_up_inputs(engine.inputs, batch, sequence, sizes=sizes)
     try:
         engine(inputs)

@@ -31,9 +31,6 @@ def in_own_process(module: str, backend: str, words: Sequence[object], *, doing:
         words: the further arguments.
         doing: what it does, for messages.
         timeout_s: seconds until the process is given up.
-
-    Raises:
-        EngineError: unknown backend; the process cannot start, failed, crashed, or took longer than ``timeout_s``.
     """
     command = python_command(module, type(registered(backend)).__module__, backend, *words)
     try:

@@ -48,9 +48,6 @@ def tried_build(
         sequence: size of its other dynamic dimensions.
         sizes: sizes of dynamic dimensions by name, where they are known; they come before the two.
         timeout_s: seconds until it is given up; None: ``TIMEOUT_S``.
-
-    Raises:
-        EngineError: the engine cannot be built or run, the process crashed, or it took longer than ``timeout_s``.
     """
     told = {
         "dynamic": dict(options.dynamic),

@@ -111,11 +111,7 @@ _EXTERNAL_WEIGHTS = b"\n\x08location\x12"
 
 
 class ONNXRuntimeEngine:
-    """ONNX Runtime session on the CPU.
-
-    Args:
-        session: an ``onnxruntime.InferenceSession``.
-    """
+    """ONNX Runtime session on the CPU."""
 
     name = "onnxruntime"
     device = "cpu"
@@ -139,11 +135,7 @@ class ONNXRuntimeEngine:
 
 
 class ONNXRuntimeBackend:
-    """Backend of ONNX Runtime for the CPU.
-
-    Args:
-        name: the backend's name; what an engine computes depends on the file and the machine alone.
-    """
+    """Backend of ONNX Runtime for the CPU."""
 
     device = "cpu"
 

@@ -92,17 +92,7 @@ def observed_layers(
     prepared: Callable[[Any], Callable[[], object]],
     runs: int = RUNS,
 ) -> list[Layer]:
-    """Return the nodes of the optimized graph, with the facts from profiled runs.
-
-    Args:
-        session_from: makes a session from settings.
-        settings: ``onnxruntime.SessionOptions`` to add profiling to.
-        prepared: returns a function that runs a session once.
-        runs: how many runs the time of a layer is the median of.
-
-    Raises:
-        EngineError: it does not run, or its profile is damaged.
-    """
+    """Return the nodes of the optimized graph, with the facts from profiled runs."""
     with scratch() as folder:
         optimized = folder / "optimized.onnx"
         settings.optimized_model_filepath = str(optimized)

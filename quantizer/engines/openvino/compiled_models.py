@@ -150,18 +150,7 @@ def compile_models(
     ranges: Mapping[str, Sequence[int]] = MappingProxyType({}),
     only_sizes: Sequence[Mapping[str, int]] = (),
 ) -> Models:
-    """Return the compiled models of an ONNX file; with ``ranges`` of its sizes also those for fixed shapes.
-
-    Args:
-        ov: the library.
-        onnx_path: the file.
-        settings: those of the library.
-        ranges: smallest, usual and largest size of each dimension, by name.
-        only_sizes: sizes for which there is a model, and none for all others; empty: there is one.
-
-    Raises:
-        EngineError: the file is refused, or compiled wrongly.
-    """
+    """Return the compiled models of an ONNX file; with ``ranges`` of its sizes also those for fixed shapes."""
     core = ov.Core()
     try:
         model = core.read_model(str(onnx_path))
@@ -242,11 +231,7 @@ def _check_outputs(model: Any, compiled: Any, path: Path) -> None:
 
 
 def checked_precision(compiled: Any, path: Path, settings: Mapping[str, object]) -> Any:
-    """Return ``compiled`` if it computes in the precision that was asked for.
-
-    Raises:
-        EngineError: the CPU lacks it; OpenVINO silently takes another one.
-    """
+    """Return ``compiled`` if it computes in the precision that was asked for."""
     asked, got = settings["INFERENCE_PRECISION_HINT"], compiled.get_property("INFERENCE_PRECISION_HINT")
     if got.get_type_name() != asked:
         raise EngineError(
@@ -270,11 +255,7 @@ def reason(error: Exception) -> str:
 
 
 def _dimensions(onnx_path: Path) -> dict[str, tuple[str, ...]]:
-    """Return the names of dimensions in an ONNX file.
-
-    Raises:
-        EngineError: it is damaged.
-    """
+    """Return the names of dimensions in an ONNX file."""
     try:
         return input_dimensions(onnx_path)
     except ValueError as error:

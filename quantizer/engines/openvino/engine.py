@@ -60,14 +60,7 @@ _REFUSALS = (RuntimeError, TypeError, ValueError)
 
 
 class OpenVINOEngine:
-    """Compiled OpenVINO models, each with a pool of inference requests: one request serves one call at a time.
-
-    Args:
-        models: what was compiled.
-
-    Raises:
-        EngineError: they cannot run.
-    """
+    """Compiled OpenVINO models, each with a pool of inference requests: one request serves one call at a time."""
 
     name = "openvino"
     device = "cpu"
@@ -114,11 +107,7 @@ class OpenVINOEngine:
 
 
 class OpenVINOBackend:
-    """Backend of OpenVINO for the CPU.
-
-    Args:
-        name: the backend's name; what an engine computes depends on the file and the machine alone.
-    """
+    """Backend of OpenVINO for the CPU."""
 
     device = "cpu"
 
@@ -247,11 +236,7 @@ def _loaded(
 
 
 def _told_ranges(told: Sequence[str], size: int) -> list[Ranges]:
-    """Return where the models of a file of ``size`` bytes lie; a former version told the lengths of all but the last.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """Return where the models of a file of ``size`` bytes lie; a former version told the lengths of all but the last."""
     if len(told) == 1 and not told[0].isdecimal():
         return read_ranges(told[0])
     ends = [*accumulate(map(int, told)), size]
@@ -274,11 +259,7 @@ def _imported(path: Path, blob: Array, settings: Mapping[str, object]) -> Any:
 
 
 def _told_dimensions(path: Path, names: str) -> dict[str, tuple[str, ...]]:
-    """Return the names of dimensions in an engine file's note; empty for a file that predates them.
-
-    Raises:
-        EngineError: the file is damaged.
-    """
+    """Return the names of dimensions in an engine file's note; empty for a file that predates them."""
     try:
         told = json.loads(names or "{}")
         return {str(name): tuple(map(str, axes)) for name, axes in told.items()}

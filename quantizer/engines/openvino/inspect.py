@@ -30,13 +30,7 @@ _UNIT = 1e6
 
 
 def observed_layers(compiled: Any, inputs: Mapping[str, Array], runs: int = RUNS) -> list[Layer]:
-    """Return the layers of a compiled model, with the counters of its runs.
-
-    Args:
-        compiled: an ``openvino.CompiledModel`` with PERF_COUNT on.
-        inputs: the inputs, in the order of its ports.
-        runs: how many runs the time of a layer is the median of.
-    """
+    """Return the layers of a compiled model, with the counters of its runs."""
     request = compiled.create_infer_request()
     times = defaultdict(list)
     for run in range(WARMUP + runs):
@@ -81,11 +75,7 @@ class _Operation:
         self.weights: list[tuple[int, ...]] = []
 
     def find_weights(self, constant: Collection[str]) -> None:
-        """Find the weights of a kernel of several linear layers: OpenVINO makes one of small networks.
-
-        Args:
-            constant: the names of the operations on constants.
-        """
+        """Find the weights of a kernel of several linear layers: OpenVINO makes one of small networks."""
         if self.type != "Subgraph" or not self.outputs:
             return
         # A loaded engine tells the name of the last operation alone: shapes tell what the kernel is.

@@ -57,11 +57,7 @@ def share_bytes(parts: Sequence[memoryview]) -> tuple[memoryview, list[Ranges]]:
 
 
 def parts_of(content: bytes, ranges: Sequence[Ranges]) -> list[Array]:
-    """Return the bytes of each model, as arrays of their own.
-
-    Raises:
-        ValueError: there is none, or a range does not lie in the content.
-    """
+    """Return the bytes of each model, as arrays of their own."""
     source, parts = np.frombuffer(content, dtype=np.uint8), []
     if len(ranges) > _MOST_MODELS:
         raise ValueError(f"{len(ranges)} models are told, and no engine has more than {_MOST_MODELS}")
@@ -82,11 +78,7 @@ def write_ranges(ranges: Sequence[Ranges]) -> str:
 
 
 def read_ranges(word: str) -> list[Ranges]:
-    """Return the ranges of a word.
-
-    Raises:
-        ValueError: it is none of ``write_ranges``.
-    """
+    """Return the ranges of a word."""
     return [tuple(_pair(piece) for piece in pieces.split("+")) for pieces in word.split("/")]
 
 

@@ -152,11 +152,7 @@ def run_monitored(build: Callable[[], T], state: BuildMonitor, progress: Progres
 
 
 def use_cache(config: Any, path: Path) -> None:
-    """Give the cache in ``path`` to a builder's configuration; an empty one if there is no such file.
-
-    Raises:
-        EngineError: the file is not a cache of this release and GPU.
-    """
+    """Give the cache in ``path`` to a builder's configuration; an empty one if there is no such file."""
     cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
     # With ignore_mismatch a cache of another GPU would be accepted, with wrong times.
     if cache is None or not config.set_timing_cache(cache, False):
@@ -164,11 +160,7 @@ def use_cache(config: Any, path: Path) -> None:
 
 
 def save_cache(config: Any, path: Path) -> None:
-    """Write the cache of a configuration after a build, whole or not at all.
-
-    Raises:
-        EngineError: the file cannot be written.
-    """
+    """Write the cache of a configuration after a build, whole or not at all."""
     with whole_file(path) as part:
         part.write_bytes(memoryview(config.get_timing_cache().serialize()))
 
@@ -177,12 +169,7 @@ _HEAD = 24
 
 
 class TensorRTBackend:
-    """Backend for one module of the TensorRT family.
-
-    Args:
-        name: the backend's name, which is also that of the extra.
-        modules: names of modules with its Python API, best first.
-    """
+    """Backend for one module of the TensorRT family."""
 
     device = "cuda"
 
@@ -269,11 +256,7 @@ class TensorRTBackend:
         runs: int = RUNS,
         trust: bool = False,
     ) -> Inspection:
-        """Run an engine on the GPU under a profiler and read its inspector.
-
-        Raises:
-            EngineError: there is no NVIDIA GPU with a driver here, or the engine was built for another GPU or release.
-        """
+        """Run an engine on the GPU under a profiler and read its inspector."""
         engine = self.load(path, threads=threads)
         layers = engine.observed_layers(made_up_inputs(engine.inputs, batch, sequence, sizes=sizes), runs)
         note = run_note(shape_words([spec.shape for spec in engine.inputs], batch, sequence, sizes), threads, runs)
@@ -315,9 +298,6 @@ def _read_rtx(path: Path, verify: bool) -> tuple[bytes, str]:
     """Read an engine of TensorRT-RTX and its note; raise before a GPU gets anything else.
 
     As 1.7 writes it, an engine begins with four letters, twelve bytes and its own size in eight more.
-
-    Raises:
-        EngineError: another file, or one that is cut short.
     """
     with path.open("rb") as stream:
         head = stream.read(_HEAD)
@@ -336,11 +316,7 @@ def _read_rtx(path: Path, verify: bool) -> tuple[bytes, str]:
 
 
 def _parse(name: str, trt: Any, network: Any, log: TrtLog, onnx_path: Path) -> Any:
-    """Fill ``network`` and return the parser, which owns its weights.
-
-    Raises:
-        EngineError: the parser refused nodes, all of which are named.
-    """
+    """Fill ``network`` and return the parser, which owns its weights."""
     parser = trt.OnnxParser(network, trt_log(trt, log))
     if parser.parse_from_file(str(onnx_path)):
         return parser
@@ -355,11 +331,7 @@ def _parse(name: str, trt: Any, network: Any, log: TrtLog, onnx_path: Path) -> A
 
 
 def _add_ranges(builder: Any, config: Any, network: Any, dynamic: Mapping[str, Sequence[int]]) -> None:
-    """Set the range of each dynamic dimension of each input, found by its name in the ONNX file.
-
-    Raises:
-        EngineError: a dimension has no range; all such are named.
-    """
+    """Set the range of each dynamic dimension of each input, found by its name in the ONNX file."""
     profile = builder.create_optimization_profile()
     missing = []
     found = False

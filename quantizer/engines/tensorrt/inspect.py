@@ -55,15 +55,7 @@ _ONNX_LAYER = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
 
 
 def layers_from_json(text: str, times_us: Mapping[str, float] | None = None) -> list[Layer]:
-    """Return the layers in ``EngineInspector.get_engine_information``'s result for ``LayerInformationFormat.JSON``.
-
-    Args:
-        text: the JSON.
-        times_us: time of each layer by its name, from a profiler; None: not measured.
-
-    Raises:
-        EngineError: it is no such JSON, or holds names only, as engines without detailed verbosity do.
-    """
+    """Return the layers in ``EngineInspector.get_engine_information``'s result for ``LayerInformationFormat.JSON``."""
     try:
         entries = json.loads(text)["Layers"]
     except (ValueError, KeyError, TypeError) as error:

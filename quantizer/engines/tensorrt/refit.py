@@ -31,11 +31,7 @@ def stripping_hint(reason: str) -> str:
 
 
 def weights_note(onnx_path: Path, engine_path: Path) -> str:
-    """Return an engine file's note on the ONNX file that holds its weights.
-
-    Raises:
-        EngineError: they are in different folders.
-    """
+    """Return an engine file's note on the ONNX file that holds its weights."""
     if onnx_path.resolve().parent != engine_path.resolve().parent:
         raise EngineError(
             f"strip_weights: {engine_path} would look for {onnx_path.name} in its own folder, and it is in "
@@ -45,18 +41,7 @@ def weights_note(onnx_path: Path, engine_path: Path) -> str:
 
 
 def refit(trt: Any, engine: Any, logger: Any, path: Path, note: str) -> None:
-    """Give an engine its weights.
-
-    Args:
-        trt: the module.
-        engine: as deserialized.
-        logger: for the library's messages.
-        path: its file.
-        note: what the file says of its weights.
-
-    Raises:
-        EngineError: it does not say, or its ONNX file is missing, another one, or refused.
-    """
+    """Give an engine its weights."""
     kind, _, rest = note.partition(" ")
     digest, _, name = rest.partition(" ")
     if kind != _NOTE or not name or Path(name).name != name:

@@ -67,16 +67,6 @@ class TensorRTEngine:
 
     Calls from several threads take turns: a further context would need the memory of all activations again, and the GPU
     runs one call after the other anyway.
-
-    Args:
-        name: the backend's name.
-        trt: its module.
-        path: the engine file, for messages.
-        content: what the library built.
-        note: what the file says after it.
-
-    Raises:
-        EngineError: there is no GPU with a driver, or the engine does not fit it.
     """
 
     device = "cuda"

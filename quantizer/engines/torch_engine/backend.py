@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 
 
 class TorchBackend:
-    """Backend of PyTorch for the CPU.
-
-    Args:
-        name: the backend's name; what an engine computes depends on the file and the machine alone.
-    """
+    """Backend of PyTorch for the CPU."""
 
     device = "cpu"
 

@@ -150,18 +150,7 @@ def compile_graph(
     sequence: int,
     sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> bytes:
-    """Return the package of a lowered graph: an archive with a shared library that holds the weights.
-
-    Args:
-        module: the graph.
-        specs: its inputs; their dynamic axes stay dynamic.
-        batch: size of the first dimension of an input, where it is dynamic, to compile with.
-        sequence: size of its other dynamic dimensions.
-        sizes: sizes of dynamic dimensions by name, where they are known; they come before the two.
-
-    Raises:
-        EngineError: torch cannot export or compile it.
-    """
+    """Return the package of a lowered graph: an archive with a shared library that holds the weights."""
     dynamic = torch.export.Dim.DYNAMIC
     axes = tuple({axis: dynamic for axis, size in enumerate(spec.shape) if size is None} for spec in specs)
     arrays = made_up_inputs(specs, batch, sequence, sizes=sizes)
@@ -190,14 +179,7 @@ def compile_graph(
 
 
 class CompiledGraph:
-    """Package that ``compile_graph`` returned, ready to run. Nothing in it is unpickled.
-
-    Args:
-        package: the package.
-
-    Raises:
-        EngineError: it is damaged, or was built by another torch or for another processor.
-    """
+    """Package that ``compile_graph`` returned, ready to run. Nothing in it is unpickled."""
 
     def __init__(self, package: bytes) -> None:
         digest = hashlib.sha256(package).digest()

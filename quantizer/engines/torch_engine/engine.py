@@ -39,15 +39,7 @@ _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, Runti
 
 
 class TorchEngine:
-    """Graph that is ready to run on the CPU.
-
-    Args:
-        run: takes the inputs as tensors by position, and returns the outputs.
-        inputs: what it takes.
-        outputs: names of what it returns.
-        threads: threads of the CPU.
-        constants: tensors that it holds and may return as they are.
-    """
+    """Graph that is ready to run on the CPU."""
 
     name = "torch"
     device = "cpu"
@@ -81,11 +73,7 @@ class TorchEngine:
         return in_kind(inputs, self.output_names, results)
 
     def _arrays(self, made: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[Array]:
-        """Return outputs as arrays, each with memory of its own.
-
-        Raises:
-            RuntimeError, TypeError: a file asks for what is no array: weights in a kernel's layout, or bfloat16.
-        """
+        """Return outputs as arrays, each with memory of its own."""
         if len(made) != len(self.output_names) or not all(isinstance(tensor, torch.Tensor) for tensor in made):
             raise EngineError(f"the engine did not make {len(self.output_names)} tensors: build it again")
         taken = self._constants | {tensor.untyped_storage().data_ptr() for tensor in given}
@@ -98,11 +86,7 @@ class TorchEngine:
 
 
 def checked_library(backend: str, compiled: bool | None) -> None:
-    """Raise where torch lacks oneDNN, or nothing can be compiled and ``compiled`` asks for it.
-
-    Raises:
-        EngineError: as said; the message names ``backend``.
-    """
+    """Raise where torch lacks oneDNN, or nothing can be compiled and ``compiled`` asks for it."""
     if not torch._C._has_mkldnn:
         raise EngineError(
             f"torch {torch.__version__} was built without oneDNN, whose integer kernels backend {backend} needs: "
@@ -115,17 +99,7 @@ def checked_library(backend: str, compiled: bool | None) -> None:
 def built_file(
     path: Path, compiled: bool | None, report: Progress, usual: Mapping[str, int] = MappingProxyType({})
 ) -> tuple[GraphFile, tuple[str, ...]]:
-    """Return what an engine file of an ONNX file holds, and warnings.
-
-    Args:
-        path: the ONNX file.
-        compiled: which road; None: the faster one.
-        report: called with the progress.
-        usual: the usual sizes of dynamic dimensions, by name.
-
-    Raises:
-        EngineError: the file has what the engine lacks, or it cannot be compiled and ``compiled`` asks for it.
-    """
+    """Return what an engine file of an ONNX file holds, and warnings."""
     report(0.0, "lower")
     imported = import_onnx(path)
     sizes = _lowered(imported, path, usual)
@@ -142,16 +116,7 @@ def _lowered(imported: Imported, path: Path, usual: Mapping[str, int] = MappingP
 
 
 def read_file(path: Path, *, verify: bool = True, trust: bool = False) -> GraphFile:
-    """Return the graph of an engine file, or of an ``.onnx`` file, lowered.
-
-    Args:
-        path: the file.
-        verify: compare an engine file with the checksum in it.
-        trust: accept native code that this process has not built.
-
-    Raises:
-        EngineError: the file is missing, damaged or of something else, or holds native code that is not trusted.
-    """
+    """Return the graph of an engine file, or of an ``.onnx`` file, lowered."""
     if path.suffix.lower() == ".onnx":
         imported = import_onnx(path)
         _lowered(imported, path)
@@ -171,11 +136,7 @@ def read_file(path: Path, *, verify: bool = True, trust: bool = False) -> GraphF
 def inspected(
     name: str, path: Path, threads: int, batch: int, sequence: int, sizes: Mapping[str, int], runs: int, *, trust: bool
 ) -> Inspection:
-    """Run a file with made-up inputs and return its layers; arguments as those of ``Backend.inspect``.
-
-    Raises:
-        EngineError: as ``read_file``, or it does not run.
-    """
+    """Run a file with made-up inputs and return its layers; arguments as those of ``Backend.inspect``."""
     file = read_file(path, trust=trust)
     compiled = None if file.compiled is None else CompiledGraph(file.compiled)
     inputs = working_inputs(loaded(file, threads), batch, sequence, sizes)
@@ -185,11 +146,7 @@ def inspected(
 
 
 def loaded(file: GraphFile, threads: int) -> TorchEngine:
-    """Return the engine of a file's graph.
-
-    Raises:
-        EngineError: it was compiled by another release of torch, or cannot be loaded here.
-    """
+    """Return the engine of a file's graph."""
     if file.compiled is None:
         try:
             # Preparing silences warnings, whose filters are those of the process: one thread at a time.

@@ -94,34 +94,21 @@ _NAMES = {target: name for name, target in _ALLOWED.items()}
 
 
 def allowed_operator(name: str) -> Any:
-    """Return the operator of a name.
-
-    Raises:
-        ValueError: the engine has none of that name.
-    """
+    """Return the operator of a name."""
     if name not in _ALLOWED:
         raise ValueError(f"operator {name[:200]!r} is not one of those that the engine has")
     return _ALLOWED[name]
 
 
 def operator_name(target: Any) -> str:
-    """Return the name under which a file holds an operator.
-
-    Raises:
-        ValueError: a file may not hold it.
-    """
+    """Return the name under which a file holds an operator."""
     if target not in _NAMES:
         raise ValueError(f"operator {target} is not one of those that an engine file may hold")
     return _NAMES[target]
 
 
 class LoweredGraph(torch.nn.Module):
-    """Graph of operators, whose ``get_attr`` nodes read the module's buffers.
-
-    Args:
-        graph: the graph; its output is a tuple.
-        constants: the buffers by name.
-    """
+    """Graph of operators, whose ``get_attr`` nodes read the module's buffers."""
 
     def __init__(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -234,11 +221,7 @@ class GraphFile:
     torch_version: str
 
     def packed(self) -> bytes:
-        """Return the archive.
-
-        Raises:
-            EngineError: the graph has what a file cannot hold.
-        """
+        """Return the archive."""
         try:
             return _pack(self)
         except (TypeError, ValueError) as error:
@@ -306,11 +289,7 @@ def _apart(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, t
 
 
 def unpack(content: bytes) -> GraphFile:
-    """Return what ``GraphFile.packed`` put in.
-
-    Raises:
-        EngineError: the content is none of it, or of another release; the message says what is wrong.
-    """
+    """Return what ``GraphFile.packed`` put in."""
     try:
         parts = _parts(content)
         plain = json_values(parts[DESCRIPTION])
@@ -333,11 +312,7 @@ def unpack(content: bytes) -> GraphFile:
 
 
 def _parts(content: bytes) -> dict[str, bytes]:
-    """Return the files of the archive.
-
-    Raises:
-        ValueError: it is no archive, or is damaged; or a file in it is compressed, and could grow without end.
-    """
+    """Return the files of the archive."""
     known = {DESCRIPTION, WEIGHTS, COMPILED}
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -399,11 +374,7 @@ def _decoded(value: Any, nodes: Mapping[str, fx.Node], depth: int = 0) -> Any:
 
 
 def _read_graph(told: _Description, constants: Mapping[str, torch.Tensor]) -> LoweredGraph:
-    """Return the graph with names of ours.
-
-    Raises:
-        LookupError, TypeError, ValueError: it is damaged; the message says where.
-    """
+    """Return the graph with names of ours."""
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     buffers = {name: f"c{place}" for place, name in enumerate(constants)}
@@ -453,11 +424,7 @@ def _outputs(args: Sequence[Any], told: _Description, where: str) -> tuple[fx.No
 
 
 def _check_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
-    """Raise for arguments that an operator lacks, for text where it takes none, and for devices and the like.
-
-    Raises:
-        ValueError: as said.
-    """
+    """Raise for arguments that an operator lacks, for text where it takes none, and for devices and the like."""
     if not isinstance(target, torch._ops.OpOverload):
         nodes = sum(isinstance(value, fx.Node) for value in args)
         if len(args) != 2 or kwargs or not nodes or not all(isinstance(value, fx.Node | int) for value in args):

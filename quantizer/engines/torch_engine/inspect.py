@@ -73,19 +73,7 @@ def inspect_graph(
     threads: int,
     runs: int,
 ) -> Inspection:
-    """Return the layers of an engine.
-
-    Args:
-        name: of the backend.
-        file: the graph.
-        compiled: the library that runs in place of the graph, if there is one.
-        inputs: with which it runs.
-        batch: size of the first dimension of the inputs, for the note.
-        sequence: of the others.
-        sizes: those that are known by the name of their dimension.
-        threads: for the note.
-        runs: how many runs the time of a layer is the median of.
-    """
+    """Return the layers of an engine."""
     values = node_values(file.module, file.inputs, batch, sequence, sizes)
     shape = shape_words([spec.shape for spec in file.inputs], batch, sequence, sizes)
     asked = [node for node in file.module.graph.nodes if is_call(node, *_INTEGER)]

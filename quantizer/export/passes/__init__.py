@@ -93,12 +93,7 @@ graph_passes: Registry[GraphPass] = Registry("graph pass")
 
 
 def passes(target: TargetProfile | None = None, dtype: str = "float32") -> tuple[GraphPass, ...]:
-    """Return the passes of a file for a target, or for none.
-
-    Args:
-        target: the target.
-        dtype: the float type of what is not quantized.
-    """
+    """Return the passes of a file for a target, or for none."""
     name = next(theirs for theirs, ours in WIDTHS.items() if ours == dtype)
     # First, as other passes look at what a product reads.
     types = FloatTypes(name, () if target is None else target.graph_rules.absent_floats)

@@ -78,11 +78,7 @@ class MatchPass(ABC, Generic[Match]):
 
 
 def run_passes(model: Any, passes: Sequence[GraphPass]) -> None:
-    """Run passes in order.
-
-    Raises:
-        ExportError: the precondition or postcondition of a pass does not hold; the message names the pass.
-    """
+    """Run passes in order."""
     for entry in passes:
         name = type(entry).__name__
         before = entry.requires(model)

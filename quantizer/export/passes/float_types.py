@@ -29,12 +29,7 @@ _LAYOUT = frozenset({"Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Tra
 
 
 class FloatTypes:
-    """Casts where ONNX asks for one type.
-
-    Args:
-        dtype: the float type of the file, as ONNX calls it.
-        absent: float types that the target does not compute in.
-    """
+    """Casts where ONNX asks for one type."""
 
     def __init__(self, dtype: str, absent: Collection[str] = ()) -> None:
         self._dtype = dtype

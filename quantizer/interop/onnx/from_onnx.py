@@ -109,12 +109,7 @@ class ModuleGraph:
 
 
 def with_modules(old: LoweredGraph, names: tuple[str, ...]) -> ModuleGraph:
-    """Return a graph that computes what ``old`` does, with modules for its products and normalizations.
-
-    Args:
-        old: a graph of aten operators, whose nodes have the names of their ONNX nodes in ``meta["onnx"]``.
-        names: of its inputs, in order.
-    """
+    """Return a graph that computes what ``old`` does, with modules for its products and normalizations."""
     return ModuleGraph(old, names)
 
 

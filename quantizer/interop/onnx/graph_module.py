@@ -52,13 +52,7 @@ def identifier(name: str, taken: set[str]) -> str:
 
 
 def module_of(graph: fx.Graph, root: nn.Module, source: str) -> OnnxModule:
-    """Return a module that computes a graph.
-
-    Args:
-        graph: its placeholders are the arguments of ``forward``.
-        root: the modules, parameters and buffers that the graph reads; they become those of the new module.
-        source: the name of the file, of which the name of the class is made.
-    """
+    """Return a module that computes a graph."""
     code = graph.python_code("self")
     name = "".join(part.capitalize() for part in identifier(source.rpartition(".")[0] or source, set()).split("_"))
     # Of a file called none.onnx it would be a word of Python.

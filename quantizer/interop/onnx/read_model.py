@@ -21,11 +21,6 @@ def read_model(path: Path) -> Any:
     """Return the ``onnx.ModelProto`` of a float model; its external data stays in its file.
 
     Axes of unknown length that a tool wrote as -1 are left open, as ONNX says it.
-
-    Raises:
-        EngineError: the file is missing, damaged or no ONNX file.
-        TaskError: it is quantized already, or a file with its weights is missing.
-        MissingDependencyError: onnx is not installed.
     """
     checked_onnx(path)
     onnx = import_library("onnx", "onnx")
@@ -54,15 +49,7 @@ def read_model(path: Path) -> Any:
 
 
 def fix_inputs(model: Any, fixed: Mapping[str, Any]) -> None:
-    """Make inputs of a model constants, and give named axes of inputs their lengths.
-
-    Args:
-        model: an ``onnx.ModelProto``, which is changed.
-        fixed: names of inputs, with their values, and names of axes, with their lengths.
-
-    Raises:
-        TaskError: the model has no such input or axis, or the value does not fit.
-    """
+    """Make inputs of a model constants, and give named axes of inputs their lengths."""
     onnx = import_library("onnx", "onnx")
     inputs = {given.name: given.type.tensor_type for given in model.graph.input}
     axes = {size.dim_param for tensor in inputs.values() for size in tensor.shape.dim if size.dim_param}

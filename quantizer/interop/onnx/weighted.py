@@ -43,11 +43,7 @@ class Made:
 
 
 class Weights:
-    """The constants of a graph as parameters; what is one constant in the file is one parameter.
-
-    Args:
-        owner: the graph, with its constants as buffers.
-    """
+    """The constants of a graph as parameters; what is one constant in the file is one parameter."""
 
     def __init__(self, owner: LoweredGraph) -> None:
         self._owner = owner

@@ -22,11 +22,7 @@ class HistogramCalibrator:
         self._seen.observe(x)
 
     def compute_amax(self, method: str = "percentile", *, percentile: float = 99.99) -> Tensor | None:
-        """Return the range []; None if no value was collected.
-
-        Raises:
-            CalibrationError: a method other than ``percentile``, ``mse`` and ``entropy``.
-        """
+        """Return the range []; None if no value was collected."""
         if method not in _METHODS:
             raise CalibrationError(f"load_calib_amax({method!r}): expected one of {', '.join(_METHODS)}")
         if not self._seen.count:

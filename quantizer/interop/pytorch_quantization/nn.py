@@ -62,9 +62,6 @@ class TensorQuantizer(OperandQuantizer):
         """Set the range from the collected values; arguments as for the calibrator's ``compute_amax``.
 
         A quantizer that had no input while it collected (a branch not taken) stays without a range.
-
-        Raises:
-            CalibrationError: ``enable_calib()`` was never called, and ``strict`` is on.
         """
         amax = self._calibrator.compute_amax(*args, **keywords)
         if amax is not None:

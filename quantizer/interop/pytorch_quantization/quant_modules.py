@@ -37,16 +37,7 @@ _OPEN: list[patched] = []
 
 
 def initialize(*sources: Source) -> None:
-    """Quantize the modules that this thread builds from now on, until ``deactivate``.
-
-    Args:
-        sources: the modelling modules whose classes are meant; none: all classes, torch's layers and those defined
-            later included. Their constructors are patched until ``deactivate``. Models of other threads, and models
-            that exist already, do not change.
-
-    Raises:
-        ProxyError: it is active already.
-    """
+    """Quantize the modules that this thread builds from now on, until ``deactivate``."""
     if _OPEN:
         raise ProxyError("quant_modules.initialize() is active already; call deactivate() first")
     block = patched(*sources, built=quantize_model, everything=True)

@@ -12,17 +12,7 @@ _METHODS = ("max", "histogram")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantDescriptor:
-    """The rounding and calibration of a ``TensorQuantizer``.
-
-    Args:
-        num_bits: 8, the only value that is supported.
-        axis: None: one range for the tensor; an axis, or a tuple of one: a range for each entry along it.
-        amax: the range, if it is known already.
-        calib_method: ``max`` or ``histogram``.
-
-    Raises:
-        ConfigError: values are not supported; all of them are listed.
-    """
+    """The rounding and calibration of a ``TensorQuantizer``."""
 
     num_bits: int = 8
     axis: int | tuple[int, ...] | None = None

@@ -30,12 +30,7 @@ STATE = "quantizer_state"
 
 
 class SavedConfig(QuantizationConfigMixin):
-    """A ``QuantizerConfig`` in the form of ``config.json``.
-
-    Args:
-        settings: the configuration of the ``Quantizer``.
-        quantized: True if the folder has a quantized model, False for a float one.
-    """
+    """A ``QuantizerConfig`` in the form of ``config.json``."""
 
     quant_method = METHOD  # type: ignore[assignment]
 
@@ -45,11 +40,7 @@ class SavedConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **keywords: Any) -> Any:
-        """Return the config whose ``to_dict()`` this is.
-
-        Raises:
-            ConfigError: fields are wrong; all problems are listed.
-        """
+        """Return the config whose ``to_dict()`` this is."""
         fields = dict(config_dict)
         fields.pop("quant_method", None)
         quantized = fields.pop("quantized", False)
@@ -73,11 +64,7 @@ SavedConfig.__name__ = QuantizerConfig.__name__
 
 
 def read_state(files: Sequence[Path]) -> tuple[Path, bytes | None]:
-    """Return the file that has the state, and the state; if none of the files has it, their folder and None.
-
-    Raises:
-        QuantizerError: a file is damaged.
-    """
+    """Return the file that has the state, and the state; if none of the files has it, their folder and None."""
     found: tuple[Path, bytes | None] = files[0].parent if files else Path("what from_pretrained() was given"), None
     for file in files:
         try:
@@ -90,11 +77,7 @@ def read_state(files: Sequence[Path]) -> tuple[Path, bytes | None]:
 
 
 def require_sites(model: PreTrainedModel, plan: Plan, place: Path) -> None:
-    """Raise if a model is not of the class that was saved, or of another version of its code.
-
-    Raises:
-        ProxyError: the model has other sites than the plan.
-    """
+    """Raise if a model is not of the class that was saved, or of another version of its code."""
     different = sorted(set(plan) ^ {site.path for site in sites_of(model)})
     if different:
         saved = (model.config.architectures or ["model"])[0]
@@ -106,11 +89,7 @@ def require_sites(model: PreTrainedModel, plan: Plan, place: Path) -> None:
 
 
 def require_loaded(modules: Iterable[nn.Module], place: Path) -> None:
-    """Raise if tensors of modules were in no file: transformers leaves them uninitialized.
-
-    Raises:
-        QuantizerError: a tensor was in no file.
-    """
+    """Raise if tensors of modules were in no file: transformers leaves them uninitialized."""
     # parameters() would also list dequantized weights, which are in no file: their sites have the stored tensors.
     named = (found for module in modules for found in chain(module.named_parameters(), module.named_buffers()))
     tensors = {tensor for _, tensor in named}

@@ -140,11 +140,7 @@ class TransformersQuantizer(HfQuantizer):
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        """Return the state dict and metadata that ``save_pretrained`` writes; None: the model's own state dict.
-
-        Raises:
-            ProxyError: the model is a proxy that is neither in training nor quantized, or its plan is out of date.
-        """
+        """Return the state dict and metadata that ``save_pretrained`` writes; None: the model's own state dict."""
         session = self.quantizer._session
         quantized = is_proxy(model) and not (session.trainable is not None and model is session.trainable.proxy)
         state: dict[str, Tensor] | None = None
@@ -176,11 +172,7 @@ class TransformersQuantizer(HfQuantizer):
 
 
 def quantizer_of(model: PreTrainedModel) -> Quantizer:
-    """Return the ``Quantizer`` of a model that was loaded with a ``QuantizerConfig`` or from a folder that holds one.
-
-    Raises:
-        ProxyError: the model was loaded without a config.
-    """
+    """Return the ``Quantizer`` of a model that was loaded with a ``QuantizerConfig`` or from a folder that holds one."""
     found = getattr(getattr(model, "hf_quantizer", None), "quantizer", None)
     if not isinstance(found, Quantizer):
         raise ProxyError(

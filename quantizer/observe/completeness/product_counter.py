@@ -90,11 +90,7 @@ class CountedProduct:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any], place: str = "product") -> CountedProduct:
-        """Return the product from the values of ``plain()``.
-
-        Raises:
-            ValueError: the values are damaged; ``place`` is their place in the file.
-        """
+        """Return the product from the values of ``plain()``."""
         product: CountedProduct = decoded(cls, values, place)
         if product.multiply_adds < 0:
             raise ValueError(f"{place}.multiply_adds: expected 0 or more, got {product.multiply_adds}")

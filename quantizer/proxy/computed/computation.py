@@ -71,11 +71,7 @@ class Computation:
         return [path for path, checksum in self.buffers if path in tensors and _checksum(tensors[path]) != checksum]
 
     def of(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Return the tensor computed from its inputs, without gradients.
-
-        Raises:
-            ValueError: the computation is damaged, or cannot be done with these inputs.
-        """
+        """Return the tensor computed from its inputs, without gradients."""
         made: list[Sequence[Any]] = [[value.detach() for value in inputs]]
         for step in self.steps:
             made.append(_carried_out(step, made))
@@ -89,9 +85,6 @@ class Computation:
 
         So ``weight.expand(8, -1, -1)`` becomes ``weight.expand(1, -1, -1)``, whatever the size of the batch is. That
         the result, broadcast, is still the tensor is for the caller to see.
-
-        Raises:
-            ValueError: it cannot be done: a later step needs the copies.
         """
         made: list[Sequence[Any]] = [[value.detach() for value in inputs]]
         steps = []
@@ -106,11 +99,7 @@ class Computation:
         return replace(self, steps=tuple(steps))
 
     def inputs_of(self, module: nn.Module) -> list[Tensor]:
-        """Return the parameters and buffers of a module that the tensor is computed from.
-
-        Raises:
-            KeyError: the module lacks one.
-        """
+        """Return the parameters and buffers of a module that the tensor is computed from."""
         tensors = named_tensors(module)
         return [tensors[path] for path in self.inputs]
 
@@ -154,16 +143,7 @@ def why_not_repeated(function: Any) -> str | None:
 
 
 def plain_arguments(args: Any, keywords: Any, device: torch.device, plain_tensor: Callable[[Any], Any]) -> str:
-    """Return the arguments of a step as JSON.
-
-    Args:
-        args, keywords: the arguments.
-        device: the device of the computation, which is not written down.
-        plain_tensor: returns what stands for a tensor; None for what is none.
-
-    Raises:
-        TypeError: an argument cannot be written down.
-    """
+    """Return the arguments of a step as JSON."""
 
     def plain(value: Any) -> Any:
         tensor = plain_tensor(value)
@@ -186,11 +166,7 @@ def plain_arguments(args: Any, keywords: Any, device: torch.device, plain_tensor
 
 
 def _carried_out(step: Step, made: Sequence[Sequence[Any]]) -> Sequence[Any]:
-    """Return the results of a step, without gradients; ``made`` are the inputs and the results of the steps before.
-
-    Raises:
-        ValueError: it is damaged, or cannot be done with them.
-    """
+    """Return the results of a step, without gradients; ``made`` are the inputs and the results of the steps before."""
     function, (args, keywords) = _operation(step.operation), json_values(step.arguments)
     try:
         with torch.no_grad():
@@ -258,11 +234,7 @@ def _checksum(value: Tensor) -> int:
 
 @cache
 def _operation(name: str) -> Any:
-    """Return an operation of ``aten`` by name.
-
-    Raises:
-        ValueError: there is none, or it is no step of a computation.
-    """
+    """Return an operation of ``aten`` by name."""
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     try:

@@ -80,13 +80,7 @@ class _Product:
 
 
 class IntegerLinear(_Product):
-    """oneDNN's linear, for CPUs.
-
-    Args:
-        weight: w, int8.
-        scales: t, float32.
-        activation: makes a.
-    """
+    """oneDNN's linear, for CPUs."""
 
     name = "onednn::qlinear_pointwise"
 
@@ -188,13 +182,7 @@ def _in_steps(weight: Tensor, step: int) -> tuple[Tensor, int]:
 
 
 class IntegerMatmul(_Product):
-    """``torch._int_mm`` with its corrections, for GPUs. cuBLAS wants more than 16 rows, and K and N in eights.
-
-    Args:
-        weight: w, int8.
-        scales: t, float32.
-        activation: makes a.
-    """
+    """``torch._int_mm`` with its corrections, for GPUs. cuBLAS wants more than 16 rows, and K and N in eights."""
 
     name = "aten::_int_mm"
 
@@ -221,13 +209,7 @@ class IntegerMatmul(_Product):
 
 
 class ScaledMatmul(_Product):
-    """``torch._scaled_mm`` of FP8 codes, for GPUs from compute capability 8.9 on, which want K and N in sixteens.
-
-    Args:
-        weight: w, float8_e4m3fn.
-        scales: t, float32.
-        activation: makes a.
-    """
+    """``torch._scaled_mm`` of FP8 codes, for GPUs from compute capability 8.9 on, which want K and N in sixteens."""
 
     name = "aten::_scaled_mm"
 
@@ -338,12 +320,7 @@ Codes = tuple[Tensor, "float | Tensor", "int | Tensor", "Tensor | None"]
 
 
 class Activation:
-    """The quantizer of an activation, with all that does not depend on the values computed in advance.
-
-    Args:
-        quantizer: has one scale for the tensor, or takes ranges at each call, of the tensor or of its rows.
-        device: where the kernel computes; None: where the scale is.
-    """
+    """The quantizer of an activation, with all that does not depend on the values computed in advance."""
 
     def __init__(self, quantizer: OperandQuantizer, device: torch.device | None = None) -> None:
         self._set(quantizer, quantizer, device)

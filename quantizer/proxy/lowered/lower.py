@@ -70,11 +70,7 @@ def is_lowered(model: nn.Module) -> bool:
 
 
 def kernels_of(lowered: nn.Module) -> list[SiteKernel]:
-    """Return what computes each quantized site.
-
-    Raises:
-        ProxyError: the model was not lowered.
-    """
+    """Return what computes each quantized site."""
     if not is_lowered(lowered):
         raise ProxyError("kernels() takes the model that lower() returned")
     found = []

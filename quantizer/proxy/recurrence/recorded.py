@@ -14,11 +14,7 @@ from quantizer.proxy.site import Site
 
 
 def as_operator(layer: Any, x: Tensor) -> RecordedLayer | None:
-    """Return a frozen layer as an operator; None if its one step is recorded as it is.
-
-    Raises:
-        ExportError: some of its products round and others do not, or one is in training.
-    """
+    """Return a frozen layer as an operator; None if its one step is recorded as it is."""
     # The text has a site for a projection also where there is none.
     given, step, *projection = layer.sites() if layer.projects else layer.sites()[:2]
     at_run_time = all(_at_run_time(site) for site in (given, step, *projection))

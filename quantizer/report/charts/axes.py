@@ -26,15 +26,7 @@ def svg_text(x: float | str, y: float, content: str, css: str, anchor: str = "st
 
 
 def svg_legend(entries: Sequence[tuple[str, str]], top: float = 0) -> tuple[list[str], float]:
-    """Return a legend with two entries in a row.
-
-    Args:
-        entries: for each entry the markup of its sign, within a square of 14 pixels, and its meaning.
-        top: the top of the legend, in pixels.
-
-    Returns:
-        The elements of the legend, and its bottom in pixels.
-    """
+    """Return a legend with two entries in a row."""
     parts = []
     for index, (sign, meaning) in enumerate(entries):
         x, y = 50 * (index % 2), top + _LEGEND_ROW * (index // 2)
@@ -75,16 +67,7 @@ _LANE, _GAP = 9, 2
 
 
 def sensitivity_bars(rows: Sequence[RankedRow], *, measure: str | None, limit: int = 30) -> str:
-    """Return horizontal bars, highest error first, coloured by kind; a hollow bar is a group that fell back to float.
-
-    Args:
-        rows: the groups, in any order.
-        measure: the measure of their errors; None: unknown.
-        limit: the largest number of bars.
-
-    Returns:
-        An ``<svg>`` element as wide as its container; it shows a sentence if ``rows`` is empty.
-    """
+    """Return horizontal bars, highest error first, coloured by kind; a hollow bar is a group that fell back to float."""
     # NaN has no order: it comes last, so that the result does not depend on the order of the rows.
     ranked = sorted(rows, key=lambda row: (row.error != row.error, -row.error, row.group))[:limit]
     if not ranked:

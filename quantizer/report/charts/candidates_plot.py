@@ -25,11 +25,7 @@ _NEAR, _LETTER = 0.05, 16
 
 
 def candidates_svg(choice: EngineChoice) -> str:
-    """Return the candidates that ran, numbered, by how fast each is over its shapes and how near to float.
-
-    Returns:
-        An ``<svg>`` element as wide as its container; it shows a sentence if none ran.
-    """
+    """Return the candidates that ran, numbered, by how fast each is over its shapes and how near to float."""
     ran = [candidate for candidate in choice.candidates if candidate.milliseconds]
     if not ran:
         return svg_note("No engine ran.")
@@ -59,15 +55,7 @@ def candidates_svg(choice: EngineChoice) -> str:
 
 @dataclass(frozen=True)
 class _Axis:
-    """An axis of how near an engine is to float, upwards.
-
-    Attributes:
-        name: what is written at the axis.
-        meaning: what it shows, in words.
-        low: the value at the bottom.
-        high: the value at the top.
-        ticks: values with a line, and what is written there.
-    """
+    """An axis of how near an engine is to float, upwards."""
 
     name: str
     meaning: str

@@ -16,11 +16,7 @@ _NAME = 22
 
 
 def frontier_svg(placement: Placement) -> str:
-    """Return the plans that put one group more back at a time, by predicted time and error, and the one that was taken.
-
-    Returns:
-        An ``<svg>`` element as wide as its container; it shows a sentence if no errors were measured.
-    """
+    """Return the plans that put one group more back at a time, by predicted time and error, and the one that was taken."""
     points = placement.frontier
     if len(points) < 2:
         return svg_note("No errors of groups were measured: the run has no amp.")

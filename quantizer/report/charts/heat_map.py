@@ -59,13 +59,6 @@ def sensitivity_heatmap(rows: Sequence[RankedRow], *, measure: str | None) -> st
     """Return a heat map with a row for each block and a column for each kind of site.
 
     Residual adds have a column for each operand.
-
-    Args:
-        rows: the groups, in any order.
-        measure: the measure of their errors; None: unknown.
-
-    Returns:
-        An ``<svg>`` element as wide as its container; it shows a sentence if ``rows`` is empty.
     """
     if not rows:
         return svg_note("Sensitivity was not measured.")

@@ -27,12 +27,7 @@ _BY_CONFIGURATION = ": the configuration asked for this range; preset: balanced 
 
 
 def histogram_figure(histogram: Histogram, by_output: bool | None = None) -> str:
-    """Return a ``<figure>`` with the operand's name, the histogram and its candidates, on one axis of magnitudes.
-
-    Args:
-        histogram: the histogram.
-        by_output: whether ranges were chosen by the output of the model; None: that is not known.
-    """
+    """Return a ``<figure>`` with the operand's name, the histogram and its candidates, on one axis of magnitudes."""
     facts = (
         f"{sum(histogram.counts):,} values from {significant(histogram.minimum)} to {significant(histogram.maximum)}, "
         f"judged in {histogram.dtype}; log counts of magnitudes"

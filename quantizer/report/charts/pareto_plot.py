@@ -55,11 +55,7 @@ class _Axes:
 
 
 def pareto_svg(fallback: Fallback) -> str:
-    """Return all scores of a search, the Pareto front as a line, the budget, and the chosen fallback.
-
-    Returns:
-        An ``<svg>`` element as wide as its container; it shows a sentence if there was no search.
-    """
+    """Return all scores of a search, the Pareto front as a line, the budget, and the chosen fallback."""
     points = [point for point in fallback.evaluations if math.isfinite(point.drop) and math.isfinite(point.cost)]
     if not points:
         return svg_note("No search was made.")

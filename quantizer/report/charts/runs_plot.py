@@ -40,17 +40,7 @@ class RunPoint:
 def runs_svg(
     points: Sequence[RunPoint], metric: str, floats: Mapping[str, float], *, higher_is_better: bool = True
 ) -> str:
-    """Return the runs, numbered, by how fast and how good each is; the faster, the further to the right.
-
-    Args:
-        points: the runs.
-        metric: the name of the score.
-        floats: the score of each float model, by name; each is a line.
-        higher_is_better: whether a better run is further up; if not, the picture says so.
-
-    Returns:
-        An ``<svg>`` element as wide as its container; it shows a sentence if there are no points.
-    """
+    """Return the runs, numbered, by how fast and how good each is; the faster, the further to the right."""
     if not points:
         return svg_note("No run has both a score and a time.")
     slowest, fastest = max(one.milliseconds for one in points), min(one.milliseconds for one in points)

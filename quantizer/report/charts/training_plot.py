@@ -56,11 +56,7 @@ def _drawable(value: float) -> float:
 
 
 def loss_svg(training: TrainingRun) -> str:
-    """Return the curve of the loss over the steps.
-
-    Returns:
-        An ``<svg>`` element as wide as its container; it shows a sentence if no step was made.
-    """
+    """Return the curve of the loss over the steps."""
     if not training.losses:
         return svg_note("No step was made.")
     stride = math.ceil(len(training.losses) / _POINTS)
@@ -72,11 +68,7 @@ def loss_svg(training: TrainingRun) -> str:
 
 
 def score_svg(training: TrainingRun) -> str:
-    """Return the scores on the tuning rows, with lines at those of the float model and of PTQ.
-
-    Returns:
-        An ``<svg>`` element as wide as its container.
-    """
+    """Return the scores on the tuning rows, with lines at those of the float model and of PTQ."""
     points = [(float(entry.step), entry.score) for entry in training.scores]
     axes = _Axes(training.planned, [training.float_score, *(score for _, score in points)])
     lines = [("float", training.float_score, _FLOAT, "2 3"), ("PTQ", points[0][1], _PTQ, "7 4")]

@@ -129,11 +129,7 @@ def failed_run(name: str, folder: Path, config: Mapping[str, Any], error: str) -
 
 
 def read_run(path: Path, name: str) -> ComparedRun:
-    """Return the run in a folder, or of a ``report.json``.
-
-    Raises:
-        QuantizerError: there is none, or it is of another version or damaged.
-    """
+    """Return the run in a folder, or of a ``report.json``."""
     restore_folder(path)
     folder = path if path.is_dir() else path.parent
     if path.is_dir() and not (path / "report.json").exists():
@@ -148,9 +144,6 @@ def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
     """Return the runs of folders or files, each by the shortest end of its path that no other one has.
 
     The folder of a sweep, or of several conversions, stands for all finished runs in it.
-
-    Raises:
-        QuantizerError: fewer than two, one twice, or one cannot be read.
     """
     paths = [run for path in paths for run in run_folders(path) or [path]]
     places = [(path if path.is_dir() else path.parent).resolve() for path in paths]

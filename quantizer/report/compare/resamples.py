@@ -41,11 +41,7 @@ def write_resamples(resamples: Resamples, folder: Path) -> None:
 
 
 def read_resamples(folder: Path) -> Resamples | None:
-    """Return what the file of a run holds; None if it has none, as that of an earlier version.
-
-    Raises:
-        QuantizerError: the file is damaged.
-    """
+    """Return what the file of a run holds; None if it has none, as that of an earlier version."""
     path = folder / RESAMPLES
     try:
         found: Resamples = decoded(Resamples, json_values(regular_file(path).read_bytes()), "the file")

@@ -79,13 +79,7 @@ def _best(comparison: Comparison, best: ComparedRun) -> str:
 
 
 def runs_html(comparison: Comparison, links: Mapping[str, str], *, style: bool = False) -> str:
-    """Return the table of the runs, the best score first.
-
-    Args:
-        comparison: the comparison.
-        links: the addresses of the reports, by the names of the runs.
-        style: whether to put the style sheet in front, as notebooks need it.
-    """
+    """Return the table of the runs, the best score first."""
     columns, rows = _runs(comparison, links)
     numbered = [[number, *row] for number, row in enumerate(rows, start=1)]
     return html_table([Column(title="No.", numeric=True), *columns], numbered, label="Runs", style=style)
@@ -261,13 +255,7 @@ _NUMBER, _LEAST_NAME = 5, 32
 
 
 def print_comparison(comparison: Comparison, page: Path | None, console: Console) -> None:
-    """Print the table of the runs, the runs by their numbers, what cannot be compared, and the path of the page.
-
-    Args:
-        comparison: the comparison.
-        page: the page that was written; None: none was.
-        console: where it is printed.
-    """
+    """Print the table of the runs, the runs by their numbers, what cannot be compared, and the path of the page."""
     console.print(_table(comparison))
     for line in _lines(comparison, console.width):
         console.print(Text(line), soft_wrap=True)

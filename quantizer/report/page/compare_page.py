@@ -23,18 +23,7 @@ from quantizer.report.verdict import THRESHOLDS
 
 
 def write_comparison(comparison: Comparison, page: Path | None, table: Path | None, title: str) -> None:
-    """Write the page, and the figures as CSV, each atomically.
-
-    Args:
-        comparison: the comparison.
-        page: the HTML file; None: no such file.
-        table: the CSV file; None: no such file.
-        title: the title of the page.
-
-    Raises:
-        MissingDependencyError: jinja2 is not installed.
-        QuantizerError: a file cannot be written.
-    """
+    """Write the page, and the figures as CSV, each atomically."""
     if page is not None:
         write_text_atomic(page, html_from_comparison(comparison, title, page.absolute().parent))
     if table is not None:
@@ -42,16 +31,7 @@ def write_comparison(comparison: Comparison, page: Path | None, table: Path | No
 
 
 def html_from_comparison(comparison: Comparison, title: str, folder: Path) -> str:
-    """Return the whole page.
-
-    Args:
-        comparison: the comparison.
-        title: the title of the page.
-        folder: where the page will lie, from which it leads to the reports of the runs.
-
-    Raises:
-        MissingDependencyError: jinja2 is not installed.
-    """
+    """Return the whole page."""
     return render("compare.html", _view(comparison, title, folder))
 
 

@@ -25,40 +25,23 @@ _FOLDER = Path(__file__).parent
 
 
 def html_from_record(record: RunRecord) -> str:
-    """Return the whole page.
-
-    Raises:
-        MissingDependencyError: jinja2 is not installed.
-    """
+    """Return the whole page."""
     return render("template.html", view_from_record(record))
 
 
 def render(template: str, view: Mapping[str, Any]) -> str:
-    """Return a page: a template of this folder with the style and script of all pages, and the variables of ``view``.
-
-    Raises:
-        MissingDependencyError: jinja2 is not installed.
-    """
+    """Return a page: a template of this folder with the style and script of all pages, and the variables of ``view``."""
     style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("report.css", "tables.js"))
     return _environment().get_template(template).render(style=style, script=script, **view)
 
 
 def write_html(record: RunRecord, path: Path | str) -> Path:
-    """Write the page to ``path`` atomically.
-
-    Raises:
-        MissingDependencyError: jinja2 is not installed.
-        QuantizerError: the folder is missing or cannot be written.
-    """
+    """Write the page to ``path`` atomically."""
     return write_text_atomic(path, html_from_record(record))
 
 
 def require_html() -> None:
-    """Check that the library for the page is installed.
-
-    Raises:
-        MissingDependencyError: jinja2 is not installed.
-    """
+    """Check that the library for the page is installed."""
     _environment()
 
 

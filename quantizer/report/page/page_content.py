@@ -85,11 +85,7 @@ class DiffFile:
 
 
 def view_from_record(record: RunRecord) -> dict[str, Any]:
-    """Return the variables of the template.
-
-    Raises:
-        MissingDependencyError: jinja2 (which brings markupsafe) is not installed.
-    """
+    """Return the variables of the template."""
     config = mapping_from_record(record)["config"]
     return {
         "record": record,

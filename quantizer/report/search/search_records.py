@@ -16,14 +16,7 @@ def fallback_record(
     checks: Sequence[EngineCheck] = (),
     scores: Sequence[Score] = (),
 ) -> Fallback:
-    """Return the record of a fallback: its groups, the reason, and all scores of the search if there was one.
-
-    Args:
-        chosen: the groups, and the search for them.
-        max_drop: the budget that was asked for (None: that of the search).
-        checks: the engines that were checked against the budget.
-        scores: the scores on the evaluation rows.
-    """
+    """Return the record of a fallback: its groups, the reason, and all scores of the search if there was one."""
     front = chosen.pareto_front()
     return Fallback(
         groups=chosen.groups,

@@ -93,14 +93,7 @@ def layer_rows(
     sensitivity: Sequence[SensitivityRow] = (),
     times: Sequence[GroupTime] = (),
 ) -> tuple[LayerRow, ...]:
-    """Return a row for each site that ran, in the model's order, then one for products outside of sites.
-
-    Args:
-        sites: all sites, with their operands.
-        products: the products that are not in low precision.
-        sensitivity: the ranking; empty if nothing was measured.
-        times: the times of the groups; empty if no engine was timed.
-    """
+    """Return a row for each site that ran, in the model's order, then one for products outside of sites."""
     ran = [site for site in sites if site.ran and not site.quiet and site.kind != "source"]
     outside = [product for product in products if product.site is None]
     total = sum(site.multiply_adds or 0 for site in ran) + sum(product.multiply_adds for product in outside)

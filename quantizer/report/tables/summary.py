@@ -57,13 +57,7 @@ def lines_of_causes(record: RunRecord) -> list[str]:
 
 
 def cause_lines(causes: Sequence[Cause], placement: Placement | None = None, *, python: bool = False) -> list[str]:
-    """Return a line for each cause, numbered.
-
-    Args:
-        causes: the groups that cost most.
-        placement: the times of the groups, for what it costs to leave one in float.
-        python: whether a setting is shown as a keyword of a call in Python, and not as YAML of a run.
-    """
+    """Return a line for each cause, numbered."""
     return [f"{number}. {_line(cause, placement, python=python)}" for number, cause in enumerate(causes, start=1)]
 
 
@@ -95,23 +89,13 @@ def _cost(group: str, placement: Placement | None) -> str:
 
 
 def print_summary(folder: Path | str, console: Console) -> None:
-    """Print the table of the run in ``folder``.
-
-    Raises:
-        QuantizerError: the folder has no readable report.json.
-    """
+    """Print the table of the run in ``folder``."""
     folder = Path(folder)
     print_record(read_record(folder / "report.json"), folder, console)
 
 
 def print_record(record: RunRecord, folder: Path | str | None, console: Console) -> None:
-    """Print how the engine was chosen and what costs accuracy, and last, on a screen of its own, the result.
-
-    Args:
-        record: all measurements.
-        folder: the folder of the run; None: a result in Python that is not saved yet.
-        console: where it is printed.
-    """
+    """Print how the engine was chosen and what costs accuracy, and last, on a screen of its own, the result."""
     if record.choice is not None:
         print_choice(record.choice, console)
     if record.placement is not None and (record.placement.back or record.placement.min_speedup is not None):
@@ -132,11 +116,7 @@ def print_record(record: RunRecord, folder: Path | str | None, console: Console)
 
 
 def print_layers(folder: Path | str, console: Console) -> None:
-    """Print what the engine of the run in ``folder`` runs in which precision, and the layers that take longest.
-
-    Raises:
-        QuantizerError: the folder has no readable report.json, or the run has no engine.
-    """
+    """Print what the engine of the run in ``folder`` runs in which precision, and the layers that take longest."""
     record = read_record(Path(folder) / "report.json")
     if record.inspection is None:
         raise QuantizerError(f"{folder}: the run built no engine, and has no layers to show")

@@ -70,19 +70,7 @@ def html_table(
     limit: int | None = None,
     style: bool = True,
 ) -> str:
-    """Return a table in a container that scrolls sideways; every value is escaped.
-
-    Args:
-        columns: the columns, one for each cell of a row.
-        rows: the cells of each row; None is a dash.
-        caption: the heading of the table.
-        label: the name of the container for screen readers; None: the caption.
-        limit: the largest number of rows, followed by the number of the others; None: all rows.
-        style: whether to put the style sheet in front, as notebooks need it.
-
-    Raises:
-        ValueError: a row has more or fewer cells than there are columns.
-    """
+    """Return a table in a container that scrolls sideways; every value is escaped."""
     described = _described(columns, rows)
     shown = rows if limit is None else rows[:limit]
     lines = [STYLE] if style else []

@@ -201,14 +201,7 @@ _LABEL = 8
 
 
 def wrapped(line: str, width: int, *, first: str = "", rest: str = "") -> list[str]:
-    """Return a line as lines of at most ``width`` columns; a name that is longer is shortened in the middle.
-
-    Args:
-        line: the text.
-        width: the columns of the terminal.
-        first: what the first line begins with, such as a bullet.
-        rest: what the others begin with, as wide as the hanging indent.
-    """
+    """Return a line as lines of at most ``width`` columns; a name that is longer is shortened in the middle."""
     width = max(width, _LEAST + len(first))
     room = width - max(len(first), len(rest))
     return textwrap.wrap(

@@ -14,12 +14,7 @@ from quantizer.tasks import tasks
 
 
 def configured_warnings(config: RunConfig, rows: int) -> Iterator[str]:
-    """Yield why the budget of a configuration is finer than its tuning rows can tell, a sentence each.
-
-    Args:
-        config: the configuration.
-        rows: the number of its tuning rows.
-    """
+    """Yield why the budget of a configuration is finer than its tuning rows can tell, a sentence each."""
     asked, task = config.fallback, config.model.task
     if asked is None or asked.max_drop is None or task is None:
         return

@@ -63,11 +63,7 @@ class EngineBudget:
         self._allowed = self.asked or 0.0
 
     def warn(self, option: str) -> None:
-        """Print a warning where the rows of the search cannot tell a drop as small as the budget.
-
-        Args:
-            option: the name of the budget, for the message.
-        """
+        """Print a warning where the rows of the search cannot tell a drop as small as the budget."""
         if self.asked is not None and self.searched:
             metric = self._context.task.metric_name
             for line in budget_warnings(self.asked, len(self.searched), metric, option):
@@ -77,10 +73,6 @@ class EngineBudget:
         """Return the drop that the search is allowed now; None if the engine meets the budget, or nothing is checked.
 
         The search's budget shrinks by what the engine exceeds its own, down to 0; after three engines it ends.
-
-        Args:
-            engine: the engine; None if it does not run here.
-            groups: how many groups went back to float.
         """
         if self.asked is None or engine is None or not (self._rows or self._function):
             return None

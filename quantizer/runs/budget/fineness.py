@@ -17,14 +17,7 @@ _NORMAL_95 = 1.96
 
 
 def budget_warnings(asked: float, rows: int, metric: str, option: str) -> Iterator[str]:
-    """Yield why a budget is finer than what its rows can tell, in a sentence; nothing if they can.
-
-    Args:
-        asked: the drop that is allowed; 0 asks that nothing is lost, whatever the rows can tell.
-        rows: the rows that the search for it sees.
-        metric: the name of the score; only of ``accuracy`` is it known before anything ran.
-        option: the name of the budget, for the message.
-    """
+    """Yield why a budget is finer than what its rows can tell, in a sentence; nothing if they can."""
     if metric != "accuracy" or asked <= 0 or rows <= 0:
         return
     step, noise = 1 / rows, _NORMAL_95 * math.sqrt(_CHANGED / rows)

@@ -24,13 +24,7 @@ print(model{call}(samples))"""
 
 
 def write_card(facts: ConversionInputs, result: BackendResult, evaluation: str | None, folder: Path) -> None:
-    """Write the model card of one backend into its folder.
-
-    Args:
-        facts: the model.
-        result: what was made and measured.
-        evaluation: the rows of the scores; None: there are none.
-    """
+    """Write the model card of one backend into its folder."""
     fewest = max(min((sizes["batch"] for sizes in result.only_sizes if "batch" in sizes), default=facts.batch[0]), 1)
     sample = _SAMPLE[tasks[facts.task].reads]
     labelled = len(facts.labels) > 1 and tasks[facts.task].labels == "row"

@@ -57,13 +57,7 @@ class Chosen:
 
 
 class Chooser:
-    """Maker of all candidates of a conversion.
-
-    Args:
-        maker: makes one engine; its scratch folder holds all of them.
-        scoring: scores them.
-        quantizer: gives a quantizer for a variant, from one calibration, with nothing put back.
-    """
+    """Maker of all candidates of a conversion."""
 
     def __init__(self, maker: EngineMaker, scoring: Scoring, quantizer: Callable[[Variant], Quantizer]) -> None:
         self._maker = maker
@@ -78,11 +72,7 @@ class Chooser:
         self._trials = RoughTrials(maker.rough_engine, maker.timed_on[: maker.facts.usual + 1])
 
     def choose(self) -> Chosen:
-        """Make the engines of all candidates, in float and quantized, and return the fastest that is right.
-
-        Raises:
-            EngineError: none is.
-        """
+        """Make the engines of all candidates, in float and quantized, and return the fastest that is right."""
         variants = self._asked.variants
         with (
             self._stage("choose the engine"),
@@ -128,11 +118,7 @@ class Chooser:
             made.built.path.replace(folder / ENGINE)
 
     def _candidate(self, variant: Variant) -> Made:
-        """Return one engine to choose from.
-
-        Raises:
-            QuantizerError: it cannot be made, is wrong, or misses ``max_drop``.
-        """
+        """Return one engine to choose from."""
         if variant.dtype is None:
             return self._maker.checked_plain_engine(variant)
         folder, first = self._folder(variant), self._first(variant)

@@ -66,15 +66,7 @@ class Samples:
 
 
 def data_source(text: str, option: str) -> DataSource:
-    """Return the source that ``NAME:PATH``, the ``FILE`` of texts or the ``FOLDER`` of images or recordings names.
-
-    Args:
-        text: the value of a command-line option.
-        option: the name of the option, for messages.
-
-    Raises:
-        ConfigError: the text is none of these.
-    """
+    """Return the source that ``NAME:PATH``, the ``FILE`` of texts or the ``FOLDER`` of images or recordings names."""
     name, colon, path = text.partition(":")
     if name in datasets.names():
         if not path:
@@ -92,15 +84,7 @@ def data_source(text: str, option: str) -> DataSource:
 
 
 def read_calibration(source: DataSource, rows: int | None, column: str) -> Samples:
-    """Return the data of a source, of which the first ``rows`` rows are for calibration.
-
-    Args:
-        rows: the number of calibration rows; None: ``CALIBRATION_ROWS``, or all if there are fewer.
-        column: the column of texts in a plain ``.csv`` or ``.jsonl`` file.
-
-    Raises:
-        TaskError: the source cannot be read, has no rows, or has fewer than asked for.
-    """
+    """Return the data of a source, of which the first ``rows`` rows are for calibration."""
     found: Sequence[Row | Sample]
     if source.name is not None:
         found = load_rows(source.name, path=source.path)
@@ -114,11 +98,7 @@ def read_calibration(source: DataSource, rows: int | None, column: str) -> Sampl
 
 
 def read_labelled(source: DataSource | None, option: str) -> list[Row]:
-    """Return all rows of a data set with labels; none if there is no source.
-
-    Raises:
-        TaskError: the source is a plain file or folder, or cannot be read.
-    """
+    """Return all rows of a data set with labels; none if there is no source."""
     if source is None:
         return []
     if source.name is None:

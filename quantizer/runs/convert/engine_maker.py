@@ -115,15 +115,7 @@ class EngineMaker:
         return Variant(backend=name, dtype=dtype, precision=precision)
 
     def quantized(self, variant: Variant, quantizer: Quantizer, folder: Path, beside: Engine | None = None) -> Made:
-        """Quantize, export, build and check, with ``max_drop`` again until the engine meets it, too.
-
-        Args:
-            variant: how the engine is built.
-            quantizer: a calibrated quantizer.
-            folder: where its files are written.
-            beside: another engine. If this one takes 1.2 times as long, none of its groups is timed or searched for:
-                a better plan would not make it the faster one.
-        """
+        """Quantize, export, build and check, with ``max_drop`` again until the engine meets it, too."""
         allowed, amp, model = self.asked.max_drop, None, self.context.model
         budget = self.budget(variant.backend)
         sizes = (self.facts.batch[1], self.facts.sequence, self.facts.seconds)

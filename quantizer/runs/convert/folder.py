@@ -87,11 +87,7 @@ class Converted:
         return {spec.name: given[spec.name].astype(spec.dtype) for spec in self.engine.inputs}
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Array]:
-        """Return the engine's outputs for texts, image files or recordings.
-
-        Raises:
-            QuantizerError: there are more or fewer than the engine was built for, or a file cannot be read.
-        """
+        """Return the engine's outputs for texts, image files or recordings."""
         fewest, _, most = self.config["dimensions"]["batch"]
         if not fewest <= len(samples) <= most:
             raise QuantizerError(
@@ -104,11 +100,7 @@ class Converted:
         return self.engine(self.inputs(samples))
 
     def labels(self, samples: Sequence[Sample]) -> list[str]:
-        """Return a classifier's label of each text, image or recording.
-
-        Raises:
-            QuantizerError: the model is no classifier, or the samples are refused as by ``__call__``.
-        """
+        """Return a classifier's label of each text, image or recording."""
         names = self.config["labels"]
         if not names or tasks[self.config["task"]].labels == "part":
             raise QuantizerError(f"{self.config['name']} is no classifier: call it for its outputs instead")
@@ -125,15 +117,7 @@ class Converted:
         return [names[int(index)] for index in logits.argmax(axis=-1)]
 
     def generate(self, text: str, tokens: int = 32) -> str:
-        """Return a text with what the model writes after it, the likeliest token each time.
-
-        Args:
-            text: the beginning.
-            tokens: the most tokens to add; the model may end earlier.
-
-        Raises:
-            QuantizerError: the engine takes no cache of former tokens, or was built for fewer tokens.
-        """
+        """Return a text with what the model writes after it, the likeliest token each time."""
         if self.config["task"] != CACHED:
             raise QuantizerError(
                 f"{self.config['name']} is for {self.config['task']}: convert it with --task {CACHED} to generate"
@@ -176,18 +160,7 @@ class Converted:
 def load_converted(
     folder: str | Path, *, threads: int = 1, verify: bool = True, trust: bool = False
 ) -> Converted | ConvertedParts:
-    """Return the engine that ``quantizer convert`` wrote for one backend, or those of a model in parts, ready to run.
-
-    Args:
-        folder: the folder ``OUT/BACKEND``, or that of ``quantizer run`` for a model in parts.
-        threads: the number of CPU threads, for an engine that runs on the CPU.
-        verify: whether to compare the engine's file with the checksum in it.
-        trust: whether to load a compiled torch engine, which is native code, that this process has not built.
-
-    Raises:
-        QuantizerError: the folder was not written by ``quantizer convert``, or is incomplete or damaged.
-        EngineError: the engine does not load on this machine.
-    """
+    """Return the engine that ``quantizer convert`` wrote for one backend, or those of a model in parts, ready to run."""
     path = Path(folder)
     # A conversion is put in place as a whole, and so is a run of a model in parts, which lies in the folder itself.
     for place in (path.parent, path):
@@ -226,11 +199,7 @@ def load_converted(
 
 
 def _check(config: dict[str, Any]) -> None:
-    """Check the fields of config.json that are read here.
-
-    Raises:
-        ValueError: a field is missing, or has a wrong type or value.
-    """
+    """Check the fields of config.json that are read here."""
     told: _Told = decoded(_Told, {name: config[name] for name in _Told.__annotations__ if name in config}, CONFIG)
     if told.task not in tasks.names():
         raise ValueError(f"{CONFIG}.task: expected one of {', '.join(tasks.names())}, got {told.task!r}")

@@ -70,11 +70,7 @@ class ConversionInputs:
 
 
 def conversion_inputs(asked: ConversionRequest, name: str) -> ConversionInputs:
-    """Return the inputs of all backends, from the checkpoint and the request.
-
-    Raises:
-        TaskError: the checkpoint's task cannot be derived, or does not fit the checkpoint, the data or the lengths.
-    """
+    """Return the inputs of all backends, from the checkpoint and the request."""
     checkpoint = read_checkpoint(asked.model, asked.task)
     task = asked.task or checkpoint.task
     if task not in convertible_tasks():

@@ -52,10 +52,6 @@ def measure_latency(models: Mapping[str, nn.Module | Engine], batch: Batch, thre
     """Measure the latency of models and engines on one batch, all with the same number of threads.
 
     After a first round, which warms up, there are as many rounds as take about 12 seconds, 1 to 20.
-
-    Args:
-        models: models and engines by name; models run without gradients.
-        threads: the number of CPU threads of PyTorch; engines are loaded with theirs.
     """
     calls = {name: _call(model, batch) for name, model in models.items()}
     with _torch_threads(threads):

@@ -17,11 +17,7 @@ from quantizer.runs.preflight.packages import check_packages
 
 
 def ready_to_convert(asked: ConversionRequest, folder: Path) -> tuple[Samples | None, ConversionInputs, str | None]:
-    """Check all that a conversion needs besides the loaded model; return its data, its inputs, and what it takes.
-
-    Raises:
-        QuantizerError: something is missing or wrong; all of it is listed.
-    """
+    """Check all that a conversion needs besides the loaded model; return its data, its inputs, and what it takes."""
     faults = Faults()
     check_packages(faults, asked.task)
     source = asked.calibration

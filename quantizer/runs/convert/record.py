@@ -83,14 +83,7 @@ def conversion_record(
 def conversion_config(
     asked: ConversionRequest, facts: ConversionInputs, precision: str | None, quantizer: Quantizer
 ) -> dict[str, Any]:
-    """Return what was asked for, by the names that the configuration of a run has for it.
-
-    Args:
-        asked: the request.
-        facts: the model.
-        precision: the type in which an engine computes what is not quantized; None: that of its file.
-        quantizer: what made the engine.
-    """
+    """Return what was asked for, by the names that the configuration of a run has for it."""
     data = {"calibration": asked.calibration, "tuning": asked.tuning, "evaluation": asked.evaluation}
     return {
         "model": {"source": facts.source, "task": facts.task},

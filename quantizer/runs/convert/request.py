@@ -73,9 +73,6 @@ class ConversionRequest:
         chooses: whether the fastest engine is chosen; ``backends`` are then those for this CPU.
         variants: the engines to choose from.
         missing: backends for this CPU that are not installed, and what installs them.
-
-    Raises:
-        ConfigError: the options do not fit together; all problems are listed.
     """
 
     model: str
@@ -206,11 +203,7 @@ class ConversionRequest:
         yield from self._settings_problems([name for name in self.backends if name in backends.names()])
 
     def settings(self, backend: str) -> QuantizerConfig:
-        """Return the settings of the quantizer for a backend.
-
-        Raises:
-            ConfigError: those of ``config`` are wrong, or the backend cannot compute in its formats.
-        """
+        """Return the settings of the quantizer for a backend."""
         found = quantizer_config(self.config, backend=backend, dtype=self.dtype or "int8")
         check_formats(found)
         return found

@@ -53,14 +53,7 @@ _RESAMPLES = 1000
 
 
 def convert(asked: ConversionRequest, console: Console) -> Path:
-    """Carry out a conversion, and return the folder that was written.
-
-    Args:
-        console: where stages and results are printed.
-
-    Raises:
-        QuantizerError: a stage failed; nothing was written.
-    """
+    """Carry out a conversion, and return the folder that was written."""
     folder = asked.output.absolute()
     data, facts, told = ready_to_convert(asked, folder)
     for line in filter(None, [told]):
@@ -91,13 +84,7 @@ def convert(asked: ConversionRequest, console: Console) -> Path:
 
 @dataclass
 class _Done:
-    """Results of a conversion.
-
-    Attributes:
-        choice: what was tried; None: backends were asked for.
-        results: what is delivered, by backend.
-        records: the reports of the quantized engines, by backend.
-    """
+    """Results of a conversion."""
 
     choice: EngineChoice | None = None
     results: list[BackendResult] = field(default_factory=list)
@@ -179,12 +166,7 @@ class _Run:
         return self.done
 
     def _quantizer(self, name: str, ranges: str | None = None) -> Quantizer:
-        """Return the quantizer for a backend; all are from one calibration, with the first that is asked for.
-
-        Args:
-            name: the backend.
-            ranges: ``dynamic`` for ranges that are taken at run time.
-        """
+        """Return the quantizer for a backend; all are from one calibration, with the first that is asked for."""
         if self.calibrated is None:
             self.calibrated = Quantizer(self.asked.settings(name))
             with self.stage("calibrate"):

@@ -15,14 +15,7 @@ from quantizer.tasks import batch_shape
 
 
 def serving_files(maker: EngineMaker, made: Made, folder: Path, signature: Signature) -> dict[str, str]:
-    """Write the files for servers of one engine, and return what there is.
-
-    Args:
-        maker: what made the engine.
-        made: the engine.
-        folder: its folder, with its files in it.
-        signature: the inputs and outputs of its ONNX file.
-    """
+    """Write the files for servers of one engine, and return what there is."""
     facts, name = maker.facts, made.variant.backend
     served = ServedEngine(
         name=model_name(facts.name),

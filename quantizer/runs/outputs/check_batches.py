@@ -24,11 +24,6 @@ def check_shapes(batch: Sizes, sequence: Sizes, usual: tuple[int, int]) -> list[
     """Return batch sizes with lengths: the usual ones first, the least and the largest of both, and two between.
 
     OpenVINO's file has models of its own for some sizes, and one for all others: each of them is compared.
-
-    Args:
-        batch: the least, the usual and the largest batch of the engine.
-        sequence: the same of its lengths.
-        usual: the size at which it is measured.
     """
     rows, tokens = (
         [sizes[0], round(math.sqrt(sizes[0] * sizes[1])), round(math.sqrt(sizes[1] * sizes[2])), sizes[2]]

@@ -139,12 +139,7 @@ def rounds(model: nn.Module) -> bool:
 
 @contextmanager
 def float_noise(proxy: nn.Module, seed: int) -> Iterator[None]:
-    """Multiply each result of the sites that round by 1 + e; e is normal, with the standard deviation of a sum's error.
-
-    Args:
-        proxy: the proxy.
-        seed: that of the noise; the same seed gives the same noise.
-    """
+    """Multiply each result of the sites that round by 1 + e; e is normal, with the standard deviation of a sum's error."""
     generator = torch.Generator().manual_seed(seed)
 
     def add(site: Site, _: Any, result: Any) -> Any:
@@ -223,14 +218,7 @@ class Reference:
 def reference_outputs(
     model: nn.Module, batches: Iterable[Batch], names: Sequence[str], *, apart: bool = True
 ) -> list[Reference]:
-    """Return a model's outputs for the first and the last rows of each batch; those in between are computed alike.
-
-    Args:
-        model: the model.
-        batches: the batches.
-        names: the names of the outputs.
-        apart: whether each row is computed for itself, so that some of them stand for all; if not, all are run.
-    """
+    """Return a model's outputs for the first and the last rows of each batch; those in between are computed alike."""
     references = []
     values: Counter[Any] = Counter()
     for batch in batches:
@@ -249,12 +237,7 @@ def reference_outputs(
 
 
 class References:
-    """PyTorch's outputs for some batches, computed once for each model: several engines are made of one.
-
-    Args:
-        batches: the inputs.
-        apart: whether each row is computed for itself; see ``reference_outputs``.
-    """
+    """PyTorch's outputs for some batches, computed once for each model: several engines are made of one."""
 
     def __init__(self, batches: Sequence[Batch], *, apart: bool = True) -> None:
         self._batches = batches
@@ -280,19 +263,7 @@ def _noisy(model: nn.Module, batch: Batch, names: Sequence[str]) -> list[Outputs
 def check_engine(
     engine: Engine, expected: Sequence[Reference], of_float: Sequence[Reference], bound: Tolerance, hint: str = ""
 ) -> list[OutputCheck]:
-    """Compare an engine's outputs with the reference, except at masked tokens.
-
-    Args:
-        expected: the reference outputs.
-        of_float: the float model's outputs for the same batches.
-        bound: the condition on each output.
-        hint: what sets another one, in words, where something does.
-
-    Raises:
-        WrongEngineError: an output fails ``bound``, has NaN, or other infinite values than PyTorch's; or the engine
-            does not run at a shape.
-        EngineError: PyTorch's output has NaN.
-    """
+    """Compare an engine's outputs with the reference, except at masked tokens."""
     what = f"{engine.name} engine"
     compared = [check for check, _ in _all_compared(what, engine, expected, of_float)]
     checks = [check for check in compared if not is_cache(check.output)]
@@ -323,14 +294,7 @@ def _elsewhere(compared: Sequence[OutputCheck], wrong: Sequence[OutputCheck]) ->
 def _all_compared(
     what: str, engine: Engine | None, expected: Sequence[Reference], of_float: Sequence[Reference]
 ) -> Iterator[tuple[OutputCheck, Reference]]:
-    """Yield the check of each output at each shape, with all batches of this shape, and a reference of it.
-
-    Args:
-        what: what is checked, in words.
-        engine: the engine; None: it does not run here, and the outputs are those of ``expected``.
-        expected: the reference outputs.
-        of_float: the float model's outputs for the same batches.
-    """
+    """Yield the check of each output at each shape, with all batches of this shape, and a reference of it."""
     of_tokens = token_outputs(expected)
     shapes: dict[Any, list[tuple[Reference, Reference]]] = {}
     for pair in zip(expected, of_float, strict=True):
@@ -420,9 +384,6 @@ def output_distances(
         engine: its engine; None: it does not run here.
         batches: what all run on; those of one shape count as one.
         apart: whether each row is computed for itself; see ``reference_outputs``.
-
-    Raises:
-        EngineError: an output holds NaN, or infinite values that the others lack.
     """
     names = _names_of(model, batches[0]) if engine is None else engine.output_names
     expected, plain = (reference_outputs(one, batches, names, apart=apart) for one in (proxy, model))
@@ -471,12 +432,7 @@ def _to_float(check: OutputCheck, bound: Tolerance) -> str:
 
 
 def _finite(where: str, got: Floats, right: Floats, float_right: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return the outputs with zeros in place of infinite values, on which engine and reference must agree.
-
-    Raises:
-        WrongEngineError: they do not agree, or the engine's has NaN.
-        EngineError: PyTorch's output has NaN.
-    """
+    """Return the outputs with zeros in place of infinite values, on which engine and reference must agree."""
     if np.isnan(right).any() or np.isnan(float_right).any():
         raise EngineError(
             f"{where}: PyTorch's own output holds NaN, so that no engine can be held to it: is the checkpoint sound?"

@@ -51,19 +51,6 @@ def right_engine(
     """Return an engine whose outputs are right at all sizes that it takes.
 
     A model for all sizes that is wrong is replaced by models for the sizes that are compared, if these are right.
-
-    Args:
-        engine: the engine as it was built.
-        built: its file.
-        references: PyTorch's outputs at all sizes.
-        models: the model that the engine is to compute, and the float model; one and the same for an engine in float.
-        bound: the condition on each output.
-        rebuild: builds it for some sizes alone; None: it is not replaced.
-        hint: what the error says at its end.
-
-    Raises:
-        WrongEngineError: neither is right.
-        EngineError: PyTorch's own output has NaN.
     """
     expected, plain = (references.of(model, engine.output_names) for model in models)
     try:
@@ -95,13 +82,7 @@ def _words(only_sizes: OnlySizes) -> str:
 
 
 def takes(engine: Engine, only_sizes: OnlySizes, batch: Batch) -> bool:
-    """Return whether an engine for some sizes takes a batch.
-
-    Args:
-        engine: the engine, or that for all sizes of the same model.
-        only_sizes: the sizes; empty: all.
-        batch: the batch.
-    """
+    """Return whether an engine for some sizes takes a batch."""
     return not only_sizes or _sizes(engine, batch) in only_sizes
 
 

@@ -19,9 +19,6 @@ def structure_digest(path: Path) -> str:
     """Return a checksum that two files share if they differ in the values of weights and scales alone.
 
     Which scales are equal counts, since engines fuse what has one scale; so does whether a zero point is zero.
-
-    Raises:
-        EngineError: the file is missing, broken, or no ONNX file.
     """
     onnx, model = import_library("onnx", "onnx"), read_graph(path)
     found, known = hashlib.sha256(), dict[float, int]()

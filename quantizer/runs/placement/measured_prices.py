@@ -81,12 +81,7 @@ def measured_prices(
 def _exported_pair(
     quantizer: Quantizer, model: nn.Module, example: Any, folder: Path
 ) -> tuple[nn.Module, EngineFiles, EngineFiles]:
-    """Return the frozen proxy, and where its ONNX file and that of the float model were written.
-
-    Raises:
-        EngineError: groups fell back already, and so have no price.
-        CalibrationError: nothing was calibrated yet.
-    """
+    """Return the frozen proxy, and where its ONNX file and that of the float model were written."""
     if quantizer.chosen_fallback is not None:
         raise EngineError("prices are taken of all groups, and some fell back: call clear_fallback() first")
     low, plain = (

@@ -55,15 +55,6 @@ class GroupPlacer:
 
         Gains of single groups do not add up exactly. So an engine without the slower groups is built and timed beside
         the other: if it is not faster, no group counts as slower; nor if all of them together would gain too little.
-
-        Args:
-            quantizer: a quantizer without a fallback.
-            quantized: its frozen proxy.
-            low: the engine of ``quantized``.
-            plain: the engine of the float model.
-
-        Raises:
-            EngineError: an engine cannot be built or run.
         """
         prices = price_groups(quantizer.plan, quantized, low, plain, self.timing, self.cache)
         if prices is None or not prices.slower():

@@ -121,11 +121,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class _Times:
-    """Latencies in microseconds, and the time of each place, in the engine of a plan and in that of the float model.
-
-    Attributes:
-        faster: whether the plan is faster without its slower groups; None: not measured.
-    """
+    """Latencies in microseconds, and the time of each place, in the engine of a plan and in that of the float model."""
 
     low_us: float
     float_us: float
@@ -145,12 +141,6 @@ class TimeCache:
     """Times in a JSON file, so that a run that is resumed or repeated takes them from there.
 
     A file that holds something else is an error: it is not overwritten.
-
-    Args:
-        path: the file; None: nothing is kept.
-
-    Raises:
-        EngineError: the file holds no times.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -192,17 +182,6 @@ def price_groups(
     """Return what each group of a plan takes in low precision and in float, in engines of this machine.
 
     None: the library tells no times of layers.
-
-    Args:
-        plan: the plan with all groups quantized.
-        quantized: its frozen proxy.
-        low: the engine of ``quantized``.
-        plain: the engine of the float model.
-        timing: how they are timed.
-        cache: times that were measured before, of files that differ in values alone, on the same machine.
-
-    Raises:
-        EngineError: an engine cannot be run.
     """
     hosts = {site.path: site.host_path for site in sites_of(quantized)}
 

@@ -38,12 +38,7 @@ _ROUNDS, _SECONDS = 15, 10.0
 
 
 class RoughTrials:
-    """Trials of the backends of a choice with rough plans, one for each.
-
-    Args:
-        make: builds the engine of a variant from a rough plan, and loads it, given a calibrated quantizer.
-        batches: what engines are timed on.
-    """
+    """Trials of the backends of a choice with rough plans, one for each."""
 
     def __init__(self, make: Callable[[Variant, Quantizer], Engine], batches: Sequence[Batch]) -> None:
         self._make = make
@@ -53,14 +48,7 @@ class RoughTrials:
     def too_slow(
         self, variant: Variant, calibrated: Quantizer, rivals: Mapping[str, Engine], planned: Collection[str]
     ) -> str | None:
-        """Return why the backend of a variant needs no plan; None: it may have the fastest engine.
-
-        Args:
-            variant: a quantized variant.
-            calibrated: a quantizer that was calibrated on the model, for any backend.
-            rivals: quantized engines of other backends, by name.
-            planned: the backends that have a good plan.
-        """
+        """Return why the backend of a variant needs no plan; None: it may have the fastest engine."""
         name = variant.backend
         least = least_ratio(calibrated.config, name, planned)
         if not rivals or least is None:
@@ -78,11 +66,6 @@ def least_ratio(config: QuantizerConfig, backend: str, planned: Collection[str])
     """Return how many times as slow as another one an engine of a rough plan has to be to need no good plan.
 
     None: a good plan is made in no more time.
-
-    Args:
-        config: a configuration of any backend.
-        backend: the backend.
-        planned: the backends that have a good plan.
     """
     tried = profile(backend)
     known = replays_batches(config) and any(profile(name).plan_traits == tried.plan_traits for name in planned)
@@ -119,21 +102,7 @@ def rough_engine(
     opset: int | None = None,
     axes: DataSizes | None = None,
 ) -> Engine:
-    """Return the engine of a backend from a rough plan.
-
-    Args:
-        calibrated: a quantizer that was calibrated on the model, for any backend.
-        backend: the backend.
-        model: the float model.
-        example: one batch, as for ``Quantizer.export``.
-        stem: the path of its files, without a suffix.
-        build: builds an engine, at the second path, from the ONNX file at the first one, and loads it.
-        opset: that of the ONNX file.
-        axes: the open axes of the inputs; None: by the example.
-
-    Raises:
-        QuantizerError: it cannot be made.
-    """
+    """Return the engine of a backend from a rough plan."""
     rough, onnx = rough_quantizer(calibrated, backend), stem.with_name(f"{stem.name}.onnx")
     rough.export(rough.quantize(model), onnx, example, opset=opset, dynamic_axes=axes)
     return build(onnx, stem.with_name(f"{stem.name}.engine"))
@@ -142,15 +111,7 @@ def rough_engine(
 def too_slow(
     name: str, engine: Engine, rivals: Mapping[str, Engine], batches: Sequence[Batch], least: float
 ) -> str | None:
-    """Return why an engine, built from a rough plan, cannot be the fastest; None: it may be.
-
-    Args:
-        name: its name.
-        engine: the engine.
-        rivals: others that are quantized, by name.
-        batches: what they run on, in turns; the geometric mean of the ratios counts.
-        least: the ratio to the fastest of the others from which on it cannot.
-    """
+    """Return why an engine, built from a rough plan, cannot be the fastest; None: it may be."""
     engines, taken = {**rivals, name: engine}, []
     for batch in batches:
         calls = {key: partial(one, engine_inputs(one, batch)) for key, one in engines.items()}

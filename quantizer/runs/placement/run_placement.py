@@ -24,11 +24,6 @@ from quantizer.sensitivity.prices import Prices
 class RunPlacement:
     """The prices and the speed of a run's plan.
 
-    Args:
-        context: the model and its task.
-        config: the configuration.
-        folder: where engines may lie while they are timed.
-
     Attributes:
         prices: the times of the groups; None: no engine runs here, or it tells no times.
     """
@@ -70,13 +65,7 @@ class RunPlacement:
             return placer.prices(quantizer, quantized, low, plain)
 
     def is_fast_enough(self, quantizer: Quantizer, proxy: nn.Module | None, engines: RunEngines) -> bool:
-        """Return whether the engine reaches the speed that was asked for; if not, choose groups to quantize again.
-
-        Args:
-            quantizer: what made the plan of the engine.
-            proxy: its amp proxy.
-            engines: the engines that were built.
-        """
+        """Return whether the engine reaches the speed that was asked for; if not, choose groups to quantize again."""
         chosen = quantizer.chosen_fallback
         groups = 0 if chosen is None else len(chosen.groups)
         wanted = from_first_rank(lambda: self._goal.next_speedup(engines, groups), float | None)

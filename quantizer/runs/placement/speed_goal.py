@@ -41,12 +41,7 @@ class SpeedGoal:
         self._target = asked or 0.0
 
     def next_speedup(self, engines: RunEngines, groups: int) -> float | None:
-        """Return the speed-up to predict now; None if the engine reaches the goal, or nothing is left to quantize.
-
-        Args:
-            engines: the engine of the plan and that of the float model.
-            groups: how many groups are float for the accuracy.
-        """
+        """Return the speed-up to predict now; None if the engine reaches the goal, or nothing is left to quantize."""
         if self.asked is None:
             return None
         with self._timer("time the engine against its goal"):

@@ -35,13 +35,7 @@ _LIBRARIES_GIB = 1.8
 
 
 def run_estimate(config: RunConfig, rows: Mapping[str, Sequence[Row]], earlier: Sequence[Stage] = ()) -> str | None:
-    """Return the estimate of a run; see ``estimate``.
-
-    Args:
-        config: the configuration.
-        rows: its rows, by section.
-        earlier: the stages of an earlier run that did the same; empty: there is none.
-    """
+    """Return the estimate of a run; see ``estimate``."""
     every = [row for part in rows.values() for row in part]
     return estimate(config.model.source, every, row_passes(config, rows), config.model.max_length, earlier)
 
@@ -49,15 +43,7 @@ def run_estimate(config: RunConfig, rows: Mapping[str, Sequence[Row]], earlier: 
 def estimate(
     source: str, rows: Sequence[Row | Sample], passes: float, max_length: int, earlier: Sequence[Stage] = ()
 ) -> str | None:
-    """Return about how long it takes and how much memory, and on what basis; None: the weights cannot be counted.
-
-    Args:
-        source: the source of the model.
-        rows: the rows, or plain samples, of which the number of tokens is taken.
-        passes: how many rows go through the model.
-        max_length: the most tokens of a row.
-        earlier: the stages of an earlier command that did the same; empty: there is none.
-    """
+    """Return about how long it takes and how much memory, and on what basis; None: the weights cannot be counted."""
     parameters = _parameters(source)
     if parameters is None:
         return None

@@ -52,14 +52,7 @@ class Faults:
         return len(self._found) == before
 
     def raise_all(self, what: str) -> None:
-        """Raise if a check found a fault: its own error if there is one alone, or one with all of them.
-
-        Args:
-            what: what cannot be done, in words.
-
-        Raises:
-            QuantizerError: as said.
-        """
+        """Raise if a check found a fault: its own error if there is one alone, or one with all of them."""
         texts = self.texts
         if len(self._found) == 1:
             raise self._found[0]
@@ -87,10 +80,6 @@ class Faults:
 
 
 def require_package(package: str, extra: str) -> None:
-    """Raise if a package is not installed, without importing it.
-
-    Raises:
-        MissingDependencyError: it is not; the message names the extra.
-    """
+    """Raise if a package is not installed, without importing it."""
     if find_spec(package) is None:
         raise MissingDependencyError(package, extra)

@@ -11,12 +11,7 @@ _EXPORT = ("onnx", "onnxscript", "onnx_ir")
 
 
 def check_packages(faults: Faults, task: str | None) -> None:
-    """Check the packages of the extras ``hf`` and ``onnx`` that a checkpoint needs, without importing them.
-
-    Args:
-        faults: where those that are missing are kept.
-        task: the name of the task; None: it is not known yet.
-    """
+    """Check the packages of the extras ``hf`` and ``onnx`` that a checkpoint needs, without importing them."""
     used = None if task is None else tasks[task]
     scored = () if used is None else (*used.packages, *(("PIL",) if used.reads == "image" else ()))
     for package in ("transformers", *scored):

@@ -11,16 +11,7 @@ from quantizer.tasks import Row, Sample, Task
 
 
 def require_tools(builds: Mapping[str, BuildOptions], *, html: bool) -> None:
-    """Check the packages and libraries that export, build and report need.
-
-    Args:
-        builds: the build options, by backend.
-        html: whether an HTML report is written.
-
-    Raises:
-        MissingDependencyError: a package is not installed.
-        EngineError: a library does not load, or cannot build with the options on this machine.
-    """
+    """Check the packages and libraries that export, build and report need."""
     require_exporter()
     for name, options in builds.items():
         backend(name).check(options)
@@ -29,16 +20,7 @@ def require_tools(builds: Mapping[str, BuildOptions], *, html: bool) -> None:
 
 
 def check_rows(task: Task, scored: Sequence[Row], others: Sequence[Row | Sample] = ()) -> None:
-    """Check rows without running the model.
-
-    Args:
-        task: the task that reads them.
-        scored: rows that are scored, whose labels are checked too.
-        others: rows or samples whose labels do not matter.
-
-    Raises:
-        TaskError: a row is of another kind, its label is no class of the model, or its file cannot be opened.
-    """
+    """Check rows without running the model."""
     if scored:
         task.targets(scored)
     task.inputs.check(task.all_samples([*scored, *others]))

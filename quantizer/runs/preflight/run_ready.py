@@ -61,19 +61,7 @@ def ready_to_run(
     looks: Looks | None = None,
     estimated: bool = True,
 ) -> Ready:
-    """Check all that a run needs besides the loaded model, and estimate its time and memory.
-
-    Args:
-        config: the configuration.
-        folder: the folder to write.
-        kind: its kind.
-        force: whether an earlier run there may be replaced; None: not said yet, which is a note.
-        looks: what checks of other runs read; None: there are none.
-        estimated: whether time and memory are estimated.
-
-    Raises:
-        QuantizerError: something is missing or wrong; all of it is listed.
-    """
+    """Check all that a run needs besides the loaded model, and estimate its time and memory."""
     faults, looks = Faults(), looks or Looks()
     _check_packages(faults, config)
     sections = {name: part for name in _ROWS if (part := getattr(config.data, name)) is not None}
@@ -101,11 +89,7 @@ def ready_to_run(
 
 
 def faults_of(sections: Mapping[str, Section]) -> list[str]:
-    """Return what is wrong with the data, the checkpoint and the target of a file that has other problems.
-
-    Args:
-        sections: the sections of the file that are valid, by name.
-    """
+    """Return what is wrong with the data, the checkpoint and the target of a file that has other problems."""
     faults = Faults()
     data = sections.get("data")
     parts = {name: sections.get(f"data.{name}", getattr(data, name, None)) for name in _ROWS}

@@ -17,13 +17,7 @@ _WORK = ("model", "data", "amp", "fallback", "qat")
 
 
 def run_outlook(config: RunConfig, folder: Path, *, chooses: bool) -> Outlook:
-    """Return the stages of a run into a folder, with the times of an earlier one of the same model and data.
-
-    Args:
-        config: the configuration, with a backend.
-        folder: the folder of the run.
-        chooses: whether the run chooses its engine.
-    """
+    """Return the stages of a run into a folder, with the times of an earlier one of the same model and data."""
     return Outlook(list(run_stages(config, chooses=chooses)), earlier_run(config, folder, chooses=chooses))
 
 

@@ -42,11 +42,6 @@ def earlier_stages(folder: Path, report: str, same: Callable[[Mapping[str, Any]]
     """Return the stages of the run that stands in a folder, or else of the last one beside it; none if there is none.
 
     Parts of stages are left out.
-
-    Args:
-        folder: the folder that is to be written.
-        report: the name of the file in it that tells the stages of a run.
-        same: whether the content of such a file is that of a run that does the same.
     """
     for path in [folder / report, *_beside(folder, report)]:
         # What cannot be read, or was written by something else, tells no times.
@@ -158,10 +153,6 @@ class Outlook:
     Stages may be left out, which skips their numbers, or come again as a search goes on, under the number that was
     reached: the number of all of them stays. What a stage takes is told by an earlier run of the same command, or by
     itself where it comes again; nothing else tells it.
-
-    Args:
-        stages: the names of the stages, in order; empty: not known, and stages have no numbers.
-        earlier: the stages of an earlier run of the same command.
     """
 
     def __init__(self, stages: Sequence[str] = (), earlier: Iterable[Stage] = ()) -> None:
@@ -246,10 +237,6 @@ class StageTimer:
     """The printed progress of a command, and the duration of its stages.
 
     A stage inside another one is timed, and has no lines of its own.
-
-    Args:
-        console: where lines are printed; a quiet one shows nothing.
-        outlook: the stages ahead; None: they are not known.
 
     Attributes:
         done: the name and duration of each completed stage.

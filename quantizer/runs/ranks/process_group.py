@@ -51,10 +51,6 @@ def process_group() -> Iterator[None]:
     """Let the processes of one ``torchrun`` work together in the block; a process that is the only one just does it.
 
     Models are on the CPU in a run, so the processes talk by gloo. All but the first print nothing but errors.
-
-    Raises:
-        QuantizerError: the processes do not find each other.
-        LostRankError: one of them ended before the block was done.
     """
     _, size = launched()
     if size == 1:
@@ -150,15 +146,7 @@ Value = TypeVar("Value")
 
 
 def from_first_rank(make: Callable[[], Value], hint: Any) -> Value:
-    """Return what ``make`` returns on the first rank, which alone calls it.
-
-    Args:
-        make: returns plain values, or a dataclass of them.
-        hint: the annotation of what it returns; see ``decoded``.
-
-    Raises:
-        LostRankError: another process has ended.
-    """
+    """Return what ``make`` returns on the first rank, which alone calls it."""
     if get_world_size() == 1:
         return make()
     told = of_first_rank(lambda: json.dumps(_plain(make())).encode())
@@ -177,11 +165,7 @@ def own_place(folder: Path) -> Iterator[Path]:
 
 
 def require_room_to_write(folder: Path, size: int, what: str) -> None:
-    """Raise if the disk has too little space, on the first rank, the only one whose folder remains.
-
-    Raises:
-        QuantizerError: see ``require_room``.
-    """
+    """Raise if the disk has too little space, on the first rank, the only one whose folder remains."""
     if get_rank() == 0:
         require_room(folder, size, what)
 
@@ -191,17 +175,7 @@ def _plain(value: Any) -> Any:
 
 
 def require_same_work(settings: str, model: nn.Module, rows: Mapping[str, Sequence[Row]]) -> None:
-    """Raise unless all processes have the same settings, weights and rows; all processes must call this.
-
-    Args:
-        settings: the configuration as text.
-        model: the float model.
-        rows: rows by purpose, in the order in which they are dealt out.
-
-    Raises:
-        QuantizerError: a process has something else than the first one.
-        LostRankError: another process has ended.
-    """
+    """Raise unless all processes have the same settings, weights and rows; all processes must call this."""
     if get_world_size() == 1:
         return
     weights = repr(sorted(Fingerprint.of(model).plain().items()))

@@ -34,9 +34,6 @@ def for_all_variants(config: RunConfig, calibrated: Quantizer, among: Sequence[s
     """Return the quantizers of several processes for the backends to choose from, as far as they need batches.
 
     All processes choose their ranges together. One process makes each when it comes to its engine.
-
-    Raises:
-        LostRankError: another process has ended.
     """
     found = {(calibrated.config.backend, False): calibrated}
     for variant in variants_of(config, among) if get_world_size() > 1 else ():

@@ -73,11 +73,7 @@ class CallForm:
 
     @classmethod
     def read(cls, folder: Path) -> CallForm | None:
-        """Return what ``write`` wrote; None: there is no file.
-
-        Raises:
-            QuantizerError: the file is damaged.
-        """
+        """Return what ``write`` wrote; None: there is no file."""
         path = folder / CALL
         if not path.exists():
             return None
@@ -104,11 +100,7 @@ def _signature(arguments: Any) -> inspect.Signature:
 
 
 def _described(value: Any) -> Any:
-    """Return an output as plain values.
-
-    Raises:
-        TypeError: a part of it is neither a tensor, a tuple, a list, a mapping by text nor a plain value.
-    """
+    """Return an output as plain values."""
     if isinstance(value, Tensor):
         return "tensor"
     if isinstance(value, tuple | list):

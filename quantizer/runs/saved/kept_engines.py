@@ -30,12 +30,7 @@ _OURS = re.compile(r"[0-9a-f]{64}\.(engine|json)(\.part)?")
 
 
 class KeptEngines:
-    """Builds engines as ``tried_build`` does, and keeps them.
-
-    Args:
-        folder: where they are kept; made with the first one. None: nothing is kept.
-        rows: a hash of all rows that scores depend on; None: it is not known, and no score is kept.
-    """
+    """Builds engines as ``tried_build`` does, and keeps them."""
 
     def __init__(self, folder: Path | None, rows: str | None) -> None:
         self._folder = folder
@@ -77,12 +72,7 @@ class KeptEngines:
         return built
 
     def difference(self, engine: Path, take: Callable[[], float | None]) -> float | None:
-        """Return the difference of a score that an engine of ``build`` has, taken only if it is not kept.
-
-        Args:
-            engine: its file.
-            take: scores it.
-        """
+        """Return the difference of a score that an engine of ``build`` has, taken only if it is not kept."""
         key = self._keys.get(engine)
         told = None if key is None or self._rows is None else self._read(key)
         if key is None or told is None or self._rows is None:
@@ -119,11 +109,7 @@ class KeptEngines:
 
 
 def check_engines(folder: Path) -> None:
-    """Raise if a folder of kept engines holds anything else.
-
-    Raises:
-        QuantizerError: it does, or is no folder.
-    """
+    """Raise if a folder of kept engines holds anything else."""
     others = [path.name for path in folder.iterdir() if not _OURS.fullmatch(path.name)] if folder.is_dir() else []
     if others or (os.path.lexists(folder) and not folder.is_dir()):
         what = f"holds {others[0]!r}" if others else "is no folder"

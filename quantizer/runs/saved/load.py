@@ -61,11 +61,7 @@ def load(
 
 
 def _settings(folder: Path) -> tuple[str, int]:
-    """Return the backend and the threads of a run's engines.
-
-    Raises:
-        QuantizerError: the folder has no configuration of a run.
-    """
+    """Return the backend and the threads of a run's engines."""
     config = folder / "config.yaml"
     if not is_file(config):
         raise QuantizerError(
@@ -85,11 +81,7 @@ def _settings(folder: Path) -> tuple[str, int]:
 
 
 def _check_refused(folder: Path, file: Path, *, float_engine: bool) -> None:
-    """Raise if an engine is missing since the run refused it.
-
-    Raises:
-        EngineError: it does.
-    """
+    """Raise if an engine is missing since the run refused it."""
     report = folder / "report.json"
     if is_file(file) or not is_file(report):
         return

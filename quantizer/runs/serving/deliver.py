@@ -20,15 +20,6 @@ def write_serving_files(folder: Path, served: ServedEngine, expected: Expected |
 
     ``triton`` is the folder of the model in the model repository, ``gpu_check`` the script that checks and times the
     engine on a GPU.
-
-    Args:
-        folder: the folder of the engine.
-        served: the engine; one of a backend that Triton has no counterpart of gets no files.
-        expected: what the outputs of an engine for a GPU are compared with there; None: it gets no script.
-
-    Raises:
-        EngineError: an input or output has a type that Triton does not know.
-        OSError: the system refused to write.
     """
     server = served.server
     if server is None:
@@ -42,12 +33,7 @@ def write_serving_files(folder: Path, served: ServedEngine, expected: Expected |
 
 
 def write_triton_model(folder: Path, served: ServedEngine) -> str | None:
-    """Write a model into the model repository of a folder, and return its place there; None: Triton has no such file.
-
-    Raises:
-        EngineError: an input or output has a type that Triton does not know.
-        OSError: the system refused to write.
-    """
+    """Write a model into the model repository of a folder, and return its place there; None: Triton has no such file."""
     server = served.server
     if server is None or server.takes is None:
         return None

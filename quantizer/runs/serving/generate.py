@@ -20,14 +20,7 @@ def empty_cache(inputs: Sequence[TensorSpec], rows: int) -> dict[str, Array]:
 
 
 def greedy(engine: Engine, ids: Sequence[int], tokens: int, end: int | None) -> list[int]:
-    """Return token ids with at most ``tokens`` more, the likeliest each time, up to and without ``end``.
-
-    Args:
-        engine: takes ``input_ids``, ``attention_mask`` and the cache.
-        ids: the tokens of the beginning, which are read at once.
-        tokens: the most new ones.
-        end: the token that ends a text; None: there is none.
-    """
+    """Return token ids with at most ``tokens`` more, the likeliest each time, up to and without ``end``."""
     whole, read = list(ids), list(ids)
     cache = empty_cache(engine.inputs, 1)
     for _ in range(tokens):

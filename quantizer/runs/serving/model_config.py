@@ -64,11 +64,7 @@ class ServedEngine:
 
 
 def config_text(served: ServedEngine) -> str:
-    """Return the text of the config.pbtxt of an engine that Triton has a backend for.
-
-    Raises:
-        EngineError: an input or output has a type that Triton does not know.
-    """
+    """Return the text of the config.pbtxt of an engine that Triton has a backend for."""
     server = served.server
     assert server is not None
     batch = served.batch if server.batches else None

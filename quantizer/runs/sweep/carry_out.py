@@ -49,11 +49,7 @@ class SweepReady:
 
 
 def ready_to_sweep(runs: Sequence[SweepRun]) -> SweepReady:
-    """Check all that each run needs besides its loaded model.
-
-    Raises:
-        QuantizerError: no run can start; the message is that of the first.
-    """
+    """Check all that each run needs besides its loaded model."""
     notes: dict[str, None] = {}
     estimated: set[str] = set()
     faults: dict[str, str] = {}
@@ -93,19 +89,6 @@ def carry_out_sweep(
     A run whose folder is complete, of the same configuration, is left as it is, or gets the causes that it lacks; the
     others are carried out one after the other, those of one model and its rows together, which are loaded, scored and
     calibrated on once.
-
-    Args:
-        runs: the runs.
-        folder: the folder of the sweep.
-        console: where stages and results are printed.
-        force: carry out all runs, and replace the folders of those that stand there.
-        jobs: in so many processes at a time; the speed of each is measured beside the others.
-        launcher: "submitit": ``jobs`` are jobs of a cluster; None: processes of this machine.
-
-    Raises:
-        MissingDependencyError: the launcher is not installed.
-        QuantizerError: something else stands in the folder, it cannot be written, or no run can start; nothing was
-            started.
     """
     folder = folder.absolute()
     _check(runs, folder)

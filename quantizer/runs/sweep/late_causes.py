@@ -31,18 +31,7 @@ def lacks_causes(record: RunRecord, config: RunConfig) -> bool:
 
 
 def with_causes(record: RunRecord, config: RunConfig, folder: Path, shared: SharedWork, console: Console) -> RunRecord:
-    """Look for the causes of a run, and write its reports anew with them; return its record.
-
-    Args:
-        record: the record of the run.
-        config: its configuration.
-        folder: its folder, complete.
-        shared: loads the model and the rows, unless a run before it did.
-        console: where the stage is printed.
-
-    Raises:
-        QuantizerError: the model cannot be loaded, or a file cannot be read or written.
-    """
+    """Look for the causes of a run, and write its reports anew with them; return its record."""
     timer = StageTimer(console)
     with resume_files(folder, searches=False, trains=False) as kept:
         with nullcontext() if shared.has(config) else timer("load model and data"):

@@ -42,11 +42,7 @@ class Outcome:
 
 
 def is_done(run: SweepRun, folder: Path) -> bool:
-    """Return whether the folder of the sweep holds this run, complete and of the same configuration.
-
-    Raises:
-        QuantizerError: the folder of the run holds something else.
-    """
+    """Return whether the folder of the sweep holds this run, complete and of the same configuration."""
     place = folder / run.name
     restore_folder(place)
     if not place.exists():

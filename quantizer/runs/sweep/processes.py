@@ -30,11 +30,7 @@ from quantizer.runs.sweep.worker import plain_config
 
 
 class Pace:
-    """The pace of runs that follow one another: the first of a model makes what the others take from it.
-
-    Args:
-        runs: the runs, in their order.
-    """
+    """The pace of runs that follow one another: the first of a model makes what the others take from it."""
 
     def __init__(self, runs: Sequence[SweepRun]) -> None:
         models = [needs(run.config) for run in runs]
@@ -167,11 +163,7 @@ _MINUTES = 24 * 60
 
 
 def require_launcher() -> Any:
-    """Return submitit.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-    """
+    """Return submitit."""
     try:
         return importlib.import_module("submitit")
     except ModuleNotFoundError as error:

@@ -26,12 +26,7 @@ def needs(config: RunConfig) -> str:
 
 
 class SharedWork:
-    """The work of runs that follow one another; only that of the last model and rows is kept.
-
-    Args:
-        folder: the folder of the sweep.
-        scratch: where the files that are shared lie.
-    """
+    """The work of runs that follow one another; only that of the last model and rows is kept."""
 
     def __init__(self, folder: Path, scratch: Path) -> None:
         self._folder = folder

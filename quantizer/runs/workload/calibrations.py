@@ -28,21 +28,11 @@ class Calibrations:
         self.has_head = False
 
     def calibrate(self, quantizer: Quantizer, model: nn.Module, batches: Sequence[Batch]) -> None:
-        """Calibrate a quantizer, on the batches only if no earlier one has seen in them what it needs.
-
-        Raises:
-            CalibrationError: see ``Quantizer.calibrate``.
-        """
+        """Calibrate a quantizer, on the batches only if no earlier one has seen in them what it needs."""
         quantizer.inherit(self._same(quantizer, model, batches))
 
     def amp(self, quantizer: Quantizer, settings: str, measure: Callable[[Quantizer], nn.Module]) -> nn.Module:
-        """Return the amp proxy of a quantizer, that of an earlier one if its configuration and settings are equal.
-
-        Args:
-            quantizer: a calibrated quantizer.
-            settings: all that a measurement depends on besides the quantizer, as text.
-            measure: measures, and returns the amp proxy.
-        """
+        """Return the amp proxy of a quantizer, that of an earlier one if its configuration and settings are equal."""
         place = next((place for place, known in enumerate(self._known) if known.config == quantizer.config), None)
         if place is None:
             return measure(quantizer)

@@ -20,11 +20,7 @@ from quantizer.runs.written_sizes import is_in_parts, with_written_sizes
 def configured_workload(
     config: RunConfig, rows: RunRows, timer: StageTimer, kept: ResumeFiles, folder: Path
 ) -> Workload:
-    """Return the model that a configuration names, with its rows and their scores.
-
-    Raises:
-        QuantizerError: the model cannot be loaded, does not fit the task, or the disk has no room.
-    """
+    """Return the model that a configuration names, with its rows and their scores."""
     if config.model.task is None:
         return function_workload(config, timer, kept, folder)
     config = with_written_sizes(config)

@@ -29,16 +29,7 @@ _EXPECTED = f"a file of arrays ({' or '.join(ARRAY_FILES)}), one for each input 
 
 
 def convert_onnx(options: Mapping[str, Any], console: Console) -> Path:
-    """Quantize a float ONNX file for the fastest engine that is right, and return the folder that was written.
-
-    Args:
-        options: those of the command line that were given, by name.
-        console: where stages and results are printed.
-
-    Raises:
-        ConfigError: options do not fit an ONNX file; all problems are listed.
-        QuantizerError: the file cannot be imported, its arrays do not fit it, or no engine is right.
-    """
+    """Quantize a float ONNX file for the fastest engine that is right, and return the folder that was written."""
     problems = _problems(options)
     if problems:
         raise ConfigError(problems)
@@ -97,11 +88,7 @@ def _fixed(text: str) -> tuple[str, float | None]:
 
 
 def _by_argument(model: OnnxModule, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch by the names of the arguments of ``forward``.
-
-    Raises:
-        CalibrationError: an input has no array, or an array no input.
-    """
+    """Return a batch by the names of the arguments of ``forward``."""
     if set(batch) != set(model.arguments):
         raise CalibrationError(
             f"the calibration data has the arrays {', '.join(sorted(batch))}, and {model.source} the inputs "

@@ -19,14 +19,6 @@ class EngineModule(nn.Module):
     """A module that runs an engine: the arguments of the float model go in, and its kind of output comes out.
 
     It has no parameters; their place is in the engine.
-
-    Args:
-        engine: the engine.
-        call: how the float model is called, and what it returns: tensors in tuples, lists, mappings, dataclasses or
-            model outputs.
-
-    Raises:
-        EngineError: the engine has not as many outputs as the model returns tensors.
     """
 
     def __init__(self, engine: Engine, call: CallForm) -> None:
@@ -45,11 +37,7 @@ class EngineModule(nn.Module):
         self.eval()
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """Run the engine on the arguments of the float model.
-
-        Raises:
-            EngineError: they do not fit it, are no tensors, or the engine cannot take them.
-        """
+        """Run the engine on the arguments of the float model."""
         batch = by_name("the input", self._call_form.model, self._call_form.signature, args, keywords, EngineError)
         given = self.engine(engine_inputs(self.engine, batch))
         values = iter([torch.as_tensor(given[name]) for name in self.engine.output_names])

@@ -12,11 +12,7 @@ from quantizer.engines import BuildResult
 
 
 class FloatEngines:
-    """Engines of the float model, in a folder that goes with the runs.
-
-    Args:
-        folder: where their files lie.
-    """
+    """Engines of the float model, in a folder that goes with the runs."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -25,12 +21,7 @@ class FloatEngines:
         self._measured: dict[str, float] = {}
 
     def fetch(self, options: str, target: Path) -> BuildResult | None:
-        """Copy an engine and the ONNX file of which it was built into a folder; None if there is none.
-
-        Args:
-            options: all that it depends on, as text.
-            target: the folder.
-        """
+        """Copy an engine and the ONNX file of which it was built into a folder; None if there is none."""
         if options not in self._built:
             return None
         built, graph_options = self._built[options]
@@ -39,37 +30,21 @@ class FloatEngines:
         return replace(built, path=target / built.path.name)
 
     def keep(self, options: str, graph_options: str, built: BuildResult) -> None:
-        """Copy an engine, for the runs that follow; the ONNX file of which it was built is kept already.
-
-        Args:
-            options: all that the engine depends on, as text.
-            graph_options: all that its ONNX file depends on.
-            built: the engine.
-        """
+        """Copy an engine, for the runs that follow; the ONNX file of which it was built is kept already."""
         own = self._folder / f"float-{len(self._built)}"
         own.mkdir()
         copy_files(built.path.parent, f"{built.path.stem}.*", own, leave=f"{built.path.stem}.onnx*")
         self._built[options] = replace(built, path=own / built.path.name), graph_options
 
     def fetch_graph(self, options: str, target: Path) -> bool:
-        """Copy the kept ONNX file, of whatever backend; False if there is none.
-
-        Args:
-            options: all that it depends on, as text.
-            target: the path; its name is that of the kept file, by which it knows the weights beside it.
-        """
+        """Copy the kept ONNX file, of whatever backend; False if there is none."""
         if options not in self._exported:
             return False
         copy_files(self._exported[options], f"{target.name}*", target.parent)
         return True
 
     def keep_graph(self, options: str, path: Path) -> None:
-        """Copy an ONNX file of the model, for the runs that follow.
-
-        Args:
-            options: all that it depends on, as text.
-            path: the file.
-        """
+        """Copy an ONNX file of the model, for the runs that follow."""
         own = self._folder / f"graph-{len(self._exported)}"
         own.mkdir()
         copy_files(path.parent, f"{path.name}*", own)

@@ -43,12 +43,7 @@ class FunctionScore:
 
 
 class FunctionMetric:
-    """A function as the metric of a search.
-
-    Args:
-        function: takes a module and returns its score, or those of rows.
-        higher_is_better: whether a higher score is better.
-    """
+    """A function as the metric of a search."""
 
     def __init__(self, function: ScoreFunction, *, higher_is_better: bool) -> None:
         # By this attribute the file with the scores of a search knows the code of the function.
@@ -62,15 +57,7 @@ class FunctionMetric:
         return self.told(model, which).value
 
     def told(self, model: nn.Module, which: str) -> FunctionScore:
-        """Return what the function says of a model.
-
-        Args:
-            model: the model.
-            which: what it is, in words.
-
-        Raises:
-            TaskError: the function returns no finite number, and no row of them.
-        """
+        """Return what the function says of a model."""
         with untouched(model):
             given = self.__wrapped__(model)
         wanted = "expected a number, or one for each row"
@@ -89,15 +76,7 @@ class FunctionMetric:
 
 
 class FunctionScorer:
-    """Scores by a function.
-
-    Args:
-        context: the float model.
-        function: takes a module and returns its score, or those of rows; None: nothing is scored.
-        call: how the float model is called, and what it returns.
-        higher_is_better: whether a higher score is better.
-        resamples: the resamples behind an interval, where the function tells the scores of rows.
-    """
+    """Scores by a function."""
 
     def __init__(
         self,

@@ -25,12 +25,7 @@ from quantizer.tasks import Batch
 
 
 def check_functions(faults: Faults, model: ModelConfig) -> None:
-    """Check that the functions of a model can be imported, and that its weights are there; nothing is called.
-
-    Args:
-        faults: where what is wrong is kept.
-        model: the section of the model.
-    """
+    """Check that the functions of a model can be imported, and that its weights are there; nothing is called."""
     faults.of(partial(_check_no_path, model.source))
     for name in (model.source, model.inputs, model.metric):
         if name is not None:
@@ -40,12 +35,7 @@ def check_functions(faults: Faults, model: ModelConfig) -> None:
 
 
 def function_workload(config: RunConfig, timer: StageTimer, kept: ResumeFiles, folder: Path) -> Workload:
-    """Return the module that a configuration's functions make, with its batches and their score.
-
-    Raises:
-        QuantizerError: a function is not there, fails, or returns something else; the weights do not fit; or the disk
-            has no room.
-    """
+    """Return the module that a configuration's functions make, with its batches and their score."""
     settings = config.model
     model = returned_module(settings)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -59,11 +49,7 @@ def function_workload(config: RunConfig, timer: StageTimer, kept: ResumeFiles, f
 
 
 def returned_module(model: ModelConfig) -> nn.Module:
-    """Return the module that a function returns, with its weights, in eval mode on the CPU.
-
-    Raises:
-        TaskError: the function is not there, fails, or returns no float module; or the weights do not fit.
-    """
+    """Return the module that a function returns, with its weights, in eval mode on the CPU."""
     _check_no_path(model.source)
     made = called(model.source, imported(model.source))
     if not isinstance(made, nn.Module) or is_proxy(made):
@@ -83,12 +69,7 @@ def _check_no_path(source: str) -> None:
 
 
 def _batches(model: nn.Module, name: str) -> list[Batch]:
-    """Return the batches that a function returns, by the names of the module's arguments.
-
-    Raises:
-        CalibrationError: there is none, or one does not fit the module.
-        TaskError: the function is not there, or fails.
-    """
+    """Return the batches that a function returns, by the names of the module's arguments."""
     data = called(name, imported(name))
     try:
         # A generator imports when it runs.

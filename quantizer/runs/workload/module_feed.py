@@ -19,15 +19,7 @@ from quantizer.tasks import Batch
 
 
 def named_batches(model: nn.Module, batches: Iterable[Any]) -> list[Batch]:
-    """Return batches as tensors by the names of the arguments of ``forward``, without gradients and on the CPU.
-
-    Args:
-        model: the module.
-        batches: each a mapping (keyword arguments), a tuple or list (positional), or one tensor, without labels.
-
-    Raises:
-        CalibrationError: there is none; an argument is no tensor, has no rows, or has no name of its own.
-    """
+    """Return batches as tensors by the names of the arguments of ``forward``, without gradients and on the CPU."""
     name, signature = type(model).__name__, inspect.signature(model.forward)
     named = []
     for number, batch in enumerate(batches):
@@ -47,20 +39,7 @@ def by_name(
     keywords: Mapping[str, Any],
     error: type[QuantizerError] = CalibrationError,
 ) -> Batch:
-    """Return the arguments of a call as tensors by name, without gradients and on the CPU.
-
-    Args:
-        what: the arguments, in words.
-        model: the name of the module.
-        signature: that of its ``forward``.
-        args: those by position.
-        keywords: those by name.
-        error: the kind of error that is raised.
-
-    Raises:
-        QuantizerError: of that kind; they do not fit the signature, one is no tensor or has no rows, or has no name of
-            its own.
-    """
+    """Return the arguments of a call as tensors by name, without gradients and on the CPU."""
     where = f"{what} does not fit {model}.forward{signature}"
     try:
         bound = signature.bind(*args, **keywords)
@@ -94,9 +73,6 @@ def by_name(
 
 class ModuleFeed:
     """The batches of a module.
-
-    Args:
-        batches: what ``named_batches`` returned.
 
     Attributes:
         in_data: the axes that would be open by the data, and the sizes in it.

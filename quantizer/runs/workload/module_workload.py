@@ -23,11 +23,7 @@ from quantizer.tasks import Batch
 
 
 def module_batches(model: nn.Module, data: Any, rows: int | None = None) -> list[Batch]:
-    """Return the batches of data by the names of the arguments of ``forward``, without labels; see ``batches_of``.
-
-    Raises:
-        CalibrationError: there is no data, or a batch does not fit the model.
-    """
+    """Return the batches of data by the names of the arguments of ``forward``, without labels; see ``batches_of``."""
     return named_batches(model, map(_without_label, batches_of(model, data, rows)))
 
 
@@ -40,17 +36,7 @@ def module_workload(
     kept: ResumeFiles,
     folder: Path,
 ) -> Workload:
-    """Return the workload of a module in eval mode on the CPU; with the first arguments given it is a ``Load``.
-
-    Args:
-        model: the module.
-        source: where it comes from, in words.
-        batches: what ``module_batches`` returned.
-        scorer: makes the scorer.
-        timer: prints the stages.
-        kept: the files from which a search resumes.
-        folder: the folder that is being filled; nothing is written there.
-    """
+    """Return the workload of a module in eval mode on the CPU; with the first arguments given it is a ``Load``."""
     context = RunContext(timer=timer, resume=kept, model=model, processor=None, feed=ModuleFeed(batches))
     rows = RunRows(calibration=list(batches), evaluation=list(batches))
     return scored_workload(context, rows, source, scorer(context))

@@ -33,14 +33,6 @@ def settle_axes(context: RunContext, opset: int, folder: Path) -> tuple[str, ...
     """Export the float model, keep those axes of its inputs open that are so in the file, and return what is fixed.
 
     The inputs of a task are known, and nothing is exported for it now.
-
-    Args:
-        context: the model and its batches.
-        opset: the version of the operators.
-        folder: where the file is written.
-
-    Raises:
-        ExportError: the model cannot be exported.
     """
     feed = context.feed
     if not isinstance(feed, ModuleFeed):

@@ -164,11 +164,7 @@ def _call_form(model: nn.Module, batch: Batch) -> CallForm:
 
 
 def _fallback(given: Mapping[str, Any] | None, *, scored: bool) -> FallbackConfig | None:
-    """Return the section of what goes back to float.
-
-    Raises:
-        ConfigError: it has problems, all of which are listed, or there is no score for its budget.
-    """
+    """Return the section of what goes back to float."""
     if given is None:
         return None
     wanted = fallback_config(given)

@@ -19,11 +19,7 @@ _NAMED = 6
 
 
 def check_weights(path: Path) -> None:
-    """Raise if a path is no file of weights, without reading it.
-
-    Raises:
-        TaskError: there is no file, or its ending is unknown.
-    """
+    """Raise if a path is no file of weights, without reading it."""
     if path.suffix not in _FORMS:
         raise TaskError(f"weights {path}: expected a file that ends in {', '.join(_FORMS)}")
     if not is_file(path):
@@ -31,15 +27,7 @@ def check_weights(path: Path) -> None:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load all weights of a module. No code in the file is run.
-
-    Args:
-        model: the module, which changes.
-        path: a ``.safetensors`` file, or a ``.pt`` or ``.pth`` file with a state dict.
-
-    Raises:
-        TaskError: the file cannot be read, or a tensor is missing, too many, or has another shape.
-    """
+    """Load all weights of a module. No code in the file is run."""
     check_weights(path)
     state = _state_dict(path)
     where = f"weights {path} do not fit {type(model).__name__}"

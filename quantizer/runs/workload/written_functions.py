@@ -41,11 +41,7 @@ def current_folder_first() -> Iterator[None]:
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """Return the function that ``MODULE:FUNCTION`` names.
-
-    Raises:
-        TaskError: the module cannot be imported, or has no such function.
-    """
+    """Return the function that ``MODULE:FUNCTION`` names."""
     module_name, _, path = name.partition(":")
     try:
         with current_folder_first():
@@ -73,16 +69,7 @@ def imported(name: str) -> Callable[..., Any]:
 
 
 def called(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Return what a function returns.
-
-    Args:
-        name: its name, for messages.
-        function: the function.
-        args: its arguments.
-
-    Raises:
-        TaskError: it raises an error of its own; the message says where.
-    """
+    """Return what a function returns."""
     try:
         with current_folder_first():
             return function(*args)

@@ -95,9 +95,6 @@ class AudioInputs:
 
     Attributes:
         names: the names of the inputs.
-
-    Raises:
-        TaskError: the model takes no recordings or not the extractor's, or the length is none.
     """
 
     def __init__(self, model: torch.nn.Module, extractor: Any, *, seconds: float | None) -> None:
@@ -165,12 +162,7 @@ def require_extractor(extractor: Any) -> None:
 
 
 def read_recording(path: Path) -> tuple[int, npt.NDArray[np.float32]]:
-    """Return the rate of a WAV file in Hz, and its samples [R] from -1 to 1, the mean of its channels.
-
-    Raises:
-        TaskError: the file does not exist, is no complete WAV file, or holds no sample, or one that is not finite.
-        MissingDependencyError: SciPy is not installed.
-    """
+    """Return the rate of a WAV file in Hz, and its samples [R] from -1 to 1, the mean of its channels."""
     wavfile = _scipy("scipy.io.wavfile")
     try:
         with _READING, warnings.catch_warnings():

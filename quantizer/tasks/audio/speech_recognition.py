@@ -50,12 +50,7 @@ class SpeechRecognition(CountedTask):
         return [row.path for row in rows_of_kind(rows, Speech, self.name)]
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """Return the words of each row [N], as one text.
-
-        Raises:
-            TaskError: a row is of another kind, its recording is longer than ``seconds``, or its words have letters
-                that the tokenizer never writes.
-        """
+        """Return the words of each row [N], as one text."""
         letters = self._letters()
         longest = self._audio.recordings.seconds
         found = np.empty(len(rows), dtype=object)
@@ -72,11 +67,7 @@ class SpeechRecognition(CountedTask):
         return found
 
     def collect(self, result: object, batch: Batch) -> Sequence[torch.Tensor]:
-        """Return the logits of each recording's own steps, B tensors [T x V].
-
-        Raises:
-            TaskError: the output has no value for each step.
-        """
+        """Return the logits of each recording's own steps, B tensors [T x V]."""
         logits = first_output(result, self.output_name)
         if logits.dim() != 3:
             raise TaskError(f"the model's output has the shape {tuple(logits.shape)}, expected [batch, steps, tokens]")

@@ -26,14 +26,7 @@ _FLAGS = {
 
 
 def read_pooling(source: str) -> SentencePooling:
-    """Return the pooling that a model's folder says; without modules.json the mean, scaled to length 1.
-
-    Args:
-        source: see ``resolve_source``.
-
-    Raises:
-        TaskError: a file is not as sentence-transformers writes it, or asks for something else than pooling.
-    """
+    """Return the pooling that a model's folder says; without modules.json the mean, scaled to length 1."""
     modules = _read(source, "modules.json")
     if modules is None:
         return MEAN
@@ -62,11 +55,7 @@ def read_pooling(source: str) -> SentencePooling:
 
 
 def _modes(source: str, told: Any, *, with_prompt: bool) -> tuple[str, ...]:
-    """Return the modes in the config of the pooling.
-
-    Raises:
-        TaskError: it is missing, or names no mode that is known.
-    """
+    """Return the modes in the config of the pooling."""
     told = told if isinstance(told, Mapping) else {}
     if "pooling_mode" in told:
         named = told["pooling_mode"]
@@ -87,11 +76,7 @@ def _modes(source: str, told: Any, *, with_prompt: bool) -> tuple[str, ...]:
 
 
 def _spoken(source: str) -> tuple[str, str]:
-    """Return how similar embeddings are told, and what stands before each text.
-
-    Raises:
-        TaskError: the similarity is another one, or the prompt is none of those in the file.
-    """
+    """Return how similar embeddings are told, and what stands before each text."""
     told = _read(source, "config_sentence_transformers.json")
     told = told if isinstance(told, Mapping) else {}
     similarity = told.get("similarity_fn_name") or SIMILARITIES[0]

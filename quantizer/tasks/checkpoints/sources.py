@@ -70,12 +70,6 @@ def require_reachable(where: Path | str) -> None:
 
     Without an address the hub's client tries again and again, half a minute long, and a misspelled folder is taken for
     a hub name.
-
-    Args:
-        where: what ``resolve_source`` returned; a folder passes.
-
-    Raises:
-        TaskError: neither.
     """
     # It comes with transformers.
     from huggingface_hub import constants, try_to_load_from_cache
@@ -125,12 +119,7 @@ def explained(source: str, what: str) -> Iterator[None]:
 
 
 def transformers_package() -> Any:
-    """Return transformers.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-        UnsupportedVersionError: it is too old.
-    """
+    """Return transformers."""
     require_supported("transformers")
     try:
         import transformers
@@ -172,11 +161,7 @@ def _model_folder(path: Path, source: str) -> Path:
 
 
 def _require_readable(folder: Path, source: str) -> None:
-    """Raise if a file of a model is one that transformers would read without an end, or until the memory is full.
-
-    Raises:
-        TaskError: it is a device, a pipe, or text of a size that no model has.
-    """
+    """Raise if a file of a model is one that transformers would read without an end, or until the memory is full."""
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in (Path(root, name) for name in names):
@@ -207,11 +192,7 @@ _GIVEN = ("num_classes", "pretrained")
 
 
 def require_timm(told: Mapping[str, Any]) -> None:
-    """Raise if a config is one of timm, and timm or the torchvision of its images is missing.
-
-    Raises:
-        MissingDependencyError: a package is not installed.
-    """
+    """Raise if a config is one of timm, and timm or the torchvision of its images is missing."""
     if told.get("pretrained_cfg") is None and told.get("model_type") != _KIND:
         return
     for package in ("timm", "torchvision"):
@@ -247,9 +228,6 @@ def require_depth(told: Mapping[str, Any]) -> None:
     """Raise if a config asks for more layers than can be built in reasonable time.
 
     A model is built before its weights are read, so that missing weights would be noticed too late.
-
-    Raises:
-        ValueError: a key asks for more than 2,000 layers; the message names it.
     """
     for key, value in told.items():
         if isinstance(value, dict):

@@ -48,11 +48,7 @@ from quantizer.tasks.datasets.rows import (
 
 @datasets.add("sst2-text")
 def read_sst2(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return all texts of a file.
-
-    Raises:
-        TaskError: the file does not exist, or a line is not ``label text``.
-    """
+    """Return all texts of a file."""
     refuse_options("sst2-text", split=split, subset=subset)
     file = require_file("sst2-text", path)
     rows: list[Row] = []
@@ -69,11 +65,7 @@ def read_sst2(path: Path | None, split: str | None, subset: str | None) -> list[
 
 @datasets.add("stsb-csv")
 def read_stsb(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return all pairs of a CSV file.
-
-    Raises:
-        TaskError: the file does not exist, or a line is not ``sentence,sentence,score``.
-    """
+    """Return all pairs of a CSV file."""
     refuse_options("stsb-csv", split=split, subset=subset)
     file = require_file("stsb-csv", path)
     reader = csv.reader(read_lines("stsb-csv", file), strict=True)
@@ -112,16 +104,7 @@ NEUTRAL = 0.5
 
 @datasets.add("vader")
 def read_vader(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return the rated texts of one subset and split.
-
-    Args:
-        path: a copy of the source distribution; None: it is fetched.
-        split: "head", "calibration", "evaluation" or ``None`` for all.
-        subset: one of ``SUBSETS``.
-
-    Raises:
-        TaskError: the split or subset is unknown, or the archive cannot be fetched or is not the expected file.
-    """
+    """Return the rated texts of one subset and split."""
     if subset not in SUBSETS:
         raise TaskError(f"data set 'vader' has no subset {subset!r}: set 'subset' to one of {', '.join(SUBSETS)}")
     if split is not None and split not in SPLITS:

@@ -38,15 +38,6 @@ def fetch_sdist(requirement: str, archive: str, sha256: str, folder: Path) -> Pa
     """Return the path of a source distribution in the cache; ``pip download`` fetches it if it is not there.
 
     The file appears in the cache only when it is complete and its hash is right.
-
-    Args:
-        requirement: one pinned package ("name==1.2").
-        archive: the file name of its source distribution.
-        sha256: the expected hash, hexadecimal.
-        folder: the cache folder; made if absent.
-
-    Raises:
-        TaskError: pip fails, the hash is wrong, or the cache cannot be written.
     """
     target = folder / archive
     if target.is_file():

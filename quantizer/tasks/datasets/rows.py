@@ -153,11 +153,7 @@ Row: TypeAlias = (
 
 
 def content_of(rows: Sequence[Row]) -> str:
-    """Return a hash of the content of rows; for images and recordings also of their files, which may change.
-
-    Raises:
-        TaskError: a file cannot be read.
-    """
+    """Return a hash of the content of rows; for images and recordings also of their files, which may change."""
     whole = hashlib.sha256()
     for row in rows:
         whole.update(repr(row).encode())
@@ -192,20 +188,12 @@ def refuse_options(name: str, *, split: str | None, subset: str | None) -> None:
 
 
 def require_file(name: str, path: Path | None) -> Path:
-    """Return the path of a data set's file, with ``~`` expanded.
-
-    Raises:
-        TaskError: no path was given, or there is no file at it.
-    """
+    """Return the path of a data set's file, with ``~`` expanded."""
     return _required(name, path, "file", "folder")
 
 
 def require_folder(name: str, path: Path | None) -> Path:
-    """Return the path of a data set's folder, with ``~`` expanded.
-
-    Raises:
-        TaskError: no path was given, or there is no folder at it.
-    """
+    """Return the path of a data set's folder, with ``~`` expanded."""
     return _required(name, path, "folder", "file")
 
 
@@ -229,11 +217,7 @@ def class_number(label: str) -> int | None:
 
 
 def read_lines(name: str, path: Path) -> list[str]:
-    """Return the lines of a UTF-8 file, with their line ends (a CSV field may hold one).
-
-    Raises:
-        TaskError: the file cannot be read, or is not UTF-8.
-    """
+    """Return the lines of a UTF-8 file, with their line ends (a CSV field may hold one)."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             return file.readlines()
@@ -244,16 +228,7 @@ def read_lines(name: str, path: Path) -> list[str]:
 
 
 def read_columns(name: str, file: Path, wanted: Sequence[Sequence[str]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the place (``FILE:LINE``) and the wanted fields of each line; nothing if the file is empty.
-
-    Args:
-        name: the name of the data set, for messages.
-        file: a CSV file with a header line; other columns are ignored.
-        wanted: for each wanted column, the names that it may have.
-
-    Raises:
-        TaskError: the file cannot be read, lacks a column, or has a malformed line.
-    """
+    """Yield the place (``FILE:LINE``) and the wanted fields of each line; nothing if the file is empty."""
     reader = csv.reader(read_lines(name, file), strict=True)
     try:
         first = next(reader, None)
@@ -274,15 +249,7 @@ def read_columns(name: str, file: Path, wanted: Sequence[Sequence[str]]) -> Iter
 
 
 def read_objects(name: str, file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place (``FILE:LINE``) and the object of each line of a file of JSON lines; empty lines are skipped.
-
-    Args:
-        name: the name of the data set, for messages.
-        file: the file.
-
-    Raises:
-        TaskError: the file cannot be read, or a line is no JSON object.
-    """
+    """Yield the place (``FILE:LINE``) and the object of each line of a file of JSON lines; empty lines are skipped."""
     for number, line in enumerate(read_lines(name, file), start=1):
         if not line.strip():
             continue
@@ -301,11 +268,7 @@ _FORM = '{"question": "What flies?", "choices": ["a cat", "a plane"], "label": 1
 
 @datasets.add("choices-jsonl")
 def read_choices(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return all questions of a file.
-
-    Raises:
-        TaskError: the file does not exist, or a line has another form or no right choice.
-    """
+    """Return all questions of a file."""
     refuse_options("choices-jsonl", split=split, subset=subset)
     file = require_file("choices-jsonl", path)
     return [_row(told, where) for where, told in read_objects("choices-jsonl", file)]

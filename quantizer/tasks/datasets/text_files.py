@@ -57,11 +57,7 @@ from quantizer.tasks.datasets.rows import (
 
 @datasets.add("text-csv")
 def read_text_csv(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return all texts of a CSV file with the columns ``text`` and ``label``.
-
-    Raises:
-        TaskError: the file or a column does not exist, or a line is malformed.
-    """
+    """Return all texts of a CSV file with the columns ``text`` and ``label``."""
     refuse_options("text-csv", split=split, subset=subset)
     file = require_file("text-csv", path)
     columns = read_columns("text-csv", file, [["text"], ["label"]])
@@ -101,11 +97,7 @@ def read_texts(path: Path, column: str = "text") -> list[str]:
 
 @datasets.add("text-lines")
 def read_text_lines(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return the texts of a file as rows, for models that fill in words or go on; see ``read_texts``.
-
-    Raises:
-        TaskError: the file does not exist, is malformed, or has no text.
-    """
+    """Return the texts of a file as rows, for models that fill in words or go on; see ``read_texts``."""
     refuse_options("text-lines", split=split, subset=subset)
     return [Plain(text) for text in read_texts(require_file("text-lines", path))]
 
@@ -141,11 +133,7 @@ _DOCUMENT = "-DOCSTART-"
 
 @datasets.add("conll")
 def read_conll(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return all texts of a file.
-
-    Raises:
-        TaskError: the file does not exist, or a line has one column alone.
-    """
+    """Return all texts of a file."""
     refuse_options("conll", split=split, subset=subset)
     file = require_file("conll", path)
     rows: list[Row] = []
@@ -170,11 +158,7 @@ _FORM = '{"data": [{"paragraphs": [{"context": ..., "qas": [{"question": ..., "a
 
 @datasets.add("squad-json")
 def read_squad_json(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return all questions of a file.
-
-    Raises:
-        TaskError: the file does not exist or has another form, or an answer is not in its context.
-    """
+    """Return all questions of a file."""
     refuse_options("squad-json", split=split, subset=subset)
     file = require_file("squad-json", path)
     try:
@@ -204,11 +188,7 @@ _COLUMNS = (("source", "text", "document"), ("target", "translation", "summary")
 
 @datasets.add("text-pairs")
 def read_text_pairs(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return all texts of a file, with what is to be written for them.
-
-    Raises:
-        TaskError: the file or a column does not exist, or a line is malformed or has an empty text.
-    """
+    """Return all texts of a file, with what is to be written for them."""
     refuse_options("text-pairs", split=split, subset=subset)
     file = require_file("text-pairs", path)
     readers = {".csv": lambda: read_columns("text-pairs", file, _COLUMNS), ".jsonl": lambda: _pairs_from_jsonl(file)}

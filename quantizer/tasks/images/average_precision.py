@@ -55,13 +55,7 @@ class Matches:
 
 
 def match_objects(found: Sequence[Found], rows: Sequence[Boxes], classes: Sequence[str]) -> Array:
-    """Return the ``Matches`` of each image and class [N x K], as objects, by COCO's rules.
-
-    Args:
-        found: what was found in each image.
-        rows: what is there.
-        classes: the names of the classes; a label of a row is one of them.
-    """
+    """Return the ``Matches`` of each image and class [N x K], as objects, by COCO's rules."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 

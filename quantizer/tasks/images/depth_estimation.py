@@ -50,12 +50,7 @@ class DepthEstimation(CountedTask):
         return [row.path for row in rows if isinstance(row, Image | Depths)]
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """Return the files with the distances of rows [N], each of which was read: all at once would fill the memory.
-
-        Raises:
-            TaskError: a row is of another kind, its distances are of another size than its image or all missing, or
-                the image processor cuts or pads images, so that places are not where they were.
-        """
+        """Return the files with the distances of rows [N], each of which was read: all at once would fill the memory."""
         for option in ("do_center_crop", "do_pad"):
             if getattr(self._processor, option, False):
                 raise TaskError(

@@ -57,11 +57,7 @@ class ObjectDetection(JudgedTask):
         return [row.path for row in rows_of_kind(rows, Boxes, self.name)]
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """Return the rows [N] as objects.
-
-        Raises:
-            TaskError: a row is of another kind, or has a class that the model does not have.
-        """
+        """Return the rows [N] as objects."""
         found = np.empty(len(rows), dtype=object)
         for at, row in enumerate(rows_of_kind(rows, Boxes, self.name)):
             unknown = sorted({*row.labels} - {*self._classes})
@@ -74,11 +70,7 @@ class ObjectDetection(JudgedTask):
         return found
 
     def collect(self, result: object, batch: Batch) -> Sequence[torch.Tensor]:
-        """Return the logits and boxes of each image's candidates, B tensors [Q x (C + 4)].
-
-        Raises:
-            TaskError: the model gives something else.
-        """
+        """Return the logits and boxes of each image's candidates, B tensors [Q x (C + 4)]."""
         logits, boxes = first_output(result, "logits"), first_output(result, "pred_boxes", 1)
         if logits.dim() != 3 or boxes.shape != (*logits.shape[:2], 4):
             raise TaskError(

@@ -51,12 +51,7 @@ class SemanticSegmentation(CountedTask):
         return [row.path for row in rows_of_kind(rows, Masked, self.name)]
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """Return the masks of rows [N], each [H x W] at the size of the processed image.
-
-        Raises:
-            TaskError: a row is of another kind, its mask is no image of class numbers or of another size than its
-                image, or the model does not have one of its classes.
-        """
+        """Return the masks of rows [N], each [H x W] at the size of the processed image."""
         found = np.empty(len(rows), dtype=object)
         for at, row in enumerate(rows_of_kind(rows, Masked, self.name)):
             found[at] = self._mask(row)

@@ -26,11 +26,7 @@ def has_text_tower(config: Any) -> bool:
 
 
 class TextTower(torch.nn.Module):
-    """The text tower of a model of images and texts, which computes its ``text_embeds``, each of length 1.
-
-    Args:
-        model: the model, of a type that ``has_text_tower``.
-    """
+    """The text tower of a model of images and texts, which computes its ``text_embeds``, each of length 1."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -23,14 +23,6 @@ class LabelledTower(torch.nn.Module):
     """The image tower of a model of images and texts, with the embeddings of some texts as its last layer.
 
     It computes for images what the whole model computes for them and these texts, its ``logits_per_image``.
-
-    Args:
-        model: a model of images and texts, of which the text tower runs once, in float; no reference to it is kept.
-        tokenizer: its tokenizer.
-        texts: the text of each label.
-
-    Raises:
-        TaskError: the model has no towers of the kind that CLIP has.
     """
 
     def __init__(self, model: Any, tokenizer: Any, texts: Mapping[str, str]) -> None:

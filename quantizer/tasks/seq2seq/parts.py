@@ -96,15 +96,7 @@ def parts_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def require_parts(model: Any, batch: Batch) -> None:
-    """Raise if a model is no encoder with a decoder whose cache are the keys and values of all tokens.
-
-    Args:
-        model: a model of transformers.
-        batch: what its encoder reads.
-
-    Raises:
-        TaskError: it is not.
-    """
+    """Raise if a model is no encoder with a decoder whose cache are the keys and values of all tokens."""
     if not getattr(model.config, "is_encoder_decoder", False):
         raise TaskError(
             f"{type(model).__name__} is no encoder with a decoder: choose another checkpoint, or task text-generation"
@@ -154,13 +146,7 @@ def keep(half: Any, made: Mapping[str, Tensor], prefix: str, name: str) -> None:
 
 
 def dynamic_axes(part: str, inputs: Batch, *, fixed_steps: bool) -> dict[str, dict[int, str]]:
-    """Return the dynamic axes of a part's inputs, for its export.
-
-    Args:
-        part: its name.
-        inputs: its inputs.
-        fixed_steps: whether the encoder gives as many steps for each row, as for recordings of one length.
-    """
+    """Return the dynamic axes of a part's inputs, for its export."""
     steps = {} if fixed_steps else {1: ENCODER_STEPS}
     if part == ENCODER:
         return {name: {0: "batch"} | ({} if fixed_steps else {1: "sequence"}) for name in inputs}

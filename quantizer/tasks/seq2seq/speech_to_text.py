@@ -44,11 +44,7 @@ class SpeechToText(WritingTask):
         return [row.path for row in rows_of_kind(rows, Speech, self.name)]
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """Return the words of each row [N], as one text.
-
-        Raises:
-            TaskError: a row is of another kind, or its recording is longer than ``seconds``.
-        """
+        """Return the words of each row [N], as one text."""
         found = np.empty(len(rows), dtype=object)
         for at, row in enumerate(rows_of_kind(rows, Speech, self.name)):
             require_whole(row.path, self._audio.recordings.seconds)

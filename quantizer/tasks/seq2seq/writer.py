@@ -32,13 +32,7 @@ _level = 0
 
 
 class Writer(nn.Module):
-    """A model as a module of what it writes: a batch -> ``sequences`` [B x S], without sampling.
-
-    Args:
-        model: a model of transformers that generates.
-        tokens: the most tokens that it writes.
-        exactly: whether it writes so many in any case, as to be timed.
-    """
+    """A model as a module of what it writes: a batch -> ``sequences`` [B x S], without sampling."""
 
     def __init__(self, model: Any, tokens: int, *, exactly: bool = False) -> None:
         super().__init__()
@@ -52,12 +46,7 @@ class Writer(nn.Module):
 
 
 def in_parts(model: Any, parts: Mapping[str, PartRun]) -> Any:
-    """Return a model of transformers that generates by its parts, whatever runs them.
-
-    Args:
-        model: the model: its class, its config and its generation config are read, and no weights.
-        parts: what runs each part, by its name.
-    """
+    """Return a model of transformers that generates by its parts, whatever runs them."""
     kind = type(model)
     with torch.device("meta"):
         shell = kind(model.config)
@@ -124,13 +113,7 @@ class _EncoderPart(nn.Module):
 
 
 class Steps(nn.Module):
-    """A model as a module that reads tokens one by one with its own cache: it cannot stray from their path.
-
-    Args:
-        model: a model of transformers, or what ``in_parts`` returned.
-        first: how many tokens are read at once at the beginning.
-        name: the name of what runs it, for messages.
-    """
+    """A model as a module that reads tokens one by one with its own cache: it cannot stray from their path."""
 
     output_names = ("logits",)
 
@@ -156,14 +139,7 @@ class Steps(nn.Module):
 
 
 def read_tokens(model: Any, batch: Batch, tokens: int, *, exactly: bool = False) -> list[Tensor]:
-    """Return what a float model's decoder reads while it writes: the first tokens [B x S], and each one [B x 1] after.
-
-    Args:
-        model: a model of transformers.
-        batch: what its encoder reads.
-        tokens: the most tokens that it writes.
-        exactly: whether it writes so many in any case.
-    """
+    """Return what a float model's decoder reads while it writes: the first tokens [B x S], and each one [B x 1] after."""
     seen: list[Tensor] = []
 
     def look(_: nn.Module, __: tuple[Any, ...], given: dict[str, Any]) -> None:

@@ -21,14 +21,7 @@ _KINDS = ("key", "value")
 
 
 class DecodeStep(nn.Module):
-    """A causal language model with its cache as tensors, under the names that the usual runtimes know.
-
-    Args:
-        model: a model of transformers, for causal language modelling.
-
-    Raises:
-        TaskError: a layer keeps something else than the keys and values of all tokens.
-    """
+    """A causal language model with its cache as tensors, under the names that the usual runtimes know."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

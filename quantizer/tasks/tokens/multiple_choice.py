@@ -104,11 +104,7 @@ class MultipleChoice(Task):
         return found
 
     def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the scores of pairs [R x 1] unchanged.
-
-        Raises:
-            TaskError: the output has another shape.
-        """
+        """Return the scores of pairs [R x 1] unchanged."""
         if output.dim() != 2 or output.shape[1] != 1:
             raise TaskError(f"the model's output has the shape {tuple(output.shape)}, expected a score for each pair")
         return output

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def per_token(output: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
-    """Return the values of each row's own tokens, B tensors [S x ...], of values [B x S x ...].
-
-    Raises:
-        TaskError: the output has no value for each token.
-    """
+    """Return the values of each row's own tokens, B tensors [S x ...], of values [B x S x ...]."""
     ids = batch["input_ids"]
     if output.shape[:2] != ids.shape:
         raise TaskError(
@@ -47,11 +43,7 @@ def whole_numbers(values: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
 
 
 def flips(reference: Predictions, other: Predictions, among: npt.NDArray[Any]) -> float:
-    """Return the share of the tokens ``among`` [N x S] for which two models decide differently.
-
-    Raises:
-        TaskError: the predictions are of other rows.
-    """
+    """Return the share of the tokens ``among`` [N x S] for which two models decide differently."""
     if reference.decisions.shape != other.decisions.shape:
         return label_flips(reference.decisions, other.decisions)
     return label_flips(reference.decisions[among], other.decisions[among])

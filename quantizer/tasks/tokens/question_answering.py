@@ -127,11 +127,7 @@ class _QuestionInputs(PairInputs):
     wanted = "task 'question-answering' is for questions about texts: use a data set of them, like 'squad-json'"
 
     def places(self, rows: Sequence[Any]) -> list[_Place]:
-        """Return the tokens of each row in its context.
-
-        Raises:
-            TaskError: the tokenizer does not say where its tokens are.
-        """
+        """Return the tokens of each row in its context."""
         pairs = [(row.question, row.context) for row in rows]
         self.require_fast()
         encoded = self.encoded(pairs, max_length=self.max_length, return_offsets_mapping=True)

@@ -59,11 +59,7 @@ class TextGeneration(CountedTask):
         return whole_numbers(outputs[..., 1])
 
     def counts(self, predictions: Predictions, rows: Sequence[Row]) -> npt.NDArray[np.float64]:
-        """Return the sum of the losses of each row's tokens in nats, and their number [N x 2].
-
-        Raises:
-            TaskError: no row has two tokens, so that there is none to foretell.
-        """
+        """Return the sum of the losses of each row's tokens in nats, and their number [N x 2]."""
         losses = predictions.outputs[..., 0]
         there = ~np.isnan(losses)
         if not there.any():

@@ -50,11 +50,7 @@ class TokenClassification(CountedTask):
         return [row.words for row in rows_of_kind(rows, Words, self.name)]
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """Return the tags of each row [N], as tuples.
-
-        Raises:
-            TaskError: a row is of another kind, or the model has none of its tags.
-        """
+        """Return the tags of each row [N], as tuples."""
         found = np.empty(len(rows), dtype=object)
         for at, row in enumerate(rows_of_kind(rows, Words, self.name)):
             unknown = sorted({*row.tags} - {*self._tags})
@@ -106,11 +102,7 @@ class _WordInputs(TextInputs):
         return self.tokenizer(words, is_split_into_words=True, truncation=True, **options)
 
     def first_tokens(self, rows: Sequence[Any]) -> list[list[int | None]]:
-        """Return the place of the first token of each word; None: it was cut off.
-
-        Raises:
-            TaskError: the tokenizer does not say which token belongs to which word.
-        """
+        """Return the place of the first token of each word; None: it was cut off."""
         self.require_fast()
         encoded = self.encoded([row.words for row in rows], max_length=self.max_length)
         found: list[list[int | None]] = []

@@ -32,11 +32,7 @@ from quantizer.engines.torch_engine.onnx_import.importer import Imported
 
 
 def lower(imported: Imported, usual: Mapping[str, int] = MappingProxyType({})) -> RunnableSizes:
-    """Lower a graph in place; return sizes with which it runs: the usual ones if they are known, by name.
-
-    Raises:
-        EngineError: it runs with no sizes.
-    """
+    """Lower a graph in place; return sizes with which it runs: the usual ones if they are known, by name."""
     module = imported.module
     sizes = runnable_sizes(module, imported.inputs, usual)
     fuse_attention(module)

@@ -115,16 +115,7 @@ _SIZES = ((8, 128), (8, 64), (4, 32), (2, 16), (2, 8), (2, 4), (2, 2))
 def runnable_sizes(
     module: LoweredGraph, specs: Sequence[TensorSpec], usual: Mapping[str, int] = MappingProxyType({})
 ) -> RunnableSizes:
-    """Return sizes with which the graph runs.
-
-    Args:
-        module: the graph.
-        specs: its inputs.
-        usual: sizes by name that are tried first; 2 in the place of 1, which would broadcast.
-
-    Raises:
-        EngineError: it runs with none of those that were tried; the message is that of the last.
-    """
+    """Return sizes with which the graph runs."""
     known: Mapping[str, int] = {name: max(size, 2) for name, size in usual.items()}
     named = [(*_SIZES[0], known)] if usual else []
     for batch, sequence, sizes in (*named, *((*pair, {}) for pair in _SIZES)):
@@ -155,18 +146,7 @@ def node_values(
     sequence: int,
     sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[fx.Node, torch.Tensor]:
-    """Return for each node that makes a tensor one of its shape and type, without data.
-
-    Args:
-        module: the graph; its constants may be on the device ``meta``.
-        specs: its inputs.
-        batch: size of the first dimension of an input, where it is dynamic.
-        sequence: size of its other dynamic dimensions.
-        sizes: sizes of dynamic dimensions by name, where they are known; they come before the two.
-
-    Raises:
-        EngineError: the operators do not fit together with these sizes.
-    """
+    """Return for each node that makes a tensor one of its shape and type, without data."""
     arrays = made_up_inputs(specs, batch, sequence, sizes=sizes)
     with FakeTensorMode(), prepacking_without_data():
         inputs = [torch.empty(arrays[spec.name].shape, dtype=_dtype(arrays[spec.name])) for spec in specs]
@@ -185,11 +165,7 @@ def _dtype(array: Any) -> torch.dtype:
 
 
 class _Recorder(fx.Interpreter):
-    """Interpreter that keeps every tensor.
-
-    Attributes:
-        values: by the node that has made them.
-    """
+    """Interpreter that keeps every tensor."""
 
     def __init__(self, module: LoweredGraph) -> None:
         super().__init__(module)

@@ -66,15 +66,7 @@ def _lower_linear(
     scales: torch.Tensor,
     packed: dict[fx.Node, fx.Node],
 ) -> None:
-    """Lower one product.
-
-    Args:
-        module: the graph.
-        product: the product.
-        codes: of its weight.
-        scales: of its weight.
-        packed: weights that are packed already, by their dequantizer: a module that is called twice has one.
-    """
+    """Lower one product."""
     reader, bias = only_reader(product), None
     last = product
     if is_call(reader, aten.add.Tensor):

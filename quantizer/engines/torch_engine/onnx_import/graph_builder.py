@@ -126,11 +126,7 @@ operators: Registry[Translation] = Registry("ONNX operator")
 
 
 def translated(build: GraphBuilder, node: OnnxNode) -> tuple[Value, ...]:
-    """Return what a node computes, by the function that is registered for its operator.
-
-    Raises:
-        EngineError: it cannot be imported, or has an attribute that this function does not know.
-    """
+    """Return what a node computes, by the function that is registered for its operator."""
     made = operators[node.operator](build, node)
     known = node.attributes.read | _WITHOUT_EFFECT | _IN_SOME_FORMS.get(node.operator, frozenset())
     for name, value in node.attributes.items() if node.operator not in _QUANTIZERS else ():
@@ -212,22 +208,14 @@ class GraphBuilder:
         return None
 
     def needed_sizes(self, node: OnnxNode, place: int) -> list[Any]:
-        """Return the whole numbers of an input.
-
-        Raises:
-            EngineError: they are computed from data.
-        """
+        """Return the whole numbers of an input."""
         found = self.sizes(node.input(place))
         if found is None:
             raise node.fault(f"input {place} is computed from data; it is needed as constants or sizes")
         return list(found)
 
     def constant_number(self, node: OnnxNode, place: int, missing: float) -> float:
-        """Return the number of an input; ``missing`` where it is left out.
-
-        Raises:
-            EngineError: it is computed.
-        """
+        """Return the number of an input; ``missing`` where it is left out."""
         value = node.input(place)
         if value is None:
             return missing

@@ -83,26 +83,13 @@ def import_onnx(path: Path) -> Imported:
     """Return the graph of an ONNX file in aten operators; QuantizeLinear and DequantizeLinear stay what they are.
 
     Dynamic axes stay dynamic. The operators are those that the exporter of this package writes, and others.
-
-    Raises:
-        EngineError: the file is missing, damaged or no ONNX file, or has an operator, or a form of one, that is not
-            known here; the message names the node.
-        MissingDependencyError: onnx is not installed.
     """
     checked_onnx(path)
     return import_graph(read_graph(path), path.parent)
 
 
 def import_graph(model: Any, folder: Path) -> Imported:
-    """Return the graph of an ONNX model, as ``import_onnx``.
-
-    Args:
-        model: an ``onnx.ModelProto``, which stays as it is.
-        folder: where its external data lies.
-
-    Raises:
-        EngineError: as ``import_onnx``.
-    """
+    """Return the graph of an ONNX model, as ``import_onnx``."""
     onnx = import_library("onnx", "onnx")
     model = in_known_opset(onnx, model)
     while True:
@@ -117,13 +104,7 @@ def import_graph(model: Any, folder: Path) -> Imported:
 
 
 class _Reader:
-    """Reader of one model.
-
-    Attributes:
-        values: what each name of the ONNX graph is, so far.
-        known: what nodes compute from constants alone, by name.
-        chosen: the branch of each If that is decided, by the name of its first output.
-    """
+    """Reader of one model."""
 
     def __init__(self, onnx: Any, model: Any, folder: Path) -> None:
         self.onnx = onnx
@@ -136,11 +117,7 @@ class _Reader:
         self._shapes = inferred_shapes(onnx, model)
 
     def read(self) -> Imported:
-        """Return the graph of the whole model.
-
-        Raises:
-            EngineError: as ``import_onnx``.
-        """
+        """Return the graph of the whole model."""
         graph, build = self._graph, self.build
         for held in graph.initializer:
             self.values[held.name] = Constant(held.name, self.array(held))

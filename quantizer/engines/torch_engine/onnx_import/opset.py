@@ -14,15 +14,7 @@ _FIRST = 7
 
 
 def in_known_opset(onnx: Any, model: Any) -> Any:
-    """Return a model in an opset of which the operators are known here: the model itself, or one that ONNX converted.
-
-    Args:
-        onnx: the module.
-        model: an ``onnx.ModelProto``, which stays as it is.
-
-    Raises:
-        EngineError: its opset is newer than the installed ONNX knows, too old, or ONNX cannot convert it.
-    """
+    """Return a model in an opset of which the operators are known here: the model itself, or one that ONNX converted."""
     opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
     latest = onnx.defs.onnx_opset_version()
     if opset > latest:

@@ -17,10 +17,6 @@ def inferred_shapes(onnx: Any, model: Any) -> dict[str, Shape]:
 
     ONNX itself does not tell the rank of what is reshaped to computed sizes, and nothing of what follows; how many
     sizes there are tells it.
-
-    Args:
-        onnx: the module.
-        model: an ``onnx.ModelProto``, which stays as it is.
     """
     found = _inferred(onnx, model)
     told: dict[str, int] = {}

@@ -11,14 +11,7 @@ import numpy as np
 def simplified(
     onnx: Any, model: Any, known: Mapping[str, np.ndarray[Any, Any]], chosen: Mapping[str, Any]
 ) -> Any | None:
-    """Return a model with fewer nodes that computes the same; None if nothing was found out.
-
-    Args:
-        onnx: the module.
-        model: an ``onnx.ModelProto``, which stays as it is.
-        known: values that nodes make of constants alone, by name.
-        chosen: the branch (an ``onnx.GraphProto``) of each If that is decided, by the name of its first output.
-    """
+    """Return a model with fewer nodes that computes the same; None if nothing was found out."""
     made = [list(_in_place_of(onnx, node, known, chosen)) for node in model.graph.node]
     if all(nodes == [node] for nodes, node in zip(made, model.graph.node, strict=True)):
         return None

@@ -78,9 +78,6 @@ class BytesFirst:
     """``Transpose(x) -> Cast`` of an input x of bytes becomes ``Cast(x, INT32) -> Transpose -> Cast``.
 
     Sums and products of bytes wrap around, and stay as they are.
-
-    Args:
-        narrow: the element types that the target reads by a Cast alone.
     """
 
     def __init__(self, narrow: Collection[str]) -> None:
@@ -193,11 +190,7 @@ _NAME = "quantizer_unsigned_zero_point"
 
 
 class UnsignedActivations:
-    """``Q(x, s, int8 0) -> DQ`` becomes ``Q(x, s, uint8 128) -> DQ(.., uint8 128)``; codes that are a result stay.
-
-    Args:
-        where: ``weighted``: only where the DQ feeds a product with a stored weight; ``all``: everywhere.
-    """
+    """``Q(x, s, int8 0) -> DQ`` becomes ``Q(x, s, uint8 128) -> DQ(.., uint8 128)``; codes that are a result stay."""
 
     def __init__(self, where: Literal["weighted", "all"]) -> None:
         self.where = where

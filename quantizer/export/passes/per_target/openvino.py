@@ -202,12 +202,7 @@ def _insert_behind(node: Any, reader: Any) -> None:
 
 
 class UnfusedReductions(MatchPass[Any]):
-    """``ReduceMax(x) -> ...`` becomes ``ReduceMax(x) -> Max(both inputs) -> ...``, with the same values.
-
-    Args:
-        kinds: the operators of such reductions.
-        misread: the operators of those that count only where factors of channels behind them would be misread.
-    """
+    """``ReduceMax(x) -> ...`` becomes ``ReduceMax(x) -> Max(both inputs) -> ...``, with the same values."""
 
     left = "a reduction can still be fused with its reader"
 
@@ -237,11 +232,7 @@ class UnfusedReductions(MatchPass[Any]):
 
 
 class FactorsBeforeReductions(_MaxBetween):
-    """``x * factors -> ReduceMean`` becomes ``x * factors -> Max(both inputs) -> ReduceMean`` in files with Q/DQ.
-
-    Args:
-        kinds: the operators of such reductions.
-    """
+    """``x * factors -> ReduceMean`` becomes ``x * factors -> Max(both inputs) -> ReduceMean`` in files with Q/DQ."""
 
     left = "factors can still be moved behind a reduction"
 

@@ -33,24 +33,12 @@ _OF_CHECKPOINTS = ("task", "config", "calibration", "rows", "column", "tuning", 
 
 
 def convert_function(given: Mapping[str, Any], console: Console) -> Path:
-    """Carry out the conversion of a module that a function returns, and return the folder, which is that of a run.
-
-    Args:
-        given: the options of the command that were given, by name.
-        console: where stages and results are printed.
-
-    Raises:
-        QuantizerError: the options do not fit together, or a stage failed; nothing was written.
-    """
+    """Carry out the conversion of a module that a function returns, and return the folder, which is that of a run."""
     return run(function_config(given), None, given.get("force", False), console)
 
 
 def function_config(given: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration of a run for options.
-
-    Raises:
-        ConfigError: a list of all problems, each with its option.
-    """
+    """Return the configuration of a run for options."""
     problems = list(_problems(given))
     if problems:
         raise ConfigError(problems)

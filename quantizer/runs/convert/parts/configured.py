@@ -29,11 +29,7 @@ from quantizer.runs.written_sizes import is_in_parts
 
 
 def require_possible_run(config: RunConfig) -> None:
-    """Raise if a run asks for something that its model in parts cannot have, or for what other models do not have.
-
-    Raises:
-        ConfigError: it does; all problems are listed.
-    """
+    """Raise if a run asks for something that its model in parts cannot have, or for what other models do not have."""
     problems = list(_problems(config) if is_in_parts(config) else _problems_of_one(config))
     if problems:
         raise ConfigError(problems)
@@ -65,20 +61,7 @@ def run_parts(
     timer: StageTimer,
     load: Load,
 ) -> RunRecord:
-    """Carry out the stages of a run, and return its record; the folder has the engine of each part.
-
-    Args:
-        config: the configuration, with a backend.
-        among: the backends of which the fastest is chosen; empty: all; None: there is no choice.
-        name: the name of the run.
-        target: the folder that is being filled.
-        kept: files from which a run resumes; there are none for such a model.
-        timer: prints and times stages.
-        load: loads the model and the rows.
-
-    Raises:
-        QuantizerError: a stage failed.
-    """
+    """Carry out the stages of a run, and return its record; the folder has the engine of each part."""
     with timer("load model and data"):
         work = load(timer, kept, target)
     config = work.fit(config)

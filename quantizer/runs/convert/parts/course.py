@@ -82,17 +82,7 @@ class PartsDone:
 
 
 class PartsCourse:
-    """One model in parts on its way to engines.
-
-    Args:
-        asked: the request.
-        facts: the model, and the sizes that engines are built for.
-        work: the model and its data.
-        target: the folder that is filled, which is another one until it is complete.
-        place: returns the folder in it for what is delivered of a backend.
-        scratch: a folder for all other files.
-        scores: where the scores of all resamples are kept for a comparison with other runs; None: nowhere.
-    """
+    """One model in parts on its way to engines."""
 
     def __init__(
         self,
@@ -206,11 +196,7 @@ class PartsCourse:
         self._deliver(best, plain, replace(whole, latency=whole.latency.named(names)))
 
     def _best(self, choice: EngineChoice) -> str:
-        """Return the name of the candidate to deliver, the fastest, or the fastest that is quantized if one is needed.
-
-        Raises:
-            EngineError: nothing quantized is right and runs here.
-        """
+        """Return the name of the candidate to deliver, the fastest, or the fastest that is quantized if one is needed."""
         return (quantized_of(choice) if self.asked.needs_quantized else choice.candidates)[0].name
 
     def _forms(self, made: PartsMade) -> dict[str, Any]:

@@ -13,11 +13,7 @@ _TOKENS = 128
 
 
 def require_possible(asked: ConversionRequest, facts: ConversionInputs) -> None:
-    """Raise if a request asks for something that models in parts cannot have.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Raise if a request asks for something that models in parts cannot have."""
     if asked.max_drop is not None:
         raise ConfigError(
             [
@@ -28,16 +24,7 @@ def require_possible(asked: ConversionRequest, facts: ConversionInputs) -> None:
 
 
 def most_tokens(asked: int | None, config: Any, option: str) -> int:
-    """Return how many tokens are written for a row at most.
-
-    Args:
-        asked: how many were asked for; None: as many as usual.
-        config: that of the model.
-        option: where they are asked for, for messages.
-
-    Raises:
-        TaskError: the decoder has not so many positions.
-    """
+    """Return how many tokens are written for a row at most."""
     positions = [getattr(config, name, None) for name in ("max_target_positions", "max_position_embeddings")]
     most = next((one for one in positions if isinstance(one, int)), None)
     # Some are for the tokens that the decoder begins with.

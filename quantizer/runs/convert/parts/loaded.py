@@ -53,15 +53,7 @@ class ConvertedParts:
         return in_parts(empty_model(str(self.folder / MODEL), self.config["task"]), runs)
 
     def generate(self, samples: Sequence[Sample], tokens: int | None = None) -> list[str]:
-        """Return what the model writes for texts or recordings, as its own generation config says, without sampling.
-
-        Args:
-            samples: texts, or paths of recordings.
-            tokens: the most tokens to write for each; None: as many as the engines were built for.
-
-        Raises:
-            QuantizerError: these are more or fewer than the engines were built for, or a file cannot be read.
-        """
+        """Return what the model writes for texts or recordings, as its own generation config says, without sampling."""
         if isinstance(samples, str):
             raise QuantizerError("generate() takes a list of texts or paths, and was given one: put it into a list")
         (fewest, _, most), longest = self.config["dimensions"]["batch"], self.config["tokens"]

@@ -24,15 +24,7 @@ _TIMED_TOKENS = 32
 def agreements(
     task: Task, models: Mapping[str, Any], batches: Sequence[Batch], tokens: int, float_model: Any
 ) -> dict[str, Agreement]:
-    """Return how far the texts of models are those of the float model, by the names of the models.
-
-    Args:
-        task: the task.
-        models: models of transformers, in parts or not.
-        batches: what their encoders read.
-        tokens: the most tokens that they write.
-        float_model: the float model.
-    """
+    """Return how far the texts of models are those of the float model, by the names of the models."""
     right = _written(task, float_model, batches, tokens)
     made = {}
     for name, model in models.items():
@@ -51,12 +43,7 @@ def _written(task: Task, model: Any, batches: Sequence[Batch], tokens: int) -> A
 
 
 def whole_latency(maker: PartMaker, models: Mapping[str, Any]) -> WholeLatency:
-    """Return the time to write a number of tokens for the batch of the usual shape, models in turns.
-
-    Args:
-        maker: what made the engines.
-        models: models of transformers by name, in parts or not.
-    """
+    """Return the time to write a number of tokens for the batch of the usual shape, models in turns."""
     writers: dict[str, nn.Module | Engine] = {name: _writer(maker, model) for name, model in models.items()}
     batch = maker.checked_on[maker.facts.usual].read
     return WholeLatency(_timed_tokens(maker), measure_latency(writers, batch, maker.asked.threads))
@@ -76,14 +63,7 @@ def _timed_tokens(maker: PartMaker) -> int:
 
 
 def part_latency(maker: PartMaker, name: str, made: PartsMade, plain: PartsMade | None) -> tuple[ShapeLatency, ...]:
-    """Return the latency of a part at each shape: in PyTorch, in its engine, and in that of the float model.
-
-    Args:
-        maker: what made the engines.
-        name: the part.
-        made: the engines.
-        plain: those of the float model; None: they are these.
-    """
+    """Return the latency of a part at each shape: in PyTorch, in its engine, and in that of the float model."""
     engines = {} if plain is None else {"float engine": plain.parts[name].engine}
     engines["engine"] = made.parts[name].engine
     models: dict[str, nn.Module | Engine] = {PYTORCH: maker.parts[name]}

@@ -45,11 +45,6 @@ def calibration_batches(model: Any, batches: Sequence[Batch], tokens: int) -> li
     """Return the batches that calibrate a whole model: what its encoder reads, and what it writes itself for that.
 
     A decoder reads the tokens of a row at once, which gives the same ranges as one by one with a cache.
-
-    Args:
-        model: the float model.
-        batches: what its encoder reads.
-        tokens: the most tokens that it writes.
     """
     made = []
     with loop("write", unit="batch") as writing:
@@ -65,14 +60,7 @@ def calibration_batches(model: Any, batches: Sequence[Batch], tokens: int) -> li
 
 
 def part_batches(model: Any, parts: dict[str, nn.Module], read: Batch, steps: int) -> PartBatches:
-    """Return what each part reads, for a batch of the encoder, after a few tokens were written.
-
-    Args:
-        model: the float model.
-        parts: its parts.
-        read: the batch of the encoder; the tokens are those that are written for its first row.
-        steps: how many tokens are written, 2 or more.
-    """
+    """Return what each part reads, for a batch of the encoder, after a few tokens were written."""
     rows = len(next(iter(read.values())))
     seen = read_tokens(model, rows_at(read, (0,)), steps, exactly=True)
     first, written = seen[0].shape[1], torch.cat(seen, dim=1).repeat(rows, 1)

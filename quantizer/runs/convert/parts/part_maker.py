@@ -129,15 +129,7 @@ class PartMaker:
         return Variant(backend=name, dtype=self.asked.dtype, precision=precision, compiled=self.asked.compiled)
 
     def made(self, variant: Variant, quantizer: Quantizer | None) -> PartsMade:
-        """Export, build and check the engines of all parts.
-
-        Args:
-            variant: how they are built.
-            quantizer: the calibrated quantizer of its backend; None: they are the float model's.
-
-        Raises:
-            QuantizerError: one cannot be made, or is wrong.
-        """
+        """Export, build and check the engines of all parts."""
         stage, quantized = self.context.timer, None
         if quantizer is not None:
             with stage("quantize"):
@@ -242,11 +234,7 @@ class PartMaker:
         }
 
     def _checked(self, name: str, engine: Engine, module: nn.Module, bound: Tolerance) -> tuple[OutputCheck, ...]:
-        """Return the outputs of a part's engine against those of its module in PyTorch, at each shape.
-
-        Raises:
-            EngineError: they are too far from them.
-        """
+        """Return the outputs of a part's engine against those of its module in PyTorch, at each shape."""
         plain, expected = self._plain(name, engine.output_names), self._outputs(name, module, engine.output_names)
         try:
             return tuple(check_engine(engine, expected, plain, bound))
@@ -256,13 +244,7 @@ class PartMaker:
     def references(
         self, name: str, quantized: nn.Module | None, names: Sequence[str]
     ) -> tuple[list[Reference], list[Reference]]:
-        """Return PyTorch's outputs of a part, and those of the float model, at each shape.
-
-        Args:
-            name: the part.
-            quantized: the frozen proxy of the whole model; None: the float model itself.
-            names: the names of the outputs.
-        """
+        """Return PyTorch's outputs of a part, and those of the float model, at each shape."""
         module = (self.parts if quantized is None else parts_of(quantized))[name]
         return self._outputs(name, module, names), self._plain(name, names)
 

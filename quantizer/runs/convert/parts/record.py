@@ -33,17 +33,7 @@ def parts_record(
     folder: Path,
     choice: EngineChoice | None,
 ) -> RunRecord:
-    """Return the record of quantized engines: outputs of all parts, the time of a whole text, and the step's layers.
-
-    Args:
-        maker: what made the engines.
-        made: the engines.
-        plain: those of the float model; None: they failed.
-        result: what was measured.
-        quantizer: the calibrated quantizer of their backend.
-        folder: where the engines are.
-        choice: what else was tried; None: the backend was asked for.
-    """
+    """Return the record of quantized engines: outputs of all parts, the time of a whole text, and the step's layers."""
     asked, facts, context, coverage = maker.asked, maker.facts, maker.context, quantizer.coverage
     step = replace(made.parts[WITH_PAST].built, path=Path(f"{WITH_PAST}.engine"))
     batch, sequence = facts.shapes[facts.usual]

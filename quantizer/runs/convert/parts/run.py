@@ -31,18 +31,7 @@ from quantizer.runs.run_context import load_context, resume_files
 def convert_parts(
     asked: ConversionRequest, facts: ConversionInputs, data: Samples | None, folder: Path, console: Console
 ) -> Path:
-    """Carry out the conversion of a model in parts, and return the folder that was written.
-
-    Args:
-        asked: the request.
-        facts: what it means for the checkpoint.
-        data: the calibration data; None: the float model is converted.
-        folder: the folder, which is complete or absent.
-        console: where stages and results are printed.
-
-    Raises:
-        QuantizerError: a stage failed; nothing was written.
-    """
+    """Carry out the conversion of a model in parts, and return the folder that was written."""
     require_possible(asked, facts)
     made: list[PartsDone] = []
 

@@ -24,15 +24,7 @@ ON_GPU = "on_gpu"
 def serve_parts(
     maker: PartMaker, facts: ConversionInputs, made: PartsMade, signatures: Mapping[str, Signature], folder: Path
 ) -> dict[str, dict[str, str]]:
-    """Write the files for servers of all parts, and return what there is of each, by its name.
-
-    Args:
-        maker: what made the engines.
-        facts: the model.
-        made: the engines.
-        signatures: inputs and outputs of the ONNX file of each part.
-        folder: the folder of the backend, with the files of all parts in it.
-    """
+    """Write the files for servers of all parts, and return what there is of each, by its name."""
     name = made.variant.backend
     found: dict[str, dict[str, str]] = {}
     for part, signature in signatures.items():

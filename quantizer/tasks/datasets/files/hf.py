@@ -99,13 +99,6 @@ def rows_of_table(table: Any, name: str) -> list[Row]:
     """Return the rows of a table, as the kind that its columns make.
 
     Classes that the table knows by name get their names, except those of texts, whose rows hold the number.
-
-    Args:
-        table: a ``datasets.Dataset``.
-        name: its name, for messages.
-
-    Raises:
-        TaskError: no kind of row has these columns, or a row is malformed.
     """
     columns = list(table.column_names)
     for fields, make in _KINDS:
@@ -180,12 +173,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @datasets.add("hf")
 def read_hf(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return the rows of a split.
-
-    Raises:
-        MissingDependencyError: the package ``datasets`` is not installed.
-        TaskError: there is no such data, it has several splits and none is named, or its columns make no rows.
-    """
+    """Return the rows of a split."""
     if path is None:
         raise TaskError(
             "data set 'hf' reads a file, a folder or a name of the hub, but no path was given: set 'path', such as "

@@ -41,11 +41,7 @@ from quantizer.tasks.datasets.rows import Boxes, Depths, Masked, Row, datasets, 
 
 @datasets.add("coco-json")
 def read_coco(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return all images that a file names, with their objects, in the order of the file.
-
-    Raises:
-        TaskError: the file or an image does not exist, or the file has another form.
-    """
+    """Return all images that a file names, with their objects, in the order of the file."""
     refuse_options("coco-json", split=split, subset=subset)
     file = require_file("coco-json", path)
     try:
@@ -87,21 +83,13 @@ def _image(file: Path, name: str) -> Path:
 
 @datasets.add("image-depths")
 def read_image_depths(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return all images of a folder with their distances.
-
-    Raises:
-        TaskError: a folder does not exist, or an image has no distances.
-    """
+    """Return all images of a folder with their distances."""
     refuse_options("image-depths", split=split, subset=subset)
     return [Depths(*pair) for pair in paired_files("image-depths", path, "depths", (*IMAGE_FILES, ".npy"))]
 
 
 @datasets.add("image-masks")
 def read_image_masks(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return all images of a folder with their masks.
-
-    Raises:
-        TaskError: a folder does not exist, or an image has no mask.
-    """
+    """Return all images of a folder with their masks."""
     refuse_options("image-masks", split=split, subset=subset)
     return [Masked(*pair) for pair in paired_files("image-masks", path, "masks", IMAGE_FILES)]

@@ -49,38 +49,20 @@ from quantizer.tasks.datasets.rows import (
 
 @datasets.add("image-csv")
 def read_image_csv(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return all images that a CSV file names.
-
-    Raises:
-        TaskError: the file, a column or an image does not exist, or a line is malformed.
-    """
+    """Return all images that a CSV file names."""
     refuse_options("image-csv", split=split, subset=subset)
     return [Image(*row) for row in _labelled("image-csv", require_file("image-csv", path), "image")]
 
 
 @datasets.add("audio-csv")
 def read_audio_csv(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return all recordings that a CSV file names.
-
-    Raises:
-        TaskError: the file, a column or a recording does not exist, or a line is malformed.
-    """
+    """Return all recordings that a CSV file names."""
     refuse_options("audio-csv", split=split, subset=subset)
     return [Audio(*row) for row in _labelled("audio-csv", require_file("audio-csv", path), "recording")]
 
 
 def beside(file: Path, name: str, where: str, what: str) -> Path:
-    """Return the path that a line of a file names, from the file's own folder on.
-
-    Args:
-        file: the file with the line.
-        name: the path in it.
-        where: the place of the line, for messages.
-        what: the kind of file, for messages.
-
-    Raises:
-        TaskError: there is no such file.
-    """
+    """Return the path that a line of a file names, from the file's own folder on."""
     path = file.parent / name
     if not is_file(path):
         raise TaskError(f"{where}: there is no {what} {path} (a relative path starts at the file's own folder)")
@@ -97,22 +79,14 @@ def _labelled(dataset: str, file: Path, what: str) -> Iterator[tuple[Path, str]]
 
 @datasets.add("image-folder")
 def read_image_folder(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return all images below a folder, labelled by the name of their class folder.
-
-    Raises:
-        TaskError: the folder does not exist or has no images, or an image is in no class folder.
-    """
+    """Return all images below a folder, labelled by the name of their class folder."""
     refuse_options("image-folder", split=split, subset=subset)
     return [Image(*row) for row in _labelled_files("image-folder", require_folder("image-folder", path), IMAGE_FILES)]
 
 
 @datasets.add("audio-folder")
 def read_audio_folder(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return all recordings below a folder, labelled by the name of their class folder.
-
-    Raises:
-        TaskError: the folder does not exist or has no recordings, or a recording is in no class folder.
-    """
+    """Return all recordings below a folder, labelled by the name of their class folder."""
     refuse_options("audio-folder", split=split, subset=subset)
     return [Audio(*row) for row in _labelled_files("audio-folder", require_folder("audio-folder", path), AUDIO_FILES)]
 
@@ -142,11 +116,7 @@ _COLUMNS = (("path", "file", "audio"), ("text", "transcript", "sentence"))
 
 @datasets.add("transcripts")
 def read_transcripts(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return all recordings that a file names, with their words.
-
-    Raises:
-        TaskError: the file, a column or a recording does not exist, or a line is malformed or has no words.
-    """
+    """Return all recordings that a file names, with their words."""
     refuse_options("transcripts", split=split, subset=subset)
     file = require_file("transcripts", path)
     readers = {".csv": _from_csv, ".jsonl": _from_jsonl}

@@ -45,26 +45,13 @@ def file_paths(folder: Path, endings: Sequence[str]) -> list[Path]:
 
     In most folders the order of names is one of classes: the first hundred by name would be of a few classes only.
     Links to folders are followed. Names that begin with a dot are skipped: programs keep hidden copies there.
-
-    Raises:
-        TaskError: a link to a file is broken, or one leads to a folder that contains it.
     """
     found = list(_below(folder, endings, ()))
     return sorted(found, key=lambda path: hashlib.sha256(path.relative_to(folder).as_posix().encode()).digest())
 
 
 def paired_files(name: str, path: Path | None, part: str, endings: Sequence[str]) -> list[tuple[Path, Path]]:
-    """Return the images below ``path/images``, each with the file of its name below another folder.
-
-    Args:
-        name: the name of the data set, for messages.
-        path: the folder of both; None: it was not given.
-        part: the name of the other one, in the plural, such as ``masks``.
-        endings: those of the files in it.
-
-    Raises:
-        TaskError: a folder does not exist, or an image has no such file.
-    """
+    """Return the images below ``path/images``, each with the file of its name below another folder."""
     folder = require_folder(name, path)
     images, others = folder / "images", folder / part
     for needed in (images, others):

@@ -25,11 +25,7 @@ _CODES = {"int8": (torch.int8, -128, 127), "uint8": (torch.uint8, 0, 255)}
 
 
 def _parameters(node: OnnxNode) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return scale and zero point; the zero point has the type of the codes.
-
-    Raises:
-        EngineError: the scale is computed, blocks share it, or the codes have a type that torch's operators lack.
-    """
+    """Return scale and zero point; the zero point has the type of the codes."""
     scale, zero = node.inputs[1], node.input(2)
     if not isinstance(scale, Constant) or not (zero is None or isinstance(zero, Constant)):
         raise node.fault("a scale or zero point that is computed is not supported")

@@ -27,13 +27,7 @@ _HIDDEN, _CELL, _PEEPHOLES = 5, 6, 7  # inputs of a node
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A recurrence of torch.
-
-    Attributes:
-        function: its operator.
-        order: where each of torch's gates is among those of ONNX.
-        activations: those that it computes.
-    """
+    """A recurrence of torch."""
 
     function: Any
     order: tuple[int, ...]

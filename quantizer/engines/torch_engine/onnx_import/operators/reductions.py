@@ -27,11 +27,7 @@ def _axes(build: GraphBuilder, node: OnnxNode) -> list[int] | None:
 
 
 def _axes_to_reduce(build: GraphBuilder, node: OnnxNode) -> list[int] | None:
-    """Return the axes of a reduction that is more than a sum of values; None: all.
-
-    Raises:
-        EngineError: it reduces no axis, and computes something of each value all the same.
-    """
+    """Return the axes of a reduction that is more than a sum of values; None: all."""
     axes = _axes(build, node) or None
     if node.attributes.get("noop_with_empty_axes", 0) and axes is None:
         raise node.fault("a reduction of no axis is not supported")
