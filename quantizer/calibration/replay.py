@@ -117,7 +117,7 @@ def replay(
 
 
 def run_judged(proxy: nn.Module, sites: Collection[Site], batch: Batch, judge: CallOverride) -> None:
-    """Run a batch through a proxy, with ``judge`` in place of every call of ``sites``, whether they are active or not."""
+    """Run a batch with ``judge`` in place of every call of ``sites``, whether they are active or not."""
     active = {site: site.active for site in sites}
     try:
         for site in sites:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Named entries of one kind: ``@registry.add("name")`` adds a class or function, ``registry["name"]`` returns it."""
+    """Named entries: ``@registry.add("name")`` adds a class or function, ``registry["name"]`` returns it."""
 
     def __init__(self, kind: str, names: Sequence[str] = (), *, reserved: Sequence[str] = ()) -> None:
         self.kind = kind

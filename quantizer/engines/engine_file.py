@@ -95,7 +95,7 @@ def read_varint(stream: BinaryIO) -> int:
 
 
 def checked_output(path: Path, source: Path | None = None) -> Path:
-    """Return ``path`` if a file can be written there; call it before a build, so that no build is lost to a bad path."""
+    """Return ``path`` if a file can be written there, which is asked before a build."""
     place = files.checked_file(path, EngineError)
     if source is not None and place.exists() and place.samefile(source):
         raise EngineError(f"{path} is the file that the engine is built from; give the engine another name")

@@ -112,7 +112,7 @@ def dynamic_shapes(inputs: Mapping[str, Any], sizes: DataSizes) -> dict[str, Any
 
 
 def check_dynamic(model: Any, axes: Axes, *, asked: bool, log: bool = True) -> None:
-    """Log the axes that are fixed in the graph all the same: torch fixes an axis if the model only works at one length."""
+    """Log the axes that are fixed in the graph: torch fixes an axis if the model only works at one length."""
     shapes = {value.name: value.shape for value in model.graph.inputs}
     for name, named in axes.items():
         shape = shapes.get(name)

@@ -153,7 +153,7 @@ def frozen_new(proxy: nn.Module, model: nn.Module, plan: Mapping[str, SitePlan])
 
 
 def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Collection[str]) -> None:
-    """Give a proxy on the meta device the scales of a frozen proxy and empty tensors, into which to load its weights."""
+    """Give a proxy on the meta device the scales of a frozen proxy and empty tensors, to load its weights into."""
     apply_plan(proxy, plan)
     _seal(proxy, plan)
     for site, quantizer, planned in planned_weights(proxy, plan):

@@ -75,7 +75,7 @@ class QatSession:
         prepare_state_dict(self.proxy, kinds)
 
     def calibrate_first(self, observing: nn.Module, decided: Callable[[], Plan]) -> None:
-        """Calibrate with the first batches of the training: each goes through ``observing`` before the proxy rounds it."""
+        """Calibrate with the first batches: each goes through ``observing`` before the proxy rounds it."""
         logger.warning("qat(): nothing was calibrated, so ranges come from the first %d batches", _FIRST_BATCHES)
         seen = 0
 

@@ -111,7 +111,7 @@ def read_image(path: Path) -> Any:
 
 
 def read_mask(path: Path) -> Any:
-    """Return the class number of each pixel of an image with a number or a colour of a palette in each, int64 [H x W]."""
+    """Return the class number of each pixel of an image of numbers or of a palette, int64 [H x W]."""
     with _opened(path) as file:
         if file.mode not in ("L", "P", "1", "I", "I;16"):
             raise ValueError(f"its pixels are {file.mode}, expected one number each, as of a grey image or a palette")
@@ -119,7 +119,7 @@ def read_mask(path: Path) -> Any:
 
 
 def read_depths(path: Path) -> npt.NDArray[np.float64]:
-    """Return the distance at each pixel [H x W], of a grey image or a ``.npy`` array; NaN where it is 0 or no number."""
+    """Return the distance at each pixel [H x W], of a grey image or ``.npy`` array; NaN where it is 0 or no number."""
     if path.suffix.lower() == ".npy":
         try:
             values = np.load(path, allow_pickle=False)

@@ -55,7 +55,7 @@ def in_several(make: Callable[[Sequence[Row]], list[Batch]], rows: Sequence[Row]
 
 
 def batches_of(model: nn.Module, data: Any, rows: int | None = None) -> Iterator[Any]:
-    """Yield the batches of data, each without its label, with tensors in the place of arrays, and where the model is."""
+    """Yield batches without their labels, with tensors in the place of arrays, and where the model is."""
     if rows is not None and rows < 1:
         raise CalibrationError(f"rows: got {rows}; expected the number of rows to read, from 1")
     return _read(Forward.of(model), _dtype(model), _device(model), _iterable(data, rows), rows)

@@ -236,7 +236,7 @@ def _loaded(
 
 
 def _told_ranges(told: Sequence[str], size: int) -> list[Ranges]:
-    """Return where the models of a file of ``size`` bytes lie; a former version told the lengths of all but the last."""
+    """Return where the models of a file of ``size`` bytes lie, whatever version wrote it."""
     if len(told) == 1 and not told[0].isdecimal():
         return read_ranges(told[0])
     ends = [*accumulate(map(int, told)), size]

@@ -172,7 +172,7 @@ class TransformersQuantizer(HfQuantizer):
 
 
 def quantizer_of(model: PreTrainedModel) -> Quantizer:
-    """Return the ``Quantizer`` of a model that was loaded with a ``QuantizerConfig`` or from a folder that holds one."""
+    """Return the ``Quantizer`` of a model loaded with a ``QuantizerConfig`` or from a folder that holds one."""
     found = getattr(getattr(model, "hf_quantizer", None), "quantizer", None)
     if not isinstance(found, Quantizer):
         raise ProxyError(

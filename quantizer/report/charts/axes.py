@@ -67,7 +67,7 @@ _LANE, _GAP = 9, 2
 
 
 def sensitivity_bars(rows: Sequence[RankedRow], *, measure: str | None, limit: int = 30) -> str:
-    """Return horizontal bars, highest error first, coloured by kind; a hollow bar is a group that fell back to float."""
+    """Return horizontal bars, highest first, coloured by kind; a hollow bar is a group that fell back to float."""
     # NaN has no order: it comes last, so that the result does not depend on the order of the rows.
     ranked = sorted(rows, key=lambda row: (row.error != row.error, -row.error, row.group))[:limit]
     if not ranked:

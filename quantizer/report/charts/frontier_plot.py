@@ -16,7 +16,7 @@ _NAME = 22
 
 
 def frontier_svg(placement: Placement) -> str:
-    """Return the plans that put one group more back at a time, by predicted time and error, and the one that was taken."""
+    """Return the plans that put back one group more each, by predicted time and error, and the one that was taken."""
     points = placement.frontier
     if len(points) < 2:
         return svg_note("No errors of groups were measured: the run has no amp.")

@@ -30,7 +30,7 @@ def html_from_record(record: RunRecord) -> str:
 
 
 def render(template: str, view: Mapping[str, Any]) -> str:
-    """Return a page: a template of this folder with the style and script of all pages, and the variables of ``view``."""
+    """Return a page: a template of this folder with the common style and script, and the variables of ``view``."""
     style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("report.css", "tables.js"))
     return _environment().get_template(template).render(style=style, script=script, **view)
 

@@ -160,7 +160,7 @@ class Converted:
 def load_converted(
     folder: str | Path, *, threads: int = 1, verify: bool = True, trust: bool = False
 ) -> Converted | ConvertedParts:
-    """Return the engine that ``quantizer convert`` wrote for one backend, or those of a model in parts, ready to run."""
+    """Return the engine that ``quantizer convert`` wrote for one backend, or those of a model in parts."""
     path = Path(folder)
     # A conversion is put in place as a whole, and so is a run of a model in parts, which lies in the folder itself.
     for place in (path.parent, path):

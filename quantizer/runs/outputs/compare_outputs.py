@@ -139,7 +139,7 @@ def rounds(model: nn.Module) -> bool:
 
 @contextmanager
 def float_noise(proxy: nn.Module, seed: int) -> Iterator[None]:
-    """Multiply each result of the sites that round by 1 + e; e is normal, with the standard deviation of a sum's error."""
+    """Multiply each result of the sites that round by 1 + e; e is normal, its deviation that of a sum's error."""
     generator = torch.Generator().manual_seed(seed)
 
     def add(site: Site, _: Any, result: Any) -> Any:

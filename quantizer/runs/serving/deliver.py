@@ -33,7 +33,7 @@ def write_serving_files(folder: Path, served: ServedEngine, expected: Expected |
 
 
 def write_triton_model(folder: Path, served: ServedEngine) -> str | None:
-    """Write a model into the model repository of a folder, and return its place there; None: Triton has no such file."""
+    """Write a model into the model repository of a folder, and return its place; None: Triton has no such file."""
     server = served.server
     if server is None or server.takes is None:
         return None

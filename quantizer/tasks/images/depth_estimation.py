@@ -50,7 +50,7 @@ class DepthEstimation(CountedTask):
         return [row.path for row in rows if isinstance(row, Image | Depths)]
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """Return the files with the distances of rows [N], each of which was read: all at once would fill the memory."""
+        """Return the files with the distances of rows [N], read one by one, not to fill the memory."""
         for option in ("do_center_crop", "do_pad"):
             if getattr(self._processor, option, False):
                 raise TaskError(

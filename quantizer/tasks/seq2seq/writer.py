@@ -139,7 +139,7 @@ class Steps(nn.Module):
 
 
 def read_tokens(model: Any, batch: Batch, tokens: int, *, exactly: bool = False) -> list[Tensor]:
-    """Return what a float model's decoder reads while it writes: the first tokens [B x S], and each one [B x 1] after."""
+    """Return what a float decoder reads while it writes: the first tokens [B x S], and each one [B x 1] after."""
     seen: list[Tensor] = []
 
     def look(_: nn.Module, __: tuple[Any, ...], given: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ _FIRST = 7
 
 
 def in_known_opset(onnx: Any, model: Any) -> Any:
-    """Return a model in an opset of which the operators are known here: the model itself, or one that ONNX converted."""
+    """Return a model in a known opset: the model itself, or one that ONNX converted."""
     opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
     latest = onnx.defs.onnx_opset_version()
     if opset > latest:

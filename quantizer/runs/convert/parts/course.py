@@ -196,7 +196,7 @@ class PartsCourse:
         self._deliver(best, plain, replace(whole, latency=whole.latency.named(names)))
 
     def _best(self, choice: EngineChoice) -> str:
-        """Return the name of the candidate to deliver, the fastest, or the fastest that is quantized if one is needed."""
+        """Return the candidate to deliver, the fastest, or the fastest that is quantized if one is needed."""
         return (quantized_of(choice) if self.asked.needs_quantized else choice.candidates)[0].name
 
     def _forms(self, made: PartsMade) -> dict[str, Any]:
