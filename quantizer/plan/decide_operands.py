@@ -332,7 +332,7 @@ def _calls(
 
 
 def _fit(ranges: list[RangeGroup], amax: list[float], judged: QType) -> tuple[float | None, float | None]:
-    """Return the SQNR of the call that has the lowest, in dB, and the share of values beyond it, or None without histogram."""
+    """Return the SQNR of the call that has the lowest in dB, and the share of values beyond; None without histogram."""
     held = [(each.calibrator.histogram, end) for each, end in zip(ranges, amax, strict=True)]
     pairs = [(histogram, end) for histogram, end in held if histogram is not None]
     if len(pairs) < len(held):
