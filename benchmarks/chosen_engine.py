@@ -36,7 +36,7 @@ from quantizer.engines import BuildOptions, build_engine, interleaved_latency, l
 from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
 from quantizer.export import export_onnx
-from quantizer.report.run_records import Candidate
+from quantizer.report.record import Candidate
 from quantizer.runs.choose_engine import choose
 
 Shape = tuple[int, int | None]

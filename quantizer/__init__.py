@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from quantizer.in_place import QATCalibrate
     from quantizer.interop.onnx.from_onnx import from_onnx
     from quantizer.quantizer import Quantizer
+    from quantizer.report.compare_shown import compare_runs
     from quantizer.runs.placement.measured_prices import measured_prices
     from quantizer.runs.saved.load import load
     from quantizer.runs.workload.quantize_model import quantize_model
     from quantizer.runs.workload.quantized_model import QuantizedModel
-    from quantizer.views.runs_view import compare_runs
 
 __all__ = [
     "QATCalibrate",
@@ -43,7 +43,7 @@ _HOMES = {
     "Quantizer": "quantizer.quantizer",
     "QuantizerConfig": "quantizer.config",
     "QuantizerError": "quantizer.errors",
-    "compare_runs": "quantizer.views.runs_view",
+    "compare_runs": "quantizer.report.compare_shown",
     "from_onnx": "quantizer.interop.onnx.from_onnx",
     "load": "quantizer.runs.saved.load",
     "measured_prices": "quantizer.runs.placement.measured_prices",

@@ -17,11 +17,11 @@ from quantizer.errors import CalibrationError, ConfigError, ProxyError
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.observation import Observation
 from quantizer.plan.apply import apply_plan, switch_on, with_passes
+from quantizer.plan.coverage import Coverage
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import instrument, is_proxy
 from quantizer.proxy.eager_attention import use_eager_attention
 from quantizer.rewrite.constructor_patch import Source, patched
-from quantizer.views.coverage import Coverage
 
 _METHODS = {"histogram": "percentile"}
 """Names of NVIDIA's toolkit, with our calibrators; any other method is the name of a calibrator."""
@@ -138,7 +138,7 @@ class QATCalibrate:
         """
         for proxy, plan, products in self._plans:
             if proxy.module is model:
-                return Coverage.from_plan(plan, proxy.skipped, products, patches=proxy.patches)
+                return Coverage(plan, proxy.skipped, products, patches=proxy.patches)
         raise CalibrationError("the ranges of this model were not loaded yet: they are when the block closes")
 
 

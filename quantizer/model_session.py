@@ -20,6 +20,7 @@ from quantizer.float16.float32_modules import Float32Modules
 from quantizer.float16.simulate import is_simulation
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.plan.apply import frozen_proxy, require_scales_of
+from quantizer.plan.coverage import Coverage
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import with_fallback as without_groups
 from quantizer.plan.weight_scales import changed_buffers, with_scales_of_weights, without_codes, without_former_codes
@@ -30,10 +31,9 @@ from quantizer.qat.session import QatSession
 from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.sensitivity import Fallback, fallback_for_target, operands_of
 from quantizer.sensitivity.prices import Prices
+from quantizer.sensitivity.ranking import Sensitivity
 from quantizer.sensitivity.session import SensitivitySession
 from quantizer.targets import AUTO
-from quantizer.views.coverage import Coverage
-from quantizer.views.sensitivity_view import Sensitivity
 
 
 def for_this_cpu(config: QuantizerConfig) -> QuantizerConfig:
@@ -298,10 +298,10 @@ class ModelSession:
         final = self.after_fallback(decided)
         back = [path for path, entry in decided.items() if entry.quantized and not final[path].quantized]
         regions = self.decisions.regions()
-        return Coverage.from_plan(final, self._skipped, self.decisions.products(), back, self._patches, regions)
+        return Coverage(final, self._skipped, self.decisions.products(), back, self._patches, regions)
 
     def sensitivity(self) -> Sensitivity:
         """Return the groups, ranked."""
         if self.amp is None:
             raise SensitivityError("nothing was measured yet: run the proxy that amp() returns on data first")
-        return Sensitivity.from_ranking(self.amp.ranking(), self.fallback, self.amp.measure)
+        return Sensitivity(self.amp.ranking(), self.fallback, self.amp.measure)

@@ -21,7 +21,7 @@ NUMERIC = (
     *("sensitivity", "export", "graph_check"),
 )
 # An exponent of float32; the columns of a batch; the seven bits of a byte of a varint; the neighbours of a block.
-NO_FORMAT = ("histogram.py", "gptq.py", "onnx_storage.py", "openvino.py")
+NO_FORMAT = ("histograms.py", "histogram.py", "gptq.py", "onnx_storage.py", "openvino.py")
 LIMITS = {127, -127, 128, -128, 255, 448, 127.5}
 
 # Words that ruff's D401 does not know; it leaves out properties, and reads no docstring of a class or module.

@@ -18,8 +18,8 @@ from zoo_models import Made, Subject, modality_of, subjects
 from zoo_steps import run, run_eager, unequal, unequal_observed
 
 from quantizer import Quantizer
+from quantizer.plan.coverage import Coverage
 from quantizer.tasks.metrics import sqnr_db
-from quantizer.views.coverage import Coverage
 
 __all__ = ["STAGES", "Ended", "Tell", "calibrated", "passed", "stage", "through"]
 

@@ -38,10 +38,8 @@ Scores on other rows, and times of other machines or shapes, are shown and not c
         parser.add_argument("--csv", metavar="FILE", type=Path, help="CSV file to write, a line for each run")
 
     def __call__(self, args: Namespace, console: Console) -> int:
-        from quantizer.report.compare.compared_run import read_runs
-        from quantizer.report.compare.comparison import compare
-        from quantizer.report.compare.tables import print_comparison
-        from quantizer.report.page.compare_page import write_comparison
+        from quantizer.report.compare import compare, read_runs
+        from quantizer.report.compare_shown import print_comparison, write_comparison
 
         # After an option these are texts, which argparse did not convert.
         found = compare(read_runs([Path(run) for run in args.runs]))

@@ -17,7 +17,7 @@ from rich.console import Console
 from quantizer import __version__
 from quantizer.errors import QuantizerError
 from quantizer.report.page.glossary import words_in
-from quantizer.report.tables.text import visible
+from quantizer.report.text import visible
 from quantizer.runs.ranks.launcher import launched
 
 _WORDS = 2

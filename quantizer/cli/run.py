@@ -80,7 +80,7 @@ kept, with --force too."""
             _ask(sweep.count, console)
         folder = Path(sweep.folder() if args.output is None else args.output)
         runs = sweep.runs(folder)
-        from quantizer.report.compare.tables import print_comparison
+        from quantizer.report.compare_shown import print_comparison
         from quantizer.runs.sweep.carry_out import COMPARISON, carry_out_sweep
 
         found = carry_out_sweep(runs, folder, console, force=args.force, jobs=args.jobs, launcher=args.launcher)

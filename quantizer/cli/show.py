@@ -52,14 +52,14 @@ printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
         restore_folder(path)
         if is_file(path):
             from quantizer.engines import inspect_file
-            from quantizer.report.tables.layer_table import print_inspection
+            from quantizer.report.terminal import print_inspection
 
             sizes = {"threads": args.threads, "batch": args.batch, "sequence": args.sequence}
             found = inspect_file(path, args.backend, **sizes, trust=args.trust)
             print_inspection(found, console)
             return 0
         if not is_file(path / "report.json"):
-            from quantizer.report.compare.run_folders import run_folders
+            from quantizer.report.compare import run_folders
 
             if runs := run_folders(path):
                 _print_runs(path, runs, console)
@@ -69,11 +69,11 @@ printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
                 f"{path} {what}; expected a folder that `quantizer run` wrote, such as runs/NAME, or an engine file"
             )
         if args.layers:
-            from quantizer.report.tables.summary import print_layers
+            from quantizer.report.terminal import print_layers
 
             print_layers(path, console)
             return 0
-        from quantizer.report.tables.summary import print_summary
+        from quantizer.report.terminal import print_summary
 
         print_summary(path, console)
         return 0

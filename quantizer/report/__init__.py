@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
+from quantizer.common.records import FallbackRecord, GroupSensitivity, Operand, Score, Site
 from quantizer.report.charts.axes import sensitivity_bars
 from quantizer.report.codec import read_record, write_record, write_text_atomic
 from quantizer.report.machine import collect_machine, collect_versions
-from quantizer.report.page.html import html_from_record, require_html, write_html
-from quantizer.report.ratios import latency_entries, memory_entries, size_entries
+from quantizer.report.page.page import html_from_record, require_html, write_html
 from quantizer.report.record import (
     VERSION,
     EngineFile,
-    Fallback,
     Latency,
     LatencyEntry,
     MemoryEntry,
     ModelInfo,
     RunRecord,
-    Score,
-    SensitivityRow,
     SizeEntry,
     Stage,
+    latency_entries,
+    memory_entries,
+    size_entries,
 )
-from quantizer.report.run_records import Operand, Site
-from quantizer.report.tables.headline import verdict
-from quantizer.report.tables.summary import print_record, print_summary
-from quantizer.report.tables.tables import Column, html_table, string_from_table, text_table
+from quantizer.report.tables import Column, Table, string_from_table
+from quantizer.report.terminal import print_record, print_summary
+from quantizer.report.verdict import verdict
 
 __all__ = [
     # records
     "VERSION",
     "EngineFile",
-    "Fallback",
+    "FallbackRecord",
     "Latency",
     "LatencyEntry",
     "MemoryEntry",
@@ -38,7 +37,7 @@ __all__ = [
     "Operand",
     "RunRecord",
     "Score",
-    "SensitivityRow",
+    "GroupSensitivity",
     "Site",
     "SizeEntry",
     "Stage",
@@ -58,11 +57,10 @@ __all__ = [
     "write_text_atomic",
     # parts, for notebooks and terminals
     "Column",
-    "html_table",
     "print_record",
     "print_summary",
     "sensitivity_bars",
     "string_from_table",
-    "text_table",
+    "Table",
     "verdict",
 ]

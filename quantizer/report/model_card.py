@@ -14,13 +14,12 @@ from typing import Any
 import yaml
 
 from quantizer import __version__
+from quantizer.common.records import Score, quantized_score
 from quantizer.engines.base import native_code
 from quantizer.errors import DISTRIBUTION
+from quantizer.report import text
 from quantizer.report.codec import write_text_atomic
-from quantizer.report.ratios import quantized_entry, reference_entry
-from quantizer.report.record import RunRecord, Score
-from quantizer.report.tables import text
-from quantizer.report.tables.headline import quantized_score
+from quantizer.report.record import RunRecord, quantized_entry, reference_entry
 from quantizer.report.verdict import missed_goals
 from quantizer.targets import profile
 

@@ -1,51 +1,49 @@
 """The record of a run as frozen data: its configuration, its measurements and its results.
 
-Every dataclass here is one object of ``report.json``. The text under a field documents it, and
-``docs/report-format.md`` is generated from these texts. All ratios are float divided by this, so larger is better.
-A field that is added, removed or changed in meaning needs a new :data:`VERSION`.
+Every dataclass here, and in ``common/records.py``, is one object of ``report.json``. The text under a field documents
+it, and ``docs/report-format.md`` is generated from these texts. All ratios are float divided by this, so larger is
+better. A field that is added, removed or changed in meaning needs a new :data:`VERSION`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from quantizer.engines.inspection.inspection import Inspection, Layer, PrecisionShare
-from quantizer.report.record_base import Record
-from quantizer.report.run_records import (
+from quantizer.common.records import (
     BudgetOutcome,
-    Candidate,
     Cause,
     Cure,
     EngineCheck,
-    EngineChoice,
+    Evaluation,
+    FallbackRecord,
+    GroupSensitivity,
     GroupTime,
     Histogram,
     Operand,
-    OutputDistance,
-    Placement,
-    PlacementPoint,
     RangeCandidate,
+    Record,
+    Score,
     Site,
-    SpeedCheck,
-    TrainingRun,
-    TrainingScore,
     UnquantizedProduct,
 )
+from quantizer.engines.inspection.inspection import Inspection, Layer, PrecisionShare
+from quantizer.errors import QuantizerError
 
 __all__ = [
-    "VERSION",
     "BudgetOutcome",
     "Candidate",
     "Cause",
     "Cure",
+    "EngineCheck",
     "EngineChoice",
     "EngineFile",
-    "UnquantizedProduct",
-    "EngineCheck",
     "Evaluation",
-    "Fallback",
+    "FallbackRecord",
+    "GroupSensitivity",
     "GroupTime",
     "Histogram",
     "Inspection",
@@ -62,14 +60,16 @@ __all__ = [
     "RangeCandidate",
     "RunRecord",
     "Score",
-    "SensitivityRow",
     "Site",
     "SizeEntry",
     "SpeedCheck",
     "Stage",
     "TrainingRun",
     "TrainingScore",
+    "UnquantizedProduct",
+    "VERSION",
 ]
+
 
 VERSION = 9
 
@@ -84,30 +84,6 @@ class ModelInfo(Record):
     """The task of the model, such as ``sentence-similarity``."""
     parameters: int
     """Number of parameters of the float model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Score(Record):
-    """The score of one form of the model on the evaluation data."""
-
-    which: str
-    """Which form: ``float`` (the reference), ``proxy`` (the quantized PyTorch model), ``engine`` (the built engine), or
-    ``simulation`` (the proxy with its float part in half precision, if the engine could not run). A run with training
-    has ``ptq`` (the proxy before training) and ``qat`` (the proxy after it) in place of ``proxy``."""
-    value: float
-    """The metric's value."""
-    metric: str
-    """Name of the metric, such as ``spearman`` or ``accuracy``."""
-    paired: Mapping[str, float | None] = field(default_factory=dict)
-    """Comparisons with the float model on the same inputs, by name: ``label_flips`` (a share), ``mean_cosine``."""
-    difference: float | None = None
-    """This value minus the float value; null for float itself."""
-    interval: tuple[float, float] | None = None
-    """95% bootstrap interval [low, high] of the difference; null if it was not computed."""
-    rows: int | None = None
-    """Number of evaluation examples."""
-    higher_is_better: bool = True
-    """Whether a higher value is better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,72 +147,6 @@ class MemoryEntry(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SensitivityRow(Record):
-    """The error of quantizing one group alone."""
-
-    group: str
-    """Name of the group."""
-    kind: str
-    """Kind of the group's sites; several are separated by commas."""
-    block: str = ""
-    """The block of the group: the path of a module up to its first number, such as ``encoder.layer.3``."""
-    position: int = 0
-    """Its place in the model's order, from 0."""
-    sites: tuple[str, ...] = ()
-    """Names of the sites in the group."""
-    parts: tuple[str, ...] = ()
-    """The precision groups that it consists of: itself, unless coarser groups were measured."""
-    activations: int = 0
-    """How many of its operands are activations."""
-    multiply_adds: int = 0
-    """Multiply-adds of its sites in calibration."""
-    error: float
-    """The error of quantizing this group alone, by the run's ``measure``; 0 is no change."""
-    rank: int
-    """Place in the ranking; 1 is the highest error."""
-    fallback: bool = False
-    """Whether the group fell back to float."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation(Record):
-    """One score in a search for the groups that fall back to float."""
-
-    groups: tuple[str, ...]
-    """Names of the groups that were float."""
-    score: float
-    """The metric."""
-    drop: float
-    """How much worse the score is than the float model's; negative if it is better."""
-    cost: float
-    """The sum of the costs of the groups; their number, if no costs were given."""
-    front: bool = False
-    """Whether no other evaluation beats it in both cost and drop."""
-    chosen: bool = False
-    """Whether the search chose these groups."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fallback(Record):
-    """The groups that fell back to float."""
-
-    groups: tuple[str, ...]
-    """Names of the groups."""
-    reason: str
-    """Why these groups: the arguments of the choice, such as ``num=4``, and the result of a search."""
-    evaluations: tuple[Evaluation, ...] = ()
-    """The scores that a search measured, in order; empty if there was none."""
-    float_score: float | None = None
-    """The float model's score in that search; null if there was none."""
-    max_drop: float | None = None
-    """How much worse than the float score the score may be; null if there was no search."""
-    checks: tuple[EngineCheck, ...] = ()
-    """The engines that were checked against ``max_drop``, the last of them delivered; empty if none was."""
-    outcome: BudgetOutcome | None = None
-    """Whether ``max_drop`` is met in the end; null if there was no search."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class EngineFile(Record):
     """The engine that was built."""
 
@@ -260,6 +170,210 @@ class Stage(Record):
     """How long it took, in seconds."""
     inside: str | None = None
     """The stage that it was a part of, whose time holds its own; null: it stands by itself."""
+
+
+_FLOATS = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate(Record):
+    """An engine that was tried."""
+
+    backend: str
+    """Its backend, such as ``openvino``."""
+    format: str
+    """What its products are in: ``int8``, ``int8+bfloat16`` where all else is in bfloat16, ``int8 dynamic`` with ranges
+    that are taken at run time; ``float32`` or ``bfloat16`` for an engine of the float model."""
+    milliseconds: tuple[float, ...] = ()
+    """Median latency at each shape of the choice, all candidates in turns; empty if it failed, and without the last
+    shapes if it was too slow at those before."""
+    score_difference: float | None = None
+    """Its score less that of the float model, on the rows with labels; null where there are none."""
+    sqnr_db: float | None = None
+    """The least SQNR of its outputs in dB against the float model's in PyTorch at the shapes of the choice; null if
+    they are equal or it failed."""
+    verdict: str = ""
+    """Why it was chosen, or why not."""
+
+    @property
+    def name(self) -> str:
+        """Backend and format."""
+        return f"{self.backend} {self.format}"
+
+    @property
+    def is_float(self) -> bool:
+        """True for an engine of the float model."""
+        return self.format in _FLOATS
+
+    def times_of(self, other: Candidate) -> float:
+        """Return how many times as long as another one it takes: the geometric mean over the shapes that both have."""
+        pairs = list(zip(self.milliseconds, other.milliseconds, strict=False))
+        return math.exp(sum(math.log(mine / its) for mine, its in pairs) / len(pairs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineChoice(Record):
+    """A choice of the fastest engine that computes what it should."""
+
+    headline: str
+    """What was chosen, and the fastest engine in float, or why nothing in low precision is faster."""
+    instructions: str | None
+    """The CPU's instruction sets for which the choice holds; null if the system does not tell."""
+    shapes: tuple[str, ...]
+    """The shapes at which all were timed."""
+    candidates: tuple[Candidate, ...]
+    """All that were tried, the chosen one first, then by time; those that failed at the end."""
+    deploy: str = ""
+    """The file of a run's folder that is the fastest in the end, and its speed beside the other one's; empty if it was
+    not compared."""
+    missing: tuple[str, ...] = ()
+    """Candidates whose library is not installed, and what installs it."""
+
+
+ALIKE_DB = 30.0
+"""SQNR of an engine's output to its proxy's that is always enough for a quantized model."""
+
+
+FURTHER_DB = 3.0
+"""Sums in another order move a few values to the neighbouring step, and these move others in later layers. A correct
+engine's error is then another sample of the quantization error: as large as the proxy's, but different. So an engine
+is right, too, if the power of its error against the float model is at most twice that of the proxy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputDistance(Record):
+    """The distance of one output to that of the float model, on one batch."""
+
+    output: str
+    """Name of the output."""
+    batch: int
+    """Rows of the batch."""
+    sequence: int | None = None
+    """Tokens in a row of it; null: rows are no texts."""
+    sqnr_db: float | None = None
+    """SQNR in dB of the engine's output, or of the proxy's if the engine did not run; null: there is no difference."""
+    cosine: float
+    """Mean cosine of its vectors to the float model's."""
+    proxy_sqnr_db: float | None = None
+    """SQNR in dB of the proxy's output; null: there is no difference."""
+    engine_to_proxy_db: float | None = None
+    """SQNR in dB of the engine's output to the proxy's; null: there is no difference, or the engine did not run."""
+    noise_sqnr_db: float | None = None
+    """Least SQNR in dB of the proxy's output with the noise of float sums; null: it was not needed, or not taken."""
+    engine: bool
+    """Whether the engine ran."""
+
+    @property
+    def is_alike(self) -> bool:
+        """True for an engine that computes what its proxy does, with sums in an order of its own, or did not run."""
+        if self.engine_to_proxy_db is None or self.engine_to_proxy_db >= ALIKE_DB or self.sqnr_db is None:
+            return True
+        return is_no_further(self.sqnr_db, (self.proxy_sqnr_db, self.noise_sqnr_db), FURTHER_DB)
+
+
+def is_no_further(engine: float | None, pytorch: Sequence[float | None], decibels: float) -> bool:
+    """Return whether an engine is at most so much further from the float model than PyTorch at its worst.
+
+    Args:
+        engine: the SQNR in dB of the engine's output; None: there is no difference.
+        pytorch: those of PyTorch's, likewise.
+        decibels: how much further.
+    """
+    known = [one for one in pytorch if one is not None]
+    return engine is None or (bool(known) and engine >= min(known) - decibels)
+
+
+def worst_output(outputs: Sequence[OutputDistance]) -> OutputDistance | None:
+    """Return the output with the lowest SQNR; None: there is none."""
+    return min(outputs, key=lambda one: math.inf if one.sqnr_db is None else one.sqnr_db, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementPoint(Record):
+    """A plan between everything in low precision and everything in float."""
+
+    back: int
+    """How many groups are float in it."""
+    milliseconds: float
+    """Its predicted latency."""
+    error: float
+    """The sum of the errors of the groups that stay quantized, by the measure of the sensitivity."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedCheck(Record):
+    """An engine that was timed against ``fallback.min_speedup``."""
+
+    predicted: float
+    """How many times as fast as in float the plan was predicted to be at least."""
+    groups: int
+    """How many groups were float for the accuracy."""
+    speedup: float
+    """How many times as fast as in float it was."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement(Record):
+    """The times of all groups of a plan, and the plan that was taken."""
+
+    where: str
+    """The backend, the shape and the threads of the times."""
+    low_ms: float
+    """Milliseconds of the engine with all groups in low precision."""
+    float_ms: float
+    """Milliseconds of the engine of the float model."""
+    predicted_ms: float
+    """Predicted milliseconds of the plan that was taken."""
+    back: int
+    """How many groups are float in it."""
+    groups: tuple[GroupTime, ...]
+    """The groups, the largest gain in low precision first."""
+    frontier: tuple[PlacementPoint, ...] = ()
+    """The plans that put one group more back at a time, the highest error per microsecond first; empty without
+    sensitivity."""
+    min_speedup: float | None = None
+    """How many times as fast as in float the engine had to be; null if that was not asked for."""
+    checks: tuple[SpeedCheck, ...] = ()
+    """The engines that were timed against it, the last of them delivered."""
+
+    @property
+    def speedup(self) -> float | None:
+        """Speed of the delivered engine, in that of the float one; None: none was asked for, or it was not timed."""
+        return self.checks[-1].speedup if self.min_speedup is not None and self.checks else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingScore(Record):
+    """A score on the tuning rows before or during training."""
+
+    step: int
+    """The number of steps before this score; 0 is the score of PTQ."""
+    score: float
+    """The metric."""
+    best: bool = False
+    """Whether the model of this score was kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun(Record):
+    """The quantization-aware training."""
+
+    metric: str
+    """Name of the metric."""
+    higher_is_better: bool
+    """Whether a higher value is better."""
+    planned: int
+    """The number of steps that were planned."""
+    losses: tuple[float, ...]
+    """The loss of each step: the distance of the outputs of its batch from those of the float model."""
+    learning_rates: tuple[float, ...]
+    """The learning rate of each step."""
+    scores: tuple[TrainingScore, ...]
+    """The scores on the tuning rows, in order."""
+    float_score: float
+    """The float model's score on the tuning rows."""
+    stopped: str | None = None
+    """Why training ended before the planned steps; null if it did not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +419,7 @@ class RunRecord(Record):
     """The products that do not run in low precision, the largest first, each with its reason."""
     histograms: tuple[Histogram, ...] = ()
     """Histograms of the quantized activations with the lowest SQNR, the lowest first; empty if none were kept."""
-    sensitivity: tuple[SensitivityRow, ...] = ()
+    sensitivity: tuple[GroupSensitivity, ...] = ()
     """The ranking of groups; empty if it was not measured."""
     measure: str | None = None
     """The measure of the ranking's errors: ``gradient`` (the divergence of the output, estimated from gradients),
@@ -316,7 +430,7 @@ class RunRecord(Record):
     """The groups that cost most, the worst first, each with its cause and its cure; empty if the run has no ``amp``."""
     causes_problem: str | None = None
     """The error that ended the search for causes; null if it did not fail."""
-    fallback: Fallback | None = None
+    fallback: FallbackRecord | None = None
     """The groups that fell back to float; null if none did."""
     training: TrainingRun | None = None
     """The quantization-aware training; null if there was none."""
@@ -337,3 +451,79 @@ class RunRecord(Record):
     """Facts of the machine: ``cpu``, ``instructions``, ``cores``, ``memory_gib``, ``os``, ``python``."""
     stages: tuple[Stage, ...] = ()
     """The stages in order, with their durations."""
+
+
+_FEWEST_FOR_QUARTILES = 4
+
+
+Entry = TypeVar("Entry", LatencyEntry, SizeEntry, MemoryEntry)
+
+
+def latency_entries(times_ms: Mapping[str, Sequence[float]]) -> tuple[LatencyEntry, ...]:
+    """Return median, extremes, quartiles and speed-up of each engine, from the times of all its batches."""
+    empty = [name for name, times in times_ms.items() if not times]
+    if empty:
+        raise QuantizerError(f"latency of {empty[0]!r}: no times; give at least one")
+    medians = {name: float(statistics.median(times)) for name, times in times_ms.items()}
+    ratios = _ratios(medians, "latency")
+    return tuple(
+        LatencyEntry(
+            name=name,
+            median_ms=medians[name],
+            min_ms=float(min(times)),
+            max_ms=float(max(times)),
+            quartiles_ms=_quartiles(times),
+            ratio_to_float=ratios[name],
+        )
+        for name, times in times_ms.items()
+    )
+
+
+def size_entries(sizes_bytes: Mapping[str, int]) -> tuple[SizeEntry, ...]:
+    """Return size and ratio of each form; errors are those of :func:`latency_entries`."""
+    ratios = _ratios(sizes_bytes, "size")
+    return tuple(SizeEntry(name=name, bytes=int(size), ratio=ratios[name]) for name, size in sizes_bytes.items())
+
+
+def memory_entries(peaks_mib: Mapping[str, float]) -> tuple[MemoryEntry, ...]:
+    """Return peak memory and ratio of each form; errors are those of :func:`latency_entries`."""
+    ratios = _ratios(peaks_mib, "memory")
+    return tuple(MemoryEntry(name=name, peak_mib=float(peak), ratio=ratios[name]) for name, peak in peaks_mib.items())
+
+
+def reference_entry(entries: Sequence[Entry]) -> Entry | None:
+    """Return the entry named ``float``, else the first one; None if there is none."""
+    named = [entry for entry in entries if entry.name == "float"]
+    return next(iter(named or entries), None)
+
+
+def quantized_entry(entries: Sequence[Entry]) -> Entry | None:
+    """Return the entry of the headline: that named ``engine``, else the last one that is not the reference."""
+    named = [entry for entry in entries if entry.name == "engine"]
+    reference = reference_entry(entries)
+    others = [entry for entry in entries if entry is not reference]
+    return next(iter(named or others[::-1]), None)
+
+
+def reference_words(latency: Latency) -> str:
+    """Return what speed-ups are relative to: ``the float engine (openvino bfloat16)``, ``the model in PyTorch``."""
+    told = latency.reference
+    if told is not None and told.startswith("PyTorch"):
+        return "the model in PyTorch, in float"
+    return "the float engine" if told is None else f"the float engine ({told})"
+
+
+def _quartiles(times: Sequence[float]) -> tuple[float, float] | None:
+    if len(times) < _FEWEST_FOR_QUARTILES:
+        return None
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, high
+
+
+def _ratios(values: Mapping[str, float], what: str) -> dict[str, float]:
+    if "float" not in values:
+        raise QuantizerError(f"{what}: no entry 'float' to take ratios to; there are: {', '.join(values)}")
+    wrong = [name for name, value in values.items() if not value > 0]
+    if wrong:
+        raise QuantizerError(f"{what} of {wrong[0]!r} is {values[wrong[0]]}; expected a number above 0")
+    return {name: float(values["float"] / value) for name, value in values.items()}

@@ -20,9 +20,8 @@ from typing import Any
 from rich.console import Console
 
 from quantizer.engines.optional_import import import_library
-from quantizer.report.record import RunRecord
-from quantizer.report.run_records import worst_output
-from quantizer.report.tables.headline import covered_share
+from quantizer.report.record import RunRecord, worst_output
+from quantizer.report.verdict import covered_share
 
 _MIB = 2**20
 

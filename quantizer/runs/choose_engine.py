@@ -14,9 +14,8 @@ from quantizer.engines.candidates import Variant, saturates
 from quantizer.engines.cpu import cpu_flags
 from quantizer.errors import EngineError, QuantizerError
 from quantizer.quantizer import Quantizer
-from quantizer.report import collect_machine
-from quantizer.report.run_records import Candidate, EngineChoice
-from quantizer.report.tables import text
+from quantizer.report import collect_machine, text
+from quantizer.report.record import Candidate, EngineChoice
 
 FAILURES = (QuantizerError, RuntimeError)
 """What takes a candidate out of the choice and leaves the others in it; libraries raise the second."""

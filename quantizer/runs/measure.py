@@ -11,9 +11,8 @@ from quantizer.common.data.sizes import BATCH, SEQUENCE
 from quantizer.config import RunConfig
 from quantizer.engines import BuildOptions, BuildResult, Engine, interleaved_latency, peak_memory_mib
 from quantizer.errors import EngineError
-from quantizer.report import EngineFile, Latency, MemoryEntry, latency_entries, memory_entries
-from quantizer.report.run_records import EngineChoice
-from quantizer.report.tables import text
+from quantizer.report import EngineFile, Latency, MemoryEntry, latency_entries, memory_entries, text
+from quantizer.report.record import EngineChoice
 from quantizer.runs.run_context import RunContext, engine_inputs
 from quantizer.tasks import batch_shape
 

@@ -17,7 +17,7 @@ from quantizer.config import RunConfig
 from quantizer.engines import BuildResult, Engine, Inspection, inspect_engine, interleaved_latency, load_engine, medians
 from quantizer.engines.candidates import Variant, cpu_candidates
 from quantizer.quantizer import Quantizer
-from quantizer.report.run_records import Candidate, EngineChoice
+from quantizer.report.record import Candidate, EngineChoice
 from quantizer.runs.choose_engine import (
     FAILURES,
     NO_FASTER,

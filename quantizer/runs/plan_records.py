@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 
-from quantizer.report.record import SensitivityRow
-from quantizer.report.run_records import GroupTime, Placement, PlacementPoint, Site
-from quantizer.sensitivity import Fallback, GroupSensitivity
+from quantizer.common.records import GroupSensitivity, GroupTime, Site
+from quantizer.report.record import Placement, PlacementPoint
+from quantizer.sensitivity import Fallback
 from quantizer.sensitivity.prices import Prices, frontier
 
 
@@ -16,11 +15,9 @@ def site_records(coverage: Iterable[Site]) -> tuple[Site, ...]:
     return tuple(row for row in coverage if not row.quiet)
 
 
-def placement_record(prices: Prices, rows: Sequence[SensitivityRow], chosen: Fallback | None) -> Placement:
+def placement_record(prices: Prices, rows: Sequence[GroupSensitivity], chosen: Fallback | None) -> Placement:
     """Return the record of a plan that was placed by its prices."""
     slower, back = prices.slower(), [] if chosen is None else list(chosen.reasons())
-    names = [field.name for field in fields(GroupSensitivity)]
-    ranking = [GroupSensitivity(**{name: getattr(row, name) for name in names}) for row in rows]
     return Placement(
         where=prices.where,
         low_ms=prices.low_us / 1000,
@@ -33,6 +30,6 @@ def placement_record(prices: Prices, rows: Sequence[SensitivityRow], chosen: Fal
         ),
         frontier=tuple(
             PlacementPoint(back=point.back, milliseconds=point.time_us / 1000, error=point.error)
-            for point in (frontier(ranking, prices) if ranking else ())
+            for point in (frontier(rows, prices) if rows else ())
         ),
     )

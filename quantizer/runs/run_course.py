@@ -21,10 +21,10 @@ from quantizer.common.distributed import get_world_size
 from quantizer.config import AmpConfig, RunConfig, dump_yaml
 from quantizer.engines import BuildResult, Inspection, observe_engine, runs_here
 from quantizer.errors import EngineError
+from quantizer.plan.histograms import noisiest
 from quantizer.quantizer import Quantizer
 from quantizer.report import Latency, RunRecord, Score, collect_machine, collect_versions
-from quantizer.report.run_records import EngineChoice, OutputDistance
-from quantizer.report.search.search_records import fallback_record
+from quantizer.report.record import EngineChoice, OutputDistance
 from quantizer.runs.measure import build_options, engine_file, measure_latency, measure_memory, run_sizes, with_deployed
 from quantizer.runs.outputs.check_batches import check_batches, checked_shapes
 from quantizer.runs.outputs.compare_outputs import (
@@ -54,8 +54,8 @@ from quantizer.runs.task_metric import Metric
 from quantizer.runs.train import TrainingResult, train
 from quantizer.runs.workload.open_axes import settle_axes
 from quantizer.runs.workload.workload import Load
+from quantizer.sensitivity.fallback import fallback_record
 from quantizer.tasks import Batch
-from quantizer.views.histograms import noisiest
 
 QUANTIZER = "quantizer"
 """The folder in it with the calibrated quantizer."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from quantizer.engines import Engine
 from quantizer.report import Score
-from quantizer.report.compare.resamples import Resamples, write_resamples
+from quantizer.report.compare import Resamples, write_resamples
 from quantizer.runs.ranks.process_group import from_first_rank
 from quantizer.runs.run_context import RunContext, predict, score_record
 from quantizer.tasks import Predictions, Row

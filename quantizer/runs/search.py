@@ -15,12 +15,11 @@ from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.progress import counted
 from quantizer.config import RunConfig
 from quantizer.quantizer import Quantizer
-from quantizer.report import RunRecord
-from quantizer.report.search.search_records import fallback_reason
-from quantizer.report.tables import text
+from quantizer.report import RunRecord, text
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.task_metric import Metric
 from quantizer.sensitivity import Evaluation, ScoreCache, fingerprint
+from quantizer.sensitivity.fallback import fallback_reason
 from quantizer.sensitivity.prices import Prices
 from quantizer.tasks import Batch, Row, rows_at
 

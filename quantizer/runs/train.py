@@ -26,7 +26,7 @@ from quantizer.qat import Distillation, Schedule, parameter_groups
 from quantizer.qat.checkpoint import BEST, LAST, read_checkpoint, read_facts, share_checkpoints, write_checkpoint
 from quantizer.qat.session import has_gradient, own_rows, sum_gradients
 from quantizer.quantizer import Quantizer
-from quantizer.report.run_records import TrainingRun, TrainingScore
+from quantizer.report.record import TrainingRun, TrainingScore
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.task_metric import Metric
 from quantizer.sensitivity import fingerprint

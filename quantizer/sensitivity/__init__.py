@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quantizer.common.records import GroupSensitivity
 from quantizer.sensitivity.fallback import (
     Evaluation,
     Fallback,
@@ -14,7 +15,7 @@ from quantizer.sensitivity.fallback import (
 from quantizer.sensitivity.gradient import Loss
 from quantizer.sensitivity.groups import groups_of
 from quantizer.sensitivity.max_drop_search import Tell, search
-from quantizer.sensitivity.measurement import GroupSensitivity, Measurement
+from quantizer.sensitivity.measurement import Measurement
 from quantizer.sensitivity.metric import Metric, Score
 from quantizer.sensitivity.score_cache import ScoreCache, fingerprint
 

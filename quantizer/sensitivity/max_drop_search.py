@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from quantizer.common.progress import loop
+from quantizer.common.records import GroupSensitivity
 from quantizer.errors import SensitivityError
 from quantizer.sensitivity.fallback import Evaluation, Fallback, fallback_of
-from quantizer.sensitivity.measurement import GroupSensitivity
 
 Candidate = tuple[GroupSensitivity, float]
 

@@ -10,7 +10,6 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from quantizer.common.batches import copied, on_own_tensors
 from quantizer.common.distributed import all_gather_bytes, all_reduce_sum, get_world_size
 from quantizer.common.progress import counted
+from quantizer.common.records import GroupSensitivity
 from quantizer.common.structure import mapped
 from quantizer.errors import SensitivityError
 from quantizer.proxy.eager_attention import as_recorded
@@ -37,31 +37,6 @@ MEASURES = ("gradient", "local", "output", "metric")
 _Measure = Callable[[nn.Module, Sequence[Group], tuple[Any, ...], Mapping[str, Any], Any], dict[str, float]]
 
 _OF_A_BATCH: dict[str, _Measure] = {"gradient": gradient, "local": local, "output": output}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupSensitivity:
-    """A group's place in the ranking; rank 1 has the highest error.
-
-    Attributes:
-        error: the error by the measure; 0 is no change.
-        block: the block of its first site (see ``groups.py``).
-        position: its place in the model's order, from 0.
-        parts: the groups of the plan that it consists of.
-        activations: how many of its operands are activations.
-        multiply_adds: the multiply-adds of its sites in calibration.
-    """
-
-    rank: int
-    group: str
-    kind: str
-    error: float
-    sites: tuple[str, ...]
-    block: str = ""
-    position: int = 0
-    parts: tuple[str, ...] = ()
-    activations: int = 0
-    multiply_adds: int = 0
 
 
 class Measurement:

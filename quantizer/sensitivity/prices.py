@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from quantizer.common.records import GroupSensitivity
 from quantizer.errors import SensitivityError
 from quantizer.plan.site_plan import Plan
 from quantizer.reasons import ReasonCode
 from quantizer.sensitivity.fallback import Fallback, fallback_of, per_cost
-from quantizer.sensitivity.measurement import GroupSensitivity
 
 _LEAST_GAIN = 0.1
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from quantizer.common.statistics import paired_interval
 from quantizer.errors import MissingDependencyError, TaskError
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -107,12 +108,6 @@ def resampled_scores(metric: Metric, decisions: Array, targets: Array, n: int = 
         picked = generator.integers(rows, size=(min(at_once, n - start), rows))
         scores.append(metric(decisions[picked], targets[picked]))
     return np.concatenate(scores)
-
-
-def paired_interval(first: Array, second: Array) -> tuple[float, float]:
-    """Return the 95% interval of ``second - first``, the scores of two models on the same resamples [R]."""
-    low, high = np.quantile(second - first, [0.025, 0.975])
-    return float(low), float(high)
 
 
 def _same_shape(first: Array, second: Array) -> None:

@@ -206,9 +206,9 @@ def test_validate_takes_files_on_both_sides_of_an_option(good: str, capsys: pyte
 
 def test_show(good: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Path, Console]] = []
-    module = ModuleType("quantizer.report.tables.summary")
+    module = ModuleType("quantizer.report.terminal")
     module.print_summary = lambda folder, console: seen.append((folder, console))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "quantizer.report.tables.summary", module)
+    monkeypatch.setitem(sys.modules, "quantizer.report.terminal", module)
     Path("report.json").write_text("{}")
     assert main(["show", "."]) == 0
     assert seen[0][0] == Path(".")

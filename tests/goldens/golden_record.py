@@ -23,7 +23,7 @@ from golden_nets import NETS, GoldenNet, Packed
 import quantizer
 from quantizer import Quantizer
 from quantizer.errors import QuantizerError
-from quantizer.report.page.html import html_from_record
+from quantizer.report.page.page import html_from_record
 from quantizer.report.record import RunRecord
 from quantizer.targets.profiles import profiles
 

@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import random
 
+from quantizer.common.records import Evaluation, GroupTime, Histogram, RangeCandidate, UnquantizedProduct
 from quantizer.engines.inspection.from_layers import inspection_from_layers
 from quantizer.engines.inspection.inspection import Inspection, Layer
 from quantizer.report import (
     EngineFile,
-    Fallback,
+    FallbackRecord,
+    GroupSensitivity,
     Latency,
     ModelInfo,
     Operand,
     RunRecord,
     Score,
-    SensitivityRow,
     Site,
     Stage,
     latency_entries,
     memory_entries,
     size_entries,
 )
-from quantizer.report.record import Evaluation
-from quantizer.report.run_records import (
+from quantizer.report.record import (
     Candidate,
     EngineChoice,
-    GroupTime,
-    Histogram,
     Placement,
     PlacementPoint,
-    RangeCandidate,
     SpeedCheck,
     TrainingRun,
     TrainingScore,
-    UnquantizedProduct,
 )
 
 FILE = "/usr/lib/python3/site-packages/transformers/models/bert/modeling_bert.py"
@@ -182,9 +178,9 @@ def sample_inspection() -> Inspection:
     return inspection_from_layers("openvino", [low, add, head], verified=True, note=note)
 
 
-def sample_search(chosen: tuple[str, ...] = ("b", "a")) -> Fallback:
+def sample_search(chosen: tuple[str, ...] = ("b", "a")) -> FallbackRecord:
     """Four scores, three of them on the front; the budget is a drop of 0.005."""
-    return Fallback(
+    return FallbackRecord(
         groups=chosen,
         reason="by fallback(max_drop=0.005)",
         evaluations=(
@@ -288,11 +284,11 @@ def _operand(draw: random.Random, name: str, kind: str, index: int, quantized: b
     )
 
 
-def _sensitivity(draw: random.Random, sites: tuple[Site, ...]) -> tuple[SensitivityRow, ...]:
+def _sensitivity(draw: random.Random, sites: tuple[Site, ...]) -> tuple[GroupSensitivity, ...]:
     errors = sorted((draw.lognormvariate(-5, 1.2) for _ in range(40)), reverse=True)
     chosen = draw.sample(sites, 40)
     return tuple(
-        SensitivityRow(
+        GroupSensitivity(
             group=site.name,
             kind=site.kind,
             block=".".join(site.name.split(".")[:3]),

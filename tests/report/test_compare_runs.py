@@ -20,13 +20,15 @@ from rich.console import Console
 from quantizer.cli.main import main
 from quantizer.errors import QuantizerError
 from quantizer.report import Latency, ModelInfo, Score, html_from_record, latency_entries, size_entries, write_record
-from quantizer.report.compare.compared_run import failed_run, read_runs
-from quantizer.report.compare.comparison import compare, pair
-from quantizer.report.compare.resamples import Resamples, read_resamples, write_resamples
-from quantizer.report.compare.short_names import short_names
-from quantizer.report.compare.tables import csv_text, print_comparison
-from quantizer.report.page.compare_page import html_from_comparison, write_comparison
-from quantizer.report.run_records import OutputDistance
+from quantizer.report.compare import Resamples, compare, failed_run, pair, read_resamples, read_runs, write_resamples
+from quantizer.report.compare_shown import (
+    csv_text,
+    html_from_comparison,
+    print_comparison,
+    short_names,
+    write_comparison,
+)
+from quantizer.report.record import OutputDistance
 from quantizer.tasks.metrics import accuracy, bootstrap_interval, resampled_scores
 
 TARGETS = np.arange(200) % 2

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from quantizer.report import Latency, RunRecord, html_from_record, latency_entries
 from quantizer.report.codec import mapping_from_record, record_from_mapping
-from quantizer.report.tables.headline import verdict
-from quantizer.report.tables.summary import print_record
-from quantizer.report.tables.text import noise_sentence, spread_words
+from quantizer.report.terminal import print_record
+from quantizer.report.text import noise_sentence, spread_words
+from quantizer.report.verdict import verdict
 
 QUIET = [10.0, 10.1, 9.9, 10.2, 9.8]
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from report_samples import bare_record, sample_record
 
-from quantizer.report.page.html import html_from_record
-from quantizer.report.record import SensitivityRow
-from quantizer.report.run_records import Cause, GroupTime, Operand, Site, UnquantizedProduct
-from quantizer.report.tables.layer_table import group_rows, layer_cells, layer_rows
+from quantizer.common.layer_rows import group_rows, layer_rows
+from quantizer.common.records import Cause, GroupSensitivity, GroupTime, Operand, Site, UnquantizedProduct
+from quantizer.report.page.page import html_from_record
+from quantizer.report.tables import layers_table
 
 
 def _operand(name: str, group: str, role: str = "activation", **changes: Any) -> Operand:
@@ -43,8 +43,8 @@ QUIET = _site("layer.0.forward.add_0", "residual_add", reason="the add broadcast
 OUTSIDE = UnquantizedProduct(path="lstm", operation="lstm", multiply_adds=60, share=0.6, reason="compiled recurrence")
 SITES = (QUERY, KEY, ADD, NEVER, QUIET)
 RANKING = (
-    SensitivityRow(group="qk", kind="linear", error=0.5, rank=1),
-    SensitivityRow(group="adds", kind="residual_add", parts=("add.lhs", "add.rhs"), error=0.25, rank=2),
+    GroupSensitivity(group="qk", kind="linear", error=0.5, rank=1),
+    GroupSensitivity(group="adds", kind="residual_add", parts=("add.lhs", "add.rhs"), error=0.25, rank=2),
 )
 TIMES = (
     GroupTime(group="qk", low_us=40.0, float_us=80.0),
@@ -91,11 +91,11 @@ def test_several_of_one_kind_keep_their_numbers() -> None:
 
 
 def test_columns_without_a_value_are_left_out() -> None:
-    titles = [column.title for column in layer_cells(layer_rows(SITES), None)[0]]
+    titles = [column.title for column in layers_table(layer_rows(SITES), None).columns]
     assert titles == ["layer", "operation", "activations", "weights", "amax", "SQNR, dB", "share of work"]
-    whole = [column.title for column in layer_cells(layer_rows(SITES, (), RANKING, TIMES), "gradient")[0]]
+    whole = [column.title for column in layers_table(layer_rows(SITES, (), RANKING, TIMES), "gradient").columns]
     assert whole == [*titles[:6], "estimated divergence", titles[6], "quantized, us", "float, us"]
-    assert layer_cells((), None) == ([], [])
+    assert layers_table((), None).columns == []
 
 
 def test_what_groups_would_give_back_and_cost() -> None:

@@ -10,6 +10,7 @@ import io
 import json
 import re
 from html.parser import HTMLParser
+from operator import itemgetter
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,18 +18,18 @@ import pytest
 from report_samples import bare_record, sample_choice, sample_histogram, sample_placement, sample_record
 from rich.console import Console
 
+from quantizer.common.records import Cause, Cure, RangeCandidate
 from quantizer.errors import MissingDependencyError, QuantizerError
 from quantizer.reasons import counted
 from quantizer.report import (
     Column,
     Score,
+    Table,
     html_from_record,
-    html_table,
     print_record,
     print_summary,
     size_entries,
     string_from_table,
-    text_table,
     verdict,
     write_html,
     write_record,
@@ -36,10 +37,10 @@ from quantizer.report import (
 from quantizer.report.charts.candidates_plot import candidates_svg
 from quantizer.report.charts.frontier_plot import frontier_svg
 from quantizer.report.charts.histogram_plot import histogram_figure
-from quantizer.report.page.page_content import diff_files
-from quantizer.report.run_records import Cause, Cure, RangeCandidate
-from quantizer.report.tables.tables import choice_table, print_choice
-from quantizer.report.tables.text import significant, typeset
+from quantizer.report.page.page import diff_files
+from quantizer.report.tables import choice_table
+from quantizer.report.terminal import print_choice
+from quantizer.report.text import significant, typeset
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 VOID = {"meta", "input", "br", "img", "link"}
@@ -232,19 +233,21 @@ def test_diff_is_taken_apart_by_file() -> None:
     assert [(file.added, file.removed) for file in diff_files(comment)] == [(1, 1)]
 
 
+def _table(title: str, rows: list[tuple[object, ...]]) -> Table:
+    return Table(title, [Column("name", itemgetter(0)), Column("value", itemgetter(1))], rows)
+
+
 def test_html_table_escapes_aligns_and_limits() -> None:
-    text = html_table(["name", "value"], [(EVIL, 0), ("b", None), ("c", -1.5)], limit=2, caption=EVIL)
+    text = _table(EVIL, [(EVIL, 0), ("b", None), ("c", -1.5)]).html(limit=2, caption=True)
     assert "<script" not in text
     assert '<td class="qz-num" data-sort="0.0">0</td>' in text
     assert '<td class="qz-num">–</td>' in text  # noqa: RUF001
     assert "Rows not shown: 1" in text
-    assert '<td class="qz-num"' not in html_table(["flag"], [(True,)])
-    with pytest.raises(ValueError, match="row 0 has 1 cells, but there are 2 columns"):
-        html_table(["a", "b"], [(1,)])
+    assert '<td class="qz-num"' not in _table("", [("flag", True)]).html()
 
 
 def test_text_table_takes_brackets_as_text() -> None:
-    table = text_table(["name", Column(title="value")], [("[red]layer[0]", 1234.5), ("b", None)], title="[bold]t")
+    table = _table("[bold]t", [("[red]layer[0]", 1234.5), ("b", None)]).terminal()
     text = string_from_table(table, width=60)
     assert "[red]layer[0]" in text
     assert "[bold]t" in text
@@ -382,7 +385,7 @@ def test_one_that_was_too_slow_is_shown_without_its_last_times() -> None:
     picture = candidates_svg(both)
     assert ">4.00x<" in picture
     assert "4.00 ms at 1 x 16, 4.00x the time at 1 x 16: too slow to go on" in picture
-    assert choice_table(both).count("<tr") == 3
+    assert choice_table(both, page=True).html().count("<tr") == 3
     console = Console(width=120, record=True)
     print_choice(both, console)
     assert re.search(r"openvino float32 +4\.00 +- ", console.export_text())

@@ -14,11 +14,12 @@ import pytest
 import torch
 from report_samples import bare_record, sample_record
 
+from quantizer.common.records import Cure
 from quantizer.errors import QuantizerError
 from quantizer.report import (
+    GroupSensitivity,
     RunRecord,
     Score,
-    SensitivityRow,
     Stage,
     collect_machine,
     collect_versions,
@@ -31,8 +32,7 @@ from quantizer.report import (
 from quantizer.report import record as record_module
 from quantizer.report.codec import mapping_from_record, record_from_mapping
 from quantizer.report.format_page import field_documentation, format_page
-from quantizer.report.ratios import quantized_entry, reference_entry
-from quantizer.report.run_records import Cure
+from quantizer.report.record import quantized_entry, reference_entry
 
 RECORDS = [getattr(record_module, name) for name in record_module.__all__ if name != "VERSION"]
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,9 @@ def test_round_trip(tmp_path: Path, make: object) -> None:
 
 
 def test_what_json_cannot_hold_survives(tmp_path: Path) -> None:
-    rows = [SensitivityRow(group="g", kind="linear", error=value, rank=1) for value in (math.inf, -math.inf, math.nan)]
+    rows = [
+        GroupSensitivity(group="g", kind="linear", error=value, rank=1) for value in (math.inf, -math.inf, math.nan)
+    ]
     read = read_record(write_record(bare_record(sensitivity=rows), tmp_path / "report.json"))
     assert [str(row.error) for row in read.sensitivity] == ["inf", "-inf", "nan"]
 

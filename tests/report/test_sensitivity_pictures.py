@@ -10,24 +10,24 @@ from xml.etree import ElementTree
 import pytest
 from report_samples import sample_record, sample_search
 
+from quantizer.common.records import Evaluation, FallbackRecord, GroupSensitivity
 from quantizer.report.charts.axes import sensitivity_bars
 from quantizer.report.charts.heat_map import sensitivity_heatmap
 from quantizer.report.charts.pareto_plot import pareto_svg
-from quantizer.report.record import Evaluation, Fallback, SensitivityRow
-from quantizer.report.tables.text import MISSING, amount, error, error_words
+from quantizer.report.text import MISSING, amount, error, error_words
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def row(block: str, kind: str, value: float, **changes: object) -> SensitivityRow:
+def row(block: str, kind: str, value: float, **changes: object) -> GroupSensitivity:
     """A group of one site in ``block``."""
     name = f"{block}.forward.{kind}_0"
     values: dict[str, object] = {"group": name, "kind": kind, "block": block, "sites": (name,), "error": value}
-    return SensitivityRow(**{**values, "rank": 1, **changes})  # type: ignore[arg-type]
+    return GroupSensitivity(**{**values, "rank": 1, **changes})  # type: ignore[arg-type]
 
 
-def add(block: str, operand: str, value: float, **changes: object) -> SensitivityRow:
+def add(block: str, operand: str, value: float, **changes: object) -> GroupSensitivity:
     """An operand of a residual add in ``block``."""
     site = f"{block}.forward.add_0"
     return row(block, "residual_add", value, group=f"{site}.{operand}", sites=(site,), **changes)
@@ -213,7 +213,9 @@ def test_odd_searches(drops: list[float], budget: float | None) -> None:
     found = tuple(
         Evaluation(groups=(EVIL,), score=-drop, drop=drop, cost=0.7 * n, front=True) for n, drop in enumerate(drops)
     )
-    root = ElementTree.fromstring(pareto_svg(Fallback(groups=(EVIL,), reason=EVIL, evaluations=found, max_drop=budget)))
+    root = ElementTree.fromstring(
+        pareto_svg(FallbackRecord(groups=(EVIL,), reason=EVIL, evaluations=found, max_drop=budget))
+    )
     heights = [float(circle.attrib["cy"]) for circle in root.iter(f"{SVG}circle")]
     assert all(0 <= height <= 220 for height in heights)
     assert "chosen" not in texts(root, "qz-value")
@@ -222,7 +224,7 @@ def test_odd_searches(drops: list[float], budget: float | None) -> None:
 def test_no_search_is_a_sentence() -> None:
     none = Evaluation(groups=(), score=math.nan, drop=math.nan, cost=0.0)
     for found in ((), (none,)):
-        root = ElementTree.fromstring(pareto_svg(Fallback(groups=(), reason="num=0", evaluations=found)))
+        root = ElementTree.fromstring(pareto_svg(FallbackRecord(groups=(), reason="num=0", evaluations=found)))
         assert texts(root, "qz-name") == ["No search was made."]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from quantizer.engines import Inspection
 from quantizer.engines.inspection.inspection import Layer, PrecisionShare
 from quantizer.errors import QuantizerError
 from quantizer.report import RunRecord, print_record, write_record
-from quantizer.report.tables.summary import print_layers
-from quantizer.report.tables.tables import Column, string_from_table, text_table
-from quantizer.report.tables.text import print_labelled, wrapped
+from quantizer.report.tables import Column, Table, names, numbers, string_from_table
+from quantizer.report.terminal import print_layers
+from quantizer.report.text import print_labelled, wrapped
 
 LONG = "encoder.layer.11.attention.output.dense.site_forward_linear_0/MatMul/MatMulScaleFusion"
 
@@ -101,10 +102,10 @@ def test_a_path_behind_a_label_is_never_wrapped() -> None:
 
 
 def test_names_in_a_table_give_their_middle_and_numbers_are_whole() -> None:
-    columns = [Column(title="site", mono=True), Column(title="multiply-adds", numeric=True), "why"]
+    columns = [names("site", itemgetter(0)), numbers("multiply-adds", itemgetter(1)), Column("why", itemgetter(2))]
     rows = [(LONG, 604_000_000, "its input is no tensor that calibration saw")]
     for width in (50, 80, 200):
-        shown = string_from_table(text_table(columns, rows), width)
+        shown = string_from_table(Table("", columns, rows).terminal(titled=False), width)
         assert all(len(line) <= width for line in shown.splitlines())
         assert "604,000,000" in shown
         assert "multiply-adds" in shown

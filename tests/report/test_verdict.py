@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from report_samples import bare_record
 
+from quantizer.common.records import BudgetOutcome, Cause, Cure, GroupTime
 from quantizer.engines.inspection.inspection import Inspection, PrecisionShare
-from quantizer.report import EngineFile, Fallback, Latency, Score, Site, html_from_record, latency_entries
+from quantizer.report import EngineFile, FallbackRecord, Latency, Score, Site, html_from_record, latency_entries
 from quantizer.report.model_card import write_run_card
-from quantizer.report.run_records import BudgetOutcome, Cause, Cure, GroupTime, OutputDistance, Placement, SpeedCheck
-from quantizer.report.tables.summary import cause_lines
+from quantizer.report.record import OutputDistance, Placement, SpeedCheck
+from quantizer.report.terminal import cause_lines
 from quantizer.report.verdict import verdict_of
 
 ENGINE = EngineFile(backend="openvino", path="model.engine", build_seconds=1.0, verified="ran here")
@@ -103,7 +104,7 @@ def test_a_missed_budget_comes_first(
     verdict: str, evaluation: float | None, level: str, said: str | None, tmp_path: Path
 ) -> None:
     outcome = BudgetOutcome(asked=0.02, tuning=0.03, which="engine", evaluation=evaluation, verdict=verdict)
-    record = bare_record(outputs=(_output(),), fallback=Fallback(groups=(), reason="r", outcome=outcome), **FAST)
+    record = bare_record(outputs=(_output(),), fallback=FallbackRecord(groups=(), reason="r", outcome=outcome), **FAST)
     found = verdict_of(record)
     assert found.level == level
     write_run_card(record, tmp_path)

@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from quantizer.cli.main import main
+from quantizer.common.records import EngineCheck
 from quantizer.report import Score
-from quantizer.report.run_records import EngineCheck
-from quantizer.report.search.search_records import budget_outcome
-from quantizer.report.tables.tables import budget_line
+from quantizer.report.terminal import budget_line
 from quantizer.runs.budget.fineness import budget_warnings
 from quantizer.sensitivity import Evaluation, Fallback
+from quantizer.sensitivity.fallback import budget_outcome
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,report,openvino]")

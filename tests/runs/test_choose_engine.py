@@ -11,8 +11,8 @@ from rich.console import Console
 from quantizer.engines import Inspection, PrecisionShare
 from quantizer.engines import candidates as int8_saturation
 from quantizer.errors import EngineError
-from quantizer.report.run_records import Candidate
-from quantizer.report.tables.tables import print_choice
+from quantizer.report.record import Candidate
+from quantizer.report.terminal import print_choice
 from quantizer.runs import choose_engine
 from quantizer.runs.choose_engine import bound, choose, require_sites, slow_ones, timed
 

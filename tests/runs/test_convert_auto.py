@@ -22,12 +22,12 @@ import quantizer.calibration.output_search as attention
 import quantizer.runs.convert.engine_maker as maker
 from quantizer import Quantizer
 from quantizer.cli.main import main
+from quantizer.common.records import EngineCheck
 from quantizer.engines import BuildOptions, BuildResult, Engine, candidates
 from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
 from quantizer.engines.engine_file import read_engine
 from quantizer.engines.measure import trial
 from quantizer.errors import EngineError
-from quantizer.report.run_records import EngineCheck
 from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.convert import choose, load_converted, measure, request
 from quantizer.runs.convert import folder as folders

@@ -14,10 +14,10 @@ from torch import nn
 
 import quantizer.runs.run as pipeline
 from quantizer.cli.main import main
+from quantizer.common.records import FallbackRecord
 from quantizer.engines import Engine
 from quantizer.report import read_record
-from quantizer.report.record import Fallback
-from quantizer.report.tables.tables import evaluation_caption
+from quantizer.report.terminal import evaluation_caption
 from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import RunRows
@@ -60,7 +60,7 @@ def drops(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return given
 
 
-def done(*words: str) -> Fallback:
+def done(*words: str) -> FallbackRecord:
     assert main(["run", "tiny.yaml", *words, "--output", "out"]) == 0
     fallback = read_record(Path("out/report.json")).fallback
     assert fallback is not None
@@ -138,7 +138,7 @@ def test_a_budget_that_no_engine_meets_ends_after_three_and_says_so() -> None:
     assert [check.rows for check in engines.checks] == [2, 2, 2]
     missed = "the budget is not met on the engine, and this is the best plan found"
     assert missed in engines.console.export_text()
-    fallback = Fallback(groups=("a",), reason="", max_drop=BUDGET, checks=tuple(engines.checks))
+    fallback = FallbackRecord(groups=("a",), reason="", max_drop=BUDGET, checks=tuple(engines.checks))
     assert evaluation_caption(fallback).endswith(missed)
     assert missed not in evaluation_caption(replace(fallback, max_drop=0.2))
 

@@ -21,9 +21,8 @@ import quantizer
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import CalibrationError, CalibrationWarning, ConfigError, EngineError, QuantizerError, TaskError
 from quantizer.report import read_record
-from quantizer.report.compare.compared_run import read_runs
-from quantizer.report.compare.comparison import compare
-from quantizer.report.page.compare_page import html_from_comparison
+from quantizer.report.compare import compare, read_runs
+from quantizer.report.compare_shown import html_from_comparison
 from quantizer.runs.placement.run_placement import RunPlacement
 
 ONNXRUNTIME = next(name for name in cpu_candidates()[0] if name.startswith("onnxruntime"))

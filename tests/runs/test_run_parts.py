@@ -26,8 +26,8 @@ from quantizer.engines.candidates import Variant
 from quantizer.errors import EngineError, QuantizerError
 from quantizer.files.temporary import OLD, new_name
 from quantizer.report import read_record
-from quantizer.report.compare.resamples import read_resamples
-from quantizer.report.run_records import Candidate
+from quantizer.report.compare import read_resamples
+from quantizer.report.record import Candidate
 from quantizer.runs.convert import load_converted, measure
 from quantizer.runs.convert.choose import PYTORCH
 from quantizer.runs.convert.inputs import ConversionInputs

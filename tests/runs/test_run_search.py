@@ -26,7 +26,7 @@ from quantizer.cli.main import main
 from quantizer.engines import BuildResult, Inspection
 from quantizer.errors import EngineError
 from quantizer.report import RunRecord, read_record
-from quantizer.report.tables.text import shorten
+from quantizer.report.text import shorten
 from quantizer.runs.placement.run_placement import RunPlacement
 from quantizer.runs.run_engines import RunEngines
 from quantizer.runs.task_metric import TaskMetric

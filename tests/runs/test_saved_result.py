@@ -17,12 +17,12 @@ for _package in ("onnx", "onnxscript", "onnxruntime", "jinja2"):
     pytest.importorskip(_package, reason="quantize_model needs enginequant[onnx,onnxruntime,report]")
 
 import quantizer
+from quantizer.common.records import Cause, Cure
 from quantizer.engines import load_engine
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import ConfigError, EngineError, QuantizerError, SensitivityError
 from quantizer.report.codec import shown_setting
-from quantizer.report.run_records import Cause, Cure
-from quantizer.report.tables.summary import cause_lines
+from quantizer.report.terminal import cause_lines
 from quantizer.runs.saved.call_form import CALL
 from quantizer.runs.workload.function_scorer import FunctionMetric
 

@@ -21,8 +21,8 @@ from quantizer import Quantizer
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import SensitivityError
 from quantizer.plan.site_plan import OperandPlan, SitePlan
-from quantizer.report.search.search_records import fallback_reason
 from quantizer.sensitivity import Evaluation, Fallback, GroupSensitivity, by_name, fingerprint, per_cost, search
+from quantizer.sensitivity.fallback import fallback_reason
 
 
 def _ranking(errors: list[float], multiply_adds: int = 1) -> list[GroupSensitivity]:

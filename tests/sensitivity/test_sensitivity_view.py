@@ -14,7 +14,7 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.errors import SensitivityError
 from quantizer.sensitivity import Evaluation, Fallback, GroupSensitivity
-from quantizer.views.sensitivity_view import Sensitivity
+from quantizer.sensitivity.ranking import Sensitivity
 
 SVG = "{http://www.w3.org/2000/svg}"
 RANKING = [
@@ -80,7 +80,7 @@ def _measured(**options: Any) -> tuple[Quantizer, nn.Module, torch.Tensor]:
 
 
 def test_the_ranking_as_text() -> None:
-    assert Sensitivity.from_ranking(RANKING, SEARCH, "local").text() == "\n".join(
+    assert Sensitivity(RANKING, SEARCH, "local").text() == "\n".join(
         [
             "2 groups by the relative error at the outputs of its sites, with one of them quantized",
             "                                                    relative",
@@ -99,7 +99,7 @@ def test_no_word_of_the_ranking_is_cut_in_a_terminal() -> None:
     name = "encoder.layer.5.attention.self.eager_attention_forward.{matmul_0,matmul_1}"
     entry = GroupSensitivity(rank=1, group=name, kind="residual_add", error=1.74e-4, sites=(name,), multiply_adds=10**9)
     for measure in ("gradient", "loss", "output", "local", "metric"):
-        text = Sensitivity.from_ranking([entry], None, measure).text()
+        text = Sensitivity([entry], None, measure).text()
         assert max(map(len, text.splitlines())) <= 120
         words = ("residual_add", "eager_attention_forward. ", "{matmul_0,matmul_1}", "quantizers", "multiply", "1.00 G")
         assert [word for word in words if word not in text] == []
@@ -155,7 +155,7 @@ def test_the_root_is_a_block() -> None:
 
 
 def test_a_search_as_a_table_and_a_picture(tmp_path: Path) -> None:
-    view = Sensitivity.from_ranking(RANKING, SEARCH, "gradient")
+    view = Sensitivity(RANKING, SEARCH, "gradient")
     assert view.search.text().splitlines() == [
         "2 evaluations; the float model scores 0.9000; a drop of 0.0100 is allowed;",
         "with 1 group put back it scores 0.8950; asked 0.0100; drop in tuning 0.0050:",

@@ -16,7 +16,7 @@ from torch import nn
 from quantizer import from_onnx
 from quantizer.engines import inspect_file
 from quantizer.graph_check import check_file
-from quantizer.report.tables.layer_table import print_inspection
+from quantizer.report.terminal import print_inspection
 from torture import mutations
 from torture.kinds import Kind, kind
 from torture.readers_engines import exported

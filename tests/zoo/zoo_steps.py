@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from quantizer import Quantizer
+from quantizer.plan.coverage import Coverage
 from quantizer.reasons import ReasonCode
-from quantizer.views.coverage import Coverage
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from quantizer.common.shown import Rows
 from quantizer.errors import ProxyError
 from quantizer.numerics.byte_codes import spend_deprecation_warning
 from quantizer.proxy.build import sites_of
@@ -31,6 +32,12 @@ class SiteKernel:
     operation: str
     kernel: str | None
     reason: str
+
+
+class Kernels(Rows[SiteKernel]):
+    """The quantized sites of a lowered model, with the kernel of each."""
+
+    look = "kernels"
 
 
 def lower(proxy: nn.Module, lowering: Lowering) -> nn.Module:

@@ -11,10 +11,10 @@ The sensitivity ranking as bars, coloured by kind, with a lane beside them that 
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from quantizer.report.tables.tables import RankedRow, blocks_in_order
-from quantizer.report.tables.text import error, error_words, shorten
+from quantizer.common.records import GroupSensitivity
+from quantizer.report.text import error, error_words, shorten
 
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
 _LEGEND_ROW = 20
@@ -66,7 +66,7 @@ _LANE, _GAP = 9, 2
 """The width of the lane, and of the gap between it and the bars, in percent."""
 
 
-def sensitivity_bars(rows: Sequence[RankedRow], *, measure: str | None, limit: int = 30) -> str:
+def sensitivity_bars(rows: Sequence[GroupSensitivity], *, measure: str | None, limit: int = 30) -> str:
     """Return horizontal bars, highest first, coloured by kind; a hollow bar is a group that fell back to float."""
     # NaN has no order: it comes last, so that the result does not depend on the order of the rows.
     ranked = sorted(rows, key=lambda row: (row.error != row.error, -row.error, row.group))[:limit]
@@ -87,7 +87,7 @@ def sensitivity_bars(rows: Sequence[RankedRow], *, measure: str | None, limit: i
     return svg_picture(label, top + height, [*legend, *lane, frame])
 
 
-def _bar(row: RankedRow, top: float, largest: float) -> str:
+def _bar(row: GroupSensitivity, top: float, largest: float) -> str:
     share = min(max(row.error, 0.0) / largest, 1.0) if row.error == row.error else 0.0
     note = f"{row.kind}, float" if row.fallback else row.kind
     short = "float  " if row.fallback else ""
@@ -103,11 +103,11 @@ def _bar(row: RankedRow, top: float, largest: float) -> str:
     )
 
 
-def _title(row: RankedRow) -> str:
+def _title(row: GroupSensitivity) -> str:
     return f"{row.group} ({f'{row.kind}, float' if row.fallback else row.kind}): {error(row.error)}"
 
 
-def _name(row: RankedRow, y: float, length: int, css: str) -> str:
+def _name(row: GroupSensitivity, y: float, length: int, css: str) -> str:
     """Return the group's name with its block in bold; each part is shortened by itself, so that both are legible."""
     rest = row.group.removeprefix(row.block)
     if not row.block or rest == row.group:
@@ -117,7 +117,7 @@ def _name(row: RankedRow, y: float, length: int, css: str) -> str:
     return f'<text class="{css}" x="0" y="{y}"><tspan font-weight="650">{html.escape(block)}</tspan>{rest}</text>'
 
 
-def _lane(ranked: Sequence[RankedRow], blocks: Sequence[str], top: float) -> str:
+def _lane(ranked: Sequence[GroupSensitivity], blocks: Sequence[str], top: float) -> str:
     """Return the lane: for each bar a mark whose place shows the block of the group in the order of the model."""
     height, width = len(ranked) * _ROW, 100 / len(blocks)
     marks = [
@@ -139,7 +139,7 @@ def _look(kind: str, hollow: bool) -> str:
     return f'fill="{colour}"' + (f' fill-opacity="0.15" stroke="{colour}" stroke-width="1.5"' if hollow else "")
 
 
-def _legend(caption: str, ranked: Sequence[RankedRow], blocks: Sequence[str]) -> tuple[list[str], float]:
+def _legend(caption: str, ranked: Sequence[GroupSensitivity], blocks: Sequence[str]) -> tuple[list[str], float]:
     entries = [(_swatch(_look(kind, False)), kind) for kind in dict.fromkeys(row.kind for row in ranked)]
     if any(row.fallback for row in ranked):
         entries.append((_swatch(_look("", True)), "put back to float"))
@@ -157,3 +157,8 @@ def _legend(caption: str, ranked: Sequence[RankedRow], blocks: Sequence[str]) ->
 
 def _swatch(look: str) -> str:
     return f'<rect x="1" y="3" width="11" height="11" rx="2" {look}/>'
+
+
+def blocks_in_order(rows: Iterable[GroupSensitivity]) -> list[str]:
+    """Return each block once, in the model's order."""
+    return list(dict.fromkeys(row.block for row in sorted(rows, key=lambda row: (row.position, row.group))))

@@ -10,9 +10,9 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quantizer.report import text
 from quantizer.report.charts.axes import svg_legend, svg_note, svg_picture, svg_text
-from quantizer.report.run_records import Candidate, EngineChoice
-from quantizer.report.tables import text
+from quantizer.report.record import Candidate, EngineChoice
 
 _COLOURS = {"quantized": "#2f7fd6", "float": "#c26a12"}
 """See ``pareto_plot.py``."""

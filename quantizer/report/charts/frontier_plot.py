@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import html
 
+from quantizer.report import text
 from quantizer.report.charts.axes import svg_legend, svg_note, svg_picture, svg_text
-from quantizer.report.run_records import Placement, PlacementPoint
-from quantizer.report.tables import text
+from quantizer.report.record import Placement, PlacementPoint
 
 _COLOURS = {"plan": "#2f7fd6", "taken": "#c26a12"}
 """See ``pareto_plot.py``."""

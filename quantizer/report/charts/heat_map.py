@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quantizer.report.charts.axes import svg_legend, svg_note, svg_picture, svg_text
-from quantizer.report.tables.tables import RankedRow, blocks_in_order
-from quantizer.report.tables.text import MISSING, error, error_words, shorten
+from quantizer.common.records import GroupSensitivity
+from quantizer.report.charts.axes import blocks_in_order, svg_legend, svg_note, svg_picture, svg_text
+from quantizer.report.text import MISSING, error, error_words, shorten
 
 _HUE = "#d55e00"
 _FAINT, _FULL = 0.06, 0.8
@@ -32,7 +32,7 @@ _LEFT, _RIGHT = 22, 80
 _SHARE_LEFT, _SHARE_RIGHT = 82, 90
 _ROW, _HEAD = 26, 58
 
-_Cells = Mapping[tuple[str, str], Sequence[RankedRow]]
+_Cells = Mapping[tuple[str, str], Sequence[GroupSensitivity]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,14 +55,14 @@ class _Scale:
         return [self.low * (self.high / self.low) ** (step / (_STEPS - 1)) for step in range(_STEPS)]
 
 
-def sensitivity_heatmap(rows: Sequence[RankedRow], *, measure: str | None) -> str:
+def sensitivity_heatmap(rows: Sequence[GroupSensitivity], *, measure: str | None) -> str:
     """Return a heat map with a row for each block and a column for each kind of site.
 
     Residual adds have a column for each operand.
     """
     if not rows:
         return svg_note("Sensitivity was not measured.")
-    gathered: dict[tuple[str, str], list[RankedRow]] = defaultdict(list)
+    gathered: dict[tuple[str, str], list[GroupSensitivity]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: (row.position, row.group)):
         gathered[row.block, _column(row)].append(row)
     words, blocks = error_words(measure), blocks_in_order(rows)
@@ -91,7 +91,7 @@ def sensitivity_heatmap(rows: Sequence[RankedRow], *, measure: str | None) -> st
     return svg_picture(label, bottom, [*parts, *marks])
 
 
-def _column(row: RankedRow) -> str:
+def _column(row: GroupSensitivity) -> str:
     """Return the column of a group: its kind, for residual adds with the operand, as each is a group of its own."""
     if "," in row.kind:
         return _SEVERAL
@@ -105,7 +105,7 @@ def _place(column: str) -> tuple[int, str]:
     return _KINDS.index(kind) if kind in _KINDS else len(_KINDS), column
 
 
-def _sum(rows: Sequence[RankedRow]) -> float:
+def _sum(rows: Sequence[GroupSensitivity]) -> float:
     errors = [row.error for row in rows]
     # fsum does not depend on the order, but raises if there are both inf and -inf.
     return math.fsum(errors) if all(map(math.isfinite, errors)) else sum(errors)
@@ -151,7 +151,7 @@ def _label(block: str, wide: str, narrow: str, top: float) -> str:
     )
 
 
-def _cell(rows: Sequence[RankedRow], column: str, left: float, top: float, width: float, scale: _Scale) -> str:
+def _cell(rows: Sequence[GroupSensitivity], column: str, left: float, top: float, width: float, scale: _Scale) -> str:
     total, back = _sum(rows), sum(row.fallback for row in rows)
     title = [f"{rows[0].block}, {column}: {error(total)}"]
     if back:

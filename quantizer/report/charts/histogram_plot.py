@@ -6,9 +6,9 @@ import html
 import math
 from collections.abc import Iterator
 
+from quantizer.common.records import Histogram, RangeCandidate
 from quantizer.report.charts.axes import svg_picture, svg_text
-from quantizer.report.run_records import Histogram, RangeCandidate
-from quantizer.report.tables.text import decibels, percent, significant
+from quantizer.report.text import decibels, percent, significant
 
 # Both colours have a contrast of at least 3:1 to white and to near-black pages (WCAG 1.4.11), and differ for the common
 # forms of colour blindness.

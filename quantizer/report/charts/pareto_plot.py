@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from quantizer.common.records import Evaluation, FallbackRecord
 from quantizer.report.charts.axes import svg_legend, svg_note, svg_picture, svg_text
-from quantizer.report.record import Evaluation, Fallback
-from quantizer.report.tables.text import amount, counted, error, significant
+from quantizer.report.text import amount, counted, error, significant
 
 # Both colours have a contrast of at least 3:1 to white and to near-black pages (WCAG 1.4.11), and differ for the common
 # forms of colour blindness.
@@ -54,7 +54,7 @@ class _Axes:
         return found
 
 
-def pareto_svg(fallback: Fallback) -> str:
+def pareto_svg(fallback: FallbackRecord) -> str:
     """Return all scores of a search, the Pareto front as a line, the budget, and the chosen fallback."""
     points = [point for point in fallback.evaluations if math.isfinite(point.drop) and math.isfinite(point.cost)]
     if not points:
@@ -122,7 +122,7 @@ _FILLED = f'fill="{_FRONT}"'
 _HOLLOW = 'fill="currentColor" fill-opacity="0.08" stroke="currentColor" stroke-opacity="0.7" stroke-width="1.5"'
 
 
-def _legend(fallback: Fallback) -> Iterator[tuple[str, str]]:
+def _legend(fallback: FallbackRecord) -> Iterator[tuple[str, str]]:
     yield f'<circle cx="7" cy="9" r="4.5" {_FILLED}/>', "on the front"
     yield f'<circle cx="7" cy="9" r="4.5" {_HOLLOW}/>', "another evaluation"
     if fallback.max_drop is not None:

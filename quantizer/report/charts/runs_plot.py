@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from quantizer.report import text
 from quantizer.report.charts.axes import svg_legend, svg_note, svg_picture, svg_text
-from quantizer.report.tables import text
 
 _FRONT, _FLOAT = "#2f7fd6", "#c26a12"
 """See ``pareto_plot.py``."""

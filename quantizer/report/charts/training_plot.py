@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from quantizer.report.charts.axes import svg_legend, svg_note, svg_picture, svg_text
-from quantizer.report.run_records import TrainingRun
-from quantizer.report.tables.text import counted, plain
+from quantizer.report.record import TrainingRun
+from quantizer.report.text import counted, plain
 
 # All colours have a contrast of at least 3:1 to white and to near-black pages (WCAG 1.4.11), and differ for the common
 # forms of colour blindness.

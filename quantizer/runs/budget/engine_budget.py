@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from quantizer.common.records import EngineCheck
 from quantizer.engines import Engine
-from quantizer.report.run_records import EngineCheck
 from quantizer.runs.budget.fineness import budget_warnings
 from quantizer.runs.run_context import RunContext, as_predictor, bar
 from quantizer.runs.workload.function_scorer import FunctionScorer

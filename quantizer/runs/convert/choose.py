@@ -14,8 +14,8 @@ from quantizer.engines import Engine, Inspection, inspect_engine
 from quantizer.engines.candidates import Variant
 from quantizer.errors import EngineError
 from quantizer.quantizer import Quantizer
-from quantizer.report.run_records import Candidate, EngineChoice
-from quantizer.report.tables import text
+from quantizer.report import text
+from quantizer.report.record import Candidate, EngineChoice
 from quantizer.runs.choose_engine import (
     FAILURES,
     HOPELESS,

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from quantizer.common.records import EngineCheck
 from quantizer.engines import BuildOptions, BuildResult, Engine, interleaved_latency, load_engine, medians, runs_here
 from quantizer.engines.candidates import Variant
 from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
-from quantizer.report.run_records import EngineCheck
 from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.choose_engine import HOPELESS, require_sites
 from quantizer.runs.convert.folder import ENGINE, ONNX

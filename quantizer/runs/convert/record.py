@@ -9,13 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from quantizer.common.records import Score
 from quantizer.engines import Inspection
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, collect_machine, collect_versions, write_html, write_record
-from quantizer.report.ratios import latency_entries, size_entries
-from quantizer.report.record import Latency, Score
-from quantizer.report.run_records import EngineChoice, OutputDistance
-from quantizer.report.search.search_records import fallback_record
+from quantizer.report.record import EngineChoice, Latency, OutputDistance, latency_entries, size_entries
 from quantizer.runs.convert.engine_maker import EngineMaker, Made
 from quantizer.runs.convert.folder import ENGINE
 from quantizer.runs.convert.inputs import ConversionInputs
@@ -23,6 +21,7 @@ from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.measure import engine_file
 from quantizer.runs.plan_records import placement_record, site_records
+from quantizer.sensitivity.fallback import fallback_record
 
 
 def conversion_record(

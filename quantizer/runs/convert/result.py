@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from quantizer.common.records import BudgetOutcome, EngineCheck
 from quantizer.qdq.structure import Signature
 from quantizer.quantizer import Quantizer
 from quantizer.report import Score, collect_versions
-from quantizer.report.run_records import BudgetOutcome, EngineCheck
-from quantizer.report.search.search_records import budget_outcome, fallback_reason
 from quantizer.runs.convert.folder import ENGINE, FORMAT, ONNX, processor_folder
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.outputs.compare_outputs import OutputCheck
 from quantizer.runs.outputs.right_engine import OnlySizes
+from quantizer.sensitivity.fallback import budget_outcome, fallback_reason
 
 
 @dataclass(frozen=True, kw_only=True)

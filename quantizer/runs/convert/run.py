@@ -20,8 +20,8 @@ from quantizer.files import said_complete, write_folder
 from quantizer.qdq.structure import read_signature
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, Score, collect_machine, collect_versions, print_record
-from quantizer.report.run_records import EngineChoice
-from quantizer.report.tables.tables import print_choice
+from quantizer.report.record import EngineChoice
+from quantizer.report.terminal import print_choice
 from quantizer.runs.convert.card import write_card
 from quantizer.runs.convert.choose import PYTORCH, Chooser
 from quantizer.runs.convert.data import Samples, read_labelled

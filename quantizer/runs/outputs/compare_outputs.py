@@ -36,7 +36,7 @@ from quantizer.engines import Engine
 from quantizer.errors import EngineError
 from quantizer.proxy.restored_state import untouched
 from quantizer.proxy.site import Site
-from quantizer.report.run_records import ALIKE_DB, FURTHER_DB, OutputDistance, is_no_further
+from quantizer.report.record import ALIKE_DB, FURTHER_DB, OutputDistance, is_no_further
 from quantizer.runs.run_context import as_predictor
 from quantizer.tasks import Batch, batch_shape, rows_at
 from quantizer.tasks.metrics import mean_cosine, sqnr_db

@@ -14,7 +14,7 @@ from torch import nn
 
 from quantizer.common.data.sizes import DataSizes
 from quantizer.quantizer import Quantizer
-from quantizer.report.tables.text import counted
+from quantizer.report.text import counted
 from quantizer.runs.placement.price_groups import EngineFiles, TimeCache, Timing, is_faster, price_groups
 from quantizer.sensitivity.prices import Prices
 

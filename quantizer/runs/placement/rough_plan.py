@@ -24,7 +24,7 @@ from quantizer.config import QuantizerConfig
 from quantizer.engines import Engine, interleaved_latency, medians
 from quantizer.engines.candidates import Variant
 from quantizer.quantizer import Quantizer
-from quantizer.report.tables import text
+from quantizer.report import text
 from quantizer.runs.choose_engine import FAILURES, HOPELESS
 from quantizer.runs.run_context import engine_inputs
 from quantizer.targets import profile

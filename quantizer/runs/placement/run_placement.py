@@ -9,7 +9,7 @@ from torch import nn
 
 from quantizer.config import RunConfig
 from quantizer.quantizer import Quantizer
-from quantizer.report.run_records import Placement
+from quantizer.report.record import Placement
 from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.runs.placement.place_groups import GroupPlacer
 from quantizer.runs.placement.price_groups import TimeCache

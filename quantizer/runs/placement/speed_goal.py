@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantizer.report.run_records import Placement, SpeedCheck
+from quantizer.report.record import Placement, SpeedCheck
 from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_engines import RunEngines

@@ -28,7 +28,7 @@ from quantizer.common.plain_values import json_values
 from quantizer.common.progress import loop, open_loops, own_display
 from quantizer.engines import BuildOptions, BuildResult, build_engine
 from quantizer.report import Stage
-from quantizer.report.tables.text import print_lines
+from quantizer.report.text import print_lines
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -16,10 +16,9 @@ from quantizer.config import RunConfig
 from quantizer.config.sweep import SweepRun
 from quantizer.errors import ConfigError, QuantizerError
 from quantizer.files.marker import read_marker
-from quantizer.report.compare.compared_run import ComparedRun, failed_run, read_run
-from quantizer.report.compare.comparison import Comparison, compare
-from quantizer.report.page.compare_page import write_comparison
-from quantizer.report.tables import text
+from quantizer.report import text
+from quantizer.report.compare import ComparedRun, Comparison, compare, failed_run, read_run
+from quantizer.report.compare_shown import write_comparison
 from quantizer.runs.outputs.right_engine import refusal
 from quantizer.runs.placement.speed_goal import missed_speed
 from quantizer.runs.preflight.faults import Looks, require_package

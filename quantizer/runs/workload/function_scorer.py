@@ -23,7 +23,8 @@ from quantizer.report import Score
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.engine_module import EngineModule
-from quantizer.tasks.metrics import paired_interval, resampled_scores
+from quantizer.common.statistics import paired_interval
+from quantizer.tasks.metrics import resampled_scores
 
 ScoreFunction: TypeAlias = Callable[[nn.Module], Any]
 """A function that takes a module and returns its score, or those of rows [N] in a fixed order."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantizer.report import collect_machine
+from quantizer.common.records import quantized_score
+from quantizer.report import collect_machine, text
 from quantizer.report.codec import write_text_atomic
 from quantizer.report.model_card import CARD, CardFacts, card_text, figure, loading
-from quantizer.report.tables import text
-from quantizer.report.tables.headline import quantized_score
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.parts.result import PartsResult

@@ -17,7 +17,7 @@ from quantizer.engines.candidates import Variant
 from quantizer.qdq.structure import read_signature
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, Score
-from quantizer.report.run_records import Candidate, EngineChoice
+from quantizer.report.record import Candidate, EngineChoice
 from quantizer.runs.choose_engine import FAILURES, candidate_line, choose, failed, quantized_of, timed
 from quantizer.runs.convert.choose import PYTORCH
 from quantizer.runs.convert.folder import CONFIG, processor_folder, write_json

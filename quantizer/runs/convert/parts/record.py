@@ -10,9 +10,7 @@ from pathlib import Path
 from quantizer.engines import observe_engine
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, collect_machine, collect_versions
-from quantizer.report.ratios import latency_entries, size_entries
-from quantizer.report.record import Latency
-from quantizer.report.run_records import EngineChoice, OutputDistance
+from quantizer.report.record import EngineChoice, Latency, OutputDistance, latency_entries, size_entries
 from quantizer.runs.convert.choose import PYTORCH
 from quantizer.runs.convert.parts.loaded import MODEL
 from quantizer.runs.convert.parts.part_maker import PartMaker, PartsMade

@@ -13,7 +13,7 @@ from quantizer.engines.candidates import Variant
 from quantizer.files import said_complete, write_folder
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_machine, collect_versions, print_record
-from quantizer.report.tables.tables import print_choice
+from quantizer.report.terminal import print_choice
 from quantizer.runs.convert.data import Samples, read_labelled
 from quantizer.runs.convert.folder import write_json
 from quantizer.runs.convert.inputs import ConversionInputs

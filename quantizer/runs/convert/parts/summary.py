@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quantizer.report.tables import text
-from quantizer.report.tables.text import print_lines
+from quantizer.report import text
+from quantizer.report.text import print_lines
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.parts.result import PartsResult, WholeLatency

@@ -4,20 +4,76 @@ from __future__ import annotations
 
 import difflib
 import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from quantizer.calibrators import Calibrator, estimates
 from quantizer.calibrators.histogram import Histogram as Counts
+from quantizer.common.records import Histogram, RangeCandidate
+from quantizer.common.shown import Shown
 from quantizer.errors import QuantizerError
 from quantizer.numerics.qtype import QType, qtype
 from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import judged_as
 from quantizer.plan.site_plan import OperandPlan, Plan
-from quantizer.report.run_records import Histogram, RangeCandidate
 
+if TYPE_CHECKING:
+    from quantizer.report.notebook import Picture
+
+_SHOWN_BINS = 20
 _BINS = 128
 """The largest number of bins in a record: more than a picture needs, and few enough for a report."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HistogramBin:
+    """The number of values with magnitudes from ``low`` to ``high``, and the candidates with an amax in that range."""
+
+    low: float
+    high: float
+    count: int
+    cut_offs: tuple[RangeCandidate, ...]
+
+
+class OperandHistogram(Shown):
+    """The histogram of one operand in calibration, with candidates for its range.
+
+    Attributes:
+        data: the histogram as a record of a report.
+        bins: about 20 bins, from 0 to the largest magnitude.
+        candidates: the candidate ranges, largest first, each with its name, amax, the share of values that it clips and
+            the SQNR in dB; ``chosen`` marks the range of the operand.
+    """
+
+    look = "histogram"
+
+    def __init__(self, data: Histogram) -> None:
+        self.data = data
+        self.bins = _bins(data)
+        self.candidates = data.candidates
+
+    def plot(self) -> Picture:
+        """Return the histogram as a picture for a notebook; ``.save(path)`` writes it as SVG."""
+        return self._picture("histogram")
+
+
+def _bins(data: Histogram) -> tuple[HistogramBin, ...]:
+    together = math.ceil(len(data.counts) / _SHOWN_BINS)
+    width = together * data.width
+    starts = range(0, len(data.counts), together)
+    # An amax on the border of two bins belongs to the lower one, whose values it does not clip.
+    places = [min(max(math.ceil(entry.amax / width) - 1, 0), len(starts) - 1) for entry in data.candidates]
+    return tuple(
+        HistogramBin(
+            low=place * width,
+            high=(place + 1) * width,
+            count=sum(data.counts[start : start + together]),
+            cut_offs=tuple(entry for entry, at in zip(data.candidates, places, strict=True) if at == place),
+        )
+        for place, start in enumerate(starts)
+    )
 
 
 def histogram_of(name: str, plan: Plan, observation: Seen | None) -> Histogram:

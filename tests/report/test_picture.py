@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quantizer.errors import QuantizerError
-from quantizer.views.table_view import Picture
+from quantizer.report.notebook import Picture
 
 
 def test_a_picture_is_written_as_a_whole(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from helpers import Mlp
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError, QuantizerError
 from quantizer.numerics.torch_operators import fake_quantize
-from quantizer.views.histograms import noisiest
+from quantizer.plan.histograms import noisiest
 
 INPUT = "up.forward.linear_0.input"
 

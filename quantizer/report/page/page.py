@@ -1,14 +1,23 @@
-"""The content of the page as text and finished tables, which the template only arranges."""
+"""The report as a self-contained HTML file: text and finished tables, which the template only arranges.
+
+The page contains its style and a small script (sorting and filtering of tables). A content security policy admits this
+script by its hash and forbids everything else, the network included.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from quantizer.common.records import Score, Site, quantized_score
 from quantizer.errors import MissingDependencyError
+from quantizer.report import text
 from quantizer.report.charts.axes import sensitivity_bars
 from quantizer.report.charts.candidates_plot import candidates_svg
 from quantizer.report.charts.frontier_plot import frontier_svg
@@ -16,72 +25,119 @@ from quantizer.report.charts.heat_map import sensitivity_heatmap
 from quantizer.report.charts.histogram_plot import histogram_figure
 from quantizer.report.charts.pareto_plot import pareto_svg
 from quantizer.report.charts.training_plot import loss_svg, score_svg, training_caption
-from quantizer.report.codec import is_from_python, mapping_from_record, shown_setting
+from quantizer.report.codec import is_from_python, mapping_from_record, shown_setting, write_text_atomic
 from quantizer.report.page.glossary import GLOSSARY
-from quantizer.report.page.page_tables import (
-    cost_table,
-    coverage_by_kind,
-    coverage_by_reason,
-    coverage_table,
-    escaped_table,
-    evaluations_table,
-    outputs_table,
-    ranges_table,
-    score_table,
-    sensitivity_table,
+from quantizer.report.record import (
+    Latency,
+    MemoryEntry,
+    OutputDistance,
+    RunRecord,
+    SizeEntry,
+    quantized_entry,
+    reference_entry,
+    worst_output,
 )
-from quantizer.report.ratios import quantized_entry, reference_entry
-from quantizer.report.record import Latency, MemoryEntry, RunRecord, Score, SizeEntry, Stage
-from quantizer.report.run_records import OutputDistance, Site, worst_output
-from quantizer.report.tables import text
-from quantizer.report.tables.headline import covered_share, quantized_score, verdict
-from quantizer.report.tables.layer_table import (
+from quantizer.report.tables import (
+    ENGINE_LAYERS,
+    Table,
+    choice_table,
+    cost_table,
+    evaluations_table,
+    facts_table,
+    kinds_table,
+    outputs_table,
+    products_table,
+    ranges_table,
+    reasons_table,
+    score_table,
+    searched_groups,
+    sensitivity_table,
+    shares_table,
+    sites_table,
+    stages_table,
+    tables_of_layers,
+)
+from quantizer.report.terminal import (
     engine_facts,
-    engine_table,
-    group_table,
-    layer_table,
-    layers_table,
+    evaluation_caption,
+    lines_of_causes,
+    missing_lines,
+    placement_lines,
     verified_words,
 )
-from quantizer.report.tables.summary import lines_of_causes, placement_lines
-from quantizer.report.tables.tables import Column, choice_table, evaluation_caption, html_table, missing_lines
-from quantizer.report.tables.text import error_words
-from quantizer.report.verdict import THRESHOLDS, verdict_of
+from quantizer.report.text import error_words
+from quantizer.report.verdict import THRESHOLDS, covered_share, verdict, verdict_of
 
 if TYPE_CHECKING:
+    import jinja2
     from markupsafe import Markup
+
+_FOLDER = Path(__file__).parent
+
+
+def html_from_record(record: RunRecord) -> str:
+    """Return the whole page."""
+    return render("template.html", view_from_record(record))
+
+
+def render(template: str, view: Mapping[str, Any]) -> str:
+    """Return a page: a template of this folder with the common style and script, and the variables of ``view``."""
+    style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("report.css", "tables.js"))
+    return _environment().get_template(template).render(style=style, script=script, **view)
+
+
+def write_html(record: RunRecord, path: Path | str) -> Path:
+    """Write the page to ``path`` atomically."""
+    return write_text_atomic(path, html_from_record(record))
+
+
+def require_html() -> None:
+    """Check that the library for the page is installed."""
+    _environment()
+
+
+def _environment() -> jinja2.Environment:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise MissingDependencyError("jinja2", "report") from error
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["csp_hash"] = _csp_hash
+    return environment
+
+
+def _csp_hash(script: str) -> str:
+    """Return the source expression that admits exactly ``script`` in a content security policy."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 
 _BARS = 10
-_NAMES = {"memory_gib": "memory, GiB", "instructions": "INT8 instructions"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """One figure of the header."""
+    """One figure of the header, with the values behind it; or that it was not measured."""
 
     title: str
-    """Name of the figure."""
     value: str
-    """The figure."""
     note: str
-    """The values behind the figure."""
     measured: bool = True
-    """Whether there is a figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffFile:
-    """A file of a unified diff."""
+    """A file of a unified diff, with the numbers of its changes, and CSS class and text of each line."""
 
     name: str
-    """Name of the file."""
     added: int
-    """Lines added."""
     removed: int
-    """Lines removed."""
     lines: tuple[tuple[str, str], ...]
-    """CSS class and text of each line."""
 
 
 def view_from_record(record: RunRecord) -> dict[str, Any]:
@@ -94,18 +150,18 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         **_header(record),
         "tiles": tiles(record),
         "latency": text.typeset(_latency_note(record)),
-        "score_table": _safe(score_table(record)),
-        "outputs_table": _safe(outputs_table(record)),
-        "cost_table": _safe(cost_table(record)),
+        "score_table": _table(score_table(record)),
+        "outputs_table": _table(outputs_table(record)),
+        "cost_table": _table(cost_table(record)),
         **_sites(record),
-        "ranges_table": _safe(ranges_table(record.coverage)),
+        "ranges_table": _table(ranges_table(record.coverage)),
         "histograms": [_safe(histogram_figure(histogram, _by_output(record))) for histogram in record.histograms],
         "bars": _safe(sensitivity_bars(record.sensitivity, measure=record.measure, limit=_BARS)),
         "bars_shown": min(_BARS, len(record.sensitivity)),
         "error_words": error_words(record.measure).heading,
         "heat_map": _safe(sensitivity_heatmap(record.sensitivity, measure=record.measure)),
-        "sensitivity_table": _safe(sensitivity_table(record.sensitivity, record.measure)),
-        "evaluations_table": _safe(evaluations_table(record.fallback)),
+        "sensitivity_table": _table(sensitivity_table(record.sensitivity, record.measure)),
+        "evaluations_table": _evaluations(record),
         "put_back": text.counted(len(record.fallback.groups), "group") if record.fallback else "",
         "search": text.typeset(evaluation_caption(record.fallback)) if record.fallback else "",
         "pareto": _safe(pareto_svg(record.fallback) if record.fallback else ""),
@@ -114,14 +170,16 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "score_curve": _safe(score_svg(record.training) if record.training else ""),
         "engine_note": verified_words(record.inspection) if record.inspection else "",
         "engine_facts": engine_facts(record.inspection) if record.inspection else [],
-        "engine_table": _safe(engine_table(record.inspection) if record.inspection else ""),
-        "engine_layers_table": _safe(layers_table(record.inspection) if record.inspection else ""),
+        "engine_table": _table(shares_table(record.inspection) if record.inspection else None),
+        "engine_layers_table": _table(
+            Table("Layers of the engine", ENGINE_LAYERS, record.inspection.layers) if record.inspection else None
+        ),
         "build_time": text.seconds(record.engine.build_seconds) if record.engine else None,
         "diff_files": diff_files(record.diff),
         "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=100) if config else "",
-        "versions_table": _safe(_pairs("Package", "Version", record.versions)),
-        "machine_table": _safe(_pairs("Fact", "Value", record.machine)),
-        "stages_table": _safe(_stages(record.stages)),
+        "versions_table": _table(facts_table("Package", "Version", record.versions)),
+        "machine_table": _table(facts_table("Fact", "Value", record.machine)),
+        "stages_table": _table(stages_table(record.stages)),
         "glossary": GLOSSARY,
     }
 
@@ -134,7 +192,7 @@ def _header(record: RunRecord) -> dict[str, Any]:
         "verdict": text.typeset(verdict(record)),
         "choice": text.typeset(record.choice.headline) if record.choice else "",
         "deploy": text.typeset(record.choice.deploy) if record.choice else "",
-        "choice_table": _safe(choice_table(record.choice) if record.choice else ""),
+        "choice_table": _table(choice_table(record.choice, page=True) if record.choice else None),
         "choice_plot": _safe(candidates_svg(record.choice) if record.choice else ""),
         "choice_missing": missing_lines(record.choice) if record.choice else [],
         "slower": [one for one in record.placement.groups if one.slower] if record.placement else [],
@@ -160,17 +218,18 @@ def _by_output(record: RunRecord) -> bool:
 
 def _sites(record: RunRecord) -> dict[str, Any]:
     """Return the variables of the sections on layers and coverage."""
+    layers, groups = tables_of_layers(record)
     ran, never = ([site for site in record.coverage if site.ran is wanted] for wanted in (True, False))
     return {
-        "coverage_by_kind": _safe(coverage_by_kind(record.coverage)),
-        "coverage_by_reason": _safe(coverage_by_reason(record.coverage)),
-        "coverage_table": _safe(coverage_table(ran)),
+        "coverage_by_kind": _table(kinds_table(record.coverage)),
+        "coverage_by_reason": _table(reasons_table(record.coverage)),
+        "coverage_table": _table(sites_table(ran)),
         "sites_ran": text.counted(len(ran), "site"),
-        "never_ran_table": _safe(coverage_table(never)),
+        "never_ran_table": _table(sites_table(never)),
         "sites_never_ran": text.counted(len(never), "site"),
-        "escaped_table": _safe(escaped_table(record.escaped)),
-        "layer_table": _safe(layer_table(record)),
-        "group_table": _safe(group_table(record)),
+        "escaped_table": _table(products_table(record.escaped)),
+        "layer_table": _table(layers),
+        "group_table": _table(groups),
     }
 
 
@@ -278,17 +337,16 @@ def _latency_note(record: RunRecord) -> str:
     return f"batch {shape}, {text.counted(record.latency.threads, 'thread')}, engines interleaved"
 
 
-def _pairs(left: str, right: str, values: Any) -> str:
-    rows = [(_NAMES.get(name, name), None if value is None else str(value)) for name, value in values.items()]
-    return html_table([left, Column(title=right)], rows, label=left, style=False) if rows else ""
+def _table(table: Table | None) -> Markup:
+    """Return a table; empty if it has no rows."""
+    return _safe(table.html() if table is not None and table.rows else "")
 
 
-def _stages(stages: Sequence[Stage]) -> str:
-    if not stages:
-        return ""
-    named = [(f"{one.name}, in: {one.inside}" if one.inside else one.name, one.seconds) for one in stages]
-    rows = [*named, ("all", sum(one.seconds for one in stages if one.inside is None))]
-    return html_table(["Stage", Column(title="Time", show=text.seconds)], rows, label="Stages", style=False)
+def _evaluations(record: RunRecord) -> Markup:
+    if record.fallback is None:
+        return _table(None)
+    table = evaluations_table(record.fallback)
+    return _table(replace(table, columns=[*table.columns, searched_groups()]))
 
 
 def _safe(markup: str) -> Markup:

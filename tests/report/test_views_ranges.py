@@ -11,8 +11,8 @@ from calibrated import make_calibrated
 from helpers import Mlp
 
 from quantizer import Quantizer
+from quantizer.plan.coverage import Ranges
 from quantizer.plan.site_plan import OperandPlan, SitePlan
-from quantizer.views.coverage import Ranges
 
 
 def _calibrated(**options: Any) -> Quantizer:
@@ -98,7 +98,7 @@ def test_long_names_leave_room_for_every_column() -> None:
         )
         for name in (f"{'layer.' * 16}{number}.matmul_0" for number in range(30))
     }  # fmt: skip
-    lines = str(Ranges.from_plan(plan)).splitlines()
+    lines = str(Ranges(plan)).splitlines()
     assert lines[0].startswith("60 ranges, 60 of them used")
     assert all(len(line) <= 120 for line in lines)
     # 40 operands of 20 sites, and no line of them broken.
@@ -109,4 +109,4 @@ def test_long_names_leave_room_for_every_column() -> None:
 
 
 def test_no_ranges() -> None:
-    assert str(Ranges([])).startswith("0 ranges, 0 of them used")
+    assert str(Ranges({})).startswith("0 ranges, 0 of them used")

@@ -1,10 +1,6 @@
 """Numbers as text, in ASCII so that every terminal can show them; :func:`typeset` converts them for a page.
 
-Lines of text as a terminal shows them: wrapped between words at its width, and no name broken.
-
-The spread of the times behind a median, and whether it is too wide to trust the median.
-
-The words for the errors of a ranking, by measure.
+Also the lines of a terminal, wrapped between words, and the words for the spread of times and for errors by measure.
 """
 
 from __future__ import annotations
@@ -18,8 +14,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-from quantizer.report.ratios import quantized_entry, reference_entry
-from quantizer.report.record import Latency, LatencyEntry
+from quantizer.report.record import Latency, LatencyEntry, quantized_entry, reference_entry
 
 MISSING = "\N{EN DASH}"
 """The text of a missing value on a page."""
@@ -124,24 +119,6 @@ def counted(number: int, what: str) -> str:
     return f"{count(number)} {what}{'' if number == 1 else 's'}"
 
 
-def format_name(
-    dtype: str, block_size: int | None = None, zero_point: int | None = None, *, dynamic: bool = False
-) -> str:
-    """Return a format with block size and zero point: ``int8``, ``int4 /128`` in blocks of 128, ``uint8 zp 113``.
-
-    ``dynamic``: with ranges at run time, ``uint8 dynamic``.
-    """
-    blocks = "" if block_size is None else f" /{block_size}"
-    return dtype + blocks + ("" if zero_point is None else f" zp {zero_point}") + (" dynamic" if dynamic else "")
-
-
-def granularity(scales: int, block_size: int | None = None, *, calls: bool = False) -> str:
-    """Return the granularity by the number of scales: ``tensor``, ``384 channels``, ``1,152 blocks``, ``3 calls``."""
-    if scales == 1:
-        return "tensor"
-    return f"{count(scales)} {'calls' if calls else 'channels' if block_size is None else 'blocks'}"
-
-
 def plain(value: object) -> str:
     """Return any value of a cell: None is ``-``, floats have four significant digits."""
     if value is None:
@@ -172,6 +149,15 @@ def shorten(name: str, length: int) -> str:
         return name
     left = (length - 1) // 2
     return f"{name[:left]}…{name[len(name) - (length - 1 - left) :]}"
+
+
+_ROOM = 20
+"""Letters of a verdict beside the times of three shapes in a terminal of 80."""
+
+
+def short_verdict(verdict: str) -> str:
+    """Return a verdict as a table has room for it: without a reason, which may hold a path."""
+    return verdict if len(verdict) <= _ROOM else re.split(":| at ", verdict)[0]
 
 
 def typeset(line: str) -> str:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.report.run_records import Site
+from quantizer.common.records import Site
+from quantizer.plan.coverage import Coverage
 from quantizer.runs.plan_records import site_records
-from quantizer.views.coverage import Coverage
 
 
 class Block(nn.Module):
@@ -57,7 +57,7 @@ def test_only_what_ran_is_counted_and_shown() -> None:
     assert title.endswith("; print .all for 6 sites that never ran")
     assert "never ran in calibration" not in text
     assert "stem.0._conv_forward.conv2d_0" not in text
-    assert len(coverage.cells()) == 5
+    assert len(coverage.shown) == 5
     assert len(coverage) == 11
 
 
@@ -68,11 +68,11 @@ def test_all_shows_the_rest() -> None:
     assert "print .all" not in whole.title()
     assert whole.text().count("never ran in calibration") == 6
     assert "stem.0._conv_forward.conv2d_0" in whole.text()
-    assert len(whole.cells()) == len(whole) == len(coverage)
+    assert len(whole.shown) == len(whole) == len(coverage)
     assert "never ran" in whole._repr_html_()
     assert whole.escaped is coverage.escaped
     # The first object is as it was.
-    assert len(coverage.cells()) == 5
+    assert len(coverage.shown) == 5
 
 
 def test_a_branch_that_never_ran_does_not_count_where_a_rule_decides_either() -> None:

@@ -1,33 +1,94 @@
-"""A placement by measured time as sentences.
-
-The lines on causes and cures at the top of a report.
-
-The short table that a run prints at its end, and ``quantizer show`` later.
-"""
+"""Summary of a run as it is printed at its end, and by ``quantizer show``; its page has the same sentences."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
+from quantizer.common.records import BudgetOutcome, Cause, FallbackRecord, quantized_score
+from quantizer.engines.inspection.inspection import Inspection
 from quantizer.errors import QuantizerError
+from quantizer.report import text
 from quantizer.report.codec import is_from_python, read_record, shown_setting
-from quantizer.report.ratios import quantized_entry, reference_entry
-from quantizer.report.record import RunRecord
-from quantizer.report.run_records import Cause, Placement, worst_output
-from quantizer.report.tables import text
-from quantizer.report.tables.headline import quantized_score
-from quantizer.report.tables.layer_table import print_inspection, shares_line
-from quantizer.report.tables.tables import budget_line, print_choice
-from quantizer.report.tables.text import noise_sentence, print_labelled, print_lines
+from quantizer.report.record import (
+    EngineChoice,
+    Placement,
+    RunRecord,
+    quantized_entry,
+    reference_entry,
+    worst_output,
+)
+from quantizer.report.tables import ENGINE_LAYERS, Table, choice_table, precision_name, shares_table
+from quantizer.report.text import noise_sentence, print_labelled, print_lines
 from quantizer.report.verdict import verdict_of
+
+_SLOWEST = 10
+_LEAST = 0.01
+"""A share under 1% has no place in a line."""
+
+
+def print_choice(choice: EngineChoice, console: Console) -> None:
+    """Print what was chosen, and all candidates in a table."""
+    print_lines([choice.headline], console, first="", style="bold")
+    told = "latency in ms, medians of rounds that take turns; dB of the outputs against float"
+    scored = any(candidate.score_difference is not None for candidate in choice.candidates)
+    told += "; to float: the difference of the score" if scored else ""
+    print_lines([told], console, first="")
+    table = choice_table(choice, page=False).terminal(titled=False, compact=True)
+    table.columns[0].no_wrap = True
+    console.print(table)
+    for candidate in choice.candidates:
+        if candidate.verdict != text.short_verdict(candidate.verdict):
+            # Not wrapped: a reason may hold a path.
+            console.print(Text(f"{candidate.name}: {candidate.verdict}"), soft_wrap=True)
+    print_lines(missing_lines(choice), console, first="")
+
+
+def missing_lines(choice: EngineChoice) -> list[str]:
+    """Return a sentence for each candidate that is not installed."""
+    return [f"not tried, as it is not installed: {missing}" for missing in choice.missing]
+
+
+def budget_line(outcome: BudgetOutcome) -> str:
+    """Return whether a budget is met, in a line: what was asked, and the drops that were measured."""
+    words = [f"asked {text.error(outcome.asked)}", f"drop in tuning {text.drop(outcome.tuning)}"]
+    if outcome.evaluation is not None:
+        low, high = outcome.interval or (None, None)
+        span = "" if low is None or high is None else f" (95%: {text.drop(low)} to {text.drop(high)})"
+        words.append(f"in evaluation of the {outcome.which} {text.drop(outcome.evaluation)}{span}")
+    return f"{'; '.join(words)}: {outcome.verdict}"
+
+
+def evaluation_caption(fallback: FallbackRecord) -> str:
+    """Return the budget and the result of the search, in a line."""
+    words = [text.counted(len(fallback.evaluations), "evaluation")]
+    if fallback.float_score is not None:
+        words.append(f"the float model scores {text.plain(fallback.float_score)}")
+    if fallback.max_drop is not None:
+        words.append(f"a drop of {text.error(fallback.max_drop)} is allowed")
+    found = next((entry for entry in fallback.evaluations if entry.chosen), None)
+    if found is not None:
+        words.append(f"with {text.counted(len(found.groups), 'group')} put back it scores {text.plain(found.score)}")
+    else:
+        words.append(f"put back: all, {text.counted(len(fallback.groups), 'group')}")
+    words += [
+        ("" if entry.rows is None else f"on {text.counted(entry.rows, 'row')} that the search did not see, ")
+        + f"the engine with {text.counted(entry.groups, 'group')} put back drops by {text.error(entry.drop)}"
+        for entry in fallback.checks
+    ]
+    if fallback.outcome is not None:
+        words.append(budget_line(fallback.outcome))
+    if fallback.checks and fallback.max_drop is not None and fallback.checks[-1].drop > fallback.max_drop:
+        words.append("the budget is not met on the engine, and this is the best plan found")
+    return "; ".join(words)
 
 
 def placement_lines(placement: Placement) -> list[str]:
@@ -149,7 +210,7 @@ def _print_paths(record: RunRecord, folder: Path, console: Console) -> None:
     print_labelled("report", str(page if page.exists() else folder / "report.json"), console, wrap=False)
 
 
-def _table(record: RunRecord) -> Table:
+def _table(record: RunRecord) -> RichTable:
     if not record.scores:
         return _table_of_outputs(record)
     metric = record.scores[0].metric
@@ -169,7 +230,7 @@ def _table(record: RunRecord) -> Table:
     return table
 
 
-def _table_of_outputs(record: RunRecord) -> Table:
+def _table_of_outputs(record: RunRecord) -> RichTable:
     """Return the table where nothing was scored: the worst output in the place of the score."""
     table = _headed(record, ("", "SQNR", "cosine", "speed", "size"))
     costs = _costs(record)
@@ -185,11 +246,11 @@ def _table_of_outputs(record: RunRecord) -> Table:
     return table
 
 
-def _headed(record: RunRecord, titles: Sequence[str]) -> Table:
+def _headed(record: RunRecord, titles: Sequence[str]) -> RichTable:
     reference = None if record.latency is None else record.latency.reference
     name = record.name if reference is None else f"{record.name}; speed over {reference}"
     # Without the empty lines around it: the result is to fit the last ten or so of a terminal.
-    table = Table(title=Text(name), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = RichTable(title=Text(name), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title in titles:
         table.add_column(Text(title), justify="right" if title else "left", no_wrap=not title)
     return table
@@ -208,3 +269,54 @@ def _costs(record: RunRecord) -> dict[str, tuple[str, str]]:
             "not measured" if size is None else f"{text.times(size.ratio)} ({text.file_size(size.bytes)})",
         )
     return costs
+
+
+def verified_words(inspection: Inspection) -> str:
+    """Return whether the engine was observed, and how, or why not: ``verified: seen in a run ...``."""
+    return f"{'verified' if inspection.verified else 'not verified'}: {inspection.note}"
+
+
+def engine_facts(inspection: Inspection) -> list[str]:
+    """Return the facts besides the shares: attention, conversions, float outputs, and reasons in words."""
+    lines = []
+    if inspection.attention_fused or inspection.attention_apart:
+        apart = f", {inspection.attention_apart} taken apart" if inspection.attention_apart else ""
+        lines.append(f"attention: {inspection.attention_fused} fused{apart}")
+    lines.append(
+        f"layers that only convert: {inspection.quantizers} quantize or dequantize, {inspection.casts} cast, "
+        f"{inspection.reformats} reformat"
+    )
+    if inspection.verified:
+        lines.append(f"products in low precision that write floats: {inspection.float_outputs}")
+    if inspection.uncounted:
+        lines.append(f"products whose multiply-adds are not told, and not in the shares: {inspection.uncounted}")
+    return [*lines, *inspection.reasons]
+
+
+def shares_line(inspection: Inspection) -> str:
+    """Return how much of the products and of the time each precision has, and whether that was observed, in a line."""
+    said = []
+    for share in inspection.shares:
+        parts = [("of multiply-adds", share.multiply_add_share), ("of the time", share.time_share)]
+        told = [f"{text.percent(value)} {what}" for what, value in parts if value is not None and value >= _LEAST]
+        if told:
+            said.append(f"{precision_name(share.precision)} {' and '.join(told)}")
+    return "; ".join([*said, verified_words(inspection)])
+
+
+def print_inspection(inspection: Inspection, console: Console) -> None:
+    """Print whether the engine was observed, the shares, the facts, and the slowest layers."""
+    style = "bold" if inspection.verified else "bold yellow"
+    print_lines([verified_words(inspection)], console, first="", style=style)
+    if not inspection.shares:
+        return
+    shares = replace(shares_table(inspection), title="products, as the ONNX file asks for them")
+    console.print(shares.terminal(titled=not inspection.verified))
+    print_lines(engine_facts(inspection), console)
+    timed = [layer for layer in inspection.layers if layer.time_us is not None]
+    if timed:
+        slowest = sorted(timed, key=lambda layer: -(layer.time_us or 0.0))[:_SLOWEST]
+        # A terminal of 80 has room for shorter titles.
+        titles = ("layer", "type", "runs in", "writes", "MACs", "us")
+        columns = [replace(one, title=title) for one, title in zip(ENGINE_LAYERS, titles, strict=True)]
+        console.print(Table(f"the {len(slowest)} layers that take longest", columns, slowest).terminal(compact=True))

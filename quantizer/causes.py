@@ -16,16 +16,15 @@ from quantizer.calibration.plan_source import PlanSource
 from quantizer.calibration.proxied import proxied_copy
 from quantizer.calibration.replay import SiteCall, replay
 from quantizer.common.batches import call, copied, run_batches
+from quantizer.common.records import Cause, Cure
+from quantizer.common.shown import Rows
 from quantizer.config import QuantizerConfig, quantizer_config
 from quantizer.errors import CalibrationWarning
 from quantizer.observe.replay_batches import Batch
 from quantizer.plan.site_plan import Plan, with_fallback
-from quantizer.report.run_records import Cause, Cure
-from quantizer.report.tables.summary import cause_lines
 from quantizer.sensitivity import operands_of
 from quantizer.sensitivity.outliers import outliers, scaled
 from quantizer.sensitivity.session import SensitivitySession
-from quantizer.views.table_view import View
 
 _RANKED = 2
 """For each group that is asked for, so many are measured: the ranking by gradients is an estimate."""
@@ -44,16 +43,10 @@ _SEARCHED = {"calibrator": "output", "smooth": "auto"}
 """Values of a configuration with which calibration itself has tried what a setting of this key would try."""
 
 
-class Causes(View[Cause]):
+class Causes(Rows[Cause]):
     """The groups that cost most, the worst first, each with its cause and its cure."""
 
-    columns = ("what costs most, why, and what mends it",)
-
-    def title(self) -> str:
-        return f"The {len(self.rows)} groups that cost most" if self.rows else "No group was measured"
-
-    def cells(self) -> list[list[Any]]:
-        return [[line] for line in cause_lines(self.rows, python=True)]
+    look = "causes"
 
 
 def find_causes(

@@ -12,13 +12,12 @@ from calibrated import make_calibrated
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quantizer import Quantizer
+from quantizer import Quantizer, causes
+from quantizer.causes import with_setting
+from quantizer.common.records import Cause
 from quantizer.errors import CalibrationError
 from quantizer.plan.site_plan import Plan
-from quantizer.report.run_records import Cause
-from quantizer.report.tables.summary import cause_lines
-from quantizer.views import causes
-from quantizer.views.causes import with_setting
+from quantizer.report.terminal import cause_lines
 
 _WIDTH = 64
 

@@ -1,0 +1,421 @@
+"""The looks of results: as text in a terminal, as tables and pictures in a notebook.
+
+``common/shown.py`` imports this when a result is shown. A look is a table, perhaps with a picture above it in a
+notebook; what stands below a result is a result itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import rich.table
+from rich import box
+from rich.text import Text
+
+from quantizer.common.layer_rows import FLOAT
+from quantizer.files import whole_file
+from quantizer.reasons import ReasonCode
+from quantizer.report.charts.axes import sensitivity_bars
+from quantizer.report.charts.heat_map import sensitivity_heatmap
+from quantizer.report.charts.histogram_plot import histogram_figure, histogram_svg
+from quantizer.report.charts.pareto_plot import pareto_svg
+from quantizer.report.tables import (
+    Column,
+    Table,
+    evaluations_table,
+    groups_table,
+    layers_table,
+    names,
+    numbers,
+    place_of,
+    string_from_table,
+)
+from quantizer.report.terminal import cause_lines, evaluation_caption
+from quantizer.report.text import compact, counted, decibels, error, error_words, percent, shorten, significant
+
+if TYPE_CHECKING:
+    from quantizer.causes import Causes
+    from quantizer.common.shown import Shown
+    from quantizer.plan.coverage import Coverage, Range, Ranges, UnquantizedProducts
+    from quantizer.plan.histograms import OperandHistogram
+    from quantizer.proxy.lowered.lower import Kernels
+    from quantizer.sensitivity.layers import Layers, PutBack
+    from quantizer.sensitivity.ranking import Search, Sensitivity
+
+_HTML_ROWS = 300
+_WIDTH = 120
+_BESIDE_NAMES = 44
+_BESIDE_TIGHT_NAMES = 63
+"""So many columns are for what stands beside the names."""
+_TEXT_WIDTH = 22
+"""A column that is wider than this is text, which may be broken at its blanks."""
+_LEAST_NAMES = 24
+_GAP = 2
+"""Blanks between two columns: the padding, and the line that the box leaves out."""
+_BAR = 40
+
+
+class Picture:
+    """An SVG picture.
+
+    Attributes:
+        svg: one ``<svg>`` element.
+    """
+
+    def __init__(self, svg: str) -> None:
+        self.svg = svg
+
+    def __repr__(self) -> str:
+        return "a picture: a notebook shows it, .save(path) writes it as SVG"
+
+    def _repr_html_(self) -> str:
+        return self.svg
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the picture to an ``.svg`` file."""
+        with whole_file(path) as part:
+            part.write_text(self.svg, encoding="utf-8")
+
+
+def title(shown: Shown) -> str:
+    """Return the title of a table, a summary in one line."""
+    return table_of(shown).title
+
+
+def text(shown: Shown, limit: int | None) -> str:
+    """Return a result as plain text, each table with at most ``limit`` rows."""
+    if shown.look == "histogram":
+        return "\n\n".join(_fitted(table, None, "plain") for table in _histogram(shown))  # type: ignore[arg-type]
+    parts = [_fitted(table_of(shown), limit, _LAYOUTS.get(shown.look, "plain"))]
+    return "\n\n".join([*parts, *(part if isinstance(part, str) else text(part, limit) for part in shown.below())])
+
+
+def page(shown: Shown) -> str:
+    """Return a result as HTML."""
+    if shown.look == "histogram":
+        return histogram_figure(shown.data)  # type: ignore[attr-defined]
+    above = picture("search", shown).svg if shown.look == "search" else ""
+    table = table_of(shown).html(caption=True, limit=_HTML_ROWS, style=True)
+    below = (page(part) for part in shown.below() if not isinstance(part, str))
+    return f'{above}<div style="max-height:32em;overflow:auto">{table}</div>{"".join(below)}'
+
+
+def picture(name: str, shown: Any, **options: Any) -> Picture:
+    """Return one picture of a result."""
+    return Picture(_PICTURES[name](shown, **options))
+
+
+_PICTURES: dict[str, Callable[..., str]] = {
+    "bars": lambda shown, limit: sensitivity_bars(shown.rows, measure=shown.measure, limit=limit),
+    "heatmap": lambda shown: sensitivity_heatmap(shown.rows, measure=shown.measure),
+    "histogram": lambda shown: histogram_svg(shown.data),
+    "search": lambda shown: pareto_svg(shown.fallback),
+}
+
+
+def table_of(shown: Shown) -> Table:
+    """Return the table of a result."""
+    return _TABLES[shown.look](shown)
+
+
+def _coverage(coverage: Coverage) -> Table:
+    columns = [
+        names("site", "name"),
+        Column("kind", "kind"),
+        names("place", "place"),
+        Column("quantized", "quantized"),
+        Column("why", lambda row: f"{row.reason} ({row.rule})" if row.rule else row.reason),
+    ]
+    # Unquantized sites come first, so that a table with a limit leaves out quantized ones.
+    return Table(_coverage_title(coverage), columns, sorted(coverage.shown, key=lambda row: row.quantized))
+
+
+def _coverage_title(coverage: Coverage) -> str:
+    named = ", ".join(f"{patch.name} (for {patch.target})" for patch in coverage.patches)
+    patched = f"; operator patches: {named}" if named else ""
+    kinds = coverage.by_kind()
+    if any(ReasonCode.of(row.reason) is ReasonCode.NOT_CALIBRATED for row in coverage):
+        totals = ", ".join(f"{kind} {total}" for kind, (_, total) in kinds.items())
+        return f"sites found: {totals}; calibration decides which of them are quantized{patched}"
+    parts = [f"{kind} {held} of {total}" for kind, (held, total) in kinds.items()]
+    tail = ""
+    if coverage.share is not None:
+        tail = f"; {_share(coverage.share)} of {_count(coverage.multiply_adds)} multiply-adds in low precision"
+    return f"sites quantized: {', '.join(parts) or 'none found'}{tail}{_left_out(coverage)}{patched}"
+
+
+def _left_out(coverage: Coverage) -> str:
+    """Return how many rows the table leaves out, and what shows them, as the tail of the title."""
+    never = sum(not row.ran for row in coverage)
+    quiet = Counter(row.kind for row in coverage if row.quiet and row.ran)
+    adds, tables = quiet["residual_add"], quiet["embedding"]
+    counts = [
+        *([counted(never, "site") + " that never ran"] if never else []),
+        *([counted(adds, "addition") + f" that join{'s' if adds == 1 else ''} no branches"] if adds else []),
+        *([counted(tables, "table") + f" that stay{'s' if tables == 1 else ''} float"] if tables else []),
+    ]
+    told = " and ".join(filter(None, [", ".join(counts[:-1]), *counts[-1:]]))
+    return f"; print .all for {told}" if told and not coverage.shows_all else ""
+
+
+def _products(products: UnquantizedProducts) -> Table:
+    columns = [
+        names("module", place_of),
+        Column("operation", "operation"),
+        Column("multiply-adds", "multiply_adds", _count),
+        Column("share", "share", _share),
+        Column("why", "reason"),
+        Column("evidence", "detail"),
+    ]
+    total = _share(sum(row.share for row in products))
+    return Table(f"{total} of the multiply-adds in float", columns, products.rows)
+
+
+def _ranges(ranges: Ranges) -> Table:
+    columns = [
+        names("site", "site"),
+        names("operand", lambda row: row.name.rpartition(".")[2]),
+        Column("format", _shown_format),
+        Column("granularity", lambda row: row.granularity if row.amax is not None else None),
+        *(Column(title, field) for title, field in (("min", "minimum"), ("max", "maximum"))),
+        *(Column(title, title) for title in ("amax", "scale")),
+        Column("clipped", "clipped", percent),
+        Column("SQNR dB", "sqnr_db", decibels),
+        # Without a choice all ranges have the calibrator of the configuration.
+        *([Column("estimate", "estimate")] if any(row.estimate for row in ranges) else []),
+    ]
+    used = sum(row.quantized for row in ranges)
+    heading = f"{len(ranges)} ranges, {used} of them used; clipped is the share of values beyond amax"
+    return Table(heading, columns, ranges.rows)
+
+
+def _shown_format(row: Range) -> str:
+    """Return the format of an operand, with the migration of its outliers if there was one."""
+    if not row.quantized:
+        return FLOAT
+    # The reason why not is in the coverage: here it would leave no room for numbers.
+    return row.format if row.smoothing is None else f"{row.format}, {row.smoothing.partition(':')[0]}"
+
+
+def _kernels(kernels: Kernels) -> Table:
+    found = Counter(row.kernel for row in kernels)
+    without = found.pop(None, 0)
+    parts = [f"{count} by {kernel}" for kernel, count in sorted(found.items(), key=lambda item: str(item[0]))]
+    tail = [f"{without} rounded and computed in floats"] if without else []
+    columns = [
+        names("site", "name"),
+        Column("operation", "operation"),
+        Column("kernel", lambda row: row.kernel or "none"),
+        Column("why none", "reason"),
+    ]
+    rows = sorted(kernels, key=lambda row: row.kernel is not None)
+    return Table(f"quantized sites: {', '.join([*parts, *tail]) or 'none'}", columns, rows)
+
+
+def _layers(layers: Layers) -> Table:
+    quantized = sum({row.activations, row.weights} - {FLOAT, None} != set() for row in layers)
+    times = "" if layers.where is None else f"; times: {layers.where}"
+    heading = f"{quantized} of {len(layers)} layers quantized{times}"
+    return replace(layers_table(layers.rows, layers.measure), title=heading)
+
+
+def _groups(groups: PutBack) -> Table:
+    return replace(groups_table(groups.rows, groups.measure), title="what if these go back to float, each alone")
+
+
+def _sensitivity(ranking: Sensitivity) -> Table:
+    words = error_words(ranking.measure)
+    columns = [
+        Column("rank", "rank"),
+        names("group", "group"),
+        Column("kind", "kind"),
+        numbers(words.column, "error", error),
+        Column("quantizers", "activations"),
+        Column("multiply adds", "multiply_adds", compact),
+        Column("put back", lambda row: "yes" if row.fallback else ""),
+    ]
+    return Table(f"{len(ranking)} groups by the {words.phrase}, with one of them quantized", columns, ranking.rows)
+
+
+def _search(search: Search) -> Table:
+    return replace(evaluations_table(search.fallback), title=evaluation_caption(search.fallback))
+
+
+def _causes(causes: Causes) -> Table:
+    heading = f"The {len(causes)} groups that cost most" if len(causes) else "No group was measured"
+    columns = [Column("what costs most, why, and what mends it", str)]
+    return Table(heading, columns, cause_lines(causes.rows, python=True))
+
+
+def _histogram(histogram: OperandHistogram) -> tuple[Table, Table]:
+    data = histogram.data
+    largest = math.log1p(max(row.count for row in histogram.bins))
+
+    def cut_offs(row: Any) -> str:
+        return ", ".join(f"{entry.name} (chosen)" if entry.chosen else entry.name for entry in row.cut_offs)
+
+    bins = [
+        Column("magnitude from", "low"),
+        Column("values", "count"),
+        Column("log counts", lambda row: "█" * math.ceil(_BAR * math.log1p(row.count) / largest)),
+        Column("cut-offs", cut_offs),
+    ]
+    candidates = [
+        Column("candidate", "name"),
+        Column("amax", "amax"),
+        Column("clipped", "clipped", percent),
+        Column("SQNR dB", "sqnr_db", decibels),
+        Column("", lambda row: "chosen" if row.chosen else ""),
+    ]
+    low, high = significant(data.minimum), significant(data.maximum)
+    heading = f"{data.name}: {sum(data.counts):,} values from {low} to {high}"
+    return Table(heading, bins, histogram.bins), Table(f"ranges, judged in {data.dtype}", candidates, data.candidates)
+
+
+_TABLES: dict[str, Callable[[Any], Table]] = {
+    "causes": _causes,
+    "coverage": _coverage,
+    "groups": _groups,
+    "kernels": _kernels,
+    "layers": _layers,
+    "products": _products,
+    "ranges": _ranges,
+    "search": _search,
+    "sensitivity": _sensitivity,
+}
+
+_LAYOUTS = {
+    "coverage": "shortened",
+    "groups": "shortened",
+    "layers": "shortened",
+    "ranges": "grouped",
+    "sensitivity": "tight",
+}
+"""How a terminal makes room for names: ``grouped`` shows the first column as a line of its own above the rows with the
+same value, ``tight`` breaks long names at a dot and titles at each blank, ``shortened`` shows each name of the first
+column in one line, without its middle if need be, and breaks titles likewise."""
+
+
+def _share(share: float) -> str:
+    """Return a share in percent; a share below 1 never reads as 100%, nor one above 0 as 0%."""
+    if 0.9995 <= share < 1:
+        return f"{share:.4%}" if share < 0.999999 else "just under 100%"
+    return f"{share:.1%}" if share == 0 or share >= 0.001 else f"{100 * share:.2g}%"
+
+
+def _count(number: int) -> str:
+    for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def _fitted(table: Table, limit: int | None, layout: str) -> str:
+    """Return a table as wide as the terminal if that has room for its names, at most 120 columns."""
+    # As ever where the output goes elsewhere.
+    here = shutil.get_terminal_size((_WIDTH, 0)).columns if sys.stdout.isatty() else _WIDTH
+    layouts = {"grouped": _grouped, "shortened": _shortened}
+    fit = layouts.get(layout) or (lambda *given: _plain(*given, tight=layout == "tight"))
+    if here < _WIDTH and (found := fit(table, limit, here)) is not None:
+        return found
+    return fit(table, limit, _WIDTH) or ""
+
+
+def _plain(table: Table, limit: int | None, width: int, *, tight: bool) -> str | None:
+    """Return a table at most so wide; None if it is to be wider, and may be."""
+    names = [at for at, column in enumerate(table.columns) if column.mono]
+    room = max(width - _BESIDE_TIGHT_NAMES, _LEAST_NAMES)
+    if tight:
+        broken = [_with_broken_names(column, room) if column.mono else column for column in table.columns]
+        table = replace(table, columns=broken)
+    shown = _bare(table, limit)
+    shown.title = Text(table.title)
+    if tight:
+        _break_titles(shown)
+    # rich would cut a name anywhere, as it is one word: it gets its full width, and other columns share the rest.
+    pieces = [piece for row in table.cells()[:limit] for at in names for piece in row[at].split("\n")]
+    for at in names:
+        shown.columns[at].no_wrap = all(len(piece) <= width - _BESIDE_NAMES for piece in pieces)
+    lines = _lines(shown, width)
+    is_whole = all(any(piece in line for line in lines) for piece in pieces)
+    return "\n".join(lines) if width == _WIDTH or is_whole else None
+
+
+def _with_broken_names(column: Column, room: int) -> Column:
+    return replace(column, take=lambda row: _broken(column.value(row), room))
+
+
+def _shortened(table: Table, limit: int | None, width: int) -> str | None:
+    """Return a table with names in the room that the other columns leave; only wide text is broken."""
+    names = [table.columns[0].value(row) for row in table.rows[:limit]]
+    whole = _bare(table, limit)
+    _break_titles(whole)
+    widths = [max(_width(column), 1) for column in whole.columns]
+    room = max(width - sum(min(wide, _TEXT_WIDTH) + _GAP for wide in widths[1:]), _LEAST_NAMES)
+    first = replace(table.columns[0], take=lambda row: shorten(table.columns[0].value(row), room))
+    shown = _bare(replace(table, columns=[first, *table.columns[1:]]), limit)
+    _break_titles(shown)
+    for column, wide in zip(shown.columns, [0, *widths[1:]], strict=True):
+        column.no_wrap = wide <= _TEXT_WIDTH
+    # Text gives way to names: two that look alike in a list would be no names.
+    shown.columns[0].min_width = max((len(shorten(one, room)) for one in names), default=0)
+    shown.title = Text(table.title)
+    lines = _lines(shown, width)
+    is_whole = all(any(line.startswith(one) for line in lines) for one in names)
+    return "\n".join(lines) if width == _WIDTH or is_whole else None
+
+
+def _grouped(table: Table, limit: int | None, width: int) -> str | None:
+    rest = _bare(replace(table, columns=table.columns[1:]), limit)
+    for column in rest.columns:
+        column.no_wrap = True  # one line for each row, which the loop below relies on
+    if width < _WIDTH and len(_lines(rest, _WIDTH)[1]) + _GAP > width:
+        return None
+    heading, rule, *lines = _lines(rest, width)
+    parts = [table.title, f"  {heading}", rule[:1] * 2 + rule]
+    above = None
+    for group, line in zip_longest([table.columns[0].value(row) for row in table.rows[:limit]], lines):
+        if group is not None and group != above:
+            above = group
+            parts.append(above)
+        parts.append(f"  {line}" if group is not None else line)
+    return "\n".join(parts)
+
+
+def _bare(table: Table, limit: int | None) -> rich.table.Table:
+    shown = table.terminal(titled=False, limit=limit)
+    shown.title_justify = "left"
+    shown.box, shown.pad_edge, shown.show_edge, shown.padding = box.SIMPLE_HEAD, False, False, (0, 1, 0, 0)
+    if shown.caption is not None:
+        shown.caption = f"{shown.caption}; print .text() to see all, .rows holds them"
+        shown.caption_justify = "left"
+    return shown
+
+
+def _broken(name: str, width: int) -> str:
+    """Return a name, broken after dots into lines of at most ``width`` characters as far as it has dots there."""
+    end = name.rfind(".", 0, width) + 1
+    return name if len(name) <= width or end == 0 else f"{name[:end]}\n{_broken(name[end:], width)}"
+
+
+def _break_titles(table: rich.table.Table) -> None:
+    for column in table.columns:
+        column.header = Text("\n".join(str(column.header).split()))
+
+
+def _width(column: rich.table.Column) -> int:
+    """Return the width of the longest word of the title, or of the longest cell."""
+    texts = [*str(column.header).split("\n"), *map(str, column.cells)]
+    return max(map(len, texts), default=0)
+
+
+def _lines(table: rich.table.Table, width: int) -> list[str]:
+    return [line.rstrip() for line in string_from_table(table, width=width).splitlines()]

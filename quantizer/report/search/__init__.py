@@ -1,1 +1,0 @@
-"""The records of a search for what goes back to float, and of the budget that it keeps."""

@@ -1,1 +1,0 @@
-"""Tables and sentences of a report, for terminal and page."""
