@@ -20,6 +20,7 @@ import numpy as np
 from quantizer.common.paths import is_file, is_folder, regular_file
 from quantizer.common.plain_values import decoded, json_values
 from quantizer.common.records import Score, quantized_score
+from quantizer.common.statistics import paired_interval
 from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder, whole_file
 from quantizer.report import text
@@ -27,7 +28,6 @@ from quantizer.report.codec import read_record
 from quantizer.report.record import LatencyEntry, RunRecord, SizeEntry, quantized_entry, worst_output
 from quantizer.report.text import noise_sentence
 from quantizer.report.verdict import verdict_of
-from quantizer.common.statistics import paired_interval
 
 RESAMPLES = "resamples.json"
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
+from quantizer.common.statistics import paired_interval
 from quantizer.engines import Engine
 from quantizer.errors import TaskError
 from quantizer.proxy.restored_state import untouched
@@ -23,7 +24,6 @@ from quantizer.report import Score
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.engine_module import EngineModule
-from quantizer.common.statistics import paired_interval
 from quantizer.tasks.metrics import resampled_scores
 
 ScoreFunction: TypeAlias = Callable[[nn.Module], Any]
