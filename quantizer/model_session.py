@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from quantizer.float16.simulate import is_simulation
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.plan.apply import frozen_proxy, require_scales_of
 from quantizer.plan.coverage import Coverage
-from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import Plan, with_biases_of
 from quantizer.plan.site_plan import with_fallback as without_groups
 from quantizer.plan.weight_scales import changed_buffers, with_scales_of_weights, without_codes, without_former_codes
 from quantizer.proxy.build import UnrewrittenSource, applied_patches, is_proxy, skipped_sources
@@ -29,7 +29,7 @@ from quantizer.proxy.lowered.lower import is_lowered
 from quantizer.qat import Scales
 from quantizer.qat.session import QatSession
 from quantizer.rewrite.operator_patches import OperatorPatch
-from quantizer.sensitivity import Fallback, fallback_for_target, operands_of
+from quantizer.sensitivity import Fallback, Loss, Metric, fallback_for_target, operands_of
 from quantizer.sensitivity.prices import Prices
 from quantizer.sensitivity.ranking import Sensitivity
 from quantizer.sensitivity.session import SensitivitySession
@@ -134,7 +134,7 @@ class ModelSession:
             groups = {} if self.fallback is None else self.fallback.reasons()
             # The scales of an earlier training may belong to the weights of a copy: start from those of calibration.
             # After such a training changed weights are expected, and need no warning.
-            plan = self._scaled_for(model, self._trained_plan(), told=self.trainable is not None)
+            plan = self._scaled_for(model, self._trained_plan(self.fallback), told=self.trainable is not None)
             self.trainable = QatSession(model, plan, groups, scales, self._target.torch_dtype, own=own)
             return self.trainable.proxy
         trainable = QatSession(model, None, {}, scales, self._target.torch_dtype, own=own)
@@ -142,9 +142,10 @@ class ModelSession:
         self.trainable = trainable
         return trainable.proxy
 
-    def _trained_plan(self) -> Plan:
+    def _trained_plan(self, fallback: Fallback | None = None) -> Plan:
         """Return the plan of calibration without codes: training rounds the float weights, which move."""
-        return without_codes(self.decisions.plan(), "qat() trains the float weights")
+        plan = self.decisions.plan(None if fallback is None else fallback.reasons())
+        return without_codes(plan, "qat() trains the float weights")
 
     def trained(self, model: nn.Module) -> nn.Module:
         """Return the model, or the copy of it that was trained."""
@@ -180,9 +181,36 @@ class ModelSession:
         target = self._target
         return with_scales_of_weights(plan, model, target.torch_dtype, target.weight_qmax, self.decisions.weights)
 
-    def decided(self) -> Plan:
-        """Return the plan of calibration, with trained scales after a training, before any fallback."""
-        return self.decisions.plan() if self.trainable is None else self.trainable.learned_plan()
+    def decided(self, fallback: Fallback | None = None) -> Plan:
+        """Return the plan of all groups, with trained scales after a training, and biases corrected for a fallback."""
+        if self.trainable is not None:
+            return self.trainable.learned_plan()
+        return self.decisions.plan(None if fallback is None else fallback.reasons())
+
+    def measure(
+        self, model: nn.Module, measure: str, granularity: str, loss: Loss | None, metric: Metric | None
+    ) -> nn.Module:
+        """Return the proxy that measures; see ``Quantizer.amp``."""
+        self.bind(model)
+        plan, free = self.fitted(model, self.decided()), self.trainable is None
+        alone, tries = (self.decisions.of_single_sites(plan), self._tries(plan)) if free else (None, None)
+        self.amp = SensitivitySession(
+            self.trained(model), plan, measure, granularity, loss, metric, alone=alone, tries=tries
+        )
+        return self.amp.proxy
+
+    def _tries(self, plan: Plan) -> Callable[[], Callable[[Mapping[str, str]], Plan]]:
+        """Return what begins a search: a function from groups to ``plan`` with these in float, as it is frozen."""
+
+        def begin() -> Callable[[Mapping[str, str]], Plan]:
+            correction = self.decisions.correction()
+
+            def with_groups(groups: Mapping[str, str]) -> Plan:
+                return without_groups(with_biases_of(plan, self.decisions.plan(groups, correction)), groups)
+
+            return with_groups
+
+        return begin
 
     def replace(self, plan: Plan) -> None:
         """Use a plan with other scales from now on; a trained model stays the one that is quantized."""
@@ -198,16 +226,20 @@ class ModelSession:
 
     def effective_plan(self) -> Plan:
         """Return the plan after the fallback."""
-        return self.after_fallback(self.decided())
+        return self._after_fallback(self.refitted())
 
-    def after_fallback(self, plan: Plan) -> Plan:
-        """Return a plan with the groups in float that fell back."""
+    def _after_fallback(self, plan: Plan) -> Plan:
+        return plan if self.fallback is None else without_groups(plan, self.fallback.reasons())
+
+    def refitted(self) -> Plan:
+        """Return the plan of all groups, its biases corrected for the groups that fell back to float."""
+        plan = self.decided()
         if self.fallback is None:
             return plan
         if not {*self.fallback.groups, *self.fallback.slower} <= set(operands_of(plan)):
             # After more data other operands may share a range, which changes the groups.
             self.put_back(fallback_for_target(self.fallback, self._chosen_in, None, plan), plan)
-        return without_groups(plan, self.fallback.reasons())
+        return self.decided(self.fallback)
 
     def choose(self, amp: nn.Module | None, *, prices: Prices | None, **asked: Any) -> Fallback:
         """Choose groups to put back, by what ``amp`` measured or by ``prices`` alone; see ``Quantizer.fallback``."""
@@ -294,9 +326,9 @@ class ModelSession:
 
     def coverage(self) -> Coverage:
         """Return the coverage: all sites, and the products that torch computed in calibration."""
-        decided = self.decided()
-        final = self.after_fallback(decided)
-        back = [path for path, entry in decided.items() if entry.quantized and not final[path].quantized]
+        whole = self.refitted()
+        final = self._after_fallback(whole)
+        back = [path for path, entry in whole.items() if entry.quantized and not final[path].quantized]
         regions = self.decisions.regions()
         return Coverage(final, self._skipped, self.decisions.products(), back, self._patches, regions)
 

@@ -38,7 +38,6 @@ from quantizer.sensitivity import Fallback, Loss, Metric, Score, Tell
 from quantizer.sensitivity.layers import Layers
 from quantizer.sensitivity.prices import Prices
 from quantizer.sensitivity.ranking import Sensitivity
-from quantizer.sensitivity.session import SensitivitySession
 
 if TYPE_CHECKING:
     from quantizer.engines import BuildResult
@@ -159,13 +158,8 @@ class Quantizer:
             SensitivityError: the measure or granularity is unknown, or an argument belongs to another measure.
         """
         with ordinary_tensors():
-            self._session.bind(model := module_of(model))
             wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
-            plan = self._session.fitted(model, self._session.decided())
-            self._session.amp = SensitivitySession(
-                self._session.trained(model), plan, measure, granularity, loss, wrapped
-            )
-            return self._session.amp.proxy
+            return self._session.measure(module_of(model), measure, granularity, loss, wrapped)
 
     def fallback(
         self,
@@ -300,7 +294,7 @@ class Quantizer:
             CalibrationError: nothing was calibrated yet, or scales are invalid: all of these are listed.
         """
         with ordinary_tensors():
-            self._session.replace(with_scales(self._session.decided(), scales, self.config.target.torch_dtype))
+            self._session.replace(with_scales(self._session.refitted(), scales, self.config.target.torch_dtype))
 
     def export(
         self,
@@ -366,7 +360,7 @@ class Quantizer:
         Raises:
             QuantizerError: nothing was calibrated yet, or the folder cannot be written or must not be replaced.
         """
-        plan, decisions = self._session.decided(), self._session.decisions
+        plan, decisions = self._session.refitted(), self._session.decisions
         return save_state(folder, plan, decisions.products(), self._session.document(), decisions.seen())
 
     @classmethod
@@ -500,9 +494,8 @@ class Quantizer:
             plan = self._session.fitted(model, self._session.effective_plan())
             amp = self._session.amp
             # A ranking of another plan, or of other weights, tells nothing of this one.
-            holds = amp is not None and plan_digest(self._session.after_fallback(amp.measured_plan)) == plan_digest(
-                plan
-            )
+            now = self._session.fitted(model, self._session.decided())
+            holds = amp is not None and plan_digest(amp.measured_plan) == plan_digest(now)
             ranked = [entry.group for entry in amp.by_output] if amp is not None and holds else []
             return Causes(find_causes(self.config, self._session.trained(model), plan, given, num, ranked))
 

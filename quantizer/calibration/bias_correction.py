@@ -13,13 +13,16 @@ pass, and its result goes on corrected. Corrected all at once, from the errors o
 away again what the correction of the sites before it already took away.
 
 Calls with ranges of their own have a shift each, as their errors are as different as their ranges.
+
+A shift takes away the errors of the sites before it too, so it belongs to one plan: after a fallback shifts are
+measured again. Where one group is measured alone, the shifts are those of each site with float operands before it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,13 +38,14 @@ from quantizer.common.distributed import all_gather_bytes, get_world_size
 from quantizer.observe.replay_batches import Batch, ReplayBatches
 from quantizer.observe.site_statistics import padding_mask, without_padding
 from quantizer.observe.statistics import BiasShifts, Seen
-from quantizer.plan.site_plan import Plan, SitePlan, summary
+from quantizer.plan.apply import apply_plan
+from quantizer.plan.site_plan import Plan, SitePlan, summary, with_fallback
 from quantizer.proxy.call_numbers import current_call
 from quantizer.proxy.site import Site
 
 logger = logging.getLogger(__name__)
 
-_ROWS = 4096
+_AT_ONCE = 4096
 """The number of rows that are summed at once."""
 
 _DONE = "bias corrected"
@@ -66,21 +70,114 @@ def corrected(proxy: Proxied, plan: Plan, observation: Seen, error: OutputError,
     known = observation.bias_shifts
     if known is None or known[0] != observation.batches:
         with torch.no_grad():
-            known = observation.batches, _chosen(proxy, plan, kept.few(), error, dtype)
+            known = observation.batches, BiasCorrection(proxy, kept.few(), error, dtype).shifts(plan)
         observation.bias_shifts = known
     return _with_shifts(plan, known[1])
 
 
-def _chosen(proxy: Proxied, plan: Plan, kept: ReplayBatches, error: OutputError, dtype: torch.dtype) -> BiasShifts:
-    """Measure the shifts; return none if the output of the model is worse with them, on the batches of all ranks."""
-    measured = _measured(proxy, plan, kept, dtype)
-    if not measured.shifts:
-        return measured
-    before = error.of_all_ranks(plan, kept)
-    if error.of_all_ranks(_with_shifts(plan, measured), kept, before) <= before:
-        return measured
-    notes = {path: _WORSE if path in measured.shifts else note for path, note in measured.notes.items()}
-    return BiasShifts(shifts={}, notes=notes)
+class BiasCorrection:
+    """The correction of biases on some batches, for plans of one calibration; what is in float is computed once."""
+
+    def __init__(self, proxy: Proxied, kept: ReplayBatches, error: OutputError, dtype: torch.dtype) -> None:
+        self._proxy, self._kept, self._error, self._dtype = proxy, kept, error, dtype
+        self._in_float: dict[Hashable, _FloatPass] = {}
+
+    def with_fallback(self, plan: Plan, groups: Mapping[str, str]) -> Plan:
+        """Return a plan with the shifts for its sites where some groups are float; it is quantized as a whole still."""
+        return _with_shifts(plan, self.shifts(_without_shifts(with_fallback(plan, groups)), plan))
+
+    def of_single_sites(self, plan: Plan) -> Plan:
+        """Return a plan with shifts that correct each site alone, all others being float, where it has shifts."""
+        sites = [site for site in self._proxy.planned(plan) if plan[site.path].bias_shift is not None]
+        plain = _without_shifts(plan)
+        errors: _Errors = {}
+        with torch.no_grad():
+            apply_plan(self._proxy.module, plain)
+            try:
+                for turn in self._kept.in_turns():
+                    errors = _told(None if turn is None else self._alone(plan, sites, turn, errors))
+            finally:
+                for site in self._proxy.sites:
+                    site.reset()
+        shifts = {site.path: shift for site in sites if (shift := self._shift(plan, site, errors)) is not None}
+        return _with_shifts(plain, BiasShifts(shifts=shifts, notes=dict.fromkeys(shifts, _DONE)))
+
+    def shifts(self, plan: Plan, whole: Plan | None = None) -> BiasShifts:
+        """Measure the shifts; return none if the output of the model is worse with them, on batches of all ranks.
+
+        ``whole`` is the plan before a fallback, whose sites in float serve other fallbacks too (None: ``plan``).
+        """
+        measured = self._measured(plan, plan if whole is None else whole)
+        if not measured.shifts:
+            return measured
+        before = self._error.of_all_ranks(plan, self._kept)
+        if self._error.of_all_ranks(_with_shifts(plan, measured), self._kept, before) <= before:
+            return measured
+        notes = {path: _WORSE if path in measured.shifts else note for path, note in measured.notes.items()}
+        return BiasShifts(shifts={}, notes=notes)
+
+    def _measured(self, plan: Plan, whole: Plan) -> BiasShifts:
+        """Return the mean error of each site's output, over the kept batches of all ranks.
+
+        The batches run one after the other, each on the rank that keeps it, and each is corrected by the means of those
+        before it and its own. So all ranks get the shifts of one process. In float a rank runs its next one while it
+        waits for its turn.
+        """
+        sites = [site for site in self._proxy.planned(plan) if _may_hold_a_shift(site, plan[site.path])]
+        mine = iter(self._kept.mine().items())
+        ready: _FloatPass | None = None
+        errors: _Errors = {}
+        for turn in self._kept.in_turns():
+            if ready is None and (named := next(mine, None)) is not None:
+                ready = self._float_pass(*named, whole)
+            if turn is None:
+                errors = _told(None)
+            else:
+                assert ready is not None
+                errors, ready = _told(_Corrected(ready, errors, self._dtype).run(self._proxy, sites, plan)), None
+        # A lookup adds nothing up, and what a result is of is corrected itself.
+        none = ("embedding", "output")
+        notes = {path: _NO_BIAS for path, entry in plan.items() if entry.quantized and entry.kind not in none}
+        shifts: dict[str, Tensor] = {}
+        for site in sites:
+            shift = self._shift(plan, site, errors)
+            if shift is not None:
+                shifts[site.path] = shift
+            elif _key(site.path, 0, plan[site.path].calls_apart) not in errors:
+                notes[site.path] = _UNREACHED
+        return BiasShifts(shifts=shifts, notes=notes | dict.fromkeys(shifts, _DONE))
+
+    def _shift(self, plan: Plan, site: Site, errors: _Errors) -> Tensor | None:
+        """Return the shift of a site, float32 [C] or [N, C]; None if errors of some call are not known."""
+        calls = plan[site.path].calls_apart
+        sums = [errors.get(_key(site.path, call, calls)) for call in range(max(calls, 1))]
+        means = [error.mean(self._dtype) for error in sums if error is not None]
+        if len(means) < len(sums):
+            return None
+        return torch.stack(means) if calls else means[0]
+
+    def _float_pass(self, name: Hashable, batch: Batch, plan: Plan) -> _FloatPass:
+        if name not in self._in_float:
+            self._in_float[name] = _FloatPass(self._proxy, batch, plan)
+        return self._in_float[name]
+
+    def _alone(self, plan: Plan, sites: Sequence[Site], batch: Batch, errors: _Errors) -> _Errors:
+        """Return the errors of the batches before and of this one, of each site with what is before it in float."""
+        found, mask = dict(errors), padding_mask(batch[1], batch[0])
+
+        def judge(site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
+            rounded, result = site.rounded(function, args, keywords), function(*args, **keywords)
+            key = _key(site.path, current_call(site.path), plan[site.path].calls_apart)
+            if len(rows := _rows(site, result, mask)):
+                found[key] = _Expected.of(rows).compared(_rows(site, rounded, mask)).added_to(found.get(key))
+            return result
+
+        run_judged(self._proxy.module, sites, batch, judge)
+        return found
+
+
+def _without_shifts(plan: Plan) -> Plan:
+    return {path: replace(entry, bias_shift=None) for path, entry in plan.items()}
 
 
 def _with_shifts(plan: Plan, found: BiasShifts) -> Plan:
@@ -103,6 +200,10 @@ class _Sum:
     def mean(self, dtype: torch.dtype) -> Tensor:
         """Return the mean, float32 [C], rounded to ``dtype``."""
         return (self.error / self.weight).to(dtype).float()
+
+    def added_to(self, known: _Sum | None) -> _Sum:
+        """Return the sums with those of other batches."""
+        return self if known is None else _Sum(known.error + self.error, known.weight + self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,47 +230,13 @@ class _Expected:
 def _weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
     """Return the sum of w_r x_r, float64 [C], without a copy of all rows x [R, C] in float64."""
     total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
-    for start in range(0, len(rows), _ROWS):
-        total += weights[start : start + _ROWS] @ rows[start : start + _ROWS].double()
+    for start in range(0, len(rows), _AT_ONCE):
+        total += weights[start : start + _AT_ONCE] @ rows[start : start + _AT_ONCE].double()
     return total
 
 
 _Errors = Mapping[str, _Sum | None]
 """The sums by site, and call where calls are told apart, see ``_key``; None: it has no bias and cannot be given one."""
-
-
-def _measured(proxy: Proxied, plan: Plan, kept: ReplayBatches, dtype: torch.dtype) -> BiasShifts:
-    """Return the mean error of each site's output, over the kept batches of all ranks.
-
-    The batches run one after the other, each on the rank that keeps it, and each is corrected by the means of those
-    before it and its own. So all ranks get the shifts of one process. In float a rank runs its next one while it waits
-    for its turn.
-    """
-    sites = [site for site in proxy.planned(plan) if _may_hold_a_shift(site, plan[site.path])]
-    mine = iter(kept.mine().values())
-    ready: _Comparison | None = None
-    errors: _Errors = {}
-    for turn in kept.in_turns():
-        if ready is None and (batch := next(mine, None)) is not None:
-            ready = _Comparison(proxy, sites, batch, dtype, {site: plan[site.path].calls_apart for site in sites})
-        if turn is None:
-            errors = _told(None)
-        else:
-            assert ready is not None
-            errors, ready = _told(ready.run(plan, errors)), None
-    # A lookup adds nothing up, and what a result is of is corrected itself.
-    none = ("embedding", "output")
-    notes = {path: _NO_BIAS for path, entry in plan.items() if entry.quantized and entry.kind not in none}
-    shifts: dict[str, Tensor] = {}
-    for site in sites:
-        calls = plan[site.path].calls_apart
-        sums = [errors.get(_key(site.path, call, calls)) for call in range(max(calls, 1))]
-        means = [error.mean(dtype) for error in sums if error is not None]
-        if len(means) == len(sums):
-            shifts[site.path] = torch.stack(means) if calls else means[0]
-        elif _key(site.path, 0, calls) not in errors:
-            notes[site.path] = _UNREACHED
-    return BiasShifts(shifts=shifts, notes=notes | dict.fromkeys(shifts, _DONE))
 
 
 def _key(path: str, call: int | None, calls: int) -> str:
@@ -184,63 +251,75 @@ def _may_hold_a_shift(site: Site, entry: SitePlan) -> bool:
     return entry.quantized and weighted and site.operation.bias is not None and not site.source.in_place
 
 
-class _Comparison:
-    """One batch in float, and then rounded and corrected, call by call."""
+class _FloatPass:
+    """One batch in float.
 
-    def __init__(
-        self, proxy: Proxied, sites: Sequence[Site], batch: Batch, dtype: torch.dtype, calls: Mapping[Site, int]
-    ) -> None:
-        self._proxy, self._sites, self._batch, self._dtype, self._calls = proxy, sites, batch, dtype, calls
-        self._mask = padding_mask(batch[1], batch[0])
-        self._expected: dict[str, deque[_Expected]] = defaultdict(deque)
-        self._unfit: dict[str, _Sum | None] = {}
-        self._errors: dict[str, _Sum | None] = {}
-        run_judged(proxy.module, sites, copied(*batch), self._in_float)
+    Attributes:
+        batch: the batch.
+        mask: the real tokens of the batch, [B, S]; None: all are real.
+        expected: the calls of sites that may hold a shift, in order, by site (and call, see ``_key``).
+        unfit: the keys of calls with no bias that could hold a shift.
+    """
 
-    def run(self, plan: Plan, errors: _Errors) -> _Errors:
-        """Return the errors of the batches before, ``errors``, and of this one."""
-        self._errors = {**errors, **self._unfit}
-        with quantized(self._proxy, plan):
-            run_judged(self._proxy.module, self._sites, copied(*self._batch), self._corrected)
-        return self._errors
+    def __init__(self, proxy: Proxied, batch: Batch, plan: Plan) -> None:
+        self.batch, self.mask = batch, padding_mask(batch[1], batch[0])
+        self.expected: dict[str, list[_Expected]] = defaultdict(list)
+        self.unfit: set[str] = set()
+        self._plan = plan
+        sites = [site for site in proxy.planned(plan) if _may_hold_a_shift(site, plan[site.path])]
+        run_judged(proxy.module, sites, copied(*batch), self._note)
 
-    def _in_float(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
+    def key(self, site: Site) -> str:
+        """Return the key of the current call of a site."""
+        return _key(site.path, current_call(site.path), self._plan[site.path].calls_apart)
+
+    def _note(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
         result = function(*args, **keywords)
         bias = site.bias_of(args, keywords)
         channels = (result.shape[site.operation.channels],)
-        key = self._key(site)
         fits = site.holds_shift if bias is None else isinstance(bias, Tensor) and bias.shape == channels
         if fits and keywords.get("beta", 1) == 1:
-            self._expected[key].append(_Expected.of(self._rows(site, result)))
+            self.expected[self.key(site)].append(_Expected.of(_rows(site, result, self.mask)))
         else:
-            self._unfit[key] = None
+            self.unfit.add(self.key(site))
         return result
 
-    def _corrected(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
-        result, path = site.rounded(function, args, keywords), self._key(site)
-        if path in self._errors and self._errors[path] is None:
+
+class _Corrected:
+    """A batch rounded and corrected, call by call."""
+
+    def __init__(self, in_float: _FloatPass, errors: _Errors, dtype: torch.dtype) -> None:
+        self._in_float, self._dtype = in_float, dtype
+        self._expected = {key: deque(calls) for key, calls in in_float.expected.items()}
+        self._errors: dict[str, _Sum | None] = {**errors, **dict.fromkeys(in_float.unfit)}
+
+    def run(self, proxy: Proxied, sites: Sequence[Site], plan: Plan) -> _Errors:
+        """Return the errors of the batches before and of this one."""
+        with quantized(proxy, plan):
+            run_judged(proxy.module, sites, copied(*self._in_float.batch), self._call)
+        return self._errors
+
+    def _call(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
+        result, key = site.rounded(function, args, keywords), self._in_float.key(site)
+        if key in self._errors and self._errors[key] is None:
             return result
         # With other values a model may call a site less or more often, or with other rows: those calls tell nothing.
-        expected = self._expected[path].popleft() if self._expected[path] else None
-        rows = self._rows(site, result)
-        known = self._errors.get(path)
+        calls = self._expected.get(key)
+        expected = calls.popleft() if calls else None
+        rows = _rows(site, result, self._in_float.mask)
+        known = self._errors.get(key)
         if expected is not None and len(expected.weights) == len(rows) > 0:
-            found = expected.compared(rows)
-            if known is not None:
-                found = _Sum(known.error + found.error, known.weight + found.weight)
-            known = self._errors[path] = found
+            known = self._errors[key] = expected.compared(rows).added_to(known)
         if known is None:
             return result
         shift = known.mean(self._dtype).to(result)
         return result + shift.reshape([-1] + [1] * (-1 - site.operation.channels))
 
-    def _key(self, site: Site) -> str:
-        return _key(site.path, current_call(site.path), self._calls[site])
 
-    def _rows(self, site: Site, result: Tensor) -> Tensor:
-        """Return a result as rows [R, C] without padding."""
-        rows = without_padding(result.movedim(site.operation.channels, -1), self._mask, channels_last=True)
-        return rows.reshape(-1, rows.shape[-1])
+def _rows(site: Site, result: Tensor, mask: Tensor | None) -> Tensor:
+    """Return a result as rows [R, C] without padding."""
+    rows = without_padding(result.movedim(site.operation.channels, -1), mask, channels_last=True)
+    return rows.reshape(-1, rows.shape[-1])
 
 
 def _told(mine: _Errors | None) -> _Errors:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from quantizer.calibration.bias_correction import BiasCorrection
 from quantizer.calibration.session import CalibrationSession
 from quantizer.common.batches import run_batches
 from quantizer.common.data.sizes import DataSizes
@@ -174,14 +176,14 @@ class PlanSource:
 
     # -- facts of a state -----------------------------------------------------------------------------------------
 
-    def plan(self) -> Plan:
-        """Return the plan."""
+    def plan(self, in_float: Mapping[str, str] | None = None, correction: BiasCorrection | None = None) -> Plan:
+        """Return the plan of all groups; see ``CalibrationSession.decide`` for groups that are float."""
         with ordinary_tensors():
             match self._deciding:
                 case Held(plan=plan):
                     return plan
                 case CalibrationSession() as session:
-                    return session.decide()
+                    return session.decide(in_float, correction)
                 case Inherited():
                     raise CalibrationError(
                         "what calibration saw is not decided for this backend yet, as this Quantizer has not seen the "
@@ -191,6 +193,16 @@ class PlanSource:
                     raise CalibrationError(
                         "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
                     )
+
+    def of_single_sites(self, plan: Plan) -> Plan:
+        """Return a plan as it is measured site by site, see ``CalibrationSession``; a plan of a folder as it is."""
+        deciding = self._deciding
+        return deciding.of_single_sites(plan) if isinstance(deciding, CalibrationSession) else plan
+
+    def correction(self) -> BiasCorrection | None:
+        """Return the correction of biases for several fallbacks of the plan; None if there is none."""
+        deciding = self._deciding
+        return deciding.correction() if isinstance(deciding, CalibrationSession) else None
 
     def products(self) -> tuple[CountedProduct, ...]:
         """Return the products that torch computed in calibration."""

@@ -6,13 +6,16 @@ import logging
 import math
 import warnings
 import weakref
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from quantizer.calibration.bias_correction import BiasCorrection
 from quantizer.calibration.choose_ranges import make_plan
-from quantizer.calibration.output_search import other_attention_error
+from quantizer.calibration.output_search import OutputError, other_attention_error
 from quantizer.calibration.proxied import Proxied, proxied_copy
 from quantizer.calibration.settings import make_observation, needs_batches, replays_batches
 from quantizer.calibration.smoothquant import fit_migrations
@@ -38,12 +41,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Decided:
-    """A plan, with the statistics that it was made from, and how often torch wrote into its ranges and scales."""
+    """A plan, with the statistics that it was made from, and how often torch wrote into its ranges and scales.
+
+    ``corrected`` has the plan with its biases corrected for some groups in float, by these groups.
+    """
 
     seen: Seen
     batches: int
     plan: Plan
     versions: tuple[int, ...]
+    corrected: dict[frozenset[str], Plan] = field(default_factory=dict)
 
     @classmethod
     def of(cls, seen: Seen, plan: Plan) -> _Decided:
@@ -214,8 +221,42 @@ class CalibrationSession:
                         )
                 seen.weight = replace(known, parameters=tuple(now[name] for name in known.paths))
 
-    def decide(self) -> Plan:
-        """Return the plan for all sites; it is made once, and again only for new batches and for what changed since."""
+    def decide(self, in_float: Mapping[str, str] | None = None, correction: BiasCorrection | None = None) -> Plan:
+        """Return the plan for all sites; it is made once, and again only for new batches and for what changed since.
+
+        With ``in_float`` its biases are corrected for these groups being float; ``correction`` keeps what several such
+        plans share.
+        """
+        plan = self._decide()
+        if not in_float:
+            return dict(plan)
+        assert self._decided is not None
+        known, key = self._decided.corrected, frozenset(in_float)
+        if key not in known:
+            correction = correction or self.correction()
+            if correction is None:
+                return dict(plan)
+            with self._observation.paused(self._proxied.sites), torch.no_grad():
+                known[key] = correction.with_fallback(plan, in_float)
+        return dict(known[key])
+
+    def of_single_sites(self, plan: Plan) -> Plan:
+        """Return a plan with the biases corrected as if each site alone were quantized, where it corrects them."""
+        correction = self.correction()
+        if correction is None:
+            return plan
+        with self._observation.paused(self._proxied.sites):
+            return correction.of_single_sites(plan)
+
+    def correction(self) -> BiasCorrection | None:
+        """Return the correction of biases on the kept batches; None if there is none."""
+        whole, config = self.observation(), self._proxied.config
+        if not config.bias_correction or whole.kept is None or not whole.kept.everywhere:
+            return None
+        error = OutputError(self._proxied, whole.kept.known.errors)
+        return BiasCorrection(self._proxied, whole.kept.few(), error, config.target.torch_dtype)
+
+    def _decide(self) -> Plan:
         whole = self.observation()
         if whole.batches == 0:
             raise CalibrationError(
@@ -241,7 +282,7 @@ class CalibrationSession:
         if known is not None and _versions(known.plan) != known.versions:
             self.weights.forget()
         elif known is not None and same and known.is_of(whole):
-            return dict(known.plan)
+            return known.plan
         self._decided = None
         self._follow_types(whole)
         # This runs the proxy, which must not observe these passes.
@@ -249,7 +290,7 @@ class CalibrationSession:
             self._compare_attention()
             plan = make_plan(self._proxied, whole)
         self._decided = _Decided.of(whole, plan)
-        return dict(plan)
+        return plan
 
     def _follow_types(self, whole: Seen) -> None:
         """Give the proxy its batches in the types that the model has now, which may have been cast since."""

@@ -247,6 +247,16 @@ def with_fallback(plan: Plan, groups: Mapping[str, str]) -> Plan:
     return without_orphans(result)
 
 
+def with_biases_of(plan: Plan, other: Plan) -> Plan:
+    """Return a plan with the shifts of biases of another plan of the same sites."""
+    return {
+        path: replace(entry, bias_shift=made.bias_shift, bias_note=made.bias_note, reason=made.reason)
+        if (made := other[path]).bias_shift is not entry.bias_shift or made.bias_note != entry.bias_note
+        else entry
+        for path, entry in plan.items()
+    }
+
+
 def without_orphans(plan: Plan) -> Plan:
     """Return the plan with the results in float whose convolutions are, and with the adds of no quantized result."""
     while True:

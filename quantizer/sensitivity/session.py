@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -46,18 +47,38 @@ class SensitivitySession:
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, measure: str, granularity: str, loss: Loss | None, metric: Metric | None
+        self,
+        model: nn.Module,
+        plan: Plan,
+        measure: str,
+        granularity: str,
+        loss: Loss | None,
+        metric: Metric | None,
+        *,
+        alone: Plan | None = None,
+        tries: Callable[[], Callable[[Mapping[str, str]], Plan]] | None = None,
     ) -> None:
+        """
+        Args:
+            model: the model.
+            plan: the plan of calibration.
+            measure, granularity, loss, metric: as in ``Quantizer.amp``.
+            alone: the plan with biases corrected for one group quantized alone, as groups are measured; None: ``plan``.
+            tries: returns, for one search, a function from groups to the plan that is frozen with these in float; None:
+                ``plan`` without these.
+        """
+        alone = plan if alone is None else alone
         self.proxy = build_proxy(model, eager_attention=True).eval()
         OwnBuffers(self.proxy, model)
-        with_passes(self.proxy, plan)
-        apply_plan(self.proxy, plan)
-        store_weights(self.proxy, plan)
+        with_passes(self.proxy, alone)
+        apply_plan(self.proxy, alone)
+        store_weights(self.proxy, alone)
         # The proxy shares the model's float weights, but its codes are of the weights as they are now.
         watch(self.proxy, "amp", lambda parameter: True)
         self._model = model
         self.measured_plan = plan
         self._loss = loss
+        self._begin = tries or (lambda: partial(with_fallback, plan))
         self._measurement = Measurement(
             self.proxy, groups_of(sites_of(self.proxy), plan, granularity), measure, loss, metric
         )
@@ -153,7 +174,7 @@ class SensitivitySession:
         """Return a function that gives the score with these groups float (None: of the float model), measured once."""
         search = fingerprint(self.measured_plan, metric.function, Fingerprint.of(self._model))
         scores = ScoreCache(cache if get_rank() == 0 else None, search)
-        tries = FrozenTries(self._model)
+        tries, planned = FrozenTries(self._model), self._begin()
 
         def score(groups: tuple[str, ...] | None) -> float:
             def take() -> float:
@@ -162,7 +183,7 @@ class SensitivitySession:
                     proxy = build_proxy(self._model, eager_attention=False).eval()
                     OwnBuffers(proxy, self._model)
                     return metric.score(proxy, "the float model")
-                plan = with_fallback(self.measured_plan, dict.fromkeys(groups, "put back"))
+                plan = planned(dict.fromkeys(groups, "put back"))
                 return metric.score(tries.of(plan), f"the model with {len(groups)} groups put back")
 
             # One process reads the file and tells the others: all of them take a score, or none.

@@ -178,6 +178,6 @@ def test_the_largest_magnitude_is_found_without_the_magnitudes(
 def test_a_coverage_plans_once(monkeypatch: pytest.MonkeyPatch) -> None:
     quantizer = make_calibrated(nn.Sequential(nn.Linear(32, 32)).eval(), [torch.randn(4, 32)], backend="openvino")
     decide, calls = CalibrationSession.decide, []
-    monkeypatch.setattr(CalibrationSession, "decide", lambda session: calls.append(session) or decide(session))
+    monkeypatch.setattr(CalibrationSession, "decide", lambda own, *given: calls.append(own) or decide(own, *given))
     assert len(quantizer.coverage) == 1
     assert len(calls) == 1

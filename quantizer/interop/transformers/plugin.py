@@ -65,7 +65,7 @@ class TransformersQuantizer(HfQuantizer):
 
     def __reduce__(self) -> Any:
         session = self.quantizer._session
-        state = _state(session.decided(), self.quantizer, []) if session.decisions.decided else None
+        state = _state(session.refitted(), self.quantizer, []) if session.decisions.decided else None
         return _restored, (self._settings, self.frozen, state)
 
     # -- loading ---------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class TransformersQuantizer(HfQuantizer):
                     "save_pretrained() takes what quantize(model) gave, and this proxy is another, or the Quantizer's "
                     f"decisions changed since; {_WAY} now"
                 )
-            data = bytearray(_state(session.decided(), self.quantizer, dropped_parameters(model, plan)))
+            data = bytearray(_state(session.refitted(), self.quantizer, dropped_parameters(model, plan)))
             packed = {name: pack_pairs(stored) for name, _, stored in _packed(model)}
             state = {**model.state_dict(), **packed, STATE: torch.frombuffer(data, dtype=torch.uint8)}
         elif session.decisions.decided and not is_proxy(model):
