@@ -13,6 +13,7 @@ from torch import nn
 from quantizer.calibration.plan_source import Held, PlanSource
 from quantizer.calibration.settings import tell_where_nothing_is_quantized, warn_of_float32
 from quantizer.common.data.sizes import DataSizes
+from quantizer.common.distributed import get_world_size
 from quantizer.common.fingerprint import Fingerprint, changed_parameters, refuse_other_shapes, warn_of_other_weights
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError, ProxyError, SensitivityError
@@ -252,6 +253,9 @@ class ModelSession:
     def put_back(self, fallback: Fallback, plan: Plan | None = None) -> Fallback:
         """Use a fallback of ``plan`` (None: of the plan of calibration) from now on, and return it."""
         self.fallback, self._chosen_in = fallback, self.decided() if plan is None else plan
+        if get_world_size() > 1:
+            # All ranks are here. Later one alone may ask for the plan, which takes passes of all.
+            self.refitted()
         return fallback
 
     def clear_fallback(self) -> None:
