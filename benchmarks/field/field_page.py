@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any
 
-from quantizer.report.charts.runs_plot import RunPoint, runs_svg
+from quantizer.report.charts.plots import RunPoint, runs_svg
 
 __all__ = ["write_pages"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quantizer.common.records import FallbackRecord, GroupSensitivity, Operand, Score, Site
-from quantizer.report.charts.axes import sensitivity_bars
+from quantizer.report.charts.rankings import sensitivity_bars
 from quantizer.report.codec import read_record, write_record, write_text_atomic
 from quantizer.report.machine import collect_machine, collect_versions
 from quantizer.report.page.page import html_from_record, require_html, write_html

@@ -21,7 +21,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from quantizer.report import text
-from quantizer.report.charts.runs_plot import RunPoint, runs_svg
+from quantizer.report.charts.plots import RunPoint, runs_svg
 from quantizer.report.codec import write_text_atomic
 from quantizer.report.compare import ComparedRun, Comparison, Pair, compare, read_runs
 from quantizer.report.notebook import Picture

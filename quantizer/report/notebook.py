@@ -23,10 +23,9 @@ from rich.text import Text
 from quantizer.common.layer_rows import FLOAT
 from quantizer.files import whole_file
 from quantizer.reasons import ReasonCode
-from quantizer.report.charts.axes import sensitivity_bars
-from quantizer.report.charts.heat_map import sensitivity_heatmap
-from quantizer.report.charts.histogram_plot import histogram_figure, histogram_svg
-from quantizer.report.charts.pareto_plot import pareto_svg
+from quantizer.report.charts.histograms import histogram_figure, histogram_svg
+from quantizer.report.charts.plots import pareto_svg
+from quantizer.report.charts.rankings import sensitivity_bars, sensitivity_heatmap
 from quantizer.report.tables import (
     Column,
     Table,

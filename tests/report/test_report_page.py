@@ -34,9 +34,8 @@ from quantizer.report import (
     write_html,
     write_record,
 )
-from quantizer.report.charts.candidates_plot import candidates_svg
-from quantizer.report.charts.frontier_plot import frontier_svg
-from quantizer.report.charts.histogram_plot import histogram_figure
+from quantizer.report.charts.histograms import histogram_figure
+from quantizer.report.charts.plots import candidates_svg, frontier_svg
 from quantizer.report.page.page import diff_files
 from quantizer.report.tables import choice_table
 from quantizer.report.terminal import print_choice

@@ -11,9 +11,8 @@ import pytest
 from report_samples import sample_record, sample_search
 
 from quantizer.common.records import Evaluation, FallbackRecord, GroupSensitivity
-from quantizer.report.charts.axes import sensitivity_bars
-from quantizer.report.charts.heat_map import sensitivity_heatmap
-from quantizer.report.charts.pareto_plot import pareto_svg
+from quantizer.report.charts.plots import pareto_svg
+from quantizer.report.charts.rankings import sensitivity_bars, sensitivity_heatmap
 from quantizer.report.text import MISSING, amount, error, error_words
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"

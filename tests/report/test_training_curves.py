@@ -13,7 +13,7 @@ pytest.importorskip("jinja2", reason="needs enginequant[report]")
 from report_samples import sample_record, sample_training
 
 from quantizer.report import html_from_record
-from quantizer.report.charts.training_plot import loss_svg, score_svg
+from quantizer.report.charts.plots import loss_svg, score_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -1,20 +1,22 @@
-"""Charts in SVG: axes, colours, and plots of points and lines on them.
+"""The frame, the text, the legend and the axes of a picture in SVG.
 
-The frame, the text and the legend of a picture.
-
-The package writes its own SVG instead of using a plotting library: bars are in percent of the width and text is in
-pixels, so that pictures are readable from a phone to a wide notebook, and text has the colour of the page.
-
-The sensitivity ranking as bars, coloured by kind, with a lane beside them that shows the block of each group.
+The package writes its own SVG instead of using a plotting library: widths are in percent and text is in pixels, so that
+pictures are readable from a phone to a wide notebook, and text has the colour of the page.
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
-from quantizer.common.records import GroupSensitivity
-from quantizer.report.text import error, error_words, shorten
+BLUE, ORANGE, GREEN, PURPLE, GREY = "#2f7fd6", "#c26a12", "#1f8f6a", "#a35bd0", "#7d8590"
+"""Each has a contrast of at least 3:1 to white and to near-black pages (WCAG 1.4.11), and the first four differ for the
+common forms of colour blindness."""
+FILLED = f'fill="{BLUE}"'
+HOLLOW = 'fill="currentColor" fill-opacity="0.08" stroke="currentColor" stroke-opacity="0.7" stroke-width="1.5"'
+RING = 'fill="none" stroke="currentColor" stroke-width="2"'
 
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
 _LEGEND_ROW = 20
@@ -57,108 +59,111 @@ def svg_picture(label: str, height: float, parts: Sequence[str]) -> str:
     )
 
 
-# Each has a contrast of at least 3:1 to white and to near-black pages (WCAG 1.4.11), and they differ for the common
-# forms of colour blindness; a wide picture also writes the kind beside each bar.
-_COLOURS = {"linear": "#2f7fd6", "matmul": "#c26a12", "residual_add": "#a35bd0", "conv": "#1f8f6a"}
-_OTHER = "#7d8590"
-_ROW = 31
-_LANE, _GAP = 9, 2
-"""The width of the lane, and of the gap between it and the bars, in percent."""
+def svg_title(title: str, *parts: str) -> str:
+    """Return parts of a picture that belong together, with the text that a pointer on them shows."""
+    return f"<g><title>{html.escape(title)}</title>{''.join(parts)}</g>"
 
 
-def sensitivity_bars(rows: Sequence[GroupSensitivity], *, measure: str | None, limit: int = 30) -> str:
-    """Return horizontal bars, highest first, coloured by kind; a hollow bar is a group that fell back to float."""
-    # NaN has no order: it comes last, so that the result does not depend on the order of the rows.
-    ranked = sorted(rows, key=lambda row: (row.error != row.error, -row.error, row.group))[:limit]
-    if not ranked:
-        return svg_note("Sensitivity was not measured.")
-    words, blocks = error_words(measure), blocks_in_order(rows)
-    legend, top = _legend(words.caption, ranked, blocks)
-    largest = max((row.error for row in ranked if 0 < row.error < float("inf")), default=1.0)
-    height = len(ranked) * _ROW
-    bars = "".join(_bar(row, index * _ROW, largest) for index, row in enumerate(ranked))
-    start = _LANE + _GAP if len(blocks) > 1 else 0
-    lane = [_lane(ranked, blocks, top)] if len(blocks) > 1 else []
-    label = (
-        f"{words.heading} with one group quantized at a time: {len(ranked)} of {len(rows)} "
-        f"groups; largest {ranked[0].group}, {error(ranked[0].error)}"
-    )
-    frame = f'<svg x="{start}%" y="{top}" width="{100 - start}%" height="{height}">{bars}</svg>'
-    return svg_picture(label, top + height, [*legend, *lane, frame])
+def svg_dot(x: str, y: float, radius: float, look: str) -> str:
+    """Return a dot."""
+    return f'<circle cx="{x}" cy="{y}" r="{radius:g}" {look}/>'
 
 
-def _bar(row: GroupSensitivity, top: float, largest: float) -> str:
-    share = min(max(row.error, 0.0) / largest, 1.0) if row.error == row.error else 0.0
-    note = f"{row.kind}, float" if row.fallback else row.kind
-    short = "float  " if row.fallback else ""
-    width = f"{max(share * 100, 0.3):.2f}%"
-    return (
-        f"<g><title>{html.escape(_title(row))}</title>"
-        + _name(row, top + 11, 64, "qz-name qz-wide")
-        + _name(row, top + 11, 34, "qz-name qz-narrow")
-        + svg_text("100%", top + 11, f"{note}  {error(row.error)}", "qz-value qz-wide", anchor="end")
-        + svg_text("100%", top + 11, f"{short}{error(row.error)}", "qz-value qz-narrow", anchor="end")
-        + f'<rect class="qz-track" x="0" y="{top + 16}" width="100%" height="8" rx="2"/>'
-        + f'<rect x="0" y="{top + 16}" width="{width}" height="8" rx="2" {_look(row.kind, row.fallback)}/></g>'
-    )
+def dot_sign(look: str, radius: float = 4.5) -> str:
+    """Return a dot of a legend."""
+    return svg_dot("7", 9, radius, look)
 
 
-def _title(row: GroupSensitivity) -> str:
-    return f"{row.group} ({f'{row.kind}, float' if row.fallback else row.kind}): {error(row.error)}"
+def line_sign(look: str) -> str:
+    """Return a line of a legend."""
+    return f'<line x1="0" x2="15" y1="9" y2="9" {look}/>'
 
 
-def _name(row: GroupSensitivity, y: float, length: int, css: str) -> str:
-    """Return the group's name with its block in bold; each part is shortened by itself, so that both are legible."""
-    rest = row.group.removeprefix(row.block)
-    if not row.block or rest == row.group:
-        return svg_text(0, y, shorten(row.group, length), css)
-    block = row.block if len(row.group) <= length else shorten(row.block, length // 2)
-    rest = html.escape(shorten(rest, length - len(block)))
-    return f'<text class="{css}" x="0" y="{y}"><tspan font-weight="650">{html.escape(block)}</tspan>{rest}</text>'
+def line_look(colour: str, dashes: str = "") -> str:
+    """Return the look of a line, perhaps with dashes."""
+    return f'stroke="{colour}" stroke-width="2"' + (f' stroke-dasharray="{dashes}"' if dashes else "")
 
 
-def _lane(ranked: Sequence[GroupSensitivity], blocks: Sequence[str], top: float) -> str:
-    """Return the lane: for each bar a mark whose place shows the block of the group in the order of the model."""
-    height, width = len(ranked) * _ROW, 100 / len(blocks)
-    marks = [
-        f'<rect x="{blocks.index(row.block) * width:.2f}%" y="{index * _ROW + 2}" width="{width:.2f}%" height="22" '
-        f'fill="{_colour(row.kind)}"><title>{html.escape(f"{row.block}: {_title(row)}")}</title></rect>'
-        for index, row in enumerate(ranked)
-    ]
-    track = f'<rect class="qz-track" width="100%" height="{height}" rx="2"/>'
-    return f'<svg x="0" y="{top}" width="{_LANE}%" height="{height}">{track}{"".join(marks)}</svg>'
+def quiet_look(opacity: float) -> str:
+    """Return the look of a line of the grid."""
+    return f'stroke="currentColor" stroke-opacity="{opacity:g}"'
 
 
-def _colour(kind: str) -> str:
-    return _COLOURS.get(kind, _OTHER)
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """The axes of a plot: values across in percent of its width, values up in pixels of its height."""
 
+    across: tuple[float, float]
+    """The values at the left and at the right; all are in the middle if both are the same."""
+    up: tuple[float, float]
+    """The values at the bottom and at the top, likewise, as ``scale`` gives them."""
+    ends: tuple[float, float]
+    """Where the values at the left and at the right are, in percent."""
+    height: int
+    """Height in pixels."""
+    margin: int
+    """Pixels above the value at the top, and below that at the bottom."""
+    left: float = 17
+    """Where the lines of the grid begin, in percent."""
+    gap: int = 10
+    """Pixels between the legend and the plot, where the name of the values up stands."""
+    name_at: int = 20
+    """Pixels from the plot to the name of the values across."""
+    below: int = 28
+    """Pixels from the plot to the end of the picture."""
+    scale: Callable[[float], float] = float
+    """A function that values up are drawn by."""
 
-def _look(kind: str, hollow: bool) -> str:
-    """Return the fill of a bar or swatch of ``kind``."""
-    colour = _colour(kind)
-    return f'fill="{colour}"' + (f' fill-opacity="0.15" stroke="{colour}" stroke-width="1.5"' if hollow else "")
+    def x(self, value: float) -> str:
+        """Return where a value across is."""
+        low, high = self.across
+        share = (value - low) / (high - low) if high != low else 0.5
+        return f"{self.ends[0] + (self.ends[1] - self.ends[0]) * share:.2f}%"
 
+    def y(self, value: float) -> float:
+        """Return where a value up is, in pixels from the top."""
+        low, high = self.up
+        share = (self.scale(value) - low) / (high - low) if high != low else 0.5
+        return round(self.margin + (self.height - 2 * self.margin) * (1 - share), 1)
 
-def _legend(caption: str, ranked: Sequence[GroupSensitivity], blocks: Sequence[str]) -> tuple[list[str], float]:
-    entries = [(_swatch(_look(kind, False)), kind) for kind in dict.fromkeys(row.kind for row in ranked)]
-    if any(row.fallback for row in ranked):
-        entries.append((_swatch(_look("", True)), "put back to float"))
-    parts, end = svg_legend(entries, top=22)
-    parts.append(svg_text(0, 13, caption, "qz-value"))
-    if len(blocks) > 1:
-        wide = (
-            f"Marks on the left: its block, of {len(blocks)} from {shorten(blocks[0], 40)} to {shorten(blocks[-1], 40)}"
+    def level(self, value: float, shown: str, look: str) -> str:
+        """Return a line across at a value up, with its text; without one if that is empty."""
+        y = self.y(value)
+        line = f'<line x1="{self.left}%" x2="100%" y1="{y}" y2="{y}" {look}/>'
+        return line + (svg_text(f"{self.left - 1.5}%", y + 4, shown, "qz-value", "end") if shown else "")
+
+    def tick(self, value: float, shown: str, anchor: str = "middle", lower: int = 4) -> str:
+        """Return the text of a value across."""
+        return svg_text(self.x(value), self.height + lower, shown, "qz-value", anchor)
+
+    def path(self, points: Sequence[tuple[float, float]], more: str = "") -> list[str]:
+        """Return lines from point to point."""
+        places = [(self.x(value), self.y(other)) for value, other in points]
+        return [
+            f'<line x1="{x}" y1="{y}" x2="{to}" y2="{end}" {line_look(BLUE)}{more}/>'
+            for (x, y), (to, end) in pairwise(places)
+        ]
+
+    def picture(
+        self,
+        label: str,
+        legend: Iterable[tuple[str, str]],
+        names: tuple[str, str],
+        inner: Iterable[str],
+        middle: str = "55%",
+        more: int = 0,
+    ) -> str:
+        """Return the picture, with the names of both axes; ``more`` pixels of the plot are for its own labels."""
+        signs, top = svg_legend(list(legend))
+        end = top + self.gap + self.height
+        return svg_picture(
+            label,
+            end + self.below,
+            [
+                *signs,
+                svg_text(0, top + 13, names[0], "qz-value"),
+                svg_text(middle, end + self.name_at, names[1], "qz-value", "middle"),
+                f'<svg x="0" y="{top + self.gap}" width="100%" height="{self.height + more}" overflow="visible">'
+                f"{''.join(inner)}</svg>",
+            ],
         )
-        parts.append(svg_text(0, end + 13, wide, "qz-value qz-wide"))
-        parts.append(svg_text(0, end + 13, f"Marks on the left: its block, of {len(blocks)}", "qz-value qz-narrow"))
-        end += 20
-    return parts, end + 12
-
-
-def _swatch(look: str) -> str:
-    return f'<rect x="1" y="3" width="11" height="11" rx="2" {look}/>'
-
-
-def blocks_in_order(rows: Iterable[GroupSensitivity]) -> list[str]:
-    """Return each block once, in the model's order."""
-    return list(dict.fromkeys(row.block for row in sorted(rows, key=lambda row: (row.position, row.group))))

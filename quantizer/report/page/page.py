@@ -18,13 +18,16 @@ import yaml
 from quantizer.common.records import Score, Site, quantized_score
 from quantizer.errors import MissingDependencyError
 from quantizer.report import text
-from quantizer.report.charts.axes import sensitivity_bars
-from quantizer.report.charts.candidates_plot import candidates_svg
-from quantizer.report.charts.frontier_plot import frontier_svg
-from quantizer.report.charts.heat_map import sensitivity_heatmap
-from quantizer.report.charts.histogram_plot import histogram_figure
-from quantizer.report.charts.pareto_plot import pareto_svg
-from quantizer.report.charts.training_plot import loss_svg, score_svg, training_caption
+from quantizer.report.charts.histograms import histogram_figure
+from quantizer.report.charts.plots import (
+    candidates_svg,
+    frontier_svg,
+    loss_svg,
+    pareto_svg,
+    score_svg,
+    training_caption,
+)
+from quantizer.report.charts.rankings import sensitivity_bars, sensitivity_heatmap
 from quantizer.report.codec import is_from_python, mapping_from_record, shown_setting, write_text_atomic
 from quantizer.report.page.glossary import GLOSSARY
 from quantizer.report.record import (

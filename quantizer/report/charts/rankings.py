@@ -1,7 +1,8 @@
-"""The sensitivity ranking as a heat map of the errors by block and kind of site.
+"""The sensitivity ranking as bars and as a heat map.
 
-All cells have one hue, whose opacity grows with the log of the sum of errors, so that the order is visible with any
-kind of colour vision, on light and on dark pages. An opacity of at most 0.8 keeps the text on it readable on both.
+Bars are coloured by kind, with a lane beside them that shows the block of each group. All cells of the heat map have
+one hue, whose opacity grows with the log of the sum of errors, so that the order is visible with any kind of colour
+vision, on light and on dark pages. An opacity of at most 0.8 keeps the text on it readable on both.
 """
 
 from __future__ import annotations
@@ -9,12 +10,127 @@ from __future__ import annotations
 import html
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.common.records import GroupSensitivity
-from quantizer.report.charts.axes import blocks_in_order, svg_legend, svg_note, svg_picture, svg_text
+from quantizer.report.charts.axes import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    svg_legend,
+    svg_note,
+    svg_picture,
+    svg_text,
+)
 from quantizer.report.text import MISSING, error, error_words, shorten
+
+# A wide picture also writes the kind beside each bar.
+_COLOURS = {"linear": BLUE, "matmul": ORANGE, "residual_add": PURPLE, "conv": GREEN}
+_BAR_ROW = 31
+_LANE, _GAP = 9, 2
+"""The width of the lane, and of the gap between it and the bars, in percent."""
+
+
+def sensitivity_bars(rows: Sequence[GroupSensitivity], *, measure: str | None, limit: int = 30) -> str:
+    """Return horizontal bars, highest first, coloured by kind; a hollow bar is a group that fell back to float."""
+    # NaN has no order: it comes last, so that the result does not depend on the order of the rows.
+    ranked = sorted(rows, key=lambda row: (row.error != row.error, -row.error, row.group))[:limit]
+    if not ranked:
+        return svg_note("Sensitivity was not measured.")
+    words, blocks = error_words(measure), blocks_in_order(rows)
+    legend, top = _bar_legend(words.caption, ranked, blocks)
+    largest = max((row.error for row in ranked if 0 < row.error < float("inf")), default=1.0)
+    height = len(ranked) * _BAR_ROW
+    bars = "".join(_bar(row, index * _BAR_ROW, largest) for index, row in enumerate(ranked))
+    start = _LANE + _GAP if len(blocks) > 1 else 0
+    lane = [_lane(ranked, blocks, top)] if len(blocks) > 1 else []
+    label = (
+        f"{words.heading} with one group quantized at a time: {len(ranked)} of {len(rows)} "
+        f"groups; largest {ranked[0].group}, {error(ranked[0].error)}"
+    )
+    frame = f'<svg x="{start}%" y="{top}" width="{100 - start}%" height="{height}">{bars}</svg>'
+    return svg_picture(label, top + height, [*legend, *lane, frame])
+
+
+def _bar(row: GroupSensitivity, top: float, largest: float) -> str:
+    share = min(max(row.error, 0.0) / largest, 1.0) if row.error == row.error else 0.0
+    note = f"{row.kind}, float" if row.fallback else row.kind
+    short = "float  " if row.fallback else ""
+    width = f"{max(share * 100, 0.3):.2f}%"
+    return (
+        f"<g><title>{html.escape(_bar_title(row))}</title>"
+        + _bar_name(row, top + 11, 64, "qz-name qz-wide")
+        + _bar_name(row, top + 11, 34, "qz-name qz-narrow")
+        + svg_text("100%", top + 11, f"{note}  {error(row.error)}", "qz-value qz-wide", anchor="end")
+        + svg_text("100%", top + 11, f"{short}{error(row.error)}", "qz-value qz-narrow", anchor="end")
+        + f'<rect class="qz-track" x="0" y="{top + 16}" width="100%" height="8" rx="2"/>'
+        + f'<rect x="0" y="{top + 16}" width="{width}" height="8" rx="2" {_look(row.kind, row.fallback)}/></g>'
+    )
+
+
+def _bar_title(row: GroupSensitivity) -> str:
+    return f"{row.group} ({f'{row.kind}, float' if row.fallback else row.kind}): {error(row.error)}"
+
+
+def _bar_name(row: GroupSensitivity, y: float, length: int, css: str) -> str:
+    """Return the group's name with its block in bold; each part is shortened by itself, so that both are legible."""
+    rest = row.group.removeprefix(row.block)
+    if not row.block or rest == row.group:
+        return svg_text(0, y, shorten(row.group, length), css)
+    block = row.block if len(row.group) <= length else shorten(row.block, length // 2)
+    rest = html.escape(shorten(rest, length - len(block)))
+    return f'<text class="{css}" x="0" y="{y}"><tspan font-weight="650">{html.escape(block)}</tspan>{rest}</text>'
+
+
+def _lane(ranked: Sequence[GroupSensitivity], blocks: Sequence[str], top: float) -> str:
+    """Return the lane: for each bar a mark whose place shows the block of the group in the order of the model."""
+    height, width = len(ranked) * _BAR_ROW, 100 / len(blocks)
+    marks = [
+        f'<rect x="{blocks.index(row.block) * width:.2f}%" y="{index * _BAR_ROW + 2}" width="{width:.2f}%" height="22" '
+        f'fill="{_colour(row.kind)}"><title>{html.escape(f"{row.block}: {_bar_title(row)}")}</title></rect>'
+        for index, row in enumerate(ranked)
+    ]
+    track = f'<rect class="qz-track" width="100%" height="{height}" rx="2"/>'
+    return f'<svg x="0" y="{top}" width="{_LANE}%" height="{height}">{track}{"".join(marks)}</svg>'
+
+
+def _colour(kind: str) -> str:
+    return _COLOURS.get(kind, GREY)
+
+
+def _look(kind: str, hollow: bool) -> str:
+    """Return the fill of a bar or swatch of ``kind``."""
+    colour = _colour(kind)
+    return f'fill="{colour}"' + (f' fill-opacity="0.15" stroke="{colour}" stroke-width="1.5"' if hollow else "")
+
+
+def _bar_legend(caption: str, ranked: Sequence[GroupSensitivity], blocks: Sequence[str]) -> tuple[list[str], float]:
+    entries = [(_swatch(_look(kind, False)), kind) for kind in dict.fromkeys(row.kind for row in ranked)]
+    if any(row.fallback for row in ranked):
+        entries.append((_swatch(_look("", True)), "put back to float"))
+    parts, end = svg_legend(entries, top=22)
+    parts.append(svg_text(0, 13, caption, "qz-value"))
+    if len(blocks) > 1:
+        wide = (
+            f"Marks on the left: its block, of {len(blocks)} from {shorten(blocks[0], 40)} to {shorten(blocks[-1], 40)}"
+        )
+        parts.append(svg_text(0, end + 13, wide, "qz-value qz-wide"))
+        parts.append(svg_text(0, end + 13, f"Marks on the left: its block, of {len(blocks)}", "qz-value qz-narrow"))
+        end += 20
+    return parts, end + 12
+
+
+def _swatch(look: str) -> str:
+    return f'<rect x="1" y="3" width="11" height="11" rx="2" {look}/>'
+
+
+def blocks_in_order(rows: Iterable[GroupSensitivity]) -> list[str]:
+    """Return each block once, in the model's order."""
+    return list(dict.fromkeys(row.block for row in sorted(rows, key=lambda row: (row.position, row.group))))
+
 
 _HUE = "#d55e00"
 _FAINT, _FULL = 0.06, 0.8

@@ -7,12 +7,10 @@ import math
 from collections.abc import Iterator
 
 from quantizer.common.records import Histogram, RangeCandidate
-from quantizer.report.charts.axes import svg_picture, svg_text
+from quantizer.report.charts.axes import BLUE, ORANGE, svg_picture, svg_text
 from quantizer.report.text import decibels, percent, significant
 
-# Both colours have a contrast of at least 3:1 to white and to near-black pages (WCAG 1.4.11), and differ for the common
-# forms of colour blindness.
-_KEPT, _CLIPPED = "#2f7fd6", "#c26a12"
+_KEPT, _CLIPPED = BLUE, ORANGE
 _HEIGHT = 110
 _AXIS = 22
 _ROW = 25
