@@ -293,8 +293,6 @@ class Evaluation(Record):
 class EngineCheck(Record):
     """The score of an engine that is held to a budget, on rows that the search for its fallback did not see."""
 
-    allowed: float
-    """How much worse than the float score the search let the score of the quantized model be."""
     groups: int
     """How many groups had fallen back to float."""
     drop: float

@@ -204,9 +204,9 @@ def _figures(record: RunRecord) -> list[str]:
     if record.latency is not None:
         before, after = reference_entry(record.latency.engines), quantized_entry(record.latency.engines)
         if before is not None and after is not None:
-            shape = text.shape(record.latency.batch, record.latency.sequence)
-            told = "" if record.latency.reference is None else f", float is {record.latency.reference}"
-            name = f"latency, median, batch {shape}, threads: {record.latency.threads}{told}"
+            timed = record.latency
+            shape = text.shape(timed.batch, timed.sequence)
+            name = f"latency, median, batch {shape}, threads: {timed.threads}, float is {timed.reference}"
             times = text.milliseconds(before.median_ms), text.milliseconds(after.median_ms)
             found.append(figure(name, *times, after.ratio_to_float))
     small, large = quantized_entry(record.size), reference_entry(record.size)

@@ -71,7 +71,7 @@ __all__ = [
 ]
 
 
-VERSION = 9
+VERSION = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +114,9 @@ class Latency(Record):
     """Tokens in each example; null for a model without a sequence."""
     threads: int
     """Threads that each engine may use."""
-    reference: str | None = None
+    reference: str
     """What the speed-ups are relative to, the entry ``float``: the float engine's backend and type, such as ``openvino
-    float32`` or ``openvino bfloat16``, or ``PyTorch float``; null in a report of an older version."""
+    float32`` or ``openvino bfloat16``, or ``PyTorch float``."""
     engines: tuple[LatencyEntry, ...]
     """One entry per engine, the float reference first."""
 
@@ -304,8 +304,6 @@ class PlacementPoint(Record):
 class SpeedCheck(Record):
     """An engine that was timed against ``fallback.min_speedup``."""
 
-    predicted: float
-    """How many times as fast as in float the plan was predicted to be at least."""
     groups: int
     """How many groups were float for the accuracy."""
     speedup: float
@@ -366,8 +364,6 @@ class TrainingRun(Record):
     """The number of steps that were planned."""
     losses: tuple[float, ...]
     """The loss of each step: the distance of the outputs of its batch from those of the float model."""
-    learning_rates: tuple[float, ...]
-    """The learning rate of each step."""
     scores: tuple[TrainingScore, ...]
     """The scores on the tuning rows, in order."""
     float_score: float
@@ -507,10 +503,9 @@ def quantized_entry(entries: Sequence[Entry]) -> Entry | None:
 
 def reference_words(latency: Latency) -> str:
     """Return what speed-ups are relative to: ``the float engine (openvino bfloat16)``, ``the model in PyTorch``."""
-    told = latency.reference
-    if told is not None and told.startswith("PyTorch"):
+    if latency.reference.startswith("PyTorch"):
         return "the model in PyTorch, in float"
-    return "the float engine" if told is None else f"the float engine ({told})"
+    return f"the float engine ({latency.reference})"
 
 
 def _quartiles(times: Sequence[float]) -> tuple[float, float] | None:

@@ -246,8 +246,7 @@ def cost_table(record: RunRecord) -> Table:
     """Return a row for each engine or form: latency, size and peak memory, with ratios to float."""
     latency = {entry.name: entry for entry in record.latency.engines} if record.latency else {}
     size, memory = ({entry.name: entry for entry in entries} for entries in (record.size, record.memory))
-    reference = record.latency.reference if record.latency else None
-    told = {"float": f"float ({reference})"} if reference else {}
+    told = {"float": f"float ({record.latency.reference})"} if record.latency else {}
     spread = {key: spread_words(entry) for key, entry in latency.items()}
 
     def part(title: str, entries: dict[str, Any], field: str, show: Callable[[Any], str]) -> Column:

@@ -247,8 +247,7 @@ def _table_of_outputs(record: RunRecord) -> RichTable:
 
 
 def _headed(record: RunRecord, titles: Sequence[str]) -> RichTable:
-    reference = None if record.latency is None else record.latency.reference
-    name = record.name if reference is None else f"{record.name}; speed over {reference}"
+    name = record.name if record.latency is None else f"{record.name}; speed over {record.latency.reference}"
     # Without the empty lines around it: the result is to fit the last ten or so of a terminal.
     table = RichTable(title=Text(name), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title in titles:

@@ -68,7 +68,6 @@ class TrainingResult:
             higher_is_better=task.higher_is_better,
             planned=self.steps,
             losses=tuple(self.losses),
-            learning_rates=tuple(self.rates),
             scores=tuple(TrainingScore(step=step, score=s, best=step == self.best) for step, s in self.scores),
             float_score=self.float_score,
             stopped=self.stopped,

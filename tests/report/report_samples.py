@@ -93,7 +93,7 @@ def sample_placement() -> Placement:
         groups=groups,
         frontier=tuple(PlacementPoint(back=back, milliseconds=ms, error=error) for back, ms, error in points),
         min_speedup=1.5,
-        checks=(SpeedCheck(predicted=1.5, groups=1, speedup=1.58),),
+        checks=(SpeedCheck(groups=1, speedup=1.58),),
     )
 
 
@@ -153,7 +153,6 @@ def sample_training() -> TrainingRun:
         higher_is_better=True,
         planned=60,
         losses=tuple(0.5 / (1 + step) for step in range(48)),
-        learning_rates=(1e-5,) * 48,
         scores=tuple(TrainingScore(step=step, score=score, best=step == 36) for step, score in scores),
         float_score=0.8739,
         stopped="no better score in 1 evaluations",

@@ -47,7 +47,11 @@ def write_run(folder: Path, share: float, ms: float, rows: str = "rows", kept: b
         name=folder.name,
         **{
             "latency": Latency(
-                batch=8, sequence=16, threads=1, engines=latency_entries({"float": [4.0], "engine": [ms]})
+                batch=8,
+                sequence=16,
+                threads=1,
+                reference="openvino float32",
+                engines=latency_entries({"float": [4.0], "engine": [ms]}),
             ),
             "scores": tuple(
                 Score(
@@ -197,7 +201,7 @@ def test_the_picture_tells_where_a_lower_score_is_better(higher: bool, tmp_path:
 @pytest.mark.promise("Each run has its verdict, and a noisy timing is called so")
 def test_verdicts_and_noise(tmp_path: Path) -> None:
     entries = latency_entries({"float": [4.0] * 8, "engine": [1.0, 1.5, 2.0, 2.5] * 2})
-    noisy = Latency(batch=8, sequence=16, threads=1, engines=entries)
+    noisy = Latency(batch=8, sequence=16, threads=1, reference="openvino float32", engines=entries)
     a = write_run(tmp_path / "a", 0.9, 2.0)
     b = write_run(tmp_path / "b", 0.7, 1.0, latency=noisy)
     c = write_run(tmp_path / "c", 0.885, 3.0)

@@ -20,7 +20,13 @@ QUIET = [10.0, 10.1, 9.9, 10.2, 9.8]
 
 
 def _latency(engine: list[float], plain: list[float] = [30.0, 30.3, 29.7, 30.1]) -> Latency:  # noqa: B006
-    return Latency(batch=8, sequence=None, threads=1, engines=latency_entries({"float": plain, "engine": engine}))
+    return Latency(
+        batch=8,
+        sequence=None,
+        threads=1,
+        reference="openvino float32",
+        engines=latency_entries({"float": plain, "engine": engine}),
+    )
 
 
 def _printed(record: RunRecord, folder: Path) -> str:

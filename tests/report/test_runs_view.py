@@ -25,7 +25,13 @@ def _run(folder: Path, score: float, ms: float, metric: str = "accuracy") -> Pat
             Score(which="float", value=0.9, metric=metric, rows=200),
             Score(which="engine", value=score, metric=metric, difference=score - 0.9, rows=200),
         ),
-        latency=Latency(batch=8, sequence=None, threads=1, engines=latency_entries({"float": [4.0], "engine": [ms]})),
+        latency=Latency(
+            batch=8,
+            sequence=None,
+            threads=1,
+            reference="openvino float32",
+            engines=latency_entries({"float": [4.0], "engine": [ms]}),
+        ),
     )
     write_record(record, folder / "report.json")
     return folder

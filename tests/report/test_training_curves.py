@@ -48,7 +48,7 @@ def test_a_long_curve_is_drawn_as_means() -> None:
 
 
 def test_a_training_that_made_no_step() -> None:
-    training = dataclasses.replace(sample_training(), losses=(), learning_rates=(), scores=sample_training().scores[:1])
+    training = dataclasses.replace(sample_training(), losses=(), scores=sample_training().scores[:1])
     assert "No step was made." in loss_svg(training)
     ElementTree.fromstring(score_svg(training))
 

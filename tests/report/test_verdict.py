@@ -23,7 +23,7 @@ ENGINE = EngineFile(backend="openvino", path="model.engine", build_seconds=1.0, 
 
 def _latency(**milliseconds: float) -> Latency:
     entries = latency_entries({name: [value] for name, value in milliseconds.items()})
-    return Latency(batch=8, sequence=None, threads=1, engines=entries)
+    return Latency(batch=8, sequence=None, threads=1, reference="openvino float32", engines=entries)
 
 
 def _output(**changes: Any) -> OutputDistance:
@@ -120,7 +120,7 @@ def test_a_missed_budget_comes_first(
 
 def test_a_speed_that_was_not_reached_comes_first() -> None:
     times = {"where": "here", "low_ms": 1.0, "float_ms": 2.0, "predicted_ms": 1.0, "back": 0}
-    check = SpeedCheck(predicted=3.0, groups=0, speedup=2.0)
+    check = SpeedCheck(groups=0, speedup=2.0)
     placement = Placement(**times, groups=(), min_speedup=3.0, checks=(check,))  # type: ignore[arg-type]
     found = verdict_of(bare_record(outputs=(_output(),), placement=placement, **FAST))
     assert found.level == "do not use"

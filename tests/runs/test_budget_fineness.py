@@ -98,7 +98,7 @@ def test_the_end_says_whether_the_budget_is_met(
 
 
 def test_without_an_evaluation_the_engine_tells_and_without_it_the_search() -> None:
-    check = EngineCheck(allowed=0.002, groups=1, drop=0.01, rows=100)
+    check = EngineCheck(groups=1, drop=0.01, rows=100)
     assert budget_outcome(FOUND, None, (check,), ()).verdict == "not met"  # type: ignore[union-attr]
     assert budget_outcome(FOUND, None, (), ()).verdict == "met"  # type: ignore[union-attr]
     assert budget_outcome(Fallback(groups=("a",), asked="num=1"), None, (), ()) is None

@@ -217,7 +217,7 @@ def test_a_budget_that_is_missed(
     convert: Callable[..., tuple[int, str]], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def misses(self: EngineBudget, engine: object, groups: int) -> None:
-        self.checks.append(EngineCheck(allowed=0.01, groups=groups, drop=0.2, rows=4))
+        self.checks.append(EngineCheck(groups=groups, drop=0.2, rows=4))
 
     monkeypatch.setattr(EngineBudget, "next_drop", misses)
     budget = ("--max-drop", "0.01", "--tuning", f"text-csv:{place / 'calibration.csv'}")

@@ -252,8 +252,7 @@ def _speed_tile(latency: Latency | None) -> Tile:
     entry, float_entry = quantized_entry(entries), reference_entry(entries)
     if latency is None or entry is None or float_entry is None:
         return _tile("Speed-up", None)
-    plain = latency.reference or "float"
-    medians = f"{text.milliseconds(entry.median_ms)}, {plain} {text.milliseconds(float_entry.median_ms)}"
+    medians = f"{text.milliseconds(entry.median_ms)}, {latency.reference} {text.milliseconds(float_entry.median_ms)}"
     return _tile("Speed-up", text.times(entry.ratio_to_float), medians)
 
 

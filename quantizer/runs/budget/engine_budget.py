@@ -79,7 +79,7 @@ class EngineBudget:
         timer, rows = self._context.timer, None if self._function else len(self._rows)
         with timer(CHECK_BY_FUNCTION if self._function else CHECK_ON_ROWS):
             drop = self._drop(engine)
-        self.checks.append(EngineCheck(allowed=self._allowed, groups=groups, drop=drop, rows=rows))
+        self.checks.append(EngineCheck(groups=groups, drop=drop, rows=rows))
         told = "" if rows is None else f" on {rows} rows"
         said = f"the engine's drop{told} is {drop:.5f}, and {self.asked:g} is allowed"
         if drop <= self.asked:
