@@ -121,6 +121,19 @@ class Operand(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Range(Operand):
+    """The range of one operand, named ``SITE.OPERAND``; of several scales ``amax`` and ``scale`` are the largest."""
+
+    smoothing: str | None
+    """A text on the migration of its outliers, or on why there is none; None: it was not asked for."""
+
+    @property
+    def site(self) -> str:
+        """Name of the site."""
+        return self.name.rpartition(".")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Site(Record):
     """One call of a quantizable operation, quantized or not."""
 

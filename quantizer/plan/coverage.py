@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
-from quantizer.common.records import Operand, Site, UnquantizedProduct
+from quantizer.common.records import Operand, Range, Site, UnquantizedProduct
 from quantizer.common.shown import Rows, Shown
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct, Reason
@@ -16,20 +16,6 @@ from quantizer.plan.site_plan import OperandPlan, Plan, SitePlan
 from quantizer.proxy.build import UnrewrittenSource
 from quantizer.reasons import ReasonCode, RuleKind
 from quantizer.rewrite.operator_patches import OperatorPatch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Range(Operand):
-    """The range of one operand, named ``SITE.OPERAND``; of several scales ``amax`` and ``scale`` are the largest."""
-
-    smoothing: str | None
-    """A text on the migration of its outliers, or on why there is none; None: it was not asked for."""
-
-    @property
-    def site(self) -> str:
-        """Name of the site."""
-        return self.name.rpartition(".")[0]
-
 
 _SITE = ("name", "kind", "host_type", "file", "line", "quantized", "reason", "rule", "multiply_adds")
 _OF_THE_PLAN = {"amax": "largest_amax", "scale": "largest_scale", "channels": "scales"}

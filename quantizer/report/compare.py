@@ -19,13 +19,13 @@ import numpy as np
 
 from quantizer.common.paths import is_file, is_folder, regular_file
 from quantizer.common.plain_values import decoded, json_values
-from quantizer.common.records import Score, quantized_score
+from quantizer.common.records import Score
 from quantizer.common.statistics import paired_interval
 from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder, whole_file
 from quantizer.report import text
 from quantizer.report.codec import read_record
-from quantizer.report.record import LatencyEntry, RunRecord, SizeEntry, quantized_entry, worst_output
+from quantizer.report.record import LatencyEntry, RunRecord, SizeEntry
 from quantizer.report.text import noise_sentence
 from quantizer.report.verdict import verdict_of
 
@@ -107,13 +107,12 @@ class ComparedRun:
     @property
     def score(self) -> Score | None:
         """The score of the form nearest to the engine; None if there is none."""
-        return None if self.record is None else quantized_score(self.record.scores)
+        return None if self.record is None else self.record.score
 
     @property
     def float_score(self) -> Score | None:
         """The score of the float model; None if there is none."""
-        scores = () if self.record is None else self.record.scores
-        return next((score for score in scores if score.which == "float"), None)
+        return None if self.record is None else self.record.float_score
 
     @property
     def by_function(self) -> bool:
@@ -129,8 +128,7 @@ class ComparedRun:
     @property
     def latency(self) -> LatencyEntry | None:
         """The latency of the engine; None if it was not timed."""
-        timed = None if self.record is None else self.record.latency
-        return None if timed is None else quantized_entry(timed.engines)
+        return None if self.record is None or self.record.speeds is None else self.record.speeds[0]
 
     @property
     def reference(self) -> str | None:
@@ -140,7 +138,7 @@ class ComparedRun:
     @property
     def sqnr_db(self) -> float | None:
         """The SQNR of its worst output in dB, infinite if it is equal to float's; None: it was not measured."""
-        worst = None if self.record is None else worst_output(self.record.outputs)
+        worst = None if self.record is None else self.record.worst_output
         if worst is None:
             return None
         return math.inf if worst.sqnr_db is None else worst.sqnr_db
@@ -158,7 +156,7 @@ class ComparedRun:
     @property
     def size(self) -> SizeEntry | None:
         """The size of the engine; None if it was not measured."""
-        return None if self.record is None else quantized_entry(self.record.size)
+        return None if self.record is None or self.record.sizes is None else self.record.sizes[0]
 
     @property
     def seconds(self) -> float | None:

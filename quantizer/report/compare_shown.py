@@ -93,9 +93,8 @@ def comparison_svg(comparison: Comparison) -> str:
         front = run.name in comparison.front
         ms = run.latency.median_ms
         points.append(RunPoint(number=number, name=run.name, milliseconds=ms, score=run.score.value, front=front))
-        base = next((score.value for score in run.record.scores if score.which == "float"), None)
-        if base is not None:
-            floats[run.record.model.source] = base
+        if run.float_score is not None:
+            floats[run.record.model.source] = run.float_score.value
     best = None if comparison.best is None else comparison.best.score
     if best is None:
         return runs_svg(points, "score", floats)

@@ -14,12 +14,12 @@ from typing import Any
 import yaml
 
 from quantizer import __version__
-from quantizer.common.records import Score, quantized_score
+from quantizer.common.records import Score
 from quantizer.engines.base import native_code
 from quantizer.errors import DISTRIBUTION
 from quantizer.report import text
 from quantizer.report.codec import write_text_atomic
-from quantizer.report.record import RunRecord, quantized_entry, reference_entry
+from quantizer.report.record import RunRecord
 from quantizer.report.verdict import missed_goals
 from quantizer.targets import profile
 
@@ -179,7 +179,7 @@ def write_run_card(record: RunRecord, folder: Path) -> None:
         task=record.model.task,
         backend=record.engine.backend,
         dtype=settings.get("dtype") if any(site.quantized for site in record.coverage) else None,
-        score=quantized_score(record.scores),
+        score=record.score,
         dataset=Path(evaluation.get("path") or evaluation.get("name") or function or "evaluation rows").name,
         figures=tuple(_figures(record)),
         machine=str(record.machine.get("cpu") or "a machine that did not say its name"),
@@ -201,23 +201,19 @@ def _sizes(batch: int, tokens: int | None) -> str:
 
 def _figures(record: RunRecord) -> list[str]:
     found = []
-    if record.latency is not None:
-        before, after = reference_entry(record.latency.engines), quantized_entry(record.latency.engines)
-        if before is not None and after is not None:
-            timed = record.latency
-            shape = text.shape(timed.batch, timed.sequence)
-            name = f"latency, median, batch {shape}, threads: {timed.threads}, float is {timed.reference}"
-            times = text.milliseconds(before.median_ms), text.milliseconds(after.median_ms)
-            found.append(figure(name, *times, after.ratio_to_float))
-    small, large = quantized_entry(record.size), reference_entry(record.size)
-    if small is not None and large is not None:
+    if record.latency is not None and record.speeds is not None:
+        (after, before), timed = record.speeds, record.latency
+        shape = text.shape(timed.batch, timed.sequence)
+        name = f"latency, median, batch {shape}, threads: {timed.threads}, float is {timed.reference}"
+        times = text.milliseconds(before.median_ms), text.milliseconds(after.median_ms)
+        found.append(figure(name, *times, after.ratio_to_float))
+    if record.sizes is not None:
+        small, large = record.sizes
         found.append(figure("size", text.file_size(large.bytes), text.file_size(small.bytes), small.ratio))
-    little, much = quantized_entry(record.memory), reference_entry(record.memory)
-    if little is not None and much is not None:
+    if record.peaks is not None:
+        little, much = record.peaks
         found.append(figure("peak memory", f"{much.peak_mib:,.0f} MiB", f"{little.peak_mib:,.0f} MiB", little.ratio))
-    scored = quantized_score(record.scores)
-    reference = next((entry for entry in record.scores if entry.which == "float"), None)
-    if scored is not None and reference is not None:
-        name = f"{scored.metric} ({scored.which})"
-        found.append(figure(name, text.score(reference.value), text.score(scored.value)))
+    if record.score is not None and record.float_score is not None:
+        name = f"{record.score.metric} ({record.score.which})"
+        found.append(figure(name, text.score(record.float_score.value), text.score(record.score.value)))
     return found

@@ -33,21 +33,22 @@ from quantizer.report.tables import (
     groups_table,
     layers_table,
     names,
-    numbers,
-    place_of,
+    products_table,
+    ranges_table,
+    sensitivity_table,
     string_from_table,
 )
 from quantizer.report.terminal import cause_lines, evaluation_caption
-from quantizer.report.text import compact, counted, decibels, error, error_words, percent, shorten, significant
+from quantizer.report.text import counted, decibels, magnitude, percent, share, shorten, significant
 
 if TYPE_CHECKING:
     from quantizer.causes import Causes
     from quantizer.common.shown import Shown
-    from quantizer.plan.coverage import Coverage, Range, Ranges, UnquantizedProducts
+    from quantizer.plan.coverage import Coverage, Ranges
     from quantizer.plan.histograms import OperandHistogram
     from quantizer.proxy.lowered.lower import Kernels
     from quantizer.sensitivity.layers import Layers, PutBack
-    from quantizer.sensitivity.ranking import Search, Sensitivity
+    from quantizer.sensitivity.ranking import Search
 
 _HTML_ROWS = 300
 _WIDTH = 120
@@ -147,7 +148,7 @@ def _coverage_title(coverage: Coverage) -> str:
     parts = [f"{kind} {held} of {total}" for kind, (held, total) in kinds.items()]
     tail = ""
     if coverage.share is not None:
-        tail = f"; {_share(coverage.share)} of {_count(coverage.multiply_adds)} multiply-adds in low precision"
+        tail = f"; {share(coverage.share)} of {magnitude(coverage.multiply_adds)} multiply-adds in low precision"
     return f"sites quantized: {', '.join(parts) or 'none found'}{tail}{_left_out(coverage)}{patched}"
 
 
@@ -165,43 +166,8 @@ def _left_out(coverage: Coverage) -> str:
     return f"; print .all for {told}" if told and not coverage.shows_all else ""
 
 
-def _products(products: UnquantizedProducts) -> Table:
-    columns = [
-        names("module", place_of),
-        Column("operation", "operation"),
-        Column("multiply-adds", "multiply_adds", _count),
-        Column("share", "share", _share),
-        Column("why", "reason"),
-        Column("evidence", "detail"),
-    ]
-    total = _share(sum(row.share for row in products))
-    return Table(f"{total} of the multiply-adds in float", columns, products.rows)
-
-
 def _ranges(ranges: Ranges) -> Table:
-    columns = [
-        names("site", "site"),
-        names("operand", lambda row: row.name.rpartition(".")[2]),
-        Column("format", _shown_format),
-        Column("granularity", lambda row: row.granularity if row.amax is not None else None),
-        *(Column(title, field) for title, field in (("min", "minimum"), ("max", "maximum"))),
-        *(Column(title, title) for title in ("amax", "scale")),
-        Column("clipped", "clipped", percent),
-        Column("SQNR dB", "sqnr_db", decibels),
-        # Without a choice all ranges have the calibrator of the configuration.
-        *([Column("estimate", "estimate")] if any(row.estimate for row in ranges) else []),
-    ]
-    used = sum(row.quantized for row in ranges)
-    heading = f"{len(ranges)} ranges, {used} of them used; clipped is the share of values beyond amax"
-    return Table(heading, columns, ranges.rows)
-
-
-def _shown_format(row: Range) -> str:
-    """Return the format of an operand, with the migration of its outliers if there was one."""
-    if not row.quantized:
-        return FLOAT
-    # The reason why not is in the coverage: here it would leave no room for numbers.
-    return row.format if row.smoothing is None else f"{row.format}, {row.smoothing.partition(':')[0]}"
+    return ranges_table([(row.site, row) for row in ranges], page=False)
 
 
 def _kernels(kernels: Kernels) -> Table:
@@ -228,20 +194,6 @@ def _layers(layers: Layers) -> Table:
 
 def _groups(groups: PutBack) -> Table:
     return replace(groups_table(groups.rows, groups.measure), title="what if these go back to float, each alone")
-
-
-def _sensitivity(ranking: Sensitivity) -> Table:
-    words = error_words(ranking.measure)
-    columns = [
-        Column("rank", "rank"),
-        names("group", "group"),
-        Column("kind", "kind"),
-        numbers(words.column, "error", error),
-        Column("quantizers", "activations"),
-        Column("multiply adds", "multiply_adds", compact),
-        Column("put back", lambda row: "yes" if row.fallback else ""),
-    ]
-    return Table(f"{len(ranking)} groups by the {words.phrase}, with one of them quantized", columns, ranking.rows)
 
 
 def _search(search: Search) -> Table:
@@ -285,10 +237,10 @@ _TABLES: dict[str, Callable[[Any], Table]] = {
     "groups": _groups,
     "kernels": _kernels,
     "layers": _layers,
-    "products": _products,
+    "products": lambda shown: products_table(shown.rows, page=False),
     "ranges": _ranges,
     "search": _search,
-    "sensitivity": _sensitivity,
+    "sensitivity": lambda shown: sensitivity_table(shown.rows, shown.measure, page=False),
 }
 
 _LAYOUTS = {
@@ -301,20 +253,6 @@ _LAYOUTS = {
 """How a terminal makes room for names: ``grouped`` shows the first column as a line of its own above the rows with the
 same value, ``tight`` breaks long names at a dot and titles at each blank, ``shortened`` shows each name of the first
 column in one line, without its middle if need be, and breaks titles likewise."""
-
-
-def _share(share: float) -> str:
-    """Return a share in percent; a share below 1 never reads as 100%, nor one above 0 as 0%."""
-    if 0.9995 <= share < 1:
-        return f"{share:.4%}" if share < 0.999999 else "just under 100%"
-    return f"{share:.1%}" if share == 0 or share >= 0.001 else f"{100 * share:.2g}%"
-
-
-def _count(number: int) -> str:
-    for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)
 
 
 def _fitted(table: Table, limit: int | None, layout: str) -> str:

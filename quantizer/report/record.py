@@ -29,6 +29,7 @@ from quantizer.common.records import (
     Score,
     Site,
     UnquantizedProduct,
+    quantized_score,
 )
 from quantizer.engines.inspection.inspection import Inspection, Layer, PrecisionShare
 from quantizer.errors import QuantizerError
@@ -448,6 +449,36 @@ class RunRecord(Record):
     stages: tuple[Stage, ...] = ()
     """The stages in order, with their durations."""
 
+    @property
+    def score(self) -> Score | None:
+        """The score of the form nearest to the engine; None if nothing but float was scored."""
+        return quantized_score(self.scores)
+
+    @property
+    def float_score(self) -> Score | None:
+        """The score of the float model; None if there is none."""
+        return next((entry for entry in self.scores if entry.which == "float"), None)
+
+    @property
+    def worst_output(self) -> OutputDistance | None:
+        """The output with the lowest SQNR; None if none was compared."""
+        return worst_output(self.outputs)
+
+    @property
+    def speeds(self) -> tuple[LatencyEntry, LatencyEntry] | None:
+        """The latency of the engine and of the float one; None if they were not timed."""
+        return None if self.latency is None else pair(self.latency.engines)
+
+    @property
+    def sizes(self) -> tuple[SizeEntry, SizeEntry] | None:
+        """The size of the engine and of the float model; None if they were not measured."""
+        return pair(self.size)
+
+    @property
+    def peaks(self) -> tuple[MemoryEntry, MemoryEntry] | None:
+        """The memory of the engine and of the float model; None if it was not measured."""
+        return pair(self.memory)
+
 
 _FEWEST_FOR_QUARTILES = 4
 
@@ -487,18 +518,15 @@ def memory_entries(peaks_mib: Mapping[str, float]) -> tuple[MemoryEntry, ...]:
     return tuple(MemoryEntry(name=name, peak_mib=float(peak), ratio=ratios[name]) for name, peak in peaks_mib.items())
 
 
-def reference_entry(entries: Sequence[Entry]) -> Entry | None:
-    """Return the entry named ``float``, else the first one; None if there is none."""
-    named = [entry for entry in entries if entry.name == "float"]
-    return next(iter(named or entries), None)
+def pair(entries: Sequence[Entry]) -> tuple[Entry, Entry] | None:
+    """Return the entry of the headline and the reference; None if there are not both.
 
-
-def quantized_entry(entries: Sequence[Entry]) -> Entry | None:
-    """Return the entry of the headline: that named ``engine``, else the last one that is not the reference."""
-    named = [entry for entry in entries if entry.name == "engine"]
-    reference = reference_entry(entries)
-    others = [entry for entry in entries if entry is not reference]
-    return next(iter(named or others[::-1]), None)
+    The reference is named ``float``, or is the first; the other one is named ``engine``, or is the last.
+    """
+    reference = next((entry for entry in entries if entry.name == "float"), next(iter(entries), None))
+    others = [entry for entry in reversed(entries) if entry is not reference]
+    headline = next((entry for entry in entries if entry.name == "engine"), next(iter(others), None))
+    return None if reference is None or headline is None else (headline, reference)
 
 
 def reference_words(latency: Latency) -> str:

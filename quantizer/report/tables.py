@@ -15,8 +15,8 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from quantizer.common.layer_rows import GroupRow, LayerRow, group_rows, layer_rows
-from quantizer.common.records import FallbackRecord, GroupSensitivity, Operand, Site, UnquantizedProduct
+from quantizer.common.layer_rows import FLOAT, GroupRow, LayerRow, group_rows, layer_rows
+from quantizer.common.records import FallbackRecord, GroupSensitivity, Operand, Range, Site, UnquantizedProduct
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.reasons import counted
 from quantizer.report import text
@@ -292,17 +292,19 @@ def reasons_table(sites: Iterable[Site]) -> Table:
     return Table("Sites left in float, by reason", columns, rows)
 
 
-def products_table(products: Sequence[UnquantizedProduct]) -> Table:
+def products_table(products: Sequence[UnquantizedProduct], *, page: bool) -> Table:
     """Return all products that are not in low precision."""
+    work, share = (plain, text.percent) if page else (text.magnitude, text.share)
     columns = [
-        names("Module", place_of),
-        names("Operation", "operation"),
-        numbers("Multiply-adds", "multiply_adds"),
-        numbers("Share", "share", text.percent),
-        Column("Why", "reason"),
-        Column("Evidence", "detail"),
+        names("module", place_of),
+        Column("operation", "operation", mono=page),
+        Column("multiply-adds", "multiply_adds", work, numeric=page or None),
+        Column("share", "share", share, numeric=page or None),
+        Column("why", "reason"),
+        Column("evidence", "detail"),
     ]
-    return Table("Products in float", columns, products)
+    table = Table(f"{text.share(sum(row.share for row in products))} of the multiply-adds in float", columns, products)
+    return replace(table.capital(), title="Products in float") if page else table
 
 
 def place_of(product: UnquantizedProduct) -> str:
@@ -325,29 +327,43 @@ def sites_table(sites: Sequence[Site]) -> Table:
     return Table("Every site", columns, sites)
 
 
-def ranges_table(sites: Iterable[Site]) -> Table:
-    """Return format, range, scale and SQNR of every operand with a range, also one of run time."""
+def ranges_table(rows: Sequence[tuple[str, Operand]], *, page: bool) -> Table:
+    """Return format, range, scale and SQNR of operands, each with the name of its site; on a page of those with one."""
 
-    def of_operand(take: str) -> Callable[[tuple[str, Operand]], Any]:
-        return lambda row: getattr(row[1], take)
+    def take(field: str) -> Callable[[tuple[str, Operand]], Any]:
+        return lambda row: getattr(row[1], field)
 
+    def said(title: str) -> str:
+        return title if page else title.lower().replace("sqnr, db", "SQNR dB")
+
+    if page:
+        rows = [row for row in rows if row[1].amax is not None or row[1].scale is not None or row[1].dynamic]
+    # Without a choice all ranges have the calibrator of the configuration.
+    chosen = page or any(row[1].estimate for row in rows)
     columns = [
-        names("Site", itemgetter(0)),
-        names("Operand", of_operand("name")),
-        Column("Format", lambda row: row[1].format if row[1].quantized else "float"),
-        Column("Granularity", of_operand("granularity")),
-        numbers("Min", of_operand("minimum")),
-        numbers("Max", of_operand("maximum")),
-        numbers("amax", of_operand("amax")),
-        numbers("Scale", of_operand("scale")),
-        numbers("Clipped", of_operand("clipped"), text.percent),
-        numbers("SQNR, dB", of_operand("sqnr_db"), text.decibels),
-        Column("Estimate", of_operand("estimate")),
-        names("Group", of_operand("group")),
+        names(said("Site"), itemgetter(0)),
+        names(said("Operand"), lambda row: row[1].name.rpartition(".")[2]),
+        Column(said("Format"), lambda row: _shown_format(row[1])),
+        Column(said("Granularity"), lambda row: row[1].granularity if page or row[1].amax is not None else None),
+        *(numbers(said(title), take(f"{title.lower()}imum")) for title in ("Min", "Max")),
+        *(numbers(said(title), take(title.lower())) for title in ("amax", "Scale")),
+        numbers(said("Clipped"), take("clipped"), text.percent),
+        numbers(said("SQNR, dB"), take("sqnr_db"), text.decibels),
+        *([Column(said("Estimate"), take("estimate"))] if chosen else []),
+        *([names("Group", take("group"))] if page else []),
     ]
-    rows = [(site.name, one) for site in sites for one in site.operands]
-    held = [row for row in rows if row[1].amax is not None or row[1].scale is not None or row[1].dynamic]
-    return Table("Ranges", columns, held)
+    used = sum(row[1].quantized for row in rows)
+    heading = f"{len(rows)} ranges, {used} of them used; clipped is the share of values beyond amax"
+    return Table("Ranges" if page else heading, columns, rows)
+
+
+def _shown_format(operand: Operand) -> str:
+    """Return the format of an operand, with the migration of its outliers if there was one and it is known."""
+    if not operand.quantized:
+        return FLOAT
+    # The reason why not is in the coverage: here it would leave no room for numbers.
+    smoothing = operand.smoothing if isinstance(operand, Range) else None
+    return operand.format if smoothing is None else f"{operand.format}, {smoothing.partition(':')[0]}"
 
 
 def evaluations_table(fallback: FallbackRecord) -> Table:
@@ -371,20 +387,23 @@ def searched_groups() -> Column:
     return names("Which", lambda row: ", ".join(row[1].groups) or None)
 
 
-def sensitivity_table(rows: Sequence[GroupSensitivity], measure: str | None) -> Table:
+def sensitivity_table(rows: Sequence[GroupSensitivity], measure: str | None, *, page: bool) -> Table:
     """Return the whole ranking."""
+    words = error_words(measure)
     columns = [
-        Column("Rank", "rank"),
-        names("Group", "group"),
-        Column("Kind", "kind"),
-        names("Block", "block"),
-        numbers("Sites", lambda row: len(row.sites)),
-        numbers(error_words(measure).column.capitalize(), "error", text.error),
-        numbers("Quantizers", "activations"),
-        numbers("Multiply-adds", "multiply_adds"),
-        Column("Put back", lambda row: "yes" if row.fallback else None),
+        Column("rank", "rank"),
+        names("group", "group"),
+        Column("kind", "kind"),
+        *([names("block", "block"), numbers("sites", lambda row: len(row.sites))] if page else []),
+        numbers(words.column, "error", text.error),
+        Column("quantizers", "activations"),
+        Column("multiply-adds" if page else "multiply adds", "multiply_adds", plain if page else text.compact),
+        Column("put back", lambda row: "yes" if row.fallback else None if page else ""),
     ]
-    return Table("Sensitivity ranking", columns, sorted(rows, key=lambda row: row.rank))
+    table = Table(f"{len(rows)} groups by the {words.phrase}, with one of them quantized", columns, rows)
+    if not page:
+        return table
+    return replace(table.capital(), title="Sensitivity ranking", rows=sorted(rows, key=lambda row: row.rank))
 
 
 def layers_table(rows: Sequence[LayerRow], measure: str | None) -> Table:

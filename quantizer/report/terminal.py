@@ -13,19 +13,12 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from quantizer.common.records import BudgetOutcome, Cause, FallbackRecord, quantized_score
+from quantizer.common.records import BudgetOutcome, Cause, FallbackRecord, Score
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.errors import QuantizerError
 from quantizer.report import text
 from quantizer.report.codec import is_from_python, read_record, shown_setting
-from quantizer.report.record import (
-    EngineChoice,
-    Placement,
-    RunRecord,
-    quantized_entry,
-    reference_entry,
-    worst_output,
-)
+from quantizer.report.record import EngineChoice, Placement, RunRecord
 from quantizer.report.tables import ENGINE_LAYERS, Table, choice_table, precision_name, shares_table
 from quantizer.report.text import noise_sentence, print_labelled, print_lines
 from quantizer.report.verdict import verdict_of
@@ -211,63 +204,46 @@ def _print_paths(record: RunRecord, folder: Path, console: Console) -> None:
 
 
 def _table(record: RunRecord) -> RichTable:
-    if not record.scores:
-        return _table_of_outputs(record)
-    metric = record.scores[0].metric
-    table = _headed(record, ("", metric, "to float", "95% interval", "speed", "size"))
+    """Return score, or else the worst output, speed and size of each form of the model."""
+    heading = record.name if record.latency is None else f"{record.name}; speed over {record.latency.reference}"
+    # Without the empty lines around it: the result is to fit the last ten or so of a terminal.
+    table = RichTable(title=Text(heading), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     scores = {entry.which: entry for entry in record.scores}
-    costs = _costs(record)
-    headline = quantized_score(record.scores)
+    titles = (record.scores[0].metric, "to float", "95% interval") if scores else ("SQNR", "cosine")
+    for title in ("", *titles, "speed", "size"):
+        table.add_column(Text(title), justify="right" if title else "left", no_wrap=not title)
     for name in dict.fromkeys(["float", *scores, "engine"]):
         entry = scores.get(name)
-        speed, size = costs.get(name, ("-", "-"))
-        cells = [name, "not measured", "-", "-", speed, size]
-        if entry is not None:
-            cells[1] = text.score(entry.value)
-            cells[2] = "-" if entry.difference is None else text.signed(entry.difference)
-            cells[3] = "-" if entry.interval is None else text.interval(entry.interval)
-        table.add_row(*map(Text, cells), style="bold" if headline is not None and entry is headline else None)
+        cells = _score_cells(entry) if scores else _output_cells(None if name == "float" else record)
+        style = "bold" if entry is not None and entry is record.score else None
+        table.add_row(*map(Text, [name, *cells, *_costs(record, name)]), style=style)
     return table
 
 
-def _table_of_outputs(record: RunRecord) -> RichTable:
-    """Return the table where nothing was scored: the worst output in the place of the score."""
-    table = _headed(record, ("", "SQNR", "cosine", "speed", "size"))
-    costs = _costs(record)
-    worst = worst_output(record.outputs)
-    for name in ("float", "engine"):
-        cells = ["not measured", "-"]
-        if name == "float":
-            cells = ["-", "-"]
-        elif worst is not None:
-            sqnr = "no difference" if worst.sqnr_db is None else f"{text.decibels(worst.sqnr_db)} dB"
-            cells = [sqnr, f"{worst.cosine:.4f}"]
-        table.add_row(*map(Text, [name, *cells, *costs[name]]))
-    return table
+def _score_cells(entry: Score | None) -> list[str]:
+    if entry is None:
+        return ["not measured", "-", "-"]
+    difference = "-" if entry.difference is None else text.signed(entry.difference)
+    return [text.score(entry.value), difference, "-" if entry.interval is None else text.interval(entry.interval)]
 
 
-def _headed(record: RunRecord, titles: Sequence[str]) -> RichTable:
-    name = record.name if record.latency is None else f"{record.name}; speed over {record.latency.reference}"
-    # Without the empty lines around it: the result is to fit the last ten or so of a terminal.
-    table = RichTable(title=Text(name), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for title in titles:
-        table.add_column(Text(title), justify="right" if title else "left", no_wrap=not title)
-    return table
+def _output_cells(record: RunRecord | None) -> list[str]:
+    worst = None if record is None else record.worst_output
+    if worst is None:
+        return ["-" if record is None else "not measured", "-"]
+    sqnr = "no difference" if worst.sqnr_db is None else f"{text.decibels(worst.sqnr_db)} dB"
+    return [sqnr, f"{worst.cosine:.4f}"]
 
 
-def _costs(record: RunRecord) -> dict[str, tuple[str, str]]:
-    """Return speed and size, as text, of the float model and of the engine."""
-    engines = record.latency.engines if record.latency else ()
-    costs = {}
-    for name, speed, size in (
-        ("float", reference_entry(engines), reference_entry(record.size)),
-        ("engine", quantized_entry(engines), quantized_entry(record.size)),
-    ):
-        costs[name] = (
-            "not measured" if speed is None else text.times(speed.ratio_to_float),
-            "not measured" if size is None else f"{text.times(size.ratio)} ({text.file_size(size.bytes)})",
-        )
-    return costs
+def _costs(record: RunRecord, name: str) -> list[str]:
+    """Return speed and size of the float model or of the engine."""
+    if name not in ("engine", "float"):
+        return ["-", "-"]
+    at = name == "float"
+    speed = None if record.speeds is None else text.times(record.speeds[at].ratio_to_float)
+    size = None if record.sizes is None else record.sizes[at]
+    told = None if size is None else f"{text.times(size.ratio)} ({text.file_size(size.bytes)})"
+    return [speed or "not measured", told or "not measured"]
 
 
 def verified_words(inspection: Inspection) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-from quantizer.report.record import Latency, LatencyEntry, quantized_entry, reference_entry
+from quantizer.report.record import Latency, LatencyEntry, pair
 
 MISSING = "\N{EN DASH}"
 """The text of a missing value on a page."""
@@ -94,6 +94,21 @@ def file_size(size_bytes: float) -> str:
 def count(value: int) -> str:
     """Return a whole number with separators: ``22,713,216``."""
     return f"{value:,}"
+
+
+def share(value: float) -> str:
+    """Return a share of the work as a percentage; below 1 it never reads as 100%, nor above 0 as 0%."""
+    if 0.9995 <= value < 1:
+        return f"{value:.4%}" if value < 0.999999 else "just under 100%"
+    return f"{value:.1%}" if value == 0 or value >= 0.001 else f"{100 * value:.2g}%"
+
+
+def magnitude(value: int) -> str:
+    """Return a whole number in at most three digits: ``1.23 G``, ``17.4 M``, ``2 k``."""
+    for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return str(value)
 
 
 def compact(value: int) -> str:
@@ -231,8 +246,8 @@ def spread_words(entry: LatencyEntry) -> str:
 
 def noise_sentence(latency: Latency | None) -> str:
     """Return what to think of a measurement whose times vary by more than 15% of their median; empty if they do not."""
-    entries = () if latency is None else (quantized_entry(latency.engines), reference_entry(latency.engines))
-    noisy = [entry for entry in entries if entry is not None and _share(entry) > _NOISY]
+    entries = () if latency is None else pair(latency.engines) or latency.engines[:1]
+    noisy = [entry for entry in entries if _share(entry) > _NOISY]
     if not noisy:
         return ""
     worst = max(noisy, key=_share)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantizer.common.records import BudgetOutcome, Score, quantized_score
+from quantizer.common.records import BudgetOutcome, Score
 from quantizer.engines.inspection.inspect_engine import LEAST_SHARE
 from quantizer.reasons import counted
 from quantizer.report import text
@@ -14,10 +14,7 @@ from quantizer.report.record import (
     OutputDistance,
     Placement,
     RunRecord,
-    quantized_entry,
-    reference_entry,
     reference_words,
-    worst_output,
 )
 from quantizer.report.tables import multiply_add_share
 from quantizer.report.text import decibels, drop, error, file_size, noise_sentence, percent, score, shape, signed, times
@@ -91,11 +88,10 @@ def _asked(record: RunRecord) -> list[tuple[str, str]]:
 def _accuracy(record: RunRecord) -> tuple[str, str]:
     if record.coverage and not any(site.quantized for site in record.coverage):
         return NOT, "nothing is quantized"
-    entry = quantized_score(record.scores)
-    plain = next((one for one in record.scores if one.which == "float"), None)
+    entry, plain = record.score, record.float_score
     if entry is not None and plain is not None and entry.difference is not None:
         return _loss(entry, plain)
-    worst = worst_output(record.outputs)
+    worst = record.worst_output
     if worst is None:
         return LOOK, "neither a score nor the outputs were compared with the float model's"
     if worst.sqnr_db is None:
@@ -184,10 +180,9 @@ def _lack(record: RunRecord) -> tuple[str, str]:
 
 
 def _judged_speed(record: RunRecord) -> list[tuple[str, str]]:
-    entry = quantized_entry(record.latency.engines) if record.latency else None
-    if entry is None or record.latency is None:
+    if record.speeds is None or record.latency is None:
         return []
-    ratio, told = entry.ratio_to_float, reference_words(record.latency)
+    ratio, told = record.speeds[0].ratio_to_float, reference_words(record.latency)
     if ratio < 1:
         # A conversion, whose record has no such section, delivers no float engine beside the quantized one, nor does a
         # run of a model in parts, whose engines have the names of these.
@@ -216,12 +211,11 @@ def covered_share(record: RunRecord) -> float | None:
 
 
 def _speed(record: RunRecord) -> list[str]:
-    entry = quantized_entry(record.latency.engines) if record.latency else None
-    if record.latency is None or entry is None:
+    if record.speeds is None or record.latency is None:
         return ["Speed was not measured."]
     size = text.shape(record.latency.batch, record.latency.sequence, " tokens")
     where = f"on a batch of {size} with {text.counted(record.latency.threads, 'thread')}"
-    ratio, told = entry.ratio_to_float, reference_words(record.latency)
+    ratio, told = record.speeds[0].ratio_to_float, reference_words(record.latency)
     if ratio >= 1 + _SAME:
         return [f"The quantized engine runs {ratio:.2f} times as fast as {told} {where}."]
     if ratio > 1 - _SAME:
@@ -230,17 +224,17 @@ def _speed(record: RunRecord) -> list[str]:
 
 
 def _disk(record: RunRecord) -> list[str]:
-    entry, reference = quantized_entry(record.size), reference_entry(record.size)
-    if entry is None or reference is None:
+    if record.sizes is None:
         return ["Size was not measured."]
+    entry, reference = record.sizes
     figures = f"{file_size(entry.bytes)} against {file_size(reference.bytes)}"
     return [f"On disk it is {_compare(entry.ratio, 'smaller', 'larger')} ({figures})."]
 
 
 def _memory(record: RunRecord) -> list[str]:
-    entry, reference = quantized_entry(record.memory), reference_entry(record.memory)
-    if entry is None or reference is None:
+    if record.peaks is None:
         return ["Memory was not measured."]
+    entry, reference = record.peaks
     figures = f"{entry.peak_mib:,.0f} MiB against {reference.peak_mib:,.0f} MiB"
     return [f"Its peak memory is {_compare(entry.ratio, 'lower', 'higher')} ({figures})."]
 
@@ -252,8 +246,7 @@ def _compare(ratio: float, better: str, worse: str) -> str:
 
 
 def _score(record: RunRecord) -> list[str]:
-    entry = quantized_score(record.scores)
-    reference = next((item for item in record.scores if item.which == "float"), None)
+    entry, reference = record.score, record.float_score
     if entry is None:
         return ["The quantized model was not scored."]
     if reference is None or entry.difference is None:

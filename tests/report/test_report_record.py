@@ -32,7 +32,7 @@ from quantizer.report import (
 from quantizer.report import record as record_module
 from quantizer.report.codec import mapping_from_record, record_from_mapping
 from quantizer.report.format_page import field_documentation, format_page
-from quantizer.report.record import quantized_entry, reference_entry
+from quantizer.report.record import pair
 
 RECORDS = [getattr(record_module, name) for name in record_module.__all__ if name != "VERSION"]
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 def test_round_trip(tmp_path: Path, make: object) -> None:
     record = make()  # type: ignore[operator]
     assert read_record(write_record(record, tmp_path / "report.json")) == record
-    assert json.loads((tmp_path / "report.json").read_text())["version"] == 9
+    assert json.loads((tmp_path / "report.json").read_text())["version"] == 10
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
@@ -77,11 +77,11 @@ def test_a_value_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("version", [1, 7, 8, 10, 0, None, "9", True])
+@pytest.mark.parametrize("version", [1, 8, 9, 11, 0, None, "10", True])
 def test_another_version_is_refused(tmp_path: Path, version: object) -> None:
     path = tmp_path / "report.json"
     path.write_text(json.dumps({"version": version, "anything": 1}))
-    with pytest.raises(QuantizerError, match=r"report\.json: version .* reads version 9 only"):
+    with pytest.raises(QuantizerError, match=r"report\.json: version .* reads version 10 only"):
         read_record(path)
 
 
@@ -119,7 +119,7 @@ def test_a_wrong_field_is_named(tmp_path: Path, change: dict[str, object], messa
         (b'{"version": 1,', "not a JSON file"),
         (b"[1]", "expected an object with the fields of a run record"),
         (b"\xff\xfe", "cannot be read"),
-        (b'{"version": 9}', "missing field 'name', 'created', 'config', 'model'"),
+        (b'{"version": 10}', "missing field 'name', 'created', 'config', 'model'"),
         (b"[" * 200_000, "nested too deep|not a JSON file"),
         (b'{"name": "\\ud800"}', "half a character"),
         (b"9" * 5_000, "not a JSON file .Exceeds the limit"),
@@ -199,14 +199,14 @@ def test_wrong_measurements_are_refused(times: dict[str, list[float]], message: 
 
 
 def test_which_entries_the_headline_is_about() -> None:
-    def names(entries: Any) -> list[str]:
-        return [entry.name for entry in (reference_entry(entries), quantized_entry(entries)) if entry is not None]
+    def named(entries: Any) -> list[str]:
+        return [entry.name for entry in pair(entries) or ()]
 
     entries = size_entries({"other": 3, "engine": 1, "float": 4})
-    assert names(entries) == ["float", "engine"]
+    assert named(entries) == ["engine", "float"]
     unnamed = [dataclasses.replace(entry, name=name) for entry, name in zip(entries, "abc", strict=True)]
-    assert names(unnamed) == ["a", "c"]
-    assert (reference_entry(()), quantized_entry(entries[2:])) == (None, None)
+    assert named(unnamed) == ["c", "a"]
+    assert (pair(()), pair(entries[2:])) == (None, None)
 
 
 def test_machine_and_versions() -> None:

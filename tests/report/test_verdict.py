@@ -72,7 +72,7 @@ def test_on_the_score(
     )
     assert verdict.level == level
     assert said in verdict.reasons[0]
-    assert "2.00x as fast as the float engine" in verdict.reasons
+    assert "2.00x as fast as the float engine (openvino float32)" in verdict.reasons
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_nothing_to_judge_by() -> None:
 def test_nothing_is_quantized() -> None:
     site = Site(name="a", kind="linear", host_type="Linear", file="a.py", line=1, quantized=False, reason="excluded")
     verdict = verdict_of(bare_record(coverage=(site,), outputs=(_output(),), **FAST))
-    assert str(verdict) == "do not use: nothing is quantized; 2.00x as fast as the float engine"
+    assert str(verdict) == "do not use: nothing is quantized; 2.00x as fast as the float engine (openvino float32)"
 
 
 def test_without_a_score_the_worst_shape_is_judged() -> None:
@@ -162,14 +162,19 @@ def test_a_conversion_has_no_float_engine_to_deploy() -> None:
     record = bare_record(
         outputs=(_output(),), engine=ENGINE, latency=_latency(float=2.0, engine=4.0), config={"model": {"source": "m"}}
     )
-    assert verdict_of(record).reasons[0].endswith("as the float engine: convert without --quantization")
+    assert (
+        verdict_of(record).reasons[0].endswith("as the float engine (openvino float32): convert without --quantization")
+    )
 
 
 def test_an_engine_that_is_no_faster() -> None:
     record = bare_record(outputs=(_output(),), engine=ENGINE, latency=_latency(float=2.0, engine=4.0))
     verdict = verdict_of(record)
     assert verdict.level == "look at this"
-    assert "no faster than float here, 0.50x as fast as the float engine: deploy float.engine" in verdict.reasons[0]
+    assert (
+        "no faster than float here, 0.50x as fast as the float engine (openvino float32): deploy float.engine"
+        in verdict.reasons[0]
+    )
 
 
 @pytest.mark.parametrize(("apart", "level"), [(22.0, "look at this"), (9.9, "do not use"), (-1.3, "do not use")])

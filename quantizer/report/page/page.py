@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from quantizer.common.records import Score, Site, quantized_score
 from quantizer.errors import MissingDependencyError
 from quantizer.report import text
 from quantizer.report.charts.histograms import histogram_figure
@@ -31,14 +30,7 @@ from quantizer.report.charts.rankings import sensitivity_bars, sensitivity_heatm
 from quantizer.report.codec import is_from_python, mapping_from_record, shown_setting, write_text_atomic
 from quantizer.report.page.glossary import GLOSSARY
 from quantizer.report.record import (
-    Latency,
-    MemoryEntry,
-    OutputDistance,
     RunRecord,
-    SizeEntry,
-    quantized_entry,
-    reference_entry,
-    worst_output,
 )
 from quantizer.report.tables import (
     ENGINE_LAYERS,
@@ -146,6 +138,7 @@ class DiffFile:
 def view_from_record(record: RunRecord) -> dict[str, Any]:
     """Return the variables of the template."""
     config = mapping_from_record(record)["config"]
+    ranges = [(site.name, operand) for site in record.coverage for operand in site.operands]
     return {
         "record": record,
         "created": record.created.replace("T", " "),
@@ -157,13 +150,13 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "outputs_table": _table(outputs_table(record)),
         "cost_table": _table(cost_table(record)),
         **_sites(record),
-        "ranges_table": _table(ranges_table(record.coverage)),
+        "ranges_table": _table(ranges_table(ranges, page=True)),
         "histograms": [_safe(histogram_figure(histogram, _by_output(record))) for histogram in record.histograms],
         "bars": _safe(sensitivity_bars(record.sensitivity, measure=record.measure, limit=_BARS)),
         "bars_shown": min(_BARS, len(record.sensitivity)),
         "error_words": error_words(record.measure).heading,
         "heat_map": _safe(sensitivity_heatmap(record.sensitivity, measure=record.measure)),
-        "sensitivity_table": _table(sensitivity_table(record.sensitivity, record.measure)),
+        "sensitivity_table": _table(sensitivity_table(record.sensitivity, record.measure, page=True)),
         "evaluations_table": _evaluations(record),
         "put_back": text.counted(len(record.fallback.groups), "group") if record.fallback else "",
         "search": text.typeset(evaluation_caption(record.fallback)) if record.fallback else "",
@@ -230,7 +223,7 @@ def _sites(record: RunRecord) -> dict[str, Any]:
         "sites_ran": text.counted(len(ran), "site"),
         "never_ran_table": _table(sites_table(never)),
         "sites_never_ran": text.counted(len(never), "site"),
-        "escaped_table": _table(products_table(record.escaped)),
+        "escaped_table": _table(products_table(record.escaped, page=True)),
         "layer_table": _table(layers),
         "group_table": _table(groups),
     }
@@ -238,68 +231,44 @@ def _sites(record: RunRecord) -> dict[str, Any]:
 
 def tiles(record: RunRecord) -> tuple[Tile, ...]:
     """Return the figures of the header: speed, size, memory, score, coverage."""
-    return (
-        _speed_tile(record.latency),
-        _size_tile(record.size),
-        _memory_tile(record.memory),
-        _score_tile(quantized_score(record.scores)) if record.scores else _output_tile(record.outputs),
-        _coverage_tile(record.coverage, covered_share(record)),
-    )
+    speed, size, memory = _tile("Speed-up"), _tile("Times smaller"), _tile("Times less memory")
+    if record.speeds is not None and record.latency is not None:
+        fast, slow = (text.milliseconds(entry.median_ms) for entry in record.speeds)
+        ratio = text.times(record.speeds[0].ratio_to_float)
+        speed = _tile("Speed-up", ratio, f"{fast}, {record.latency.reference} {slow}")
+    if record.sizes is not None:
+        small, large = (text.file_size(entry.bytes) for entry in record.sizes)
+        size = _tile("Times smaller", text.times(record.sizes[0].ratio), f"{small}, float {large}")
+    if record.peaks is not None:
+        low, high = (f"{entry.peak_mib:,.0f} MiB" for entry in record.peaks)
+        memory = _tile("Times less memory", text.times(record.peaks[0].ratio), f"peak {low}, float {high}")
+    return speed, size, memory, _accuracy_tile(record), _coverage_tile(record)
 
 
-def _speed_tile(latency: Latency | None) -> Tile:
-    entries = () if latency is None else latency.engines
-    entry, float_entry = quantized_entry(entries), reference_entry(entries)
-    if latency is None or entry is None or float_entry is None:
-        return _tile("Speed-up", None)
-    medians = f"{text.milliseconds(entry.median_ms)}, {latency.reference} {text.milliseconds(float_entry.median_ms)}"
-    return _tile("Speed-up", text.times(entry.ratio_to_float), medians)
-
-
-def _size_tile(entries: Sequence[SizeEntry]) -> Tile:
-    entry, float_entry = quantized_entry(entries), reference_entry(entries)
-    if entry is None or float_entry is None:
-        return _tile("Times smaller", None)
-    sizes = f"{text.file_size(entry.bytes)}, float {text.file_size(float_entry.bytes)}"
-    return _tile("Times smaller", text.times(entry.ratio), sizes)
-
-
-def _memory_tile(entries: Sequence[MemoryEntry]) -> Tile:
-    entry, float_entry = quantized_entry(entries), reference_entry(entries)
-    if entry is None or float_entry is None:
-        return _tile("Times less memory", None)
-    peaks = f"peak {entry.peak_mib:,.0f} MiB, float {float_entry.peak_mib:,.0f} MiB"
-    return _tile("Times less memory", text.times(entry.ratio), peaks)
-
-
-def _output_tile(outputs: Sequence[OutputDistance]) -> Tile:
-    worst = worst_output(outputs)
-    if worst is None:
-        return _tile("Score", None)
+def _accuracy_tile(record: RunRecord) -> Tile:
+    score, worst = record.score, record.worst_output
+    if score is not None and score.difference is not None:
+        interval = f"95% interval {text.interval(score.interval)}" if score.interval else "no interval computed"
+        return _tile(f"{score.metric} against float", text.signed(score.difference), interval)
+    if score is not None:
+        return _tile(f"{score.metric}, {score.which}", text.score(score.value), "not compared with float")
+    if record.scores or worst is None:
+        return _tile("Score")
     found = "no difference" if worst.sqnr_db is None else f"{text.decibels(worst.sqnr_db)} dB"
     return _tile("Output beside float", found, f"cosine {worst.cosine:.4f}, not scored")
 
 
-def _score_tile(score: Score | None) -> Tile:
-    if score is None:
-        return _tile("Score", None)
-    if score.difference is None:
-        return _tile(f"{score.metric}, {score.which}", text.score(score.value), "not compared with float")
-    interval = f"95% interval {text.interval(score.interval)}" if score.interval else "no interval computed"
-    return _tile(f"{score.metric} against float", text.signed(score.difference), interval)
-
-
-def _coverage_tile(sites: Sequence[Site], share: float | None) -> Tile:
-    sites = [site for site in sites if site.ran]
+def _coverage_tile(record: RunRecord) -> Tile:
+    sites, share = [site for site in record.coverage if site.ran], covered_share(record)
     if not sites:
-        return _tile("Sites quantized", None)
+        return _tile("Sites quantized")
     count = f"{sum(site.quantized for site in sites)} of {len(sites)}"
     if share is None:
         return _tile("Sites quantized", count, "multiply-adds not counted")
     return _tile("Work in low precision", text.percent(share), f"of the multiply-adds, in {count} sites")
 
 
-def _tile(title: str, value: str | None, note: str = "") -> Tile:
+def _tile(title: str, value: str | None = None, note: str = "") -> Tile:
     if value is None:
         return Tile(title=title, value=text.MISSING, note="not measured", measured=False)
     return Tile(title=title, value=text.typeset(value), note=text.typeset(note))
