@@ -23,7 +23,7 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.config import QatConfig
 from quantizer.engines import Engine, load_engine
-from quantizer.engines.onnxruntime.engine import ONNXRuntimeEngine
+from quantizer.engines.onnxruntime import ONNXRuntimeEngine
 from quantizer.runs.run_context import as_predictor
 from quantizer.runs.train import Training
 from quantizer.tasks import Predictions, Row, Task

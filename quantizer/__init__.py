@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from quantizer.config import QuantizerConfig
     from quantizer.errors import QuantizerError
     from quantizer.in_place import QATCalibrate
-    from quantizer.interop.onnx.from_onnx import from_onnx
     from quantizer.quantizer import Quantizer
     from quantizer.report.compare_shown import compare_runs
     from quantizer.runs.placement.measured_prices import measured_prices
     from quantizer.runs.saved.load import load
     from quantizer.runs.workload.quantize_model import quantize_model
     from quantizer.runs.workload.quantized_model import QuantizedModel
+    from quantizer.tasks.from_onnx import from_onnx
 
 __all__ = [
     "QATCalibrate",
@@ -44,7 +44,7 @@ _HOMES = {
     "QuantizerConfig": "quantizer.config",
     "QuantizerError": "quantizer.errors",
     "compare_runs": "quantizer.report.compare_shown",
-    "from_onnx": "quantizer.interop.onnx.from_onnx",
+    "from_onnx": "quantizer.tasks.from_onnx",
     "load": "quantizer.runs.saved.load",
     "measured_prices": "quantizer.runs.placement.measured_prices",
     "quantize_model": "quantizer.runs.workload.quantize_model",

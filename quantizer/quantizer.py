@@ -31,8 +31,7 @@ from quantizer.plan.replace_scales import scales_of, with_scales
 from quantizer.plan.saved_folder import load_state, save_state
 from quantizer.plan.site_plan import Plan, plan_digest
 from quantizer.proxy.build import build_proxy, source_diff
-from quantizer.proxy.lowered.choose import Lowering
-from quantizer.proxy.lowered.lower import Kernels, kernels_of, lower
+from quantizer.proxy.lowered.lower import Kernels, Lowering, kernels_of, lower
 from quantizer.qat import Scales
 from quantizer.sensitivity import Fallback, Loss, Metric, Score, Tell
 from quantizer.sensitivity.layers import Layers
@@ -406,7 +405,8 @@ class Quantizer:
         """
         with ordinary_tensors():
             # Not at the top: nothing else of a quantizer needs the engines.
-            from quantizer.engines.candidates import EXACT_QMAX, saturates
+            from quantizer.common.cpu import saturates
+            from quantizer.engines.candidates import EXACT_QMAX
 
             widest = EXACT_QMAX if saturates() else None
             lowered = lower(self._session.frozen(module_of(model), fused=True), Lowering(widest=widest))

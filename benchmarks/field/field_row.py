@@ -18,7 +18,7 @@ from subjects import BATCHES, SUBJECTS, Batch, Run, Subject
 from tools import REFERENCE, TOOLS, Made, onnx_session
 
 from quantizer.common.child_process import safe_children
-from quantizer.engines.measure.benchmark import peak_rss_mib
+from quantizer.engines.measure import peak_rss_mib
 from quantizer.report import collect_machine, collect_versions
 from quantizer.tasks import Predictions
 

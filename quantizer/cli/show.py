@@ -51,11 +51,11 @@ printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
         path: Path = args.path
         restore_folder(path)
         if is_file(path):
-            from quantizer.engines import inspect_file
+            from quantizer.engines import InputSizes, inspect_file
             from quantizer.report.terminal import print_inspection
 
-            sizes = {"threads": args.threads, "batch": args.batch, "sequence": args.sequence}
-            found = inspect_file(path, args.backend, **sizes, trust=args.trust)
+            sizes = InputSizes(args.batch, args.sequence)
+            found = inspect_file(path, args.backend, threads=args.threads, sizes=sizes, trust=args.trust)
             print_inspection(found, console)
             return 0
         if not is_file(path / "report.json"):

@@ -7,6 +7,8 @@ import os
 import stat
 from pathlib import Path
 
+from quantizer.errors import EngineError
+
 
 def expanded(path: str | os.PathLike[str]) -> Path:
     """Return a path with the home for its ``~``; with an unknown user's it stays as it is, as in a shell."""
@@ -41,4 +43,16 @@ def regular_file(path: Path) -> Path:
         raise OSError(errno.EINVAL, "it is a device or a pipe, expected a regular file", str(path))
     if not os.access(path, os.R_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    return path
+
+
+def existing_file(path: Path, what: str = "engine") -> Path:
+    """Return ``path`` if it is a file with content."""
+    if not is_file(path):
+        there = is_folder(path) or os.path.lexists(path)
+        raise EngineError(
+            f"{path} is not a file: expected the {what} file" if there else f"{what} file not found: {path}"
+        )
+    if path.stat().st_size == 0:
+        raise EngineError(f"{what} file {path} is empty: write it again")
     return path

@@ -26,8 +26,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from quantizer.common.registry import CALIBRATORS, Registry
-from quantizer.targets.base import TargetProfile
-from quantizer.targets.profiles import AUTO, profile, profiles
+from quantizer.targets.base import AUTO, TargetProfile, profile, profiles
 
 
 class Section(BaseModel):

@@ -37,10 +37,10 @@ from quantizer.config.quantizer_section import (
     with_fitted_sizes,
 )
 from quantizer.errors import ConfigError
+from quantizer.numerics.formats import Format, impossible, least_opset_of
 from quantizer.numerics.qtype import UINT8, QType, qtype
 from quantizer.reasons import RuleKind
-from quantizer.targets.feasibility import engine_problems
-from quantizer.targets.formats import Format, impossible, least_opset_of
+from quantizer.targets.base import engine_problems
 
 _HALF_SCALES_OPSET = 19
 """The first opset in which QuantizeLinear accepts half scales."""

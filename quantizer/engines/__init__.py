@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from quantizer.engines.backends import backend, backends, build_engine, inspect_engine, load_engine
-from quantizer.engines.base import Array, Backend, BuildOptions, BuildResult, Engine, Progress, TensorSpec
-from quantizer.engines.detect_backend import detect_backend
-from quantizer.engines.inspection.inspect_engine import check_precision, inspect_file, observe_engine, runs_here
-from quantizer.engines.inspection.inspection import Inspection, Layer, PrecisionShare
-from quantizer.engines.inspection.onnx_graph import graph_inspection
-from quantizer.engines.measure.benchmark import PeakMemory, interleaved_latency, medians, peak_memory_mib
-from quantizer.engines.onnxruntime import engine as _onnxruntime
+from quantizer.common.inspection import Inspection, Layer, PrecisionShare
+from quantizer.engines import onnxruntime as _onnxruntime
+from quantizer.engines.backends import (
+    backend,
+    backends,
+    build_engine,
+    check_precision,
+    detect_backend,
+    inspect_engine,
+    inspect_file,
+    load_engine,
+    observe_engine,
+    runs_here,
+)
+from quantizer.engines.base import Array, Backend, BuildOptions, BuildResult, Engine, Progress
+from quantizer.engines.input_sizes import InputSizes
+from quantizer.engines.measure import PeakMemory, interleaved_latency, medians, peak_memory_mib
+from quantizer.engines.onnx_graph import graph_inspection
 from quantizer.engines.openvino import engine as _openvino
 from quantizer.engines.tensorrt import engine as _tensorrt
 from quantizer.engines.torch_engine import backend as _torch
+from quantizer.qdq.onnx_file import TensorSpec
 
 __all__ = [
     "Array",
@@ -20,6 +31,7 @@ __all__ = [
     "BuildOptions",
     "BuildResult",
     "Engine",
+    "InputSizes",
     "Inspection",
     "Layer",
     "PeakMemory",

@@ -1,30 +1,24 @@
-"""Contract of an engine: arrays or tensors in by name, and such of the same kind out by name.
+"""Contract of an engine, and what a new one needs: arrays or tensors in by name, and such of the same kind out by name.
 
 A backend builds an engine file from an ONNX file and loads it. It knows paths and arrays, and nothing of proxies or
 PyTorch modules.
-
-Native code in engine files: this process loads what it has built itself, and anything else only when told to.
-
-Most engine files are data for a library. A compiled torch engine holds a shared library, whose code runs with the
-rights of the process as soon as it is loaded.
 """
 
 from __future__ import annotations
 
-import hashlib
-import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from quantizer.engines.inspection.from_layers import RUNS
-from quantizer.engines.inspection.inspection import Inspection
+from quantizer.common.inspection import Inspection
+from quantizer.engines.input_sizes import USUAL_SIZES, InputSizes
+from quantizer.engines.inspection import RUNS
 from quantizer.errors import EngineError
+from quantizer.qdq.onnx_file import TensorSpec
 from quantizer.targets import profile
 
 MOST_COPIED_BYTES = 2**29
@@ -34,25 +28,6 @@ Array = npt.NDArray[Any]
 
 Progress = Callable[[float, str], None]
 """Called with the share of a build that is done, in [0, 1] and never falling, and the name of the current phase."""
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Input of an engine: its name, type and shape, with None for a dynamic dimension.
-
-    Attributes:
-        dimensions: the name of each axis in the ONNX file, empty where it has none; none at all: they are not known.
-            Axes of one name have one size, in all inputs.
-    """
-
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int | None, ...]
-    dimensions: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        sizes = ", ".join("?" if size is None else str(size) for size in self.shape)
-        return f"{self.name}: {self.dtype}[{sizes}]"
 
 
 class Engine(Protocol):
@@ -136,14 +111,18 @@ class BuildOptions:
         if self.compute_capability is not None and not self.capabilities:
             raise EngineError("compute_capability is an empty list: name at least one, such as sm89, or leave it out")
 
-    def check_for(self, name: str) -> None:
-        """Raise if an option does not apply to the backend ``name``.
+    def check_for(self, backend: Backend) -> None:
+        """Raise if an option does not apply to a backend.
 
         Raises:
-            EngineError: an ``inference_precision`` that it lacks, ``strip_weights`` where it cannot strip them, or
-                ``only_sizes`` where one model is for all.
+            EngineError: a ``compute_capability`` where it builds for a CPU, an ``inference_precision`` that it lacks,
+                ``strip_weights`` where it cannot strip them, or ``only_sizes`` where one model is for all.
         """
-        target = profile(name)
+        name, target = backend.name, profile(backend.name)
+        if self.compute_capability is not None and backend.device == "cpu":
+            raise EngineError(
+                f"backend {name} builds for the CPU: leave out compute_capability {self.compute_capability!r}"
+            )
         reason = None if self.inference_precision is None else target.precision_reason(self.inference_precision)
         if reason is not None:
             raise EngineError(f"inference_precision: {reason}")
@@ -192,11 +171,14 @@ class Backend(Protocol):
             MissingDependencyError: the library is not installed.
         """
 
-    def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
-        """Write ``engine_path``, whole or not at all; without ``strip_weights`` the ONNX file is not needed later.
+    def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> Sequence[str]:
+        """Write ``engine_path``, whole or not at all, and return warnings.
+
+        ``build_engine`` has checked paths and options before. Without ``strip_weights`` the ONNX file is not needed
+        later.
 
         Raises:
-            EngineError: the ONNX file is missing, broken or refused, or the engine cannot be written.
+            EngineError: the ONNX file is refused, or the engine cannot be written.
             MissingDependencyError: the library is not installed.
         """
 
@@ -219,9 +201,7 @@ class Backend(Protocol):
         path: Path,
         *,
         threads: int = 1,
-        batch: int = 8,
-        sequence: int = 128,
-        sizes: Mapping[str, int] = MappingProxyType({}),
+        sizes: InputSizes = USUAL_SIZES,
         runs: int = RUNS,
         trust: bool = False,
     ) -> Inspection:
@@ -230,9 +210,7 @@ class Backend(Protocol):
         Args:
             path: what ``load`` takes.
             threads: threads of the CPU.
-            batch: size of the first dimension of an input, where it is dynamic.
-            sequence: size of its other dynamic dimensions.
-            sizes: sizes of dynamic dimensions by name, where they are known; they come before the two.
+            sizes: of the dynamic dimensions of the inputs.
             runs: how many runs the time of a layer is the median of.
             trust: as in ``load``.
 
@@ -271,7 +249,7 @@ def checked_inputs(engine: str, specs: Sequence[TensorSpec], inputs: Any) -> dic
         raise EngineError(f"{engine} engine: it has no input {', '.join(map(repr, wrong))}; it takes {_listed(specs)}")
     arrays: dict[str, Array] = {}
     for spec in specs:
-        array = _array(engine, spec, inputs[spec.name])
+        array = _as_array(engine, spec, inputs[spec.name])
         fits = len(array.shape) == len(spec.shape) and all(
             size in (None, actual) for size, actual in zip(spec.shape, array.shape, strict=True)
         )
@@ -288,7 +266,7 @@ def _listed(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(str(spec) for spec in specs)
 
 
-def _array(engine: str, spec: TensorSpec, value: Any) -> Array:
+def _as_array(engine: str, spec: TensorSpec, value: Any) -> Array:
     try:
         # A tensor may be on another device or require gradients; duck typing avoids an import of torch.
         return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value, order="C")
@@ -321,60 +299,42 @@ def _check_shared(engine: str, specs: Sequence[TensorSpec], arrays: Mapping[str,
                 )
 
 
-COMPILED = "compiled.pt2"
-"""The file with native code in the archive of a compiled torch engine."""
+def in_kind(inputs: Any, names: Iterable[str], arrays: Iterable[npt.NDArray[Any]]) -> dict[str, Any]:
+    """Return the outputs of an engine by name, in the kind of its inputs."""
+    given = inputs.values() if isinstance(inputs, Mapping) else [inputs]
+    # A tensor is told by duck typing, so that arrays need no import of torch.
+    device = next((value.device for value in given if hasattr(value, "detach")), None)
+    if device is None:
+        return dict(zip(names, arrays, strict=True))
+    import torch
 
-_BUILT: set[str] = set()
-
-
-def note_built(code: bytes) -> None:
-    """Remember native code that this process has built."""
-    _BUILT.add(hashlib.sha256(code).hexdigest())
-
-
-def built_here() -> list[str]:
-    """Return the SHA-256 of all native code that this process, or a process that it started, has built."""
-    return sorted(_BUILT)
+    writable = (array if array.flags.writeable else array.copy() for array in map(np.asarray, arrays))
+    return {name: torch.from_numpy(array).to(device) for name, array in zip(names, writable, strict=True)}
 
 
-def note_digests(digests: Iterable[str]) -> None:
-    """Remember what ``built_here`` returned in a process that this one started, or that started this one."""
-    _BUILT.update(digests)
+T = TypeVar("T")
 
 
-def native_code(path: Path) -> bytes | None:
-    """Return the native code in an engine file; None where it has none."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            # One that is compressed could grow without an end, and is refused when the file is loaded.
-            stored = [one for one in archive.infolist() if one.compress_type == zipfile.ZIP_STORED]
-            return next((archive.read(one) for one in stored if one.filename == COMPILED), None)
-    except (zipfile.BadZipFile, NotImplementedError, OSError, RuntimeError):
-        # Another kind of engine.
-        return None
+class Pool(Generic[T]):
+    """Objects of one kind, each in use by at most one call: a call takes a free one, or makes one.
 
+    There are as many as there were calls at one time, whatever threads those came from: threads that end leave nothing
+    behind. The last one that came back is the next one taken, whose memory is still in the cache.
 
-def is_untrusted(path: Path) -> bool:
-    """Return whether an engine file holds native code that this process has not built."""
-    code = native_code(path)
-    return code is not None and hashlib.sha256(code).hexdigest() not in _BUILT
-
-
-def check_trust(path: Path, code: bytes, *, trust: bool) -> None:
-    """Raise for native code that is not trusted and that this process has not built.
-
-    Args:
-        path: the engine file, for the message.
-        code: the native code in it.
-        trust: whether the caller trusts whoever built it.
-
-    Raises:
-        EngineError: as said.
+    Taking and giving back are one operation of a list each, which no other thread interrupts, so no lock is needed.
     """
-    if trust or hashlib.sha256(code).hexdigest() in _BUILT:
-        return
-    raise EngineError(
-        f"{path} holds compiled native code, which this process did not build. Loading it runs that code with your "
-        "rights: pass trust=True (--trust on the command line) if you trust whoever built it, or build the engine "
-        "again from its ONNX file"
-    )
+
+    def __init__(self, make: Callable[[], T], *first: T) -> None:
+        self._make = make
+        self._free = [*first]
+
+    def take(self) -> T:
+        """Return an object for the caller alone, who gives it back unless its call failed."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._make()
+
+    def give_back(self, one: T) -> None:
+        """Return an object to the pool."""
+        self._free.append(one)

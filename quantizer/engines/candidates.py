@@ -10,26 +10,16 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from quantizer.common.cpu import cpu_flags, saturates
 from quantizer.engines.backends import backends
 from quantizer.engines.base import BuildOptions
-from quantizer.engines.cpu import cpu_flags
-from quantizer.engines.inspection.onnx_graph import read_graph
 from quantizer.errors import EngineError, install_command
 from quantizer.numerics.qtype import UINT8
+from quantizer.qdq.onnx_file import read_graph
 from quantizer.targets import AUTO, profile, profiles
 
 EXACT_QMAX = 2**15 // (2 * UINT8.qmax)
 """The largest code of a weight with which two products of bytes fit into 16 bits."""
-
-
-def saturates() -> bool:
-    """Return whether this is an x86 CPU without VNNI; False if the system does not tell.
-
-    OpenVINO and ONNX Runtime multiply bytes by VPMADDUBSW there, which adds two products in 16 bits and saturates: a
-    linear with full ranges kept an SQNR of 19 dB.
-    """
-    flags = cpu_flags()
-    return "avx2" in flags and not any("vnni" in flag for flag in flags)
 
 
 def saturation_warnings(backend: str, onnx_path: Path) -> tuple[str, ...]:

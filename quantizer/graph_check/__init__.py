@@ -9,8 +9,8 @@ from quantizer.errors import ExportError
 from quantizer.graph_check import rules as _rules
 from quantizer.graph_check.read import read_subject
 from quantizer.graph_check.subject import Finding, rules
-from quantizer.qdq.unreadable import unreadable_is
-from quantizer.targets.profiles import profile
+from quantizer.qdq.onnx_file import unreadable_is
+from quantizer.targets.base import profile
 
 __all__ = ["Finding", "check_file"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from quantizer.common.paths import is_file, is_folder
 from quantizer.errors import ExportError, MissingDependencyError
 from quantizer.graph_check.subject import Subject
-from quantizer.qdq.light_message import HeldBack, light_message, without_weights
+from quantizer.qdq.onnx_file import HeldBack, light_message, without_weights
 from quantizer.qdq.structure import structural_fault
 from quantizer.targets.base import TargetProfile
 

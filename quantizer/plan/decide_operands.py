@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from quantizer.calibrators import Calibrator
 from quantizer.errors import ConfigError
+from quantizer.numerics.formats import Format, impossible
 from quantizer.numerics.held_scale import is_normal
 from quantizer.numerics.qtype import INT8, UINT8, QType
 from quantizer.observe.range_group import Migration, OperandRecord, RangeGroup
@@ -24,7 +25,6 @@ from quantizer.plan.weight_scales import ONE_SCALE, ScaledWeights, beyond, scale
 from quantizer.proxy.site import OUTPUT, Site
 from quantizer.reasons import ReasonCode
 from quantizer.targets import TargetProfile
-from quantizer.targets.formats import Format, impossible
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from quantizer.errors import ConfigError
+from quantizer.numerics.formats import Format
 from quantizer.numerics.qtype import INT8, UINT8, qtype
 from quantizer.observe.site_statistics import SiteStatistics
 from quantizer.observe.statistics import Seen
@@ -24,7 +25,6 @@ from quantizer.proxy.recurrence.layer import RecurrentLayer
 from quantizer.proxy.site import OUTPUT, Site, SourceCall
 from quantizer.reasons import ReasonCode, RuleKind
 from quantizer.targets import TargetProfile
-from quantizer.targets.formats import Format
 
 _MASKED = torch.finfo(torch.float32).min / 2
 """The limit at or below which a value is taken for that of a mask, which hides a score from a softmax."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from importlib import metadata
 
 from quantizer import __version__
-from quantizer.engines.cpu import cpu_info, cpu_instructions
+from quantizer.common.cpu import cpu_info, cpu_instructions
 from quantizer.targets import profile, profiles
 
 PACKAGES = (

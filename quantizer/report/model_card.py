@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from quantizer import __version__
+from quantizer.common.native_code import native_code
 from quantizer.common.records import Score
-from quantizer.engines.base import native_code
 from quantizer.errors import DISTRIBUTION
 from quantizer.report import text
 from quantizer.report.codec import write_text_atomic

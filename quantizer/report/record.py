@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from quantizer.common.inspection import Inspection, Layer, PrecisionShare
 from quantizer.common.records import (
     BudgetOutcome,
     Cause,
@@ -31,7 +32,6 @@ from quantizer.common.records import (
     UnquantizedProduct,
     quantized_score,
 )
-from quantizer.engines.inspection.inspection import Inspection, Layer, PrecisionShare
 from quantizer.errors import QuantizerError
 
 __all__ = [

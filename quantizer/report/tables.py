@@ -15,9 +15,9 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from quantizer.common.inspection import Inspection
 from quantizer.common.layer_rows import FLOAT, GroupRow, LayerRow, group_rows, layer_rows
 from quantizer.common.records import FallbackRecord, GroupSensitivity, Operand, Range, Site, UnquantizedProduct
-from quantizer.engines.inspection.inspection import Inspection
 from quantizer.reasons import counted
 from quantizer.report import text
 from quantizer.report.record import EngineChoice, RunRecord, Stage

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from quantizer.common.inspection import Inspection
 from quantizer.common.records import BudgetOutcome, Cause, FallbackRecord, Score
-from quantizer.engines.inspection.inspection import Inspection
 from quantizer.errors import QuantizerError
 from quantizer.report import text
 from quantizer.report.codec import is_from_python, read_record, shown_setting

@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from quantizer.engines.optional_import import import_library
+from quantizer.common.optional_import import import_library
 from quantizer.report.record import RunRecord, worst_output
 from quantizer.report.verdict import covered_share
 

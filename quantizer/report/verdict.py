@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quantizer.common.inspection import LEAST_SHARE
 from quantizer.common.records import BudgetOutcome, Score
-from quantizer.engines.inspection.inspect_engine import LEAST_SHARE
 from quantizer.reasons import counted
 from quantizer.report import text
 from quantizer.report.record import (

@@ -9,9 +9,9 @@ from functools import partial
 from itertools import takewhile
 from typing import TypeVar
 
+from quantizer.common.cpu import cpu_flags, saturates
 from quantizer.engines import Inspection
-from quantizer.engines.candidates import Variant, saturates
-from quantizer.engines.cpu import cpu_flags
+from quantizer.engines.candidates import Variant
 from quantizer.errors import EngineError, QuantizerError
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_machine, text

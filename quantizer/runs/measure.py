@@ -9,7 +9,7 @@ from functools import partial
 
 from quantizer.common.data.sizes import BATCH, SEQUENCE
 from quantizer.config import RunConfig
-from quantizer.engines import BuildOptions, BuildResult, Engine, interleaved_latency, peak_memory_mib
+from quantizer.engines import BuildOptions, BuildResult, Engine, InputSizes, interleaved_latency, peak_memory_mib
 from quantizer.errors import EngineError
 from quantizer.report import EngineFile, Latency, MemoryEntry, latency_entries, memory_entries, text
 from quantizer.report.record import EngineChoice
@@ -24,13 +24,12 @@ NOT_VERIFIED = "not verified: built ahead of time, and there is no GPU here"
 _LATENCY_ROUNDS, _LATENCY_SECONDS = 15, 30.0
 
 
-def run_sizes(config: RunConfig, context: RunContext) -> dict[str, int]:
-    """Return the sizes at which engines are run and timed, by the name of their dimension; empty: of a task."""
+def run_sizes(config: RunConfig, context: RunContext) -> InputSizes:
+    """Return the sizes at which engines are run and timed, by name where they are not those of a task."""
     sizes, report = context.feed.sizes, config.report
-    if sizes is None:
-        return {}
     asked = {BATCH: report.latency_batch, SEQUENCE: report.latency_sequence}
-    return {name: asked.get(name, size) for name, size in sizes.usual.items()}
+    named = {} if sizes is None else {name: asked.get(name, size) for name, size in sizes.usual.items()}
+    return InputSizes(report.latency_batch, report.latency_sequence, named)
 
 
 def build_options(config: RunConfig, context: RunContext | None = None) -> BuildOptions:
@@ -105,18 +104,17 @@ def measure_memory(context: RunContext, config: RunConfig, built: Mapping[str, B
 
     It is the last figure of a run that is complete without it.
     """
-    shape = {"batch": config.report.latency_batch, "sequence": config.report.latency_sequence}
     sizes = run_sizes(config, context)
 
     def peak_mib(name: str) -> float:
         path, threads = built[name].path, config.engine.threads
-        peak = peak_memory_mib(path, config.quantizer.backend, threads=threads, sizes=sizes, **shape)
+        peak = peak_memory_mib(path, config.quantizer.backend, threads=threads, sizes=sizes)
         return peak.peak_mib - peak.baseline_mib
 
     def known_or_measured(name: str) -> float:
         if name != "float" or context.floats is None:
             return peak_mib(name)
-        return context.floats.measured(f"{float_options(config)} memory {shape}", partial(peak_mib, name))
+        return context.floats.measured(f"{float_options(config)} memory {sizes}", partial(peak_mib, name))
 
     with context.timer("measure memory"):
         try:

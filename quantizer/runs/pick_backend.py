@@ -229,13 +229,12 @@ class _Maker:
 
     def _built(self, variant: Variant, onnx: Path, path: Path) -> tuple[BuildResult, Engine]:
         config, name = self._config, variant.backend
-        threads, report = config.engine.threads, config.report
+        threads = config.engine.threads
         options = replace(
             build_options(config, self._context), inference_precision=variant.precision, compiled=variant.compiled
         )
-        size = {"batch": report.latency_batch, "sequence": report.latency_sequence}
         sizes = run_sizes(config, self._context)
-        built = self._kept.build(name, onnx, path, options, threads=threads, sizes=sizes, **size)
+        built = self._kept.build(name, onnx, path, options, threads=threads, sizes=sizes)
         return built, load_engine(name, built.path, threads=threads)
 
     def _too_slow(self, variant: Variant, tried: Mapping[str, _Tried]) -> str | None:
@@ -292,8 +291,6 @@ def _inspected(context: RunContext, config: RunConfig, candidate: Candidate, pat
         candidate.backend,
         path,
         threads=config.engine.threads,
-        batch=config.report.latency_batch,
-        sequence=config.report.latency_sequence,
         sizes=run_sizes(config, context),
     )
 

@@ -347,15 +347,12 @@ class RunCourse:
 
     def _inspect(self, built: BuildResult) -> Inspection:
         """Return the precisions of the engine's layers; the verdict tells which of those asked for are missing."""
-        report = self.config.report
         with self.context.timer("inspect the engine"):
             return observe_engine(
                 self.config.quantizer.backend,
                 built.path,
                 built.path.with_suffix(".onnx"),
                 threads=self.config.engine.threads,
-                batch=report.latency_batch,
-                sequence=report.latency_sequence,
                 sizes=run_sizes(self.config, self.context),
                 required=False,
             )

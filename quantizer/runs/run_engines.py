@@ -53,11 +53,8 @@ class RunEngines:
     @property
     def timing(self) -> Timing:
         """Conditions in which the engines are timed."""
-        report = self._config.report
         return Timing(
             backend=self._config.quantizer.backend,
-            batch=report.latency_batch,
-            sequence=report.latency_sequence,
             threads=self._config.engine.threads,
             options=repr(build_options(self._config, self._context)),
             sizes=run_sizes(self._config, self._context),

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from quantizer.targets.base import AttentionLimits, FloatDtype, GraphRules, SiteKind, TargetProfile
-from quantizer.targets.profiles import AUTO, profile, profiles
+from quantizer.targets.base import (
+    AUTO,
+    AttentionLimits,
+    FloatDtype,
+    GraphRules,
+    SiteKind,
+    TargetProfile,
+    profile,
+    profiles,
+)
 
 __all__ = ["AUTO", "AttentionLimits", "FloatDtype", "GraphRules", "SiteKind", "TargetProfile", "profile", "profiles"]
 

@@ -1,23 +1,20 @@
-"""The rules for Q/DQ graphs on each backend, as data, with their severities.
+"""Target profiles as data: the types, granularity, opset and kinds of site that suit each backend, and its limits.
 
-Data for NVIDIA's Triton on the engines of a target.
-
-It is from the documents and the sources of Triton's backends.
-
-Profiles of backends, as data: the quantized graphs that suit them, and their limits.
+``profiles.add(name)(TargetProfile(...))``, in a file of its own, adds one. The rules for Q/DQ graphs stand here with
+their severities, and so does what NVIDIA's Triton takes of each engine, from the documents and sources of its backends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from quantizer.common.registry import Registry
 from quantizer.reasons import ReasonCode, RuleKind
 
 if TYPE_CHECKING:
     import torch
-
 
 Severity = Literal["error", "warning"]
 """An error: the backend refuses the file, computes other results than the file describes, or runs a product in another
@@ -429,3 +426,46 @@ class TargetProfile:
         if "fp8" in formats and number < self.fp8_from:
             return f"{capability!r} has no FP8: it came with sm{self.fp8_from}; take that or later, or int8"
         return None
+
+
+AUTO = "auto"
+"""In place of a backend's name: the one whose engine is the fastest here."""
+
+profiles: Registry[TargetProfile] = Registry("backend", reserved=(AUTO,))
+
+
+def profile(name: str, float_dtype: FloatDtype | None = None) -> TargetProfile:
+    """Return the profile of a backend."""
+    found = profiles[name]
+    return found if float_dtype is None else replace(found, float_dtype=float_dtype)
+
+
+class Problem(NamedTuple):
+    """A problem, and the setting that causes it: a key of a configuration or an option of a command."""
+
+    place: str
+    text: str
+
+
+def engine_problems(
+    targets: Sequence[TargetProfile],
+    *,
+    formats: Set[str] = frozenset(),
+    capabilities: Sequence[str] = (),
+    precision: str | None = None,
+    strip_weights: bool = False,
+) -> Iterator[Problem]:
+    """Yield the options that targets do not support."""
+    for capability in capabilities:
+        for target in targets:
+            if (reason := target.capability_reason(capability, formats)) is not None:
+                yield Problem("compute_capability", reason)
+    if precision is not None and targets:
+        reasons = [target.precision_reason(precision) for target in targets]
+        # The setting applies to the targets that support it; others compute in the types of their files.
+        if None not in reasons:
+            yield Problem("inference_precision", str(reasons[0]))
+    if strip_weights:
+        for target in targets:
+            if (reason := target.stripping_reason()) is not None:
+                yield Problem("strip_weights", reason)

@@ -12,8 +12,8 @@ from quantizer.targets.base import (
     Recurrences,
     TargetProfile,
     TritonServer,
+    profiles,
 )
-from quantizer.targets.profiles import profiles
 
 ONNXRUNTIME = profiles.add("onnxruntime")(
     TargetProfile(

@@ -13,8 +13,8 @@ from quantizer.targets.base import (
     TargetProfile,
     TritonServer,
     WrongConvolutions,
+    profiles,
 )
-from quantizer.targets.profiles import profiles
 
 DYNAMIC_BLOCK = 128
 """How many neighbours share a range at run time in our engines. A tenth faster than its default of 32."""

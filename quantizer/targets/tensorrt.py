@@ -10,8 +10,8 @@ from quantizer.targets.base import (
     Recurrences,
     TargetProfile,
     TritonServer,
+    profiles,
 )
-from quantizer.targets.profiles import profiles
 
 TENSORRT = profiles.add("tensorrt")(
     TargetProfile(

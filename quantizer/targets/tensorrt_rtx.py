@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quantizer.targets.profiles import profiles
+from quantizer.targets.base import profiles
 from quantizer.targets.tensorrt import TENSORRT
 
 RTX_MAGIC = b"vtrt"

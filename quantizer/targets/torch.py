@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quantizer.targets.base import ALWAYS, TRANSPOSED, GraphRules, TargetProfile
-from quantizer.targets.profiles import profiles
+from quantizer.targets.base import ALWAYS, TRANSPOSED, GraphRules, TargetProfile, profiles
 
 TORCH = profiles.add("torch")(
     TargetProfile(

@@ -19,10 +19,9 @@ from quantizer.cli.main import main
 from quantizer.common.child_process import child_environment, python_command, safe_children
 from quantizer.config import load_run
 from quantizer.config.sweep import SweepRun
-from quantizer.engines import BuildOptions, load_engine, peak_memory_mib
-from quantizer.engines.measure import trial
-from quantizer.engines.measure.own_process import in_own_process
-from quantizer.engines.measure.trial import tried_build
+from quantizer.engines import BuildOptions, InputSizes, load_engine, peak_memory_mib
+from quantizer.engines import measure as trial
+from quantizer.engines.measure import in_own_process, tried_build
 from quantizer.errors import TaskError
 from quantizer.runs.sweep.one_run import Outcome
 from quantizer.runs.sweep.processes import in_jobs, in_processes
@@ -63,11 +62,16 @@ def _runs(folder: Path) -> list[SweepRun]:
 
 
 def _measure_memory(file: Path) -> None:
-    assert peak_memory_mib(file, "onnxruntime", batch=2, sequence=4).peak_mib > 0
+    assert peak_memory_mib(file, "onnxruntime", sizes=InputSizes(2, 4)).peak_mib > 0
 
 
 def _try_a_build(file: Path) -> None:
-    assert tried_build("onnxruntime", file, file.with_suffix(".engine"), BuildOptions(), sequence=4).size_bytes > 0
+    assert (
+        tried_build(
+            "onnxruntime", file, file.with_suffix(".engine"), BuildOptions(), sizes=InputSizes(sequence=4)
+        ).size_bytes
+        > 0
+    )
 
 
 def _fetch(file: Path) -> None:
@@ -148,11 +152,11 @@ def test_the_processes_of_the_compiler(
     options = BuildOptions(compiled=True)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(trial, "in_own_process", in_own_process)
-    assert tried_build("torch", onnx_file, tmp_path / "m.engine", options, sequence=4).size_bytes > 0
+    assert tried_build("torch", onnx_file, tmp_path / "m.engine", options, sizes=InputSizes(sequence=4)).size_bytes > 0
     assert hostile.imported == []
     # What that process has built is trusted in this one, and in those that it starts.
     load_engine("torch", tmp_path / "m.engine")
-    assert peak_memory_mib(tmp_path / "m.engine", "torch", batch=2, sequence=4).peak_mib > 0
+    assert peak_memory_mib(tmp_path / "m.engine", "torch", sizes=InputSizes(2, 4)).peak_mib > 0
 
 
 @pytest.mark.nightly

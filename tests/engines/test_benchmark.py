@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantizer.engines import TensorSpec, build_engine, interleaved_latency, medians, peak_memory_mib
-from quantizer.engines.measure import benchmark
-from quantizer.engines.measure.benchmark import made_up_inputs
+from quantizer.engines import InputSizes, TensorSpec, build_engine, interleaved_latency, medians, peak_memory_mib
+from quantizer.engines import measure as benchmark
+from quantizer.engines.measure import made_up_inputs
 from quantizer.errors import EngineError
 
 
@@ -57,7 +57,7 @@ def test_made_up_inputs() -> None:
         TensorSpec("ids", np.dtype(np.int64), (None, None)),
         TensorSpec("x", np.dtype(np.float16), (None, 7, None)),
     ]
-    arrays = made_up_inputs(specs, batch=2, sequence=5)
+    arrays = made_up_inputs(specs, sizes=InputSizes(2, 5))
     assert arrays["ids"].shape == (2, 5)
     assert arrays["ids"].dtype == np.int64
     assert set(arrays["ids"].ravel()) == {1}
@@ -69,7 +69,7 @@ def test_made_up_inputs() -> None:
 def test_peak_memory(name: str, qdq: Any, tmp_path: Path) -> None:
     pytest.importorskip(name)
     engine = build_engine(name, qdq.path, tmp_path / "model.engine").path
-    memory = peak_memory_mib(engine, name, batch=2, sequence=4)
+    memory = peak_memory_mib(engine, name, sizes=InputSizes(2, 4))
     assert 10 < memory.baseline_mib <= memory.peak_mib < 2000
 
 
@@ -77,7 +77,7 @@ def test_peak_memory(name: str, qdq: Any, tmp_path: Path) -> None:
 def test_peak_memory_is_not_that_of_the_caller(qdq: Any) -> None:
     pytest.importorskip("onnxruntime")
     ballast = np.ones(1 << 30, np.uint8)
-    memory = peak_memory_mib(qdq.path, "onnxruntime", batch=1, sequence=1)
+    memory = peak_memory_mib(qdq.path, "onnxruntime", sizes=InputSizes(1, 1))
     assert memory.peak_mib < ballast.nbytes / 2**20
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from helpers import BYTE_PRODUCTS_ARE_EXACT
 
-from quantizer.engines import build_engine, cpu
+from quantizer.common import cpu
+from quantizer.engines import build_engine
 from quantizer.engines import candidates as int8_saturation
 
 onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")

@@ -7,8 +7,8 @@ from importlib.machinery import ModuleSpec
 import pytest
 import torch
 
+from quantizer.common import cpu
 from quantizer.engines import candidates
-from quantizer.engines import candidates as int8_saturation
 from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
 
@@ -21,7 +21,7 @@ def _all_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _on(flags: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (candidates, int8_saturation):
+    for module in (candidates, cpu):
         monkeypatch.setattr(module, "cpu_flags", lambda: flags)
 
 

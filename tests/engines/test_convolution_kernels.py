@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quantizer import Quantizer
-from quantizer.engines import BuildOptions, build_engine, inspect_engine, load_engine
+from quantizer.engines import BuildOptions, InputSizes, build_engine, inspect_engine, load_engine
 from tests.outsiders.case import sqnr
 
 _LAYERS = {
@@ -45,7 +45,7 @@ def test_what_is_planned_is_what_runs_in_integers(
     planned = any(site.quantized for site in q.coverage if site.kind == "conv")
     file = q.export(q.quantize(model), tmp_path / "model.onnx", data[0])
     build_engine(backend, file, tmp_path / "model.engine", BuildOptions())
-    layers = inspect_engine(backend, tmp_path / "model.engine", batch=2).layers
+    layers = inspect_engine(backend, tmp_path / "model.engine", sizes=InputSizes(2)).layers
     assert {layer.precision for layer in layers if layer.role == "product"} == {"int8" if planned else "fp32"}
 
 
@@ -60,7 +60,7 @@ def test_an_uneven_padding_keeps_no_convolution_from_integers(backend: str, tmp_
     q.calibrate(model, data, progress=False)
     frozen = q.quantize(model)
     build_engine(backend, q.export(frozen, tmp_path / "model.onnx", data[0]), tmp_path / "e", _EAGER)
-    layers = inspect_engine(backend, tmp_path / "e", batch=2).layers
+    layers = inspect_engine(backend, tmp_path / "e", sizes=InputSizes(2)).layers
     assert {layer.precision for layer in layers if layer.role == "product"} == {"int8"}
     (found,) = load_engine(backend, tmp_path / "e")(data[1].numpy()).values()
     with torch.no_grad():

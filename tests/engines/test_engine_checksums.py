@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quantizer.common.cpu import cpu_instructions
 from quantizer.engines import BuildOptions, build_engine, detect_backend, inspect_engine, load_engine
-from quantizer.engines.cpu import cpu_instructions
-from quantizer.engines.engine_file import built_on, checked_onnx, read_engine, sign_onnx, write_engine
+from quantizer.engines.engine_file import built_on, read_engine, sign_onnx, write_engine
 from quantizer.errors import EngineError
+from quantizer.qdq.onnx_file import checked_onnx
 
 backends_file = importlib.import_module("quantizer.engines.backends")
 openvino_engine = importlib.import_module("quantizer.engines.openvino.engine")
-onnxruntime_engine = importlib.import_module("quantizer.engines.onnxruntime.engine")
+onnxruntime_engine = importlib.import_module("quantizer.engines.onnxruntime")
 
 
 @pytest.fixture(params=["openvino", "onnxruntime"])
@@ -59,12 +60,12 @@ def test_an_engine_of_onnxruntime_is_still_an_onnx_file(qdq: Any, tmp_path: Path
     onnx = pytest.importorskip("onnx")
     build_engine("onnxruntime", qdq.path, tmp_path / "model.engine", BuildOptions())
     model = onnx.load(str(tmp_path / "model.engine"))
-    assert [entry.key for entry in model.metadata_props][-1] == "quantizer.sha256"
+    assert [entry.key for entry in model.metadata_props][-1] == "quantizer.engine"
     onnx.checker.check_model(model, full_check=False)
 
 
-@pytest.mark.parametrize("note", ["", "inference_precision float32"])
-def test_what_is_written_is_read_with_its_note(note: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("note", [{}, {"precision": "float32", "dimensions": {"ä": ["the cpu x"]}}])
+def test_what_is_written_is_read_with_its_note(note: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "model.engine"
     write_engine(path, memoryview(b"what a library built"), note)
     assert read_engine(path) == (b"what a library built", note)
@@ -76,18 +77,18 @@ def test_what_is_written_is_read_with_its_note(note: str, tmp_path: Path) -> Non
     assert read_engine(path, verify=False)[1] == note
 
 
-@pytest.mark.parametrize("note", ["", 'inference_precision float32 {"a": ["the cpu x"]}'])
-def test_the_instructions_of_the_cpu_are_beside_the_note(note: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("note", [{}, {"precision": "float32", "dimensions": {"a": ["the cpu x"]}}])
+def test_the_instructions_of_the_cpu_are_beside_the_note(note: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "model.engine"
     write_engine(path, memoryview(b"what a library built"), note, ("avx2", "avx512_vnni"))
     assert read_engine(path) == (b"what a library built", note)
     assert built_on(path) == ("avx2", "avx512_vnni")
-    path.write_bytes(path.read_bytes().replace(b"cpu avx2", b"cpu sse2"))
+    path.write_bytes(path.read_bytes().replace(b'"avx2', b'"sse2'))
     with pytest.raises(EngineError, match="SHA-256 differs"):
         read_engine(path)
     write_engine(path, memoryview(b"what a library built"), note)
     assert built_on(path) == ()
-    path.write_bytes(b"quantizer.cpu\x12")
+    path.write_bytes(b"quantizer.engine\x12")
     assert built_on(path) == ()
 
 
@@ -111,10 +112,15 @@ def test_an_engine_on_a_cpu_without_its_instructions(
         load_engine(name, path)
 
 
-def test_a_file_from_before_there_were_checksums_is_read(tmp_path: Path) -> None:
+def test_a_footer_that_is_not_whole_is_none(tmp_path: Path) -> None:
     path = tmp_path / "model.engine"
-    path.write_bytes(b"what a library built\nquantizer: inference_precision float32\n")
-    assert read_engine(path) == (b"what a library built", "inference_precision float32")
+    write_engine(path, memoryview(b"what a library built"), {"precision": "float32"})
+    whole = path.read_bytes()
+    for cut in (1, 2, 40, len(whole) - 30):
+        path.write_bytes(whole[:-cut])
+        assert read_engine(path) == (whole[:-cut], {})
+    path.write_bytes(b"what a library built\nquantizer engine: [1]\n")
+    assert read_engine(path)[1] == {}
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,11 +136,11 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
             read(path)
 
 
-def _sign_again(path: Path, change: Callable[[bytes], bytes], note: Callable[[str], str] = str) -> None:
+def _sign_again(path: Path, change: Callable[[bytes], bytes], **note: Any) -> None:
     """Change what a library built, and the note after it, and make the checksum right again."""
     whole, told = read_engine(path, verify=False)
     if told:
-        write_engine(path, memoryview(change(whole)), note(told))
+        write_engine(path, memoryview(change(whole)), told | note)
     else:
         path.write_bytes(change(whole))
         sign_onnx(path)
@@ -175,16 +181,18 @@ def _flipped(whole: bytes, place: int) -> bytes:
 @pytest.mark.parametrize(
     ("note", "message"),
     [
-        (lambda told: told.replace("float32", "float64"), "does not end with the precision"),
-        (lambda told: told.replace("float32,", f"float32,{10**30},"), "cannot load here|is not an engine"),
-        (lambda told: "inference_precision float32,1," + "/".join(["0-9"] * 100) + " {}", "does not end with"),
-        (lambda told: "inference_precision float32,1," + "+".join(["0-999"] * 10**5) + " {}", "does not end with"),
+        ({"precision": "float64"}, "does not end with .*note.precision: expected one of float32, bfloat16, got 'float"),
+        ({"group": 10**30}, "cannot load here|is not an engine"),
+        ({"group": None}, r"does not end with .*note\.group: expected a whole number"),
+        ({"models": [[[0, 9]]] * 100}, "does not end with .*100 models are told"),
+        ({"models": [[[0, 999]] * 10**5]}, "does not end with .*much larger"),
+        ({"dimensions": {"ids": "batch"}}, r"does not end with .*note\.dimensions"),
     ],
-    ids=["precision", "group", "models", "size of a model"],
+    ids=["precision", "group", "no group", "models", "size of a model", "names of dimensions"],
 )
-def test_a_note_that_says_what_cannot_be(note: Callable[[str], str], message: str, qdq: Any, tmp_path: Path) -> None:
+def test_a_note_that_says_what_cannot_be(note: dict[str, Any], message: str, qdq: Any, tmp_path: Path) -> None:
     pytest.importorskip("openvino")
     build_engine("openvino", qdq.path, tmp_path / "model.engine", BuildOptions())
-    _sign_again(tmp_path / "model.engine", bytes, note)
+    _sign_again(tmp_path / "model.engine", bytes, **note)
     with pytest.raises(EngineError, match=message):
         load_engine("openvino", tmp_path / "model.engine")

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quantizer.common.optional_import import import_library
 from quantizer.engines import BuildOptions, backend, backends, build_engine, load_engine
 from quantizer.engines.engine_file import whole_file
-from quantizer.engines.optional_import import import_library
 from quantizer.errors import EngineError, MissingDependencyError
 
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from quantizer.engines import BuildOptions, build_engine, load_engine
-from quantizer.engines.base import TensorSpec, checked_inputs
+from quantizer.engines.base import checked_inputs
 from quantizer.errors import EngineError, MissingDependencyError
+from quantizer.qdq.onnx_file import TensorSpec
 
 onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
 

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quantizer.common.inspection import attention_work, convolution_work, matmul_work
 from quantizer.engines import (
+    InputSizes,
     Inspection,
     Layer,
     build_engine,
@@ -21,9 +23,8 @@ from quantizer.engines import (
     observe_engine,
     runs_here,
 )
-from quantizer.engines.inspection.from_layers import inspection_from_layers
-from quantizer.engines.inspection.inspection import attention_work, convolution_work, matmul_work
-from quantizer.engines.tensorrt.inspect import layers_from_json
+from quantizer.engines.inspection import inspection_from_layers
+from quantizer.engines.tensorrt.run import layers_from_json
 from quantizer.errors import EngineError
 
 onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
@@ -56,7 +57,7 @@ def product(name: str, precision: str = "int8", **more: Any) -> Layer:
 def test_a_quantized_product(name: str, built: bool, write_qdq: Any, tmp_path: Path) -> None:
     model = write_qdq(tail=("Tanh",), unsigned=True)
     path = build_engine(name, model.path, tmp_path / "model.engine").path if built else model.path
-    inspection = inspect_engine(name, path, batch=2, sequence=8)
+    inspection = inspect_engine(name, path, sizes=InputSizes(2, 8))
     assert inspection.verified
     assert inspection.note == "seen in a run at 2 x 8 with 1 thread; times are the median of 5 runs"
     (layer,) = products(inspection)
@@ -73,7 +74,7 @@ def test_a_quantized_product(name: str, built: bool, write_qdq: Any, tmp_path: P
 
 
 def test_a_float_product(name: str, write_float: Any) -> None:
-    inspection = inspect_engine(name, write_float(), batch=2, sequence=8)
+    inspection = inspect_engine(name, write_float(), sizes=InputSizes(2, 8))
     (layer,) = products(inspection)
     assert (layer.precision, layer.multiply_adds) == ("fp32", 2 * 8 * 64 * 32)
     assert inspection.low_share() == 0.0
@@ -82,7 +83,7 @@ def test_a_float_product(name: str, write_float: Any) -> None:
 
 
 def test_a_convolution(name: str, write_convolution: Any) -> None:
-    inspection = inspect_engine(name, write_convolution(), batch=2)
+    inspection = inspect_engine(name, write_convolution(), sizes=InputSizes(2))
     (layer,) = products(inspection)
     assert layer.precision == "int8"
     # Two groups: each of the 8 output channels sees 2 of the 4 input channels.
@@ -99,24 +100,24 @@ def test_an_engine_without_the_precision_is_refused(name: str, write_qdq: Any, t
     with pytest.raises(
         EngineError, match=rf"the {name} engine lacks the precision .* asks for {kind} in 100"
     ) as caught:
-        observe_engine(name, built.path, model.path, batch=2, sequence=8)
+        observe_engine(name, built.path, model.path, sizes=InputSizes(2, 8))
     # OpenVINO names a layer after the last of the nodes that it was made of.
     where = {"openvino": "y", "onnxruntime": "layer/matmul"}[name]
     assert f"\n  - {where} runs in FP32 (" in str(caught.value)
     # One that was chosen because it is fast only says so.
-    told = observe_engine(name, built.path, model.path, batch=2, sequence=8, required=False)
+    told = observe_engine(name, built.path, model.path, sizes=InputSizes(2, 8), required=False)
     assert told.verified
     assert told.low_share() == 0
 
 
 def test_an_engine_with_the_precision_passes(name: str, qdq_unsigned: Any, tmp_path: Path) -> None:
     built = build_engine(name, qdq_unsigned.path, tmp_path / "model.engine")
-    assert observe_engine(name, built.path, qdq_unsigned.path, batch=2, sequence=8).verified
+    assert observe_engine(name, built.path, qdq_unsigned.path, sizes=InputSizes(2, 8)).verified
 
 
 def test_bad_sizes() -> None:
     with pytest.raises(EngineError, match="sequence is 0, expected 1 or more"):
-        inspect_engine("openvino", "model.onnx", sequence=0)
+        inspect_engine("openvino", "model.onnx", sizes=InputSizes(sequence=0))
 
 
 # -- the rule ------------------------------------------------------------------------------------------------------
@@ -199,7 +200,7 @@ def test_multiply_adds() -> None:
 
 
 def test_a_graph_says_what_it_asks_for_and_is_not_verified(qdq: Any) -> None:
-    inspection = graph_inspection(qdq.path, "no GPU", batch=2, sequence=8)
+    inspection = graph_inspection(qdq.path, "no GPU", sizes=InputSizes(2, 8))
     assert not inspection.verified
     assert inspection.note == "no GPU; what follows is what the ONNX file asks for, at 2 x 8"
     (layer,) = products(inspection)
@@ -219,7 +220,7 @@ def test_a_graph_with_weights_elsewhere(qdq: Any, tmp_path: Path) -> None:
 
 
 def test_a_grouped_convolution_of_a_graph(write_convolution: Any) -> None:
-    (layer,) = products(graph_inspection(write_convolution(), "", batch=2))
+    (layer,) = products(graph_inspection(write_convolution(), "", sizes=InputSizes(2)))
     assert (layer.precision, layer.multiply_adds) == ("int8", 2 * 8 * 6 * 6 * 2 * 3 * 3)
 
 
@@ -329,7 +330,7 @@ def test_json_without_layers(text: str, message: str) -> None:
 
 def test_unsigned_bytes_are_int8_and_truth_values_are_not(write_float: Any) -> None:
     pytest.importorskip("openvino")
-    inspection = inspect_engine("openvino", write_float(mask=True), batch=2, sequence=8)
+    inspection = inspect_engine("openvino", write_float(mask=True), sizes=InputSizes(2, 8))
     assert {layer.precision for layer in inspection.layers} == {"fp32", "index"}
 
 
@@ -350,7 +351,7 @@ def test_a_network_in_one_kernel_is_its_products(tmp_path: Path) -> None:
         build_engine(
             "openvino", tmp_path / "m.onnx", tmp_path / "m.engine", BuildOptions(dynamic={"batch": (1, 8, 64)})
         )
-        inspection = inspect_engine("openvino", tmp_path / "m.engine", batch=8)
+        inspection = inspect_engine("openvino", tmp_path / "m.engine", sizes=InputSizes(8))
         assert {layer.precision for layer in products(inspection)} == {precision}
         assert sum(layer.multiply_adds or 0 for layer in products(inspection)) == 8 * 64 * (64 + 32)
         assert inspection.low_share() == (precision == "int8")

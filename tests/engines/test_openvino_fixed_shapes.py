@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from quantizer.engines import BuildOptions, build_engine, inspect_engine, load_engine
+from quantizer.engines import BuildOptions, InputSizes, build_engine, inspect_engine, load_engine
 from quantizer.engines.engine_file import read_engine, write_engine
 from quantizer.engines.openvino import compiled_models as fixed_shapes
 from quantizer.engines.openvino.engine import _loaded
-from quantizer.engines.openvino.shared_bytes import parts_of, read_ranges
 from quantizer.errors import EngineError
 
 onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
@@ -59,7 +59,7 @@ def test_the_usual_size_and_one_row_have_models_of_their_own(tmp_path: Path) -> 
     for size in ((4, 17), (1, 17), (2, 16)):
         assert models.of(list(given(*size).values())) is models.compiled
     for size in ((4, 16), (8, 16), (1, 16)):
-        assert inspect_engine("openvino", path, batch=size[0], sequence=size[1]).layers
+        assert inspect_engine("openvino", path, sizes=InputSizes(size[0], size[1])).layers
 
 
 def test_the_smallest_size_is_that_of_the_batch_alone(tmp_path: Path) -> None:
@@ -111,40 +111,28 @@ def test_sizes_that_the_model_cannot_take(tmp_path: Path) -> None:
     assert load_engine("openvino", built.path)(arrays)["y"].shape == (2, 5, 32)
 
 
-def built_and_told(folder: Path) -> tuple[Path, bytes, list[str], str]:
-    """An engine of three models, what the library built, and what its note tells: by commas, and the names."""
+def built_and_told(folder: Path) -> tuple[Path, bytes, dict[str, Any]]:
+    """An engine of three models, what the library built, and what its note tells."""
     path = build_engine("openvino", written(folder, "batch, sequence, 64"), folder / "m.engine", USUAL).path
-    content, note = read_engine(path)
-    told, _, names = note.removeprefix("inference_precision ").partition(" ")
-    return path, content, told.split(","), names
+    return path, *read_engine(path)
 
 
 def test_the_weights_are_in_the_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.WEIGHT", np.random.default_rng(1).normal(size=(64, 4096)).astype(np.float32))
-    path, content, _, _ = built_and_told(tmp_path)
+    path, content, _ = built_and_told(tmp_path)
     assert len(_loaded(path, 1).fixed) == 2
     assert WEIGHT.nbytes < len(content) < 1.1 * WEIGHT.nbytes
     assert content.count(WEIGHT.tobytes()) == 1
 
 
-def test_an_engine_of_a_version_that_told_lengths(tmp_path: Path) -> None:
-    path, content, told, names = built_and_told(tmp_path)
-    parts = [part.tobytes() for part in parts_of(content, read_ranges(told[2]))]
-    lengths = ",".join(str(len(part)) for part in parts[:-1])
-    write_engine(path, memoryview(b"".join(parts)), f"inference_precision {told[0]},{told[1]},{lengths} {names}")
-    assert len(_loaded(path, 1).fixed) == 2
-    arrays = given(4, 16)
-    result = load_engine("openvino", path)(arrays)["y"]
-    np.testing.assert_allclose(result, (arrays["x"] + arrays["z"]) @ WEIGHT, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     "told",
-    ["999999999,9", "9,x", "9,-1", "0-999999999", "0-9/", "", "9-0", "0-x", "0-9-18", "0-9,0-9", "-1-9"],
+    [[], None, 9, "0-9", [[]], [[[0]]], [[[0, 999999999]]], [[[9, 0]]], [[[0, "x"]]], [[[0, 9, 18]]], [[[-1, 9]]]],
+    ids=str,
 )
-def test_damaged_ranges(tmp_path: Path, told: str) -> None:
-    path, content, before, names = built_and_told(tmp_path)
-    write_engine(path, memoryview(content), f"inference_precision {before[0]},{before[1]},{told} {names}")
+def test_damaged_ranges(tmp_path: Path, told: Any) -> None:
+    path, content, note = built_and_told(tmp_path)
+    write_engine(path, memoryview(content), note | {"models": told})
     with pytest.raises(EngineError, match="is not an engine of backend openvino, or is cut short"):
         load_engine("openvino", path)
 
@@ -162,7 +150,7 @@ def test_an_engine_can_have_models_for_some_sizes_alone(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"expected x: float32\[\?, 16, 64\]"):
         engine(given(4, 17))
     # It is inspected at a size that it has.
-    assert inspect_engine("openvino", path, batch=8, sequence=128).layers
+    assert inspect_engine("openvino", path, sizes=InputSizes(8, 128)).layers
     one = replace(options, only_sizes=options.only_sizes[:1])
     alone = load_engine("openvino", build_engine("openvino", tmp_path / "model.onnx", tmp_path / "o.engine", one).path)
     assert alone.inputs[0].shape == (4, 16, 64)

@@ -15,7 +15,7 @@ from threads import in_threads
 
 from quantizer.common.once_property import once_property
 from quantizer.engines import BuildOptions, Engine, build_engine, load_engine
-from quantizer.engines.pool import Pool
+from quantizer.engines.base import Pool
 
 pytest.importorskip("onnx", reason="install enginequant[onnx]")
 torch = pytest.importorskip("torch")

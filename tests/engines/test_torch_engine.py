@@ -14,7 +14,7 @@ from helpers import batch, tiny
 from torch import nn
 
 from quantizer import Quantizer
-from quantizer.engines import BuildOptions, build_engine, inspect_engine, load_engine
+from quantizer.engines import BuildOptions, InputSizes, build_engine, inspect_engine, load_engine
 from quantizer.errors import EngineError
 from quantizer.export import export_onnx
 
@@ -82,7 +82,7 @@ def test_eager_kernels_compute_what_another_library_does(
 
 def test_products_run_in_integers(files: dict[str, Path], tmp_path: Path) -> None:
     build_engine("torch", files["int8"], tmp_path / "m.engine", EAGER)
-    seen = inspect_engine("torch", tmp_path / "m.engine", batch=2, sequence=8)
+    seen = inspect_engine("torch", tmp_path / "m.engine", sizes=InputSizes(2, 8))
     low = [layer for layer in seen.layers if layer.precision == "int8" and layer.role == "product"]
     graph = onnx.load(files["int8"]).graph
     asked = sum(node.op_type in ("MatMul", "Gemm") and _has_weight(graph, node) for node in graph.node)
@@ -135,7 +135,7 @@ class ReadTwice(nn.Module):
 def test_a_value_that_one_operation_reads_twice(tmp_path: Path) -> None:
     torch.manual_seed(0)
     assert _db_to_proxy(ReadTwice().eval(), torch.randn(2, 5, 16), tmp_path) > 40
-    layers = inspect_engine("torch", tmp_path / "m.engine", batch=2).layers
+    layers = inspect_engine("torch", tmp_path / "m.engine", sizes=InputSizes(2)).layers
     (attention,) = (layer for layer in layers if layer.role == "attention")
     assert attention.multiply_adds == 2 * 5 * 5 * (16 + 16)
 

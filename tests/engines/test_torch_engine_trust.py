@@ -18,8 +18,8 @@ from torch import nn
 import quantizer
 from quantizer import Quantizer
 from quantizer.cli.main import main
-from quantizer.engines import BuildOptions, build_engine, inspect_engine, load_engine
-from quantizer.engines import base as trust
+from quantizer.common import native_code as trust
+from quantizer.engines import BuildOptions, InputSizes, build_engine, inspect_engine, load_engine
 from quantizer.engines.engine_file import read_engine, write_engine
 from quantizer.engines.torch_engine.graph_file import allowed_operator
 from quantizer.errors import EngineError, QuantizerError
@@ -113,7 +113,7 @@ def test_no_name_becomes_code(
     x = np.ones((3, 16), np.float32)
     (expected,), (found,) = (one({one.input_names[0]: x}).values() for one in (load_engine("torch", good), engine))
     assert np.array_equal(found, expected)
-    assert inspect_engine("torch", path, batch=2, sequence=4).layers
+    assert inspect_engine("torch", path, sizes=InputSizes(2, 4)).layers
     assert not (tmp_path / "ran").exists()
 
 
@@ -219,9 +219,10 @@ def test_every_operator_that_an_import_makes_is_allowed() -> None:
     import re
 
     import quantizer.engines.torch_engine as package
+    import quantizer.qdq.onnx_import as importer
 
     made = set()
-    for file in Path(package.__file__).parent.rglob("*.py"):
+    for file in (file for part in (package, importer) for file in Path(part.__file__).parent.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
         made |= set(re.findall(r"\baten\.[a-z]\w*\.[a-zA-Z]\w*", text))
         made |= {f"operator.{name}" for name in re.findall(r"\boperator\.(\w+)\b", text)}

@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 
-from quantizer.engines import BuildOptions, backends
-from quantizer.engines.measure.trial import tried_build
+from quantizer.engines import BuildOptions, InputSizes, backends
+from quantizer.engines.measure import tried_build
 from quantizer.errors import EngineError
+from quantizer.targets import profiles
 
 MODULE = """
 import os
 import time
 
+from dataclasses import replace
+
 from quantizer.engines import backends
+from quantizer.targets import profile, profiles
 
 
 class Crashing:
@@ -37,8 +41,9 @@ class Hanging(Crashing):
         time.sleep(600)
 
 
-backends.add("crashing")(Crashing())
-backends.add("hanging")(Hanging())
+for one in (Crashing(), Hanging()):
+    profiles.add(one.name)(replace(profile("openvino"), name=one.name))
+    backends.add(one.name)(one)
 """
 
 
@@ -47,7 +52,8 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "bad_backends.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(backends, "_entries", dict(backends._entries))
+    for registry in (backends, profiles):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     importlib.import_module("bad_backends")
     yield
     del sys.modules["bad_backends"]
@@ -56,7 +62,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("name", ["openvino", "onnxruntime"])
 def test_an_engine_is_built_and_run(name: str, qdq: Any, tmp_path: Path) -> None:
     pytest.importorskip(name)
-    built = tried_build(name, qdq.path, tmp_path / "model.engine", BuildOptions(), batch=2, sequence=4)
+    built = tried_build(name, qdq.path, tmp_path / "model.engine", BuildOptions(), sizes=InputSizes(2, 4))
     assert built.path == tmp_path / "model.engine"
     assert built.path.stat().st_size == built.size_bytes
     assert built.seconds > 0

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.engines import BuildOptions, build_engine, inspect_engine, load_engine
-from quantizer.engines.inspection.onnx_graph import graph_inspection
+from quantizer.engines.onnx_graph import graph_inspection
 from quantizer.graph_check import check_file
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")

@@ -150,7 +150,7 @@ def test_factors_of_channels_behind_a_reduction_are_read_where_they_belong(
     assert np.mean(np.abs(found - expected) > 1e-4) < 0.01
 
 
-def checked_engine(q: Quantizer, model: nn.Module, x: Tensor, folder: Path, backend: str = "openvino") -> list[str]:
+def existing_file(q: Quantizer, model: nn.Module, x: Tensor, folder: Path, backend: str = "openvino") -> list[str]:
     """Compare the engine of a model with its proxy, in batches of all rows and of one; return the operators."""
     q.calibrate(model, [x], progress=False)
     proxy = q.quantize(model)
@@ -186,7 +186,7 @@ def test_a_mean_of_tokens_before_a_smoothed_layer(joined: bool, tmp_path: Path) 
     model = Tokens(joined).eval()
     x = (torch.randn(8, 12, 32) + 0.3) * torch.logspace(-1, 1, 32)
     q = Quantizer(preset="plain", backend="openvino", activations={"smooth": 0.5})
-    assert "Max" in checked_engine(q, model, x, tmp_path)
+    assert "Max" in existing_file(q, model, x, tmp_path)
 
 
 class Statistics(nn.Module):
@@ -216,7 +216,7 @@ def test_a_normalized_statistic_of_each_channel(statistic: str, quantized: bool,
     torch.manual_seed(0)
     model, x = Statistics(statistic).eval(), torch.randn(8, 4, 40)
     q = Quantizer(preset="plain", backend="openvino", exclude={"names": [] if quantized else ["*"]})
-    checked_engine(q, model, x, tmp_path)
+    existing_file(q, model, x, tmp_path)
 
 
 class Function(nn.Module):
@@ -277,7 +277,7 @@ def test_factors_of_channels_before_and_behind(name: str, tmp_path: Path) -> Non
             nn.init.uniform_(module.weight, 0.2, 3)
             nn.init.uniform_(module.bias, -1, 1)
     q = Quantizer(preset="plain", backend="openvino", activations={"smooth": 0.5})
-    assert "Max" in checked_engine(q, model, x, tmp_path)
+    assert "Max" in existing_file(q, model, x, tmp_path)
 
 
 class Pooled(nn.Module):
@@ -303,6 +303,6 @@ def test_an_engine_is_as_near_as_without_reductions(backend: str, tmp_path: Path
     torch.manual_seed(0)
     model, x = Pooled().eval(), torch.randn(4, 3, 8, 8)
     quantizer = Quantizer(preset="plain", backend=backend)
-    kinds = checked_engine(quantizer, model, x, tmp_path, backend)
+    kinds = existing_file(quantizer, model, x, tmp_path, backend)
     assert all(row.quantized for row in quantizer.coverage if row.multiply_adds)
     assert kinds.count("Max") == (3 if backend == "openvino" else 0)

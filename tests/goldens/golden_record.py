@@ -25,7 +25,7 @@ from quantizer import Quantizer
 from quantizer.errors import QuantizerError
 from quantizer.report.page.page import html_from_record
 from quantizer.report.record import RunRecord
-from quantizer.targets.profiles import profiles
+from quantizer.targets.base import profiles
 
 FOLDER = Path(__file__).resolve().parent / "recorded"
 _PACKAGE = Path(quantizer.__file__).parent

@@ -33,11 +33,11 @@ from golden_record import machine
 from translated import translate_once
 from trials_here import trials_here
 
-import quantizer.engines.measure.benchmark as benchmark
+import quantizer.engines.measure as benchmark
 from quantizer.cli.main import main
+from quantizer.common.inspection import Inspection, Layer
 from quantizer.engines.backends import backend
-from quantizer.engines.inspection.from_layers import inspection_from_layers, is_product
-from quantizer.engines.inspection.inspection import Inspection, Layer
+from quantizer.engines.inspection import inspection_from_layers, is_product
 
 FOLDER = Path(__file__).resolve().parent / "recorded" / "product"
 _REPOSITORY = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from qdq_graphs import linear, onnx
 
 from quantizer.errors import ConfigError, ExportError, MissingDependencyError
 from quantizer.graph_check import Finding, check_file, read
-from quantizer.qdq import light_message
+from quantizer.qdq import onnx_file as light_message
 from quantizer.targets import profile
 
 

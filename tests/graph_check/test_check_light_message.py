@@ -12,8 +12,8 @@ from qdq_graphs import onnx
 
 from quantizer.errors import ExportError
 from quantizer.graph_check import check_file, read
-from quantizer.qdq import light_message as module
-from quantizer.qdq.light_message import light_message
+from quantizer.qdq import onnx_file as module
+from quantizer.qdq.onnx_file import light_message
 from quantizer.qdq.structure import structural_fault
 from quantizer.targets import profile
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import quantizer
 from quantizer.errors import TaskError
-from quantizer.interop.onnx.graph_module import OnnxModule
+from quantizer.tasks.from_onnx import OnnxModule
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

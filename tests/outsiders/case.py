@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from quantizer import Quantizer
 from quantizer.common.structure import leaves
 from quantizer.engines import BuildOptions, build_engine, load_engine
-from quantizer.engines.inspection.inspect_engine import inspect_file
+from quantizer.engines.backends import inspect_file
 from quantizer.errors import QuantizerError
 from quantizer.graph_check import check_file
 from quantizer.runs.saved.call_form import CallForm

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from quantizer import Quantizer, measured_prices
-from quantizer.engines.inspection.from_layers import NOWHERE, place_times
-from quantizer.engines.inspection.inspection import Inspection, Layer
+from quantizer.common.inspection import Inspection, Layer
+from quantizer.engines import InputSizes
+from quantizer.engines.inspection import NOWHERE, place_times
 from quantizer.errors import EngineError, SensitivityError
 from quantizer.reasons import ReasonCode
 from quantizer.runs.placement import price_groups
@@ -78,7 +79,7 @@ def test_layers_of_slow_engines_are_timed_in_fewer_runs(
     clock = iter([0, seconds])
     monkeypatch.setattr(price_groups.time, "perf_counter", lambda: next(clock))
 
-    def inspected(*_: Any, **asked: int) -> Inspection:
+    def inspected(*_: Any, **asked: Any) -> Inspection:
         runs.append(asked["runs"])
         layer, _ = _layer("a/MatMul", 3.0)
         return Inspection(backend="openvino", verified=True, note="", layers=(layer,))
@@ -86,7 +87,7 @@ def test_layers_of_slow_engines_are_timed_in_fewer_runs(
     monkeypatch.setattr(price_groups, "inspect_engine", inspected)
     monkeypatch.setattr(price_groups, "product_names", lambda _: {})
     files = price_groups.EngineFiles(onnx=Path("model.onnx"), engine=Path("model.engine"))
-    timing = price_groups.Timing(backend="openvino", batch=32, sequence=1, threads=1)
+    timing = price_groups.Timing(backend="openvino", sizes=InputSizes(32, 1), threads=1)
     engines = dict.fromkeys(("fast", "slow", "slower"), files)
     found = timing.of_places(engines, ["a"], {"fast": 5e3, "slow": 1.5e6, "slower": 9e6})
     assert runs == measurements * [10, 6, 3]
@@ -95,7 +96,7 @@ def test_layers_of_slow_engines_are_timed_in_fewer_runs(
 
 def test_the_product_behind_a_name(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx", reason="reading a graph needs enginequant[onnx]")
-    from quantizer.engines.inspection.product_names import product_names
+    from quantizer.engines.onnx_graph import product_names
 
     text = """
     <ir_version: 10, opset_import: ["" : 20]>

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
+from quantizer.common.inspection import Inspection, Layer
 from quantizer.common.records import Evaluation, GroupTime, Histogram, RangeCandidate, UnquantizedProduct
-from quantizer.engines.inspection.from_layers import inspection_from_layers
-from quantizer.engines.inspection.inspection import Inspection, Layer
+from quantizer.engines.inspection import inspection_from_layers
 from quantizer.report import (
     EngineFile,
     FallbackRecord,

@@ -11,8 +11,8 @@ import pytest
 from report_samples import sample_record
 from rich.console import Console
 
+from quantizer.common.inspection import Layer, PrecisionShare
 from quantizer.engines import Inspection
-from quantizer.engines.inspection.inspection import Layer, PrecisionShare
 from quantizer.errors import QuantizerError
 from quantizer.report import RunRecord, print_record, write_record
 from quantizer.report.tables import Column, Table, names, numbers, string_from_table

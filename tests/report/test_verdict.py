@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from report_samples import bare_record
 
+from quantizer.common.inspection import Inspection, PrecisionShare
 from quantizer.common.records import BudgetOutcome, Cause, Cure, GroupTime
-from quantizer.engines.inspection.inspection import Inspection, PrecisionShare
 from quantizer.report import EngineFile, FallbackRecord, Latency, Score, Site, html_from_record, latency_entries
 from quantizer.report.model_card import write_run_card
 from quantizer.report.record import OutputDistance, Placement, SpeedCheck

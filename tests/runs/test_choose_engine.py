@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from quantizer.common import cpu
 from quantizer.engines import Inspection, PrecisionShare
-from quantizer.engines import candidates as int8_saturation
 from quantizer.errors import EngineError
 from quantizer.report.record import Candidate
 from quantizer.report.terminal import print_choice
@@ -181,7 +181,7 @@ def test_what_bounds_int8(saturates: bool, monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_the_instructions_that_bound_int8(flags: set[str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (choose_engine, int8_saturation):
+    for module in (choose_engine, cpu):
         monkeypatch.setattr(module, "cpu_flags", lambda: flags)
     choice = choose([_candidate("a", "int8", 8.0, 32.0), A_FLOAT], SHAPES, ())
     assert bound(choice, lambda _: Inspection(backend="a", verified=True, note="")).headline.endswith(told)

@@ -24,9 +24,9 @@ from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.common.records import EngineCheck
 from quantizer.engines import BuildOptions, BuildResult, Engine, candidates
+from quantizer.engines import measure as trial
 from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
 from quantizer.engines.engine_file import read_engine
-from quantizer.engines.measure import trial
 from quantizer.errors import EngineError
 from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.convert import choose, load_converted, measure, request

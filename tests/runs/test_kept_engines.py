@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from quantizer.engines import BuildOptions, BuildResult
-from quantizer.engines import base as trust
+from quantizer.common import native_code as trust
+from quantizer.engines import BuildOptions, BuildResult, InputSizes
 from quantizer.runs.saved import kept_engines
 from quantizer.runs.saved.kept_engines import KeptEngines, remove_engines
 
@@ -32,7 +32,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def _build(folder: Path, engine: str, precision: str | None = None, rows: str | None = "rows") -> Any:
     kept = KeptEngines(folder / "kept", rows)
     options = BuildOptions(inference_precision=precision)
-    made = kept.build("openvino", folder / "a.onnx", folder / engine, options, threads=1, batch=2, sequence=4)
+    made = kept.build("openvino", folder / "a.onnx", folder / engine, options, threads=1, sizes=InputSizes(2, 4))
     return kept, made
 
 

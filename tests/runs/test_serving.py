@@ -19,7 +19,7 @@ from pbtxt import read_pbtxt
 
 import quantizer.runs.serving.linked_files as linked_files
 from quantizer.engines.engine_file import content_bytes, read_engine, write_engine
-from quantizer.engines.onnxruntime.inspect import needs_basic_level
+from quantizer.engines.onnxruntime import needs_basic_level
 from quantizer.errors import EngineError
 from quantizer.qdq.structure import Signature, Value, external_files, read_signature
 from quantizer.runs.serving import ServedEngine, model_name, write_serving_files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quantizer.targets import profile
-from quantizer.targets.feasibility import engine_problems
+from quantizer.targets.base import engine_problems
 
 
 def test_each_problem_names_its_setting() -> None:

@@ -13,8 +13,8 @@ from PIL import Image as Picture
 from tiny_vision import tiny_vit
 from transformers import BertForSequenceClassification
 
-from quantizer.engines.base import TensorSpec
 from quantizer.errors import QuantizerError, TaskError
+from quantizer.qdq.onnx_file import TensorSpec
 from quantizer.runs.convert.folder import Converted
 from quantizer.runs.task_metric import TaskMetric
 from quantizer.tasks import Image, build_task, load_model, load_rows, read_checkpoint, read_image, read_images

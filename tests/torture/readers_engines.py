@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from quantizer import Quantizer
-from quantizer.engines import BuildOptions, build_engine, inspect_engine, load_engine
+from quantizer.engines import BuildOptions, InputSizes, build_engine, inspect_engine, load_engine
 from quantizer.engines.engine_file import _NO_SUM, _NOTE, _signature, read_engine, sign_onnx, write_engine
 from quantizer.engines.tensorrt.engine import _read_rtx
 from quantizer.targets.tensorrt_rtx import RTX_MAGIC
@@ -117,7 +117,7 @@ def signed_parts(content: bytes, pick: random.Random) -> bytes:
 
 def _load_run_and_inspect(backend: str, folder: Path) -> list[bytes]:
     made = _run(backend, folder)
-    inspect_engine(backend, folder / ENGINE, batch=2, sequence=4, runs=1)
+    inspect_engine(backend, folder / ENGINE, sizes=InputSizes(2, 4), runs=1)
     return made
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hostile_folder import HostileFolder
 
-from quantizer.engines import BuildOptions, peak_memory_mib
-from quantizer.engines.measure.trial import tried_build
+from quantizer.engines import BuildOptions, InputSizes, peak_memory_mib
+from quantizer.engines.measure import tried_build
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.fetch import fetch_sdist
 from torture import mutations
@@ -24,11 +24,13 @@ def _make(folder: Path) -> None:
 
 
 def _measure(folder: Path) -> None:
-    peak_memory_mib(folder / "model.onnx", "onnxruntime", batch=2, sequence=4)
+    peak_memory_mib(folder / "model.onnx", "onnxruntime", sizes=InputSizes(2, 4))
 
 
 def _build(folder: Path) -> None:
-    tried_build("onnxruntime", folder / "model.onnx", folder / "model.engine", BuildOptions(), sequence=4)
+    tried_build(
+        "onnxruntime", folder / "model.onnx", folder / "model.engine", BuildOptions(), sizes=InputSizes(sequence=4)
+    )
 
 
 def _fetch(folder: Path) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from quantizer import from_onnx
-from quantizer.engines import inspect_file
+from quantizer.engines import InputSizes, inspect_file
 from quantizer.graph_check import check_file
 from quantizer.report.terminal import print_inspection
 from torture import mutations
@@ -88,7 +88,7 @@ def _check(folder: Path) -> None:
 
 def _show(folder: Path) -> None:
     written = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    print_inspection(inspect_file(folder / "model.onnx", batch=2, sequence=4), Console(file=written))
+    print_inspection(inspect_file(folder / "model.onnx", sizes=InputSizes(2, 4)), Console(file=written))
     written.flush()
 
 

@@ -22,9 +22,10 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from quantizer.engines.base import MOST_COPIED_BYTES, Array
-from quantizer.engines.dimensions import input_dimensions, ranges_with_cache
-from quantizer.engines.error_hints import explain_error
+from quantizer.engines.input_sizes import ranges_with_cache
+from quantizer.engines.onnx_graph import explain_error
 from quantizer.errors import EngineError
+from quantizer.qdq.onnx_file import input_dimensions
 from quantizer.targets.openvino import DYNAMIC_BLOCK
 
 _SMALLEST, _USUAL = 0, 1
@@ -106,7 +107,7 @@ GROUP = "DYNAMIC_QUANTIZATION_GROUP_SIZE"
 """How many neighbours share a range where OpenVINO rounds the other operand of a stored weight at run time. It holds at
 a load, whatever the build had."""
 
-Dimensions: TypeAlias = Mapping[str, Sequence[str]]
+Dimensions: TypeAlias = Mapping[str, tuple[str, ...]]
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 

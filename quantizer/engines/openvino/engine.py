@@ -4,35 +4,34 @@ An engine file is OpenVINO's own export of the compiled model: one file, which l
 Like a TensorRT engine it belongs to the release and the kind of processor that made it; OpenVINO checks both when it
 loads one. (Its portable form, IR, is two files.) The export does not state the inference precision for which it was
 compiled, nor the blocks of ranges at run time, and has to be loaded with the same; nor does it keep the names of
-dimensions. A line at the file's end holds all of them. Where the usual sizes of the inputs are known, further exports
-follow the first: the same model, each compiled for fixed shapes alone (``fixed_shapes.py``); what they have in common
-with it is in the file once (``shared_bytes.py``). Where OpenVINO computes the model for all sizes wrongly, a file holds
-those for fixed shapes alone, and its line says so.
+dimensions. The footer of the file holds all of them. Where the usual sizes of the inputs are known, further exports
+follow the first: the same model, each compiled for fixed shapes alone (``compiled_models.py``); what they have in
+common with it is in the file once (``shared_bytes.py``). Where OpenVINO computes the model for all sizes wrongly, a
+file holds those for fixed shapes alone, and its footer says so.
 """
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate, pairwise
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from quantizer.common.cpu import cpu_instructions
+from quantizer.common.inspection import Inspection
+from quantizer.common.optional_import import import_library
+from quantizer.common.paths import existing_file
+from quantizer.common.plain_values import decoded
 from quantizer.engines.backends import backends
-from quantizer.engines.base import Array, BuildOptions, BuildResult, TensorSpec, checked_inputs, shown
+from quantizer.engines.base import Array, BuildOptions, Pool, checked_inputs, in_kind, shown
 from quantizer.engines.candidates import saturation_warnings
-from quantizer.engines.cpu import cpu_instructions
-from quantizer.engines.dimensions import shape_words
-from quantizer.engines.engine_file import checked_engine, checked_onnx, checked_output, read_engine, write_engine
-from quantizer.engines.in_kind import in_kind
-from quantizer.engines.inspection.from_layers import RUNS, inspection_from_layers, run_note
-from quantizer.engines.inspection.inspection import Inspection
-from quantizer.engines.measure.benchmark import made_up_inputs
+from quantizer.engines.engine_file import read_engine, write_engine
+from quantizer.engines.input_sizes import USUAL_SIZES, InputSizes
+from quantizer.engines.inspection import RUNS, inspection_from_layers, run_note
+from quantizer.engines.measure import made_up_inputs
 from quantizer.engines.openvino.compiled_models import (
     GROUP,
     Dimensions,
@@ -45,18 +44,33 @@ from quantizer.engines.openvino.compiled_models import (
     shapes_of,
 )
 from quantizer.engines.openvino.inspect import observed_layers
-from quantizer.engines.openvino.shared_bytes import Ranges, parts_of, read_ranges, share_bytes, write_ranges
-from quantizer.engines.optional_import import import_library
-from quantizer.engines.pool import Pool
+from quantizer.engines.openvino.shared_bytes import Ranges, parts_of, share_bytes
 from quantizer.errors import EngineError
+from quantizer.qdq.onnx_file import TensorSpec, checked_onnx
 
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 _EMULATED = "this CPU has no BF16 instructions: OpenVINO emulates them, which is slower than float32"
-_NOTE = "inference_precision "
-_ALONE = "fixed"
-"""The word in a file's line where each model in it is for fixed shapes."""
 _REFUSALS = (RuntimeError, TypeError, ValueError)
 """What the library raises for a damaged model: names may be no Unicode, and types may be none of numpy."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """Note in an engine file.
+
+    Attributes:
+        precision: the inference precision for which it was compiled.
+        group: the blocks of ranges at run time.
+        models: where the bytes of each model lie.
+        fixed_only: whether each model is for fixed shapes; else the first is for all sizes.
+        dimensions: the name of each axis of each input.
+    """
+
+    precision: str
+    group: int
+    models: tuple[Ranges, ...]
+    fixed_only: bool
+    dimensions: Mapping[str, tuple[str, ...]]
 
 
 class OpenVINOEngine:
@@ -116,37 +130,25 @@ class OpenVINOBackend:
 
     def check(self, options: BuildOptions) -> None:
         """Raise for options that are for a GPU, or if the library is missing."""
-        self._check_options(options)
+        options.check_for(self)
         import_library("openvino", "openvino")
 
-    def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
+    def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> Sequence[str]:
         """Compile the ONNX file and write the compiled model."""
-        self._check_options(options)
         precision = options.inference_precision or "float32"
-        started = time.perf_counter()
-        checked_onnx(onnx_path)
-        checked_output(engine_path, onnx_path)
         ov = import_library("openvino", "openvino")
         if options.progress:
             options.progress(0.0, "compile")
         models = compile_models(ov, onnx_path, _settings(1, precision), options.dynamic, options.only_sizes)
         content, ranges = share_bytes([model.export_model().getbuffer() for model in models.all])
-        alone = f",{_ALONE}" if models.compiled is None else ""
-        told = f"{precision},{models.all[0].get_property(GROUP)},{write_ranges(ranges)}{alone}"
-        write_engine(engine_path, content, f"{_NOTE}{told} {json.dumps(models.dimensions)}", cpu_instructions())
+        group = int(models.all[0].get_property(GROUP))
+        fixed_only, dimensions = models.compiled is None, models.dimensions
+        note = _Note(precision, group, tuple(ranges), fixed_only, dimensions)
+        write_engine(engine_path, content, asdict(note), cpu_instructions())
         if options.progress:
             options.progress(1.0, "compile")
         emulated = precision == "bfloat16" and "BF16" not in _capabilities(ov)
-        return BuildResult(
-            engine_path,
-            engine_path.stat().st_size,
-            time.perf_counter() - started,
-            (
-                *((_EMULATED,) if emulated else ()),
-                *models.warnings,
-                *saturation_warnings(self.name, onnx_path),
-            ),
-        )
+        return *((_EMULATED,) if emulated else ()), *models.warnings, *saturation_warnings(self.name, onnx_path)
 
     def load(self, path: Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> OpenVINOEngine:
         """Load an engine file in its own inference precision, or compile an ``.onnx`` file for float32.
@@ -163,34 +165,25 @@ class OpenVINOBackend:
         path: Path,
         *,
         threads: int = 1,
-        batch: int = 8,
-        sequence: int = 128,
-        sizes: Mapping[str, int] = MappingProxyType({}),
+        sizes: InputSizes = USUAL_SIZES,
         runs: int = RUNS,
         trust: bool = False,
     ) -> Inspection:
         """Run an engine file, or an ``.onnx`` file, with performance counters on."""
         models = _loaded(path, threads, {"PERF_COUNT": True})
         specs = OpenVINOEngine(models).inputs
-        inputs = made_up_inputs(specs, batch, sequence, sizes=sizes)
+        inputs = made_up_inputs(specs, sizes)
         if (model := models.of(list(inputs.values()))) is None:
             # Its sizes are those of the file, whatever others are usual.
             shapes, model = next(iter(models.fixed.items()))
-            inputs = made_up_inputs([replace(s, shape=shape) for s, shape in zip(specs, shapes, strict=True)], 1, 1)
+            inputs = made_up_inputs([replace(s, shape=shape) for s, shape in zip(specs, shapes, strict=True)], sizes)
         try:
             layers = observed_layers(model, inputs, runs)
         except _REFUSALS as error:
             raise EngineError(f"OpenVINO could not run {path} on made-up inputs: {reason(error)}") from error
-        words = shape_words([spec.shape for spec in specs], batch, sequence, sizes)
+        words = sizes.words([spec.shape for spec in specs])
         note = run_note(words if models.compiled is not None else _words(inputs), threads, runs)
         return inspection_from_layers(self.name, layers, verified=True, note=note)
-
-    def _check_options(self, options: BuildOptions) -> None:
-        if options.compute_capability is not None:
-            raise EngineError(
-                f"backend {self.name} builds for the CPU: leave out compute_capability {options.compute_capability!r}"
-            )
-        options.check_for(self.name)
 
 
 def _settings(threads: int, precision: str) -> dict[str, object]:
@@ -209,38 +202,26 @@ def _loaded(
         checked_onnx(path)
         settings = {**_settings(threads, "float32"), **more}
         return compile_models(import_library("openvino", "openvino"), path, settings)
-    checked_engine(path)
-    blob, note = read_engine(path, verify=verify)
-    told, _, names = note.removeprefix(_NOTE).partition(" ")
-    precision, *rest = told.split(",")
-    if alone := rest[-1:] == [_ALONE]:
-        rest.pop()
+    existing_file(path)
+    content, told = read_engine(path, verify=verify)
     try:
-        if not note.startswith(_NOTE) or precision not in _PRECISIONS:
-            raise ValueError("the note of another backend")
-        group = {GROUP: int(rest[0])} if rest else {}
-        parts = parts_of(blob, _told_ranges(rest[1:], len(blob)))
+        note: _Note = decoded(_Note, told, "note")
+        if note.precision not in _PRECISIONS:
+            raise ValueError(f"note.precision: expected one of {', '.join(_PRECISIONS)}, got {note.precision!r}")
+        parts = parts_of(content, note.models)
     except ValueError as error:
         raise EngineError(
-            f"{path} is not an engine of backend openvino, or is cut short: it does not end with the precision "
-            "that it was built for; build it again from its ONNX file"
+            f"{path} is not an engine of backend openvino, or is cut short: it does not end with what it was built for "
+            f"({error}); build it again from its ONNX file"
         ) from error
-    settings = {**_settings(threads, precision), **group, **more}
+    settings = {**_settings(threads, note.precision), GROUP: note.group, **more}
     models = [_imported(path, part, settings) for part in parts]
-    compiled, fixed = (None, models) if alone else (models[0], models[1:])
+    compiled, fixed = (None, models) if note.fixed_only else (models[0], models[1:])
     try:
         variants = {shapes_of(model.inputs): model for model in fixed}
     except _REFUSALS as error:
         raise EngineError(f"{path} is damaged: a model in it has no fixed shapes; build it again") from error
-    return Models(compiled, _told_dimensions(path, names), variants, held=tuple(parts))
-
-
-def _told_ranges(told: Sequence[str], size: int) -> list[Ranges]:
-    """Return where the models of a file of ``size`` bytes lie, whatever version wrote it."""
-    if len(told) == 1 and not told[0].isdecimal():
-        return read_ranges(told[0])
-    ends = [*accumulate(map(int, told)), size]
-    return [((start, end),) for start, end in pairwise([0, *ends])]
+    return Models(compiled, note.dimensions, variants, held=tuple(parts))
 
 
 def _imported(path: Path, blob: Array, settings: Mapping[str, object]) -> Any:
@@ -256,15 +237,6 @@ def _imported(path: Path, blob: Array, settings: Mapping[str, object]) -> Any:
             "build it again from its ONNX file"
         ) from error
     return checked_precision(compiled, path, settings)
-
-
-def _told_dimensions(path: Path, names: str) -> dict[str, tuple[str, ...]]:
-    """Return the names of dimensions in an engine file's note; empty for a file that predates them."""
-    try:
-        told = json.loads(names or "{}")
-        return {str(name): tuple(map(str, axes)) for name, axes in told.items()}
-    except (AttributeError, RecursionError, TypeError, ValueError) as error:
-        raise EngineError(f"{path} is damaged: it does not end with the names of dimensions; build it again") from error
 
 
 def _capabilities(ov: Any) -> Sequence[str]:

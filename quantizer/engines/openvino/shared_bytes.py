@@ -72,21 +72,6 @@ def parts_of(content: bytes, ranges: Sequence[Ranges]) -> list[Array]:
     return parts
 
 
-def write_ranges(ranges: Sequence[Ranges]) -> str:
-    """Return ranges as one word, which ``read_ranges`` takes."""
-    return "/".join("+".join(f"{start}-{end}" for start, end in pieces) for pieces in ranges)
-
-
-def read_ranges(word: str) -> list[Ranges]:
-    """Return the ranges of a word."""
-    return [tuple(_pair(piece) for piece in pieces.split("+")) for pieces in word.split("/")]
-
-
-def _pair(piece: str) -> tuple[int, int]:
-    start, end = map(int, piece.split("-"))
-    return start, end
-
-
 def _common(part: bytes, stored: bytearray, first: int) -> Iterator[tuple[int, int, int]]:
     """Yield what a part has in common with what is stored: its place in the part, in the other, and its length.
 

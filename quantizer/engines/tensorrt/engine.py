@@ -13,31 +13,22 @@ that it finds. Types come from the graph alone (strongly typed networks), so the
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
+from quantizer.common.inspection import Inspection
+from quantizer.common.optional_import import import_library
+from quantizer.common.paths import existing_file
 from quantizer.engines.backends import backends
-from quantizer.engines.base import BuildOptions, BuildResult, Progress
-from quantizer.engines.dimensions import ranges_with_cache, shape_words
-from quantizer.engines.engine_file import (
-    checked_engine,
-    checked_onnx,
-    checked_output,
-    read_engine,
-    whole_file,
-    write_engine,
-)
-from quantizer.engines.error_hints import hint_for, named_node
-from quantizer.engines.inspection.from_layers import RUNS, inspection_from_layers, run_note
-from quantizer.engines.inspection.inspection import Inspection
-from quantizer.engines.measure.benchmark import made_up_inputs
-from quantizer.engines.optional_import import import_library
-from quantizer.engines.tensorrt.refit import strip_weights, stripping_hint, weights_note
-from quantizer.engines.tensorrt.run import TensorRTEngine, TrtLog, trt_log
+from quantizer.engines.base import BuildOptions, Progress
+from quantizer.engines.engine_file import checked_output, read_engine, whole_file, write_engine
+from quantizer.engines.input_sizes import USUAL_SIZES, InputSizes, ranges_with_cache
+from quantizer.engines.inspection import RUNS, inspection_from_layers, run_note
+from quantizer.engines.measure import made_up_inputs
+from quantizer.engines.onnx_graph import hint_for, named_node
+from quantizer.engines.tensorrt.run import TensorRTEngine, TrtLog, strip_weights, stripping_hint, trt_log, weights_note
 from quantizer.errors import EngineError
 from quantizer.targets import profile
 from quantizer.targets.tensorrt_rtx import RTX_MAGIC
@@ -179,20 +170,16 @@ class TensorRTBackend:
 
     def check(self, options: BuildOptions) -> None:
         """Raise for an unknown GPU generation, a missing library, or a missing GPU where the builder needs one."""
-        options.check_for(self.name)
+        options.check_for(self)
         trt = self._import()
         for name in options.capabilities:
             self._capability(trt, name)
         self._check_cache(trt, options.timing_cache)
         self._builder(trt, TrtLog())
 
-    def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
+    def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> Sequence[str]:
         """Parse the ONNX file, build for ``options.dynamic`` and ``options.compute_capability``, write the engine."""
-        options.check_for(self.name)
-        started = time.perf_counter()
-        checked_onnx(onnx_path)
-        checked_output(engine_path, onnx_path)
-        note = weights_note(onnx_path, engine_path) if options.strip_weights else ""
+        note = weights_note(onnx_path, engine_path) if options.strip_weights else {}
         trt = self._import()
         capabilities = [self._capability(trt, name) for name in options.capabilities]
         self._check_cache(trt, options.timing_cache)
@@ -231,9 +218,7 @@ class TensorRTBackend:
             save_cache(config, options.timing_cache)
         if options.progress:
             options.progress(1.0, "written")
-        return BuildResult(
-            engine_path, engine_path.stat().st_size, time.perf_counter() - started, tuple(dict.fromkeys(log.warnings))
-        )
+        return list(dict.fromkeys(log.warnings))
 
     def load(self, path: Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> TensorRTEngine:
         """Load an engine onto the GPU; ``threads`` is ignored, ``verify`` compares the file's checksum.
@@ -241,7 +226,7 @@ class TensorRTBackend:
         Raises:
             EngineError: there is no NVIDIA GPU with a driver here, or the engine was built for another GPU or release.
         """
-        checked_engine(path)
+        existing_file(path)
         content, note = _read_rtx(path, verify) if self.name == "tensorrt-rtx" else read_engine(path, verify=verify)
         return TensorRTEngine(self.name, self._import(), path, content, note)
 
@@ -250,16 +235,14 @@ class TensorRTBackend:
         path: Path,
         *,
         threads: int = 1,
-        batch: int = 8,
-        sequence: int = 128,
-        sizes: Mapping[str, int] = MappingProxyType({}),
+        sizes: InputSizes = USUAL_SIZES,
         runs: int = RUNS,
         trust: bool = False,
     ) -> Inspection:
         """Run an engine on the GPU under a profiler and read its inspector."""
         engine = self.load(path, threads=threads)
-        layers = engine.observed_layers(made_up_inputs(engine.inputs, batch, sequence, sizes=sizes), runs)
-        note = run_note(shape_words([spec.shape for spec in engine.inputs], batch, sequence, sizes), threads, runs)
+        layers = engine.observed_layers(made_up_inputs(engine.inputs, sizes), runs)
+        note = run_note(sizes.words([spec.shape for spec in engine.inputs]), threads, runs)
         return inspection_from_layers(self.name, layers, verified=True, note=note)
 
     def _import(self) -> Any:
@@ -294,7 +277,7 @@ class TensorRTBackend:
         return known[name.lower()]
 
 
-def _read_rtx(path: Path, verify: bool) -> tuple[bytes, str]:
+def _read_rtx(path: Path, verify: bool) -> tuple[bytes, dict[str, Any]]:
     """Read an engine of TensorRT-RTX and its note; raise before a GPU gets anything else.
 
     As 1.7 writes it, an engine begins with four letters, twelve bytes and its own size in eight more.

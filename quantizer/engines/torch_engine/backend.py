@@ -8,21 +8,18 @@ torch and the kind of processor that built it. Where both can be had they are ti
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING
 
+from quantizer.common.cpu import cpu_instructions
+from quantizer.common.inspection import Inspection
 from quantizer.engines.backends import backends
-from quantizer.engines.base import BuildOptions, BuildResult
+from quantizer.engines.base import BuildOptions
 from quantizer.engines.candidates import saturation_warnings
-from quantizer.engines.cpu import cpu_instructions
-from quantizer.engines.engine_file import checked_onnx, checked_output, write_engine
-from quantizer.engines.inspection.from_layers import RUNS
-from quantizer.engines.inspection.inspection import Inspection
-from quantizer.engines.optional_import import import_library
-from quantizer.errors import EngineError
+from quantizer.engines.engine_file import write_engine
+from quantizer.engines.input_sizes import USUAL_SIZES, InputSizes
+from quantizer.engines.inspection import RUNS
 
 if TYPE_CHECKING:
     from quantizer.engines.torch_engine.engine import TorchEngine
@@ -38,30 +35,23 @@ class TorchBackend:
 
     def check(self, options: BuildOptions) -> None:
         """Raise for options that are for a GPU, a torch without oneDNN, or a compiler that is missing."""
-        if options.compute_capability is not None:
-            raise EngineError(
-                f"backend {self.name} builds for the CPU: leave out compute_capability {options.compute_capability!r}"
-            )
-        options.check_for(self.name)
-        _engine_module().checked_library(self.name, options.compiled)
+        options.check_for(self)
+        # It imports torch, which takes seconds.
+        from quantizer.engines.torch_engine.engine import checked_library
 
-    def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
+        checked_library(self.name, options.compiled)
+
+    def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> Sequence[str]:
         """Lower the ONNX file, compile it where that makes it faster, and write the result."""
+        from quantizer.engines.torch_engine.engine import built_file
+
         self.check(options)
-        started = time.perf_counter()
-        checked_onnx(onnx_path)
-        checked_output(engine_path, onnx_path)
         report = options.progress or (lambda share, phase: None)
         usual = {name: sizes[1] for name, sizes in options.dynamic.items()}
-        file, warnings = _engine_module().built_file(onnx_path, options.compiled, report, usual)
+        file, warnings = built_file(onnx_path, options.compiled, report, usual)
         write_engine(engine_path, memoryview(file.packed()), cpu=cpu_instructions())
         report(1.0, "compile")
-        return BuildResult(
-            engine_path,
-            engine_path.stat().st_size,
-            time.perf_counter() - started,
-            (*warnings, *saturation_warnings(self.name, onnx_path)),
-        )
+        return *warnings, *saturation_warnings(self.name, onnx_path)
 
     def load(self, path: Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> TorchEngine:
         """Load an engine file, or lower an ``.onnx`` file for the eager road.
@@ -72,31 +62,24 @@ class TorchBackend:
             verify: compare an engine file with the checksum in it.
             trust: load a compiled engine, which is native code, also where this process has not built it.
         """
-        module = _engine_module()
-        found: TorchEngine = module.loaded(module.read_file(path, verify=verify, trust=trust), threads)
-        return found
+        from quantizer.engines.torch_engine.engine import loaded, read_file
+
+        return loaded(read_file(path, verify=verify, trust=trust), threads)
 
     def inspect(
         self,
         path: Path,
         *,
         threads: int = 1,
-        batch: int = 8,
-        sequence: int = 128,
-        sizes: Mapping[str, int] = MappingProxyType({}),
+        sizes: InputSizes = USUAL_SIZES,
         runs: int = RUNS,
         trust: bool = False,
     ) -> Inspection:
         """Run an engine file, or an ``.onnx`` file: an eager one operator by operator, a compiled one as a whole."""
-        found: Inspection = _engine_module().inspected(
-            self.name, path, threads, batch, sequence, sizes, runs, trust=trust
-        )
-        return found
+        from quantizer.engines.torch_engine.engine import read_file
+        from quantizer.engines.torch_engine.inspect import inspect_graph
 
-
-def _engine_module() -> ModuleType:
-    """Import what imports torch, which takes seconds."""
-    return import_library("torch", f"{__package__}.engine")
+        return inspect_graph(self.name, read_file(path, trust=trust), sizes, threads, runs)
 
 
 for _name in ("torch", "torch-avx2"):

@@ -23,20 +23,19 @@ import threading
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
 from quantizer.common.child_process import interrupts_end_the_block
-from quantizer.engines.base import TensorSpec, note_built
-from quantizer.engines.measure.benchmark import made_up_inputs
-from quantizer.engines.torch_engine.graph_file import LoweredGraph
-from quantizer.engines.torch_engine.lowering.matching import (
+from quantizer.common.native_code import note_built
+from quantizer.engines.input_sizes import InputSizes
+from quantizer.engines.measure import made_up_inputs
+from quantizer.engines.torch_engine.lowering import (
     CONVOLUTION_PREPACK,
     LINEAR,
     LINEAR_PREPACK,
@@ -49,6 +48,8 @@ from quantizer.engines.torch_engine.lowering.matching import (
 from quantizer.errors import EngineError
 from quantizer.files import scratch
 from quantizer.numerics.byte_codes import byte_codes, spend_deprecation_warning
+from quantizer.qdq.onnx_file import TensorSpec
+from quantizer.qdq.onnx_import.graph_builder import OperatorGraph
 
 
 @contextmanager
@@ -85,7 +86,7 @@ def _setters() -> tuple[Callable[[int], object], Callable[[int], int]]:
     return openmp, mkl or (lambda count: count)
 
 
-def prepare_eager(module: LoweredGraph) -> LoweredGraph:
+def prepare_eager(module: OperatorGraph) -> OperatorGraph:
     """Prepare a lowered graph, in place, to run operator by operator; return it."""
     spend_deprecation_warning()
     for node in list(module.graph.nodes):
@@ -102,7 +103,7 @@ def prepare_eager(module: LoweredGraph) -> LoweredGraph:
     return module
 
 
-def _prepack(module: LoweredGraph, node: fx.Node) -> None:
+def _prepack(module: OperatorGraph, node: fx.Node) -> None:
     values = [module.get_buffer(str(value.target)) if isinstance(value, fx.Node) else value for value in node.args]
     kernel: Any = node.target
     name = f"{node.name}_held"
@@ -144,16 +145,14 @@ def missing_compiler() -> str | None:
 
 
 def compile_graph(
-    module: LoweredGraph,
+    module: OperatorGraph,
     specs: Sequence[TensorSpec],
-    batch: int,
-    sequence: int,
-    sizes: Mapping[str, int] = MappingProxyType({}),
+    sizes: InputSizes,
 ) -> bytes:
     """Return the package of a lowered graph: an archive with a shared library that holds the weights."""
     dynamic = torch.export.Dim.DYNAMIC
     axes = tuple({axis: dynamic for axis, size in enumerate(spec.shape) if size is None} for spec in specs)
-    arrays = made_up_inputs(specs, batch, sequence, sizes=sizes)
+    arrays = made_up_inputs(specs, sizes)
     inputs = tuple(torch.from_numpy(arrays[spec.name]) for spec in specs)
     with (
         interrupts_end_the_block(),

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from quantizer.engines.base import Array, Progress, TensorSpec, check_trust, checked_inputs, shown
-from quantizer.engines.engine_file import checked_engine, read_engine
-from quantizer.engines.in_kind import in_kind
-from quantizer.engines.inspection.inspection import Inspection
-from quantizer.engines.measure.benchmark import interleaved_latency, working_inputs
+from quantizer.common.native_code import check_trust
+from quantizer.common.paths import existing_file
+from quantizer.engines.base import Array, Progress, checked_inputs, in_kind, shown
+from quantizer.engines.engine_file import read_engine
+from quantizer.engines.input_sizes import InputSizes
+from quantizer.engines.measure import interleaved_latency, working_inputs
 from quantizer.engines.torch_engine.compiled import (
     CompiledGraph,
     compile_graph,
@@ -26,11 +27,10 @@ from quantizer.engines.torch_engine.compiled import (
     prepare_eager,
 )
 from quantizer.engines.torch_engine.graph_file import GraphFile, program, unpack
-from quantizer.engines.torch_engine.inspect import inspect_graph
-from quantizer.engines.torch_engine.lowering.lower import lower
-from quantizer.engines.torch_engine.lowering.matching import RunnableSizes
-from quantizer.engines.torch_engine.onnx_import.importer import Imported, import_onnx
+from quantizer.engines.torch_engine.lowering import lower
 from quantizer.errors import EngineError
+from quantizer.qdq.onnx_file import TensorSpec
+from quantizer.qdq.onnx_import.importer import Imported, import_onnx
 
 _ROUNDS = 7
 _PREPARING = threading.Lock()
@@ -108,7 +108,7 @@ def built_file(
     return _faster(eager, sizes, compiled)
 
 
-def _lowered(imported: Imported, path: Path, usual: Mapping[str, int] = MappingProxyType({})) -> RunnableSizes:
+def _lowered(imported: Imported, path: Path, usual: Mapping[str, int] = MappingProxyType({})) -> InputSizes:
     try:
         return lower(imported, usual)
     except EngineError as error:
@@ -121,7 +121,7 @@ def read_file(path: Path, *, verify: bool = True, trust: bool = False) -> GraphF
         imported = import_onnx(path)
         _lowered(imported, path)
         return GraphFile(imported.module, imported.inputs, imported.outputs, None, str(torch.__version__))
-    content, _ = read_engine(checked_engine(path), verify=verify)
+    content, _ = read_engine(existing_file(path), verify=verify)
     try:
         file = unpack(content)
     except EngineError as error:
@@ -131,18 +131,6 @@ def read_file(path: Path, *, verify: bool = True, trust: bool = False) -> GraphF
     if file.compiled is not None:
         check_trust(path, file.compiled, trust=trust)
     return file
-
-
-def inspected(
-    name: str, path: Path, threads: int, batch: int, sequence: int, sizes: Mapping[str, int], runs: int, *, trust: bool
-) -> Inspection:
-    """Run a file with made-up inputs and return its layers; arguments as those of ``Backend.inspect``."""
-    file = read_file(path, trust=trust)
-    compiled = None if file.compiled is None else CompiledGraph(file.compiled)
-    inputs = working_inputs(loaded(file, threads), batch, sequence, sizes)
-    tensors = [torch.from_numpy(inputs[spec.name]) for spec in file.inputs]
-    with torch.inference_mode(), computing_threads(threads):
-        return inspect_graph(name, file, compiled, tensors, batch, sequence, sizes, threads, runs)
 
 
 def loaded(file: GraphFile, threads: int) -> TorchEngine:
@@ -163,7 +151,7 @@ def loaded(file: GraphFile, threads: int) -> TorchEngine:
     return TorchEngine(CompiledGraph(file.compiled), file.inputs, file.outputs, threads)
 
 
-def _faster(eager: GraphFile, sizes: RunnableSizes, wanted: bool | None) -> tuple[GraphFile, tuple[str, ...]]:
+def _faster(eager: GraphFile, sizes: InputSizes, wanted: bool | None) -> tuple[GraphFile, tuple[str, ...]]:
     """Return the file of the road that is wanted, or of the faster one, and why there was no choice."""
     if wanted is False:
         return eager, ()
@@ -171,7 +159,7 @@ def _faster(eager: GraphFile, sizes: RunnableSizes, wanted: bool | None) -> tupl
     if why is not None:
         return eager, (f"the engine is eager: {why}; compiled it would be faster",)
     try:
-        package = compile_graph(eager.module, eager.inputs, *sizes)
+        package = compile_graph(eager.module, eager.inputs, sizes)
     except EngineError as error:
         if wanted:
             raise
@@ -180,7 +168,7 @@ def _faster(eager: GraphFile, sizes: RunnableSizes, wanted: bool | None) -> tupl
     if wanted:
         return compiled, ()
     engines = {"eager": loaded(eager, 1), "compiled": loaded(compiled, 1)}
-    inputs = working_inputs(engines["eager"], *sizes)
+    inputs = working_inputs(engines["eager"], sizes)
     calls = {name: partial(engine, inputs) for name, engine in engines.items()}
     medians = {name: statistics.median(seconds) for name, seconds in interleaved_latency(calls, _ROUNDS).items()}
     return (compiled if medians["compiled"] < medians["eager"] else eager), ()

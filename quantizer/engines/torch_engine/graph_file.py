@@ -37,9 +37,11 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import fx
 
+from quantizer.common.native_code import COMPILED
 from quantizer.common.plain_values import decoded, json_values
-from quantizer.engines.base import COMPILED, TensorSpec
 from quantizer.errors import EngineError
+from quantizer.qdq.onnx_file import TensorSpec
+from quantizer.qdq.onnx_import.graph_builder import OperatorGraph
 
 del _decomposed
 
@@ -107,17 +109,7 @@ def operator_name(target: Any) -> str:
     return _NAMES[target]
 
 
-class LoweredGraph(torch.nn.Module):
-    """Graph of operators, whose ``get_attr`` nodes read the module's buffers."""
-
-    def __init__(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.graph = graph
-        for name, tensor in constants.items():
-            self.register_buffer(name, tensor)
-
-
-def program(module: LoweredGraph) -> Callable[..., tuple[Any, ...]]:
+def program(module: OperatorGraph) -> Callable[..., tuple[Any, ...]]:
     """Return a function of the graph's inputs by position, which may run in several threads at once.
 
     It drops each value after its last use.
@@ -214,7 +206,7 @@ class GraphFile:
         torch_version: of the torch that wrote the file.
     """
 
-    module: LoweredGraph
+    module: OperatorGraph
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[str, ...]
     compiled: bytes | None
@@ -373,7 +365,7 @@ def _decoded(value: Any, nodes: Mapping[str, fx.Node], depth: int = 0) -> Any:
     raise ValueError("an argument is neither a number, a text, a type, a node nor a list of these")
 
 
-def _read_graph(told: _Description, constants: Mapping[str, torch.Tensor]) -> LoweredGraph:
+def _read_graph(told: _Description, constants: Mapping[str, torch.Tensor]) -> OperatorGraph:
     """Return the graph with names of ours."""
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
@@ -402,7 +394,7 @@ def _read_graph(told: _Description, constants: Mapping[str, torch.Tensor]) -> Lo
     if not told.nodes or inputs != len(told.inputs):
         raise ValueError(f"engine.nodes: expected {len(told.inputs)} inputs, got {inputs}")
     graph.lint()
-    return LoweredGraph(graph, {buffers[name]: tensor for name, tensor in constants.items()})
+    return OperatorGraph(graph, {buffers[name]: tensor for name, tensor in constants.items()})
 
 
 def _keywords(held: Mapping[str, Any], nodes: Mapping[str, fx.Node], where: str) -> dict[str, Any]:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import fx
 
-from quantizer.engines.dimensions import shape_words
-from quantizer.engines.inspection.from_layers import WARMUP, inspection_from_layers, run_note
-from quantizer.engines.inspection.inspection import Inspection, Layer, attention_work, convolution_work, matmul_work
-from quantizer.engines.torch_engine.compiled import CompiledGraph, kernel_calls, prepare_eager
-from quantizer.engines.torch_engine.graph_file import GraphFile, LoweredGraph
-from quantizer.engines.torch_engine.lowering.matching import (
+from quantizer.common.inspection import Inspection, Layer, attention_work, convolution_work, matmul_work
+from quantizer.engines.input_sizes import InputSizes
+from quantizer.engines.inspection import WARMUP, inspection_from_layers, run_note
+from quantizer.engines.measure import working_inputs
+from quantizer.engines.torch_engine.compiled import CompiledGraph, computing_threads, kernel_calls, prepare_eager
+from quantizer.engines.torch_engine.engine import loaded
+from quantizer.engines.torch_engine.graph_file import GraphFile
+from quantizer.engines.torch_engine.lowering import (
     CONVOLUTION,
     CONVOLUTION_PREPACK,
     LINEAR,
@@ -28,6 +30,7 @@ from quantizer.engines.torch_engine.lowering.matching import (
     is_call,
     node_values,
 )
+from quantizer.qdq.onnx_import.graph_builder import OperatorGraph
 
 _INTEGER = (LINEAR, LINEAR_ADD, CONVOLUTION)
 _PACKS = (LINEAR_PREPACK, CONVOLUTION_PREPACK)
@@ -62,35 +65,27 @@ _PRECISIONS = {
 }
 
 
-def inspect_graph(
-    name: str,
-    file: GraphFile,
-    compiled: CompiledGraph | None,
-    inputs: Sequence[torch.Tensor],
-    batch: int,
-    sequence: int,
-    sizes: Mapping[str, int],
-    threads: int,
-    runs: int,
-) -> Inspection:
-    """Return the layers of an engine."""
-    values = node_values(file.module, file.inputs, batch, sequence, sizes)
-    shape = shape_words([spec.shape for spec in file.inputs], batch, sequence, sizes)
-    asked = [node for node in file.module.graph.nodes if is_call(node, *_INTEGER)]
-    if compiled is None:
-        layers = _layers(file.module, values, _times(file.module, inputs, runs))
-        return inspection_from_layers(name, layers, verified=True, note=run_note(shape, threads, runs))
-    compiled(*inputs)
-    assert file.compiled is not None
+def inspect_graph(name: str, file: GraphFile, sizes: InputSizes, threads: int, runs: int) -> Inspection:
+    """Run a graph with made-up inputs and return its layers."""
+    inputs = working_inputs(loaded(file, threads), sizes)
+    tensors = [torch.from_numpy(inputs[spec.name]) for spec in file.inputs]
+    values = node_values(file.module, file.inputs, sizes)
+    shape = sizes.words([spec.shape for spec in file.inputs])
+    with torch.inference_mode(), computing_threads(threads):
+        if file.compiled is None:
+            layers = _layers(file.module, values, _times(file.module, tensors, runs))
+            return inspection_from_layers(name, layers, verified=True, note=run_note(shape, threads, runs))
+        CompiledGraph(file.compiled)(*tensors)
+    asked = sum(is_call(node, *_INTEGER) for node in file.module.graph.nodes)
     called = kernel_calls(file.compiled, "qlinear_pointwise", "qconv_pointwise", "qconv2d_pointwise")
     note = (
-        f"compiled, and run at {shape}: its library calls {called} of {len(asked)} integer kernels; what "
+        f"compiled, and run at {shape}: its library calls {called} of {asked} integer kernels; what "
         "lies between them is fused into kernels of its own, so that no layer has a time"
     )
-    return inspection_from_layers(name, _layers(file.module, values, {}), verified=called == len(asked), note=note)
+    return inspection_from_layers(name, _layers(file.module, values, {}), verified=called == asked, note=note)
 
 
-def _layers(module: LoweredGraph, values: dict[fx.Node, torch.Tensor], times: dict[str, float]) -> list[Layer]:
+def _layers(module: OperatorGraph, values: dict[fx.Node, torch.Tensor], times: dict[str, float]) -> list[Layer]:
     nodes = [node for node in module.graph.nodes if _is_layer(node, values)]
     names = _names(nodes)
     return [
@@ -164,7 +159,7 @@ class _Timer(fx.Interpreter):
         seconds: of every run, by the node's name.
     """
 
-    def __init__(self, module: LoweredGraph) -> None:
+    def __init__(self, module: OperatorGraph) -> None:
         super().__init__(module)
         self.seconds: dict[str, list[float]] = {}
 
@@ -175,7 +170,7 @@ class _Timer(fx.Interpreter):
         return made
 
 
-def _times(module: LoweredGraph, inputs: Sequence[torch.Tensor], runs: int) -> dict[str, float]:
+def _times(module: OperatorGraph, inputs: Sequence[torch.Tensor], runs: int) -> dict[str, float]:
     """Return the median time of each node in microseconds."""
     timer = _Timer(prepare_eager(deepcopy(module)))
     for _ in range(WARMUP + runs):

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from quantizer.common.progress import counted
-from quantizer.engines import Engine, Inspection, inspect_engine
+from quantizer.engines import Engine, InputSizes, Inspection, inspect_engine
 from quantizer.engines.candidates import Variant
 from quantizer.errors import EngineError
 from quantizer.quantizer import Quantizer
@@ -220,7 +220,7 @@ class Chooser:
         made, facts = self._made[candidate.name], self._maker.facts
         batch, sequence = facts.shapes[facts.usual]
         return inspect_engine(
-            candidate.backend, made.built.path, threads=self._asked.threads, batch=batch, sequence=sequence or batch
+            candidate.backend, made.built.path, threads=self._asked.threads, sizes=InputSizes(batch, sequence or batch)
         )
 
 

@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 from quantizer.common.records import EngineCheck
-from quantizer.engines import BuildOptions, BuildResult, Engine, interleaved_latency, load_engine, medians, runs_here
+from quantizer.engines import (
+    BuildOptions,
+    BuildResult,
+    Engine,
+    InputSizes,
+    interleaved_latency,
+    load_engine,
+    medians,
+    runs_here,
+)
 from quantizer.engines.candidates import Variant
 from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
@@ -209,8 +218,7 @@ class EngineMaker:
             example=self.context.task.example(),
             timing=Timing(
                 backend=made.variant.backend,
-                batch=batch,
-                sequence=sequence or batch,
+                sizes=InputSizes(batch, sequence or batch),
                 threads=self.asked.threads,
                 options=repr(made.variant),
             ),
@@ -282,9 +290,8 @@ class EngineMaker:
             if not self.asked.chooses:
                 return self.stage.build(name, onnx, engine, options)
             # Where others can take its place, a candidate may crash or hang.
-            sequence = 16 if self.facts.sequence is None else self.facts.sequence[0]
-            batch, threads = self.facts.batch[0], self.asked.threads
-            return self.kept.build(name, onnx, engine, options, threads=threads, batch=batch, sequence=sequence)
+            sizes = InputSizes(self.facts.batch[0], 16 if self.facts.sequence is None else self.facts.sequence[0])
+            return self.kept.build(name, onnx, engine, options, threads=self.asked.threads, sizes=sizes)
 
     def _loaded(self, built: BuildResult, variant: Variant) -> Engine | None:
         name = variant.backend

@@ -19,7 +19,7 @@ from quantizer.errors import ConfigError, EngineError, QuantizerError
 from quantizer.files import checked_folder, require_sole_writer, restore_folder
 from quantizer.runs.convert.data import DataSource
 from quantizer.targets import AUTO, profile, profiles
-from quantizer.targets.feasibility import Problem, engine_problems
+from quantizer.targets.base import Problem, engine_problems
 from quantizer.tasks import tasks
 
 Sizes = tuple[int, int, int]

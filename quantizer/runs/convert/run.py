@@ -14,7 +14,7 @@ from torch import nn
 
 from quantizer.common.data.batches_of import in_several
 from quantizer.common.label_texts import label_texts
-from quantizer.engines import Engine, inspect_file
+from quantizer.engines import Engine, InputSizes, inspect_file
 from quantizer.engines.candidates import Variant
 from quantizer.files import said_complete, write_folder
 from quantizer.qdq.structure import read_signature
@@ -285,8 +285,7 @@ class _Run:
                 folder / ENGINE,
                 made.variant.backend,
                 threads=self.asked.threads,
-                batch=batch,
-                sequence=sequence or batch,
+                sizes=InputSizes(batch, sequence or batch),
             )
         return conversion_record(
             maker,

@@ -8,8 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from quantizer.engines.inspection.onnx_graph import read_graph
-from quantizer.engines.optional_import import import_library
+from quantizer.common.optional_import import import_library
+from quantizer.qdq.onnx_file import read_graph
 
 _SMALL = 64
 """Whole numbers up to so many are axes and shapes, whose values count."""

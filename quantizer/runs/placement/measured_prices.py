@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.engines.backends import build_engine
+from quantizer.engines.backends import build_engine, runs_here
 from quantizer.engines.base import BuildOptions
-from quantizer.engines.inspection.inspect_engine import runs_here
+from quantizer.engines.input_sizes import InputSizes
 from quantizer.errors import EngineError
 from quantizer.export import export_onnx
 from quantizer.files import scratch
@@ -67,7 +67,7 @@ def measured_prices(
         placer = GroupPlacer(
             model=model,
             example=example,
-            timing=Timing(backend=name, batch=batch, sequence=sequence, threads=threads),
+            timing=Timing(backend=name, sizes=InputSizes(batch, sequence), threads=threads),
             cache=times,
             build=build,
             folder=folder,

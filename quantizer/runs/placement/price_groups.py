@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,14 +15,15 @@ from torch import nn
 from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import decoded, json_values
 from quantizer.engines import Engine, inspect_engine, interleaved_latency, load_engine, medians
-from quantizer.engines.dimensions import input_dimensions, shape_words
-from quantizer.engines.inspection.from_layers import place_times
-from quantizer.engines.inspection.product_names import product_names
-from quantizer.engines.measure.benchmark import working_inputs
+from quantizer.engines.input_sizes import InputSizes
+from quantizer.engines.inspection import place_times
+from quantizer.engines.measure import working_inputs
+from quantizer.engines.onnx_graph import product_names
 from quantizer.errors import EngineError
 from quantizer.files import whole_file
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import sites_of
+from quantizer.qdq.onnx_file import input_dimensions
 from quantizer.report import collect_machine, collect_versions
 from quantizer.runs.placement.graph_structure import structure_digest
 from quantizer.sensitivity.prices import Prices, prices_from_places
@@ -52,24 +53,20 @@ class Timing:
 
     Attributes:
         backend: their backend.
-        batch: the rows of the inputs.
-        sequence: the tokens of the inputs.
         threads: the threads.
         options: the options of their build, in words.
-        sizes: sizes of dimensions by name, where they are known; they come before the two.
+        sizes: of the inputs.
     """
 
     backend: str
-    batch: int
-    sequence: int
+    sizes: InputSizes
     threads: int
     options: str = ""
-    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def said(self, onnx: Path) -> str:
         """Return the conditions of engines that were built of such a file, in words."""
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
-        shape = shape_words(input_dimensions(onnx).values(), self.batch, self.sequence, self.sizes)
+        shape = self.sizes.words(input_dimensions(onnx).values())
         return f"{self.backend}, {shape}, {threads}"
 
     def load(self, path: Path) -> Engine:
@@ -99,8 +96,6 @@ class Timing:
                     self.backend,
                     files.engine,
                     threads=self.threads,
-                    batch=self.batch,
-                    sequence=self.sequence,
                     sizes=self.sizes,
                     runs=runs,
                 )
@@ -111,10 +106,7 @@ class Timing:
     def latencies(self, paths: Mapping[str, Path]) -> dict[str, float]:
         """Return the median latency of each engine in microseconds, all in turns, on made-up inputs."""
         engines = {name: self.load(path) for name, path in paths.items()}
-        calls = {
-            name: partial(engine, working_inputs(engine, self.batch, self.sequence, self.sizes))
-            for name, engine in engines.items()
-        }
+        calls = {name: partial(engine, working_inputs(engine, self.sizes)) for name, engine in engines.items()}
         taken = medians(interleaved_latency(calls, rounds=_ROUNDS, seconds=_SECONDS))
         return {name: 1e6 * seconds for name, seconds in taken.items()}
 

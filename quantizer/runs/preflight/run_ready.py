@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
+from quantizer.common.cpu import saturates
 from quantizer.config import DatasetConfig, ModelConfig, RunConfig
 from quantizer.config.quantizer_section import Section
 from quantizer.config.schema import check_run
 from quantizer.engines import backend, runs_here
-from quantizer.engines.candidates import cpu_candidates, saturates
+from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import ConfigError, TaskError
 from quantizer.files import begun_in, checked_folder, is_begun, require_sole_writer, require_writable, restore_folder
 from quantizer.runs.convert.parts.configured import require_possible_run

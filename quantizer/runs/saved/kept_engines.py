@@ -11,18 +11,17 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+from quantizer.common.cpu import cpu_flags
+from quantizer.common.native_code import is_untrusted
 from quantizer.common.paths import regular_file
 from quantizer.common.plain_values import json_values
-from quantizer.engines import BuildOptions, BuildResult
-from quantizer.engines.base import is_untrusted
-from quantizer.engines.cpu import cpu_flags
-from quantizer.engines.measure.trial import tried_build
+from quantizer.engines import BuildOptions, BuildResult, InputSizes
+from quantizer.engines.measure import tried_build
 from quantizer.errors import QuantizerError
 from quantizer.report import collect_versions
 
@@ -46,21 +45,18 @@ class KeptEngines:
         options: BuildOptions,
         *,
         threads: int,
-        batch: int,
-        sequence: int,
-        sizes: Mapping[str, int] = MappingProxyType({}),
+        sizes: InputSizes,
     ) -> BuildResult:
         """Return an engine, copied from the kept one of an equal build if there is one; see ``tried_build``."""
-        size = {"threads": threads, "batch": batch, "sequence": sequence}
         if self._folder is None:
-            return tried_build(backend, onnx, engine, options, sizes=sizes, **size)
-        key = self._keys[engine] = self._key(onnx, f"{backend} {options} {size} {dict(sizes)}")
+            return tried_build(backend, onnx, engine, options, threads=threads, sizes=sizes)
+        key = self._keys[engine] = self._key(onnx, f"{backend} {options} {threads} {sizes}")
         told, kept = self._read(key), self._folder / f"{key}.engine"
         # Native code that an earlier process left is built again rather than trusted.
         if told is not None and _sum(kept) == told.get("sha256") and not is_untrusted(kept):
             shutil.copyfile(kept, engine)
             return BuildResult(engine, told["size_bytes"], told["seconds"], tuple(told["warnings"]))
-        built = tried_build(backend, onnx, engine, options, sizes=sizes, **size)
+        built = tried_build(backend, onnx, engine, options, threads=threads, sizes=sizes)
         # Whatever keeps it from being kept, such as a full disk, does not keep the command from its end.
         with suppress(OSError):
             self._folder.mkdir(exist_ok=True)

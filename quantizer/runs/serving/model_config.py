@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantizer.engines.onnxruntime.inspect import needs_basic_level
+from quantizer.engines.onnxruntime import needs_basic_level
 from quantizer.errors import EngineError
 from quantizer.qdq.structure import Signature, Value
 from quantizer.targets import profile

@@ -12,10 +12,9 @@ from rich.console import Console
 from quantizer.common.data.array_files import ARRAY_FILES, array_batches
 from quantizer.errors import CalibrationError, ConfigError
 from quantizer.files import checked_folder
-from quantizer.interop.onnx.from_onnx import from_onnx
-from quantizer.interop.onnx.graph_module import OnnxModule
 from quantizer.runs.run import RUN
 from quantizer.runs.workload.quantize_model import quantize_model
+from quantizer.tasks.from_onnx import OnnxModule, from_onnx
 
 SUFFIX = ".onnx"
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from quantizer.common.data.batches_of import warn_user
 from quantizer.common.data.sizes import BATCH, DataSizes
 from quantizer.common.structure import leaves
-from quantizer.engines.dimensions import input_dimensions
 from quantizer.proxy.restored_state import untouched
+from quantizer.qdq.onnx_file import input_dimensions
 from quantizer.runs.measure import FLOAT_STEM
 from quantizer.runs.ranks.process_group import from_first_rank
 from quantizer.runs.run_context import RunContext

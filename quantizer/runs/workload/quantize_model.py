@@ -133,7 +133,7 @@ def _float_model(model: Any) -> nn.Module:
     """Return a float module: the one that was given, or that of an ONNX file."""
     if isinstance(model, str | os.PathLike) and os.fspath(model).endswith(".onnx"):
         # Imported here: a module needs none of it.
-        from quantizer.interop.onnx.from_onnx import from_onnx
+        from quantizer.tasks.from_onnx import from_onnx
 
         return from_onnx(model)
     if not isinstance(model, nn.Module) or is_proxy(model):

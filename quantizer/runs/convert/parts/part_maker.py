@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from quantizer.common.decoder_cache import PAST
-from quantizer.engines import BuildOptions, BuildResult, Engine, load_engine, runs_here
+from quantizer.engines import BuildOptions, BuildResult, Engine, InputSizes, load_engine, runs_here
 from quantizer.engines.candidates import Variant
-from quantizer.engines.measure.trial import tried_build
+from quantizer.engines.measure import tried_build
 from quantizer.errors import EngineError
 from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
@@ -213,9 +213,8 @@ class PartMaker:
             if not self.asked.variants:
                 return self.context.timer.build(variant.backend, onnx, engine, options)
             # Where others can take its place, a candidate may crash or hang.
-            sequence, batch = 16 if self.facts.sequence is None else self.facts.sequence[0], self.facts.batch[0]
-            threads = self.asked.threads
-            return tried_build(variant.backend, onnx, engine, options, threads=threads, batch=batch, sequence=sequence)
+            sizes = InputSizes(self.facts.batch[0], 16 if self.facts.sequence is None else self.facts.sequence[0])
+            return tried_build(variant.backend, onnx, engine, options, threads=self.asked.threads, sizes=sizes)
 
     @cached_property
     def dimensions(self) -> dict[str, dict[str, tuple[int, int, int]]]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from quantizer.engines import observe_engine
+from quantizer.engines import InputSizes, observe_engine
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, collect_machine, collect_versions
 from quantizer.report.record import EngineChoice, Latency, OutputDistance, latency_entries, size_entries
@@ -56,8 +56,7 @@ def parts_record(
             folder / step.path,
             folder / MODEL / f"{WITH_PAST}.onnx",
             threads=asked.threads,
-            batch=batch,
-            sequence=sequence or batch,
+            sizes=InputSizes(batch, sequence or batch),
             required=False,
         ),
         diff=quantizer.diff(context.model),

@@ -1,1 +1,0 @@
-"""Contents of an engine: its layers, their formats and their multiply-adds."""

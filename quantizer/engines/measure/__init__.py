@@ -1,1 +1,0 @@
-"""Latency and peak memory of engines."""

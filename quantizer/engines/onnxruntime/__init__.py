@@ -1,1 +1,0 @@
-"""Engines of ONNX Runtime, for CPUs."""

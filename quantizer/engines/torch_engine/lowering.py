@@ -1,0 +1,565 @@
+"""Lowering of a Q/DQ graph of torch's operators to oneDNN's integer kernels.
+
+``lower`` runs all passes in their order. Integer kernels first take the place of products between Q and DQ; what
+follows a product is then moved into its kernel: the residual add, the activation and the quantizer.
+
+Legend: a [.., K] codes of the activation with scale s and zero point z; w [K, N] codes of the weight with one scale t_n
+a column; b [N] the bias.
+
+    DQ(a) @ DQ(w) + b = s (a - z) @ w t + b
+
+The kernel accumulates in 32 bits and subtracts z by the sums of the columns of w. It applies what was fused to its
+accumulators, in the order add, activation, quantizer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeGuard
+
+import torch
+import torch.ao.quantization.fx._decomposed as _decomposed  # registers the operators
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from quantizer.engines.input_sizes import InputSizes
+from quantizer.engines.measure import made_up_inputs
+from quantizer.errors import EngineError
+from quantizer.qdq.onnx_file import TensorSpec
+from quantizer.qdq.onnx_import.graph_builder import OperatorGraph
+from quantizer.qdq.onnx_import.importer import Imported
+
+del _decomposed
+
+
+aten = torch.ops.aten
+decomposed = torch.ops.quantized_decomposed
+quantize = decomposed.quantize_per_tensor.default
+dequantize = decomposed.dequantize_per_tensor.default
+dequantize_vector = decomposed.dequantize_per_channel.default
+LINEAR = torch.ops.onednn.qlinear_pointwise.default
+LINEAR_ADD = torch.ops.onednn.qlinear_pointwise.binary
+LINEAR_PREPACK = torch.ops.onednn.qlinear_prepack.default
+CONVOLUTION = torch.ops.onednn.qconv_pointwise.default
+CONVOLUTION_PREPACK = torch.ops.onednn.qconv_prepack.default
+
+
+def is_call(value: Any, *targets: Any) -> TypeGuard[fx.Node]:
+    """Return whether a value is a call of one of the operators."""
+    return isinstance(value, fx.Node) and value.op == "call_function" and value.target in targets
+
+
+def only_reader(node: fx.Node) -> fx.Node | None:
+    """Return the one node that reads a value, once; None if it has more readers or none."""
+    readers = list(node.users)
+    if len(readers) != 1:
+        return None
+    reads: list[fx.Node] = []
+    fx.node.map_arg((readers[0].args, readers[0].kwargs), reads.append)
+    return readers[0] if sum(read is node for read in reads) == 1 else None
+
+
+def constant(module: OperatorGraph, value: Any) -> torch.Tensor | None:
+    """Return the tensor of a constant; None for anything that is computed."""
+    if not isinstance(value, fx.Node) or value.op != "get_attr":
+        return None
+    found: torch.Tensor = module.get_buffer(str(value.target))
+    return found
+
+
+def number(module: OperatorGraph, value: Any) -> float | None:
+    """Return the number of a constant of one element, or of a plain number; None for anything else."""
+    if isinstance(value, int | float):
+        return float(value)
+    held = constant(module, value)
+    return float(held) if held is not None and held.numel() == 1 else None
+
+
+def new_constant(module: OperatorGraph, name: str, tensor: torch.Tensor) -> fx.Node:
+    """Add a constant at the insertion point and return the node that reads it; one that is held already is shared."""
+    known = {id(held): plain for plain, held in module.named_buffers()}
+    plain = known.get(id(tensor), f"c{len(known)}_{name}")
+    module.register_buffer(plain, tensor)
+    return module.graph.get_attr(plain)
+
+
+def quantized_weight(
+    module: OperatorGraph, value: Any, axis: int, rank: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return INT8 codes of ``rank`` axes and one scale for each index along ``axis``; None for anything else.
+
+    One scale for the whole tensor is repeated. The integer kernels take no zero points of weights.
+    """
+    if not is_call(value, dequantize, dequantize_vector):
+        return None
+    codes = constant(module, value.args[0])
+    if codes is None or codes.dim() != rank or codes.dtype != torch.int8:
+        return None
+    if value.target is dequantize:
+        return (codes, torch.full((codes.shape[axis],), _float(value.args[1]))) if value.args[2] == 0 else None
+    scales, points = constant(module, value.args[1]), constant(module, value.args[2])
+    if scales is None or points is None or bool(points.any()) or value.args[3] not in (axis, axis - rank):
+        return None
+    return codes, scales.float()
+
+
+def _float(value: Any) -> float:
+    return float(value)
+
+
+def replace(old: fx.Node, new: fx.Node) -> None:
+    """Let the readers of a node read another one, which takes over its origin."""
+    new.meta.setdefault("onnx", old.meta.get("onnx", ""))
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+_SIZES = ((8, 128), (8, 64), (4, 32), (2, 16), (2, 8), (2, 4), (2, 2))
+"""Batch and sequence, the largest first: a table of positions may be shorter. None is 1, which would broadcast."""
+
+
+def runnable_sizes(
+    module: OperatorGraph, specs: Sequence[TensorSpec], usual: Mapping[str, int] = MappingProxyType({})
+) -> InputSizes:
+    """Return sizes with which the graph runs."""
+    named = [InputSizes(*_SIZES[0], {name: max(size, 2) for name, size in usual.items()})] if usual else []
+    for sizes in (*named, *(InputSizes(*pair) for pair in _SIZES)):
+        try:
+            node_shapes(module, specs, sizes)
+        except EngineError as error:
+            refused = error
+        else:
+            return sizes
+    raise refused
+
+
+def node_shapes(
+    module: OperatorGraph,
+    specs: Sequence[TensorSpec],
+    sizes: InputSizes,
+) -> dict[fx.Node, tuple[int, ...]]:
+    """Return the shape of every tensor; arguments and errors as ``node_values``."""
+    return {node: tuple(held.shape) for node, held in node_values(module, specs, sizes).items()}
+
+
+def node_values(
+    module: OperatorGraph,
+    specs: Sequence[TensorSpec],
+    sizes: InputSizes,
+) -> dict[fx.Node, torch.Tensor]:
+    """Return for each node that makes a tensor one of its shape and type, without data."""
+    arrays = made_up_inputs(specs, sizes)
+    with FakeTensorMode(), prepacking_without_data():
+        inputs = [torch.empty(arrays[spec.name].shape, dtype=_dtype(arrays[spec.name])) for spec in specs]
+        recorder = _Recorder(module)
+        try:
+            recorder.run(*inputs)
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            first = str(error).partition("\n")[0]
+            raise EngineError(f"the graph does not run at {sizes.batch} x {sizes.sequence}: {first}") from error
+    return recorder.values
+
+
+def _dtype(array: Any) -> torch.dtype:
+    found: torch.dtype = torch.from_numpy(array).dtype
+    return found
+
+
+class _Recorder(fx.Interpreter):
+    """Interpreter that keeps every tensor."""
+
+    def __init__(self, module: OperatorGraph) -> None:
+        super().__init__(module)
+        self.values: dict[fx.Node, torch.Tensor] = {}
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        held = super().get_attr(target, args, kwargs)
+        return torch.empty(held.shape, dtype=held.dtype)
+
+    def run_node(self, n: fx.Node) -> Any:
+        made = super().run_node(n)
+        if isinstance(made, torch.Tensor):
+            self.values[n] = made
+        return made
+
+
+@contextmanager
+def prepacking_without_data() -> Iterator[None]:
+    """Let oneDNN's prepacking run on tensors without data inside the block; torch has no rule for it."""
+    make: Any = torch.library.Library
+    library = make("onednn", "FRAGMENT")
+    rules: dict[Any, Any] = {LINEAR_PREPACK: _packed_linear, CONVOLUTION_PREPACK: _packed_convolution}
+    for target, rule in rules.items():
+        torch.library.register_fake(target.name(), rule, lib=library, allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _packed_linear(weight: torch.Tensor, x_shape: Any = None) -> torch.Tensor:
+    return weight.new_empty((weight.shape[1], weight.shape[0]))
+
+
+def _packed_convolution(weight: torch.Tensor, *_window: Any, x_shape: Any = None) -> torch.Tensor:
+    return weight.new_empty(weight.shape)
+
+
+def lower_linears(module: OperatorGraph) -> int:
+    """Replace every linear with two dequantized operands; return how many there were."""
+    found = 0
+    packed: dict[fx.Node, fx.Node] = {}
+    for node in list(module.graph.nodes):
+        if is_call(node, aten.matmul.default) and is_call(node.args[0], dequantize):
+            weight = quantized_weight(module, node.args[1], axis=1, rank=2)
+            if weight is not None:
+                _lower_linear(module, node, *weight, packed)
+                found += 1
+    return found
+
+
+def _lower_linear(
+    module: OperatorGraph,
+    product: fx.Node,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    packed: dict[fx.Node, fx.Node],
+) -> None:
+    """Lower one product."""
+    reader, bias = only_reader(product), None
+    last = product
+    if is_call(reader, aten.add.Tensor):
+        other = reader.args[1] if reader.args[0] is product else reader.args[0]
+        bias = constant(module, other)
+        if bias is not None and bias.shape == scales.shape:
+            last = reader
+        else:
+            bias = None
+    activation, weight = product.args[:2]
+    assert isinstance(activation, fx.Node)
+    assert isinstance(weight, fx.Node)
+    with module.graph.inserting_before(last):
+        if weight not in packed:
+            # The kernel's own layout is made of [N, K].
+            stored = new_constant(module, "weight", codes.t().contiguous())
+            packed[weight] = module.graph.call_function(LINEAR_PREPACK, (stored, None))
+        arguments: tuple[Any, ...] = (
+            activation.args[0],
+            activation.args[1],
+            activation.args[2],
+            packed[weight],
+            new_constant(module, "scales", scales),
+            new_constant(module, "zero_points", torch.zeros(len(scales), dtype=torch.int64)),
+            None if bias is None else new_constant(module, "bias", bias.float()),
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "",
+        )
+        made = module.graph.call_function(LINEAR, arguments)
+        made.meta["onnx"] = product.meta.get("onnx", "")
+    replace(last, made)
+
+
+def lower_convolutions(module: OperatorGraph) -> int:
+    """Replace every convolution with two dequantized operands; return how many there were."""
+    _pad_codes(module)
+    found = 0
+    for node in list(module.graph.nodes):
+        if is_call(node, aten.convolution.default) and is_call(node.args[0], dequantize) and not node.args[6]:
+            stride: Any = node.args[3]
+            weight = quantized_weight(module, node.args[1], axis=0, rank=2 + len(stride))
+            if weight is not None and len(stride) < 3:
+                _lower_convolution(module, node, *weight)
+                found += 1
+    return found
+
+
+def _pad_codes(module: OperatorGraph) -> None:
+    """Pad codes with the zero point in place of their values with 0, where a convolution reads the padded values.
+
+    The kernels pad both ends alike, so a convolution that is padded unevenly has its padding before it.
+    """
+    for node in list(module.graph.nodes):
+        if not is_call(node, aten.constant_pad_nd.default) or not is_call(node.args[0], dequantize):
+            continue
+        if not any(is_call(reader, aten.convolution.default) for reader in node.users) or node.args[2] != 0:
+            continue
+        codes, scale, zero, *rest = node.args[0].args
+        with module.graph.inserting_before(node):
+            padded = module.graph.call_function(aten.constant_pad_nd.default, (codes, node.args[1], zero))
+            made = module.graph.call_function(dequantize, (padded, scale, zero, *rest))
+        padded.meta["onnx"] = node.meta.get("onnx", "")
+        replace(node, made)
+
+
+def _lower_convolution(module: OperatorGraph, node: fx.Node, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    activation, bias = node.args[0], constant(module, node.args[2])
+    assert isinstance(activation, fx.Node)
+    source, scale, zero = activation.args[:3]
+    window = (*node.args[3:6], node.args[8])
+    with module.graph.inserting_before(node):
+        stored = new_constant(module, "weight", codes)
+        steps = new_constant(module, "scales", scales)
+        packed = module.graph.call_function(CONVOLUTION_PREPACK, (stored, steps, scale, zero, *window, None))
+        points = new_constant(module, "zero_points", torch.zeros(len(scales), dtype=torch.int64))
+        added = None if bias is None else new_constant(module, "bias", bias.float())
+        made = module.graph.call_function(
+            CONVOLUTION,
+            (source, scale, zero, packed, steps, points, added, *window, 1.0, 0, torch.float32, "none", [], ""),
+        )
+    replace(node, made)
+
+
+def merge_linears(module: OperatorGraph) -> int:
+    """Merge the linears that read the same codes and write floats with nothing fused; return how many were merged."""
+    groups: dict[tuple[object, ...], list[fx.Node]] = defaultdict(list)
+    for node in module.graph.nodes:
+        if is_call(node, LINEAR) and node.args[9] is torch.float32 and node.args[10] == "none":
+            groups[*node.args[:3], node.args[6] is None].append(node)
+    return sum(_merge(module, members) for members in groups.values() if len(members) > 1)
+
+
+def _merge(module: OperatorGraph, members: list[fx.Node]) -> int:
+    first = members[0]
+    parts = [_constants(module, node) for node in members]
+    weights, scales, biases = zip(*parts, strict=True)
+    widths = [len(scale) for scale in scales]
+    with module.graph.inserting_before(first):
+        stored = new_constant(module, "weight", torch.cat(weights))
+        packed = module.graph.call_function(LINEAR_PREPACK, (stored, None))
+        bias = None if biases[0] is None else new_constant(module, "bias", torch.cat(biases))
+        zeros = torch.zeros(sum(widths), dtype=torch.int64)
+        made = module.graph.call_function(
+            LINEAR,
+            (
+                *first.args[:3],
+                packed,
+                new_constant(module, "scales", torch.cat(scales)),
+                new_constant(module, "zero_points", zeros),
+                bias,
+                *first.args[7:],
+            ),
+        )
+        made.meta["onnx"] = ", ".join(node.meta.get("onnx", "") for node in members)
+        start = 0
+        for node, width in zip(members, widths, strict=True):
+            part = module.graph.call_function(aten.slice.Tensor, (made, -1, start, start + width))
+            part.meta["onnx"] = node.meta.get("onnx", "")
+            node.replace_all_uses_with(part)
+            start += width
+    for node in members:
+        module.graph.erase_node(node)
+    return len(members)
+
+
+def _constants(module: OperatorGraph, node: fx.Node) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    packed = node.args[3]
+    assert isinstance(packed, fx.Node)
+    weight, scale = constant(module, packed.args[0]), constant(module, node.args[4])
+    assert weight is not None
+    assert scale is not None
+    return weight, scale, None if node.args[6] is None else constant(module, node.args[6])
+
+
+_OUTPUT: dict[Any, int] = {LINEAR: 7, CONVOLUTION: 11, LINEAR_ADD: 8}
+"""Place of the output's scale among the arguments; zero point and type follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Activation:
+    """An activation as the kernels name it."""
+
+    name: str
+    scalars: tuple[float, ...] = ()
+    algorithm: str = ""
+
+
+def fuse_activations(module: OperatorGraph) -> int:
+    """Fuse the activation that alone reads an integer product; return how many were."""
+    found = 0
+    for node in list(module.graph.nodes):
+        reader = only_reader(node) if is_call(node, LINEAR, CONVOLUTION) and _is_plain(node) else None
+        activation = None if reader is None else _activation(node, reader)
+        if reader is not None and activation is not None:
+            start = _OUTPUT[node.target] + 3
+            node.args = (*node.args[:start], activation.name, list(activation.scalars), activation.algorithm)
+            reader.replace_all_uses_with(node)
+            module.graph.erase_node(reader)
+            found += 1
+    return found
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Return whether a product writes floats, with nothing fused."""
+    start = _OUTPUT[node.target]
+    return node.args[start + 2] is torch.float32 and node.args[start + 3] == "none"
+
+
+def _activation(node: fx.Node, reader: fx.Node) -> _Activation | None:
+    if is_call(reader, aten.relu.default):
+        return _Activation("relu")
+    if node.target is LINEAR:
+        if is_call(reader, aten.gelu.default):
+            return _Activation("gelu", algorithm=str(reader.kwargs.get("approximate", "none")))
+        return None
+    if is_call(reader, aten.clamp.default) and len(reader.args) == 3 and None not in reader.args:
+        bounds: tuple[Any, ...] = reader.args[1:]
+        return _Activation("hardtanh", tuple(map(float, bounds)))
+    return _Activation("hardswish") if is_call(reader, aten.hardswish.default) else None
+
+
+def fuse_residual_adds(module: OperatorGraph, shapes: Mapping[fx.Node, tuple[int, ...]]) -> int:
+    """Fuse the add of floats that alone reads a linear; return how many were.
+
+    Args:
+        shapes: the shape of each node's result in a run; only equal shapes are added, without broadcasting.
+    """
+    found = 0
+    for node in list(module.graph.nodes):
+        reader = only_reader(node) if is_call(node, LINEAR) and _is_plain(node) else None
+        if not is_call(reader, aten.add.Tensor) or len(reader.args) != 2:
+            continue
+        other = reader.args[1] if reader.args[0] is node else reader.args[0]
+        if not isinstance(other, fx.Node) or other not in shapes or shapes[other] != shapes[reader]:
+            continue
+        with module.graph.inserting_before(reader):
+            # The kernel reads a transposed tensor as if it were none; a copy of one that is contiguous costs nothing.
+            plain = module.graph.call_function(aten.contiguous.default, (other,))
+            arguments = (*node.args[:6], plain, *node.args[6:10], 1.0, 0, "add", 1.0, "none", [], "")
+            made = module.graph.call_function(LINEAR_ADD, arguments)
+            made.meta["onnx"] = node.meta.get("onnx", "")
+        replace(reader, made)
+        module.graph.erase_node(node)
+        found += 1
+    return found
+
+
+def fuse_quantizers(module: OperatorGraph) -> int:
+    """Let an integer product write the codes that its only reader would make of its floats; return how many do."""
+    found = 0
+    for node in list(module.graph.nodes):
+        if not is_call(node, LINEAR, CONVOLUTION):
+            continue
+        start, reader = _OUTPUT[node.target], only_reader(node)
+        if node.args[start + 2] is torch.float32 and is_call(reader, quantize):
+            written = (*reader.args[1:3], reader.args[5])
+            node.args = (*node.args[:start], *written, *node.args[start + 3 :])
+            reader.replace_all_uses_with(node)
+            module.graph.erase_node(reader)
+            found += 1
+    return found
+
+
+_SWAPPED = [[0, 1, 3, 2], [0, 2, 3, 1]]
+"""Orders of axes that make k^T [batch, heads, d, L]: of k, and of what k is made of."""
+
+
+def fuse_attention(module: OperatorGraph) -> int:
+    """Fuse every attention of the graph; return how many there were."""
+    found = 0
+    for node in list(module.graph.nodes):
+        product = only_reader(node) if is_call(node, aten.softmax.int) else None
+        if is_call(product, aten.matmul.default) and product.all_input_nodes[0] is node:
+            found += _fuse(module, product, node)
+    return found
+
+
+def _fuse(module: OperatorGraph, product: fx.Node, softmax: fx.Node) -> bool:
+    if softmax.args[1] not in (-1, 3) or is_call(product.args[1], dequantize):
+        return False
+    scores, mask = softmax.args[0], None
+    if is_call(scores, aten.add.Tensor):
+        scores, mask = scores.args[:2]
+        if not _is_scores(module, scores):
+            scores, mask = mask, scores
+    found = _scores(module, scores)
+    if found is None:
+        return False
+    query, keys, scale = found
+    key = _untransposed(module, keys)
+    with module.graph.inserting_before(product):
+        if key is None:
+            key = module.graph.call_function(aten.transpose.int, (keys, -2, -1))
+        fused = module.graph.call_function(
+            aten.scaled_dot_product_attention.default,
+            (query, key, product.args[1]),
+            {"attn_mask": mask, "scale": scale},
+        )
+    replace(product, fused)
+    return True
+
+
+def _is_scores(module: OperatorGraph, value: Any) -> bool:
+    return _scores(module, value) is not None
+
+
+def _scores(module: OperatorGraph, value: Any) -> tuple[Any, Any, float] | None:
+    """Return q, k^T and the scale of attention scores; None for anything else."""
+    scale = 1.0
+    if is_call(value, aten.mul.Tensor, aten.div.Tensor) and only_reader(value) is not None:
+        factor = number(module, value.args[1])
+        if factor is None:
+            return None
+        scale = factor if value.target is aten.mul.Tensor else 1 / factor
+        value = value.args[0]
+    if not is_call(value, aten.matmul.default) or only_reader(value) is None:
+        return None
+    query, keys = value.args
+    if any(is_call(operand, dequantize) for operand in (query, keys)):
+        return None
+    return query, keys, scale
+
+
+def _untransposed(module: OperatorGraph, keys: Any) -> fx.Node | None:
+    """Return k [batch, heads, L, d] where k^T is a permutation of what is known; None otherwise."""
+    if not is_call(keys, aten.permute.default) or keys.args[1] not in _SWAPPED:
+        return None
+    source = keys.args[0]
+    if keys.args[1] == _SWAPPED[0]:
+        return source if isinstance(source, fx.Node) else None
+    with module.graph.inserting_before(keys):
+        return module.graph.call_function(aten.permute.default, (source, [0, 2, 1, 3]))
+
+
+def lower(imported: Imported, usual: Mapping[str, int] = MappingProxyType({})) -> InputSizes:
+    """Lower a graph in place; return sizes with which it runs: the usual ones if they are known, by name."""
+    module = imported.module
+    sizes = runnable_sizes(module, imported.inputs, usual)
+    fuse_attention(module)
+    lower_linears(module)
+    lower_convolutions(module)
+    _unpack_constants(module)
+    merge_linears(module)
+    fuse_residual_adds(module, node_shapes(module, imported.inputs, sizes))
+    fuse_activations(module)
+    fuse_quantizers(module)
+    module.graph.eliminate_dead_code()
+    _drop_unread_constants(module)
+    return sizes
+
+
+def _unpack_constants(module: OperatorGraph) -> None:
+    """Replace dequantized constants that no integer kernel reads, such as tables of embeddings, by floats."""
+    module.graph.eliminate_dead_code()
+    for node in list(module.graph.nodes):
+        operands = [constant(module, value) for value in node.all_input_nodes]
+        if is_call(node, dequantize, dequantize_vector) and all(operand is not None for operand in operands):
+            places = dict(zip(node.all_input_nodes, operands, strict=True))
+            values = [places[value] if isinstance(value, fx.Node) else value for value in node.args]
+            unpack: Any = node.target
+            with module.graph.inserting_before(node), torch.no_grad():
+                made = new_constant(module, "floats", unpack(*values))
+            replace(node, made)
+
+
+def _drop_unread_constants(module: OperatorGraph) -> None:
+    read = {node.target for node in module.graph.nodes if node.op == "get_attr"}
+    for name in [name for name, _ in module.named_buffers() if name not in read]:
+        delattr(module, name)

@@ -1,0 +1,538 @@
+"""``from_onnx``: a float ONNX file as a torch module, which is then quantized as any other.
+
+The file becomes a graph of aten operators. A product that it computes with a weight of its own becomes a module of
+torch with that weight, as in a model that was written in torch, so that it is found, gets a scale for each output
+channel, and has its bias with it. The graph is an ordinary module: a class of its own whose ``forward`` is Python text.
+The text is in ``linecache``, so ``inspect.getsource(type(model).forward)`` shows what the model computes, node by node,
+and a traceback shows the line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import keyword
+import linecache
+import operator
+import os
+import re
+import textwrap
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from quantizer.common.optional_import import import_library
+from quantizer.errors import EngineError, TaskError
+from quantizer.qdq.onnx_file import read_graph, unreadable_is
+from quantizer.qdq.onnx_import.graph_builder import OperatorGraph
+from quantizer.qdq.onnx_import.importer import import_graph
+from quantizer.qdq.structure import files_of
+from quantizer.tasks.onnx_operations import Add, Lstm, MatMul
+
+_QUANTIZED = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger")
+_QUANTIZED_STARTS = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulNBits")
+
+
+def read_model(path: Path) -> Any:
+    """Return the ``onnx.ModelProto`` of a float model; its external data stays in its file.
+
+    Axes of unknown length that a tool wrote as -1 are left open, as ONNX says it.
+    """
+    onnx, model = import_library("onnx", "onnx"), read_graph(path, _leave_open)
+    for node in _nodes(model.graph):
+        if node.op_type in _QUANTIZED or node.op_type.startswith(_QUANTIZED_STARTS):
+            raise TaskError(
+                f"{path} is quantized already: node {node.name or node.output[0]!r} is a {node.op_type}; give the "
+                "float file that it was made of"
+            )
+    for held in model.graph.initializer:
+        if held.data_location == onnx.TensorProto.EXTERNAL:
+            _require_data(path, held)
+    return model
+
+
+def _leave_open(model: Any) -> None:
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        for size in value.type.tensor_type.shape.dim:
+            if size.HasField("dim_value") and size.dim_value < 0:
+                size.Clear()
+
+
+def fix_inputs(model: Any, fixed: Mapping[str, Any]) -> None:
+    """Make inputs of a model constants, and give named axes of inputs their lengths."""
+    onnx = import_library("onnx", "onnx")
+    inputs = {given.name: given.type.tensor_type for given in model.graph.input}
+    axes = {size.dim_param for tensor in inputs.values() for size in tensor.shape.dim if size.dim_param}
+    unknown = sorted(set(fixed) - set(inputs) - axes)
+    if unknown:
+        raise TaskError(
+            f"fixed names {', '.join(map(repr, unknown))}; the model has the inputs {', '.join(inputs)}, and the named "
+            f"axes {', '.join(sorted(axes)) or '(none)'}"
+        )
+    for name, value in fixed.items():
+        if name in inputs:
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(inputs[name].elem_type)
+            array = np.asarray(value, dtype)
+            if array.ndim != len(inputs[name].shape.dim):
+                raise TaskError(
+                    f"fixed: {name!r} has {len(inputs[name].shape.dim)} axes in the model, and the value {array.ndim}"
+                )
+            model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+        elif not isinstance(value, int) or value < 1:
+            raise TaskError(f"fixed: {name!r} is an axis, and its length is {value!r}; expected a whole number from 1")
+    for tensor in inputs.values():
+        for size in tensor.shape.dim:
+            if size.dim_param in fixed:
+                size.dim_value = fixed[size.dim_param]
+
+
+def _nodes(graph: Any) -> Iterator[Any]:
+    """Yield the nodes of a graph and of the graphs in it."""
+    for node in graph.node:
+        yield node
+        for held in node.attribute:
+            if held.g.node:
+                yield from _nodes(held.g)
+
+
+def _require_data(path: Path, held: Any) -> None:
+    location = next(iter(files_of([held])), "")
+    if not (path.parent / location).is_file():
+        raise TaskError(
+            f"{path} keeps its weights in a file beside it, {location!r}, which is missing ({held.name!r} is there): "
+            "copy both into one folder, under the names that they had"
+        )
+
+
+aten = torch.ops.aten
+
+_CONVOLUTIONS: dict[tuple[int, bool], type[nn.Module]] = {
+    (1, False): nn.Conv1d,
+    (2, False): nn.Conv2d,
+    (3, False): nn.Conv3d,
+    (1, True): nn.ConvTranspose1d,
+    (2, True): nn.ConvTranspose2d,
+    (3, True): nn.ConvTranspose3d,
+}
+_BATCH_NORMS: dict[int, type[nn.Module]] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A module in the place of nodes of a graph.
+
+    Attributes:
+        module: the module.
+        inputs: the nodes that it reads.
+        last: the last of the nodes that it stands for: the sum with its bias, or the node itself.
+    """
+
+    module: nn.Module
+    inputs: tuple[fx.Node, ...]
+    last: fx.Node
+
+
+class Weights:
+    """The constants of a graph as parameters; what is one constant in the file is one parameter."""
+
+    def __init__(self, owner: OperatorGraph) -> None:
+        self._owner = owner
+        self._parameters: dict[tuple[str, bool], nn.Parameter] = {}
+
+    def tensor(self, node: Any) -> Tensor | None:
+        """Return the constant that a node reads; None for a node that reads none."""
+        if not isinstance(node, fx.Node) or node.op != "get_attr":
+            return None
+        found: Tensor = operator.attrgetter(str(node.target))(self._owner)
+        return found
+
+    def parameter(self, node: fx.Node, *, turned: bool = False) -> nn.Parameter:
+        """Return the constant that a node reads, with two axes exchanged if it is ``turned``."""
+        key = str(node.target), turned
+        if key not in self._parameters:
+            tensor = self.tensor(node)
+            assert tensor is not None
+            self._parameters[key] = nn.Parameter(tensor.t().contiguous() if turned else tensor)
+        return self._parameters[key]
+
+    def set(self, module: nn.Module, **nodes: Any) -> None:
+        """Set parameters and buffers of a module; a node of None stands for a parameter that the module lacks."""
+        for name, node in nodes.items():
+            if name in module._buffers:
+                module.register_buffer(name, self.tensor(node))
+            else:
+                module.register_parameter(name, None if node is None else self.parameter(node))
+
+
+def weighted_module(node: fx.Node, weights: Weights) -> Made | None:
+    """Return the module for a node that computes with weights of the file; None for any other."""
+    make = _MAKERS.get(node.target)
+    return None if make is None else make(node, weights)
+
+
+def _linear(node: fx.Node, weights: Weights) -> Made | None:
+    given, right = _arguments(node)
+    turned = True
+    if isinstance(right, fx.Node) and right.target is aten.permute.default and _arguments(right)[1] == [1, 0]:
+        right, turned = right.args[0], False
+    weight = weights.tensor(right)
+    if weight is None or weight.dim() != 2 or not weight.is_floating_point() or not _is_computed(given):
+        return None
+    parameter = weights.parameter(right, turned=turned)
+    features = parameter.shape
+    bias, last = _bias(node, weights, features[0])
+    module = _empty(nn.Linear, features[1], features[0], bias=bias is not None)
+    module.register_parameter("weight", parameter)
+    weights.set(module, bias=bias)
+    return Made(module, (given,), last)
+
+
+def _bias(node: fx.Node, weights: Weights, channels: int) -> tuple[fx.Node | None, fx.Node]:
+    """Return the constant that is added to a product and to nothing else, and the node that adds it."""
+    reader = next(iter(node.users)) if len(node.users) == 1 else None
+    if reader is None or reader.target is not aten.add.Tensor or reader.kwargs or len(reader.args) != 2:
+        return None, node
+    left, right = _arguments(reader)
+    other = right if left is node else left
+    tensor = weights.tensor(other)
+    if tensor is None or tuple(tensor.shape) != (channels,):
+        return None, node
+    return other, reader
+
+
+def _convolution(node: fx.Node, weights: Weights) -> Made | None:
+    given, kernel, bias, stride, padding, dilation, transposed, output_padding, groups = _arguments(node)
+    weight = weights.tensor(kernel)
+    axes = len(stride)
+    if weight is None or (bias is not None and weights.tensor(bias) is None) or (axes, transposed) not in _CONVOLUTIONS:
+        return None
+    channels = (weight.shape[1] * groups, weight.shape[0])
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "bias": bias is not None}
+    if transposed:
+        channels = (weight.shape[0], weight.shape[1] * groups)
+        options["output_padding"] = output_padding
+    sizes = {name: tuple(value) if isinstance(value, list | tuple) else value for name, value in options.items()}
+    module = _empty(_CONVOLUTIONS[axes, bool(transposed)], *channels, tuple(weight.shape[2:]), **sizes)
+    weights.set(module, weight=kernel, bias=bias)
+    return Made(module, (given,), node)
+
+
+def _embedding(node: fx.Node, weights: Weights) -> Made | None:
+    table, indices = _arguments(node)
+    weight = weights.tensor(table)
+    if weight is None or not _is_computed(indices) or not weight.is_floating_point():
+        return None
+    module = _empty(nn.Embedding, *weight.shape)
+    weights.set(module, weight=table)
+    return Made(module, (indices,), node)
+
+
+def _batch_norm(node: fx.Node, weights: Weights) -> Made | None:
+    given, scale, shift, mean, variance, _, _, epsilon, _ = _arguments(node)
+    constant = weights.tensor(scale)
+    axes = _axes_behind_channels(given)
+    if constant is None or axes is None or any(weights.tensor(value) is None for value in (shift, mean, variance)):
+        return None
+    module = _empty(_BATCH_NORMS[axes], constant.numel(), eps=epsilon)
+    weights.set(module, weight=scale, bias=shift, running_mean=mean, running_var=variance)
+    return Made(module, (given,), node)
+
+
+def _axes_behind_channels(node: fx.Node) -> int | None:
+    """Return how many axes an activation has behind its channels, if the convolution before it tells; else None."""
+    for _ in range(_SEARCHED):
+        if node.target is aten.convolution.default:
+            return len(_arguments(node)[3])
+        if not node.args or not isinstance(node.args[0], fx.Node):
+            return None
+        node = node.args[0]
+    return None
+
+
+_SEARCHED = 8
+"""How many nodes before a batch normalization are looked at for the convolution."""
+
+
+def _layer_norm(node: fx.Node, weights: Weights) -> Made | None:
+    given, shape, weight, bias, epsilon = _arguments(node)
+    if weights.tensor(weight) is None or (bias is not None and weights.tensor(bias) is None):
+        return None
+    module = _empty(nn.LayerNorm, list(shape), eps=epsilon, bias=bias is not None)
+    weights.set(module, weight=weight, bias=bias)
+    return Made(module, (given,), node)
+
+
+def _recurrent(node: fx.Node, weights: Weights) -> Made | None:
+    given, states, parameters, has_bias, layers, _, _, bidirectional, batch_first = _arguments(node)
+    given_weight, recurrent_weight = (weights.tensor(parameter) for parameter in parameters[:2])
+    # The importer takes constants alone.
+    assert given_weight is not None
+    assert recurrent_weight is not None
+    module = _empty(
+        _RECURRENT[node.target],
+        given_weight.shape[1],
+        recurrent_weight.shape[1],
+        num_layers=layers,
+        bias=bool(has_bias),
+        batch_first=batch_first,
+        bidirectional=bool(bidirectional),
+    )
+    for name, parameter in zip([name for name, _ in module.named_parameters()], parameters, strict=True):
+        # Not register_parameter: the layer keeps a list of its parameters, too.
+        setattr(module, name, weights.parameter(parameter))
+    return Made(module, (given, *(states if isinstance(states, (list, tuple)) else [states])), node)
+
+
+_RECURRENT: dict[Any, Callable[..., nn.Module]] = {
+    aten.lstm.input: Lstm,
+    aten.gru.input: nn.GRU,
+    aten.rnn_tanh.input: nn.RNN,
+    aten.rnn_relu.input: partial(nn.RNN, nonlinearity="relu"),
+}
+
+_MAKERS: dict[Any, Callable[[fx.Node, Weights], Made | None]] = {
+    aten.matmul.default: _linear,
+    aten.convolution.default: _convolution,
+    aten.embedding.default: _embedding,
+    aten.batch_norm.default: _batch_norm,
+    aten.layer_norm.default: _layer_norm,
+    **dict.fromkeys(_RECURRENT, _recurrent),
+}
+
+
+def _empty(cls: Callable[..., nn.Module], *args: Any, **keywords: Any) -> nn.Module:
+    """Return a module without values: its tensors are set from the file."""
+    return cls(*args, **keywords, device="meta")
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    """Return the arguments of a call, whose types its operator fixes."""
+    return node.args
+
+
+def _is_computed(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op != "get_attr"
+
+
+_NO_LETTERS = re.compile(r"\W+", re.ASCII)
+
+
+class OnnxModule(nn.Module):
+    """Base class of the modules that are made of ONNX files.
+
+    Attributes:
+        source: the name of the file.
+        arguments: the name of each argument of ``forward``, by the name of the input in the file.
+        nodes: the path of the module that each ONNX node became, by the name of the node; a node that is no module is
+            a line of ``forward``.
+    """
+
+    source: str
+    arguments: dict[str, str]
+    nodes: dict[str, str]
+
+    def extra_repr(self) -> str:
+        """Return where it is from."""
+        return f"from {self.source}"
+
+
+def identifier(name: str, taken: set[str]) -> str:
+    """Return a name of Python for a name of ONNX, and add it to those that are taken."""
+    plain = _NO_LETTERS.sub("_", name).strip("_") or "node"
+    if plain[0].isdigit() or keyword.iskeyword(plain):
+        plain = f"n{plain}"
+    found, number = plain, 1
+    while found in taken or hasattr(nn.Module, found):
+        found, number = f"{plain}_{number}", number + 1
+    taken.add(found)
+    return found
+
+
+def module_of(graph: fx.Graph, root: nn.Module, source: str) -> OnnxModule:
+    """Return a module that computes a graph."""
+    code = graph.python_code("self")
+    name = "".join(part.capitalize() for part in identifier(source.rpartition(".")[0] or source, set()).split("_"))
+    # Of a file called none.onnx it would be a word of Python.
+    name = f"{name}_" if keyword.iskeyword(name) else name
+    text = f"class {name}:\n{textwrap.indent(code.src.strip(), '    ')}\n"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    file = f"<onnx {source} {digest}>"
+    # A modification time of None tells linecache.checkcache to keep the entry.
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    namespace: dict[str, Any] = {**code.globals, "torch": torch, "__name__": __name__}
+    forward = types.FunctionType(_forward_code(compile(text, file, "exec")), namespace, "forward")
+    cls = type(name, (OnnxModule,), {"forward": forward, "__module__": __name__})
+    made: OnnxModule = cls()
+    for child_name, child in root.named_children():
+        made.add_module(child_name, child)
+    for parameter_name, parameter in root.named_parameters(recurse=False):
+        made.register_parameter(parameter_name, parameter)
+    for buffer_name, buffer in root.named_buffers(recurse=False):
+        made.register_buffer(buffer_name, buffer)
+    made.source = source
+    return made.eval()
+
+
+def _forward_code(code: types.CodeType) -> types.CodeType:
+    """Return the code of ``forward``, the one function of the one class in a text; none of it is run."""
+    (of_class,) = (inner for inner in code.co_consts if isinstance(inner, types.CodeType))
+    (of_function,) = (inner for inner in of_class.co_consts if isinstance(inner, types.CodeType))
+    return of_function
+
+
+_OF_TWO: Mapping[Any, type[nn.Module]] = {aten.matmul.default: MatMul, aten.add.Tensor: Add}
+
+
+class ModuleGraph:
+    """The new graph, while it is made of the old one.
+
+    Attributes:
+        graph: the new graph.
+        root: its modules, parameters and buffers.
+        arguments: the names of its arguments, by the names of the inputs.
+        paths: the path of the module that an ONNX node became, by the node's name.
+    """
+
+    def __init__(self, old: OperatorGraph, names: tuple[str, ...]) -> None:
+        """
+        Args:
+            old: the graph of aten operators.
+            names: of its inputs, in order.
+        """
+        self.graph = fx.Graph()
+        self.root = nn.Module()
+        self.paths: dict[str, str] = {}
+        self._taken: set[str] = {"self"}
+        self._weights = Weights(old)
+        self.arguments = {name: identifier(name, self._taken) for name in names}
+        self._arguments = iter(self.arguments.values())
+        self._new: dict[fx.Node, fx.Node] = {}
+        self._skipped: set[fx.Node] = set()
+        for node in old.graph.nodes:
+            if node not in self._skipped:
+                self._new[node] = self._add(node)
+
+    def _add(self, node: fx.Node) -> fx.Node:
+        if node.op == "placeholder":
+            return self.graph.placeholder(next(self._arguments))
+        if node.op == "get_attr" or _turns_constant(node):
+            # Added when something reads it: most are the weights of modules.
+            return node
+        if node.op == "output":
+            output: fx.Node = self.graph.output(fx.map_arg(node.args[0], self._read))
+            return output
+        made = weighted_module(node, self._weights) or _of_two_tensors(node)
+        return self._call_function(node) if made is None else self._call_module(node, made)
+
+    def _call_function(self, node: fx.Node) -> fx.Node:
+        args, keywords = fx.map_arg((node.args, node.kwargs), self._read)
+        return self.graph.create_node("call_function", node.target, args, keywords, name=self._name(node))
+
+    def _call_module(self, node: fx.Node, made: Made) -> fx.Node:
+        name = self._name(node)
+        self.root.add_module(name, made.module)
+        self.paths[str(node.meta.get("onnx", name))] = name
+        inputs = tuple(self._read(given) for given in made.inputs)
+        called = self.graph.create_node("call_module", name, inputs, {}, name=name)
+        if made.last is not node:
+            # The sum with the bias is part of the module.
+            self._skipped.add(made.last)
+            self._new[made.last] = called
+        return called
+
+    def _name(self, node: fx.Node) -> str:
+        return identifier(str(node.meta.get("onnx") or node.name), self._taken)
+
+    def _read(self, node: fx.Node) -> fx.Node:
+        new: fx.Node = self._new[node]
+        if new is not node:
+            return new
+        if node.op == "call_function":
+            self._new[node] = self._call_function(node)
+            return self._new[node]
+        tensor = self._weights.tensor(node)
+        assert tensor is not None
+        name = identifier(str(node.meta.get("onnx") or node.name), self._taken)
+        if _is_trained(tensor):
+            self.root.register_parameter(name, self._weights.parameter(node))
+        else:
+            self.root.register_buffer(name, tensor)
+        self._new[node] = self.graph.get_attr(name)
+        return self._new[node]
+
+
+def with_modules(old: OperatorGraph, names: tuple[str, ...]) -> ModuleGraph:
+    """Return a graph that computes what ``old`` does, with modules for its products and normalizations."""
+    return ModuleGraph(old, names)
+
+
+def _of_two_tensors(node: fx.Node) -> Made | None:
+    """Return the module for a product or a sum of two tensors that are computed; None for anything else."""
+    made = _OF_TWO.get(node.target)
+    if made is None or len(node.args) != 2 or node.kwargs:
+        return None
+    operands = [given for given in node.args if isinstance(given, fx.Node)]
+    constants = [given for given in operands if given.op == "get_attr"]
+    if len(operands) != 2 or (constants and made is Add):
+        return None
+    return Made(made(), tuple(operands), node)
+
+
+def _turns_constant(node: fx.Node) -> bool:
+    (given, *_) = (*node.args, None)
+    return node.target is aten.permute.default and isinstance(given, fx.Node) and given.op == "get_attr"
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    """Return whether a constant is one that training would change: a number alone is a part of a formula."""
+    return tensor.is_floating_point() and tensor.numel() > 1
+
+
+def from_onnx(path: str | os.PathLike[str], *, fixed: Mapping[str, Any] | None = None) -> OnnxModule:
+    """Return a torch module that computes what a float ONNX file does.
+
+    Its ``forward`` takes the inputs of the file, by position or by name (what is no letter, digit or ``_`` in a name is
+    ``_``), and returns the one output, or a dictionary of several. Products with weights are ``nn.Linear``,
+    ``nn.Conv2d`` and the like, under the names of their nodes. Axes that are open in the file stay open.
+
+    Args:
+        path: the file; weights outside it lie where it says.
+        fixed: inputs that never change, by name, with their values, and named axes, with their lengths: what decides
+            which branch of an ``If`` runs, for example.
+
+    Raises:
+        TaskError: the file is missing, no ONNX file, damaged or quantized already, its weights are missing, or it has
+            an operator, or a form of one, without a counterpart; the message names the node.
+        MissingDependencyError: onnx is not installed.
+    """
+    file = Path(path)
+    try:
+        with unreadable_is(TaskError, file):
+            return _read(file, fixed or {})
+    except EngineError as error:
+        where = "" if str(file) in str(error) else f"{file}: "
+        raise TaskError(f"{where}{error}") from error
+
+
+def _read(file: Path, fixed: Mapping[str, Any]) -> OnnxModule:
+    model = read_model(file)
+    fix_inputs(model, fixed)
+    imported = import_graph(model, file.parent)
+    made = with_modules(imported.module, tuple(spec.name for spec in imported.inputs))
+    _name_outputs(made.graph, imported.outputs)
+    module = module_of(made.graph, made.root, file.name)
+    module.arguments, module.nodes = made.arguments, made.paths
+    return module
+
+
+def _name_outputs(graph: Any, names: tuple[str, ...]) -> None:
+    """Let a graph return its one output alone, and several by their names."""
+    node = next(iter(reversed(graph.nodes)))
+    (outputs,) = node.args
+    node.args = (outputs[0] if len(names) == 1 else dict(zip(names, outputs, strict=True)),)
