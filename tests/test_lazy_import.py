@@ -31,6 +31,13 @@ def test_an_import_without_torch(module: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_facade_knows_no_report() -> None:
+    code = (
+        "import sys, quantizer.quantizer\nassert not {'quantizer.report', 'quantizer.engines', 'rich'} & {*sys.modules}"
+    )
+    assert _run(code).returncode == 0
+
+
 def test_help_and_a_wrong_file_without_torch(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("quantizer: {backend: opnvino, dtype: int3}\n", encoding="utf-8")
