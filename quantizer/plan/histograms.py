@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from quantizer.calibrators import Calibrator, estimates
 from quantizer.calibrators.histogram import Histogram as Counts
 from quantizer.common.records import Histogram, RangeCandidate
-from quantizer.common.shown import Shown
+from quantizer.common.shown import Rows, Shown
 from quantizer.errors import QuantizerError
 from quantizer.numerics.qtype import QType, qtype
 from quantizer.observe.statistics import Seen
@@ -37,12 +38,22 @@ class HistogramBin:
     cut_offs: tuple[RangeCandidate, ...]
 
 
-class OperandHistogram(Shown):
-    """The histogram of one operand in calibration, with candidates for its range.
+class RangeCandidates(Rows[RangeCandidate]):
+    """The candidates for the range of an operand, judged in the format ``dtype``."""
+
+    look = "candidates"
+
+    def __init__(self, rows: Sequence[RangeCandidate], dtype: str) -> None:
+        super().__init__(rows)
+        self.dtype = dtype
+
+
+class OperandHistogram(Rows[HistogramBin]):
+    """The histogram of one operand in calibration, about 20 bins from 0 on, with candidates for its range.
 
     Attributes:
         data: the histogram as a record of a report.
-        bins: about 20 bins, from 0 to the largest magnitude.
+        bins: the bins, as ``rows``.
         candidates: the candidate ranges, largest first, each with its name, amax, the share of values that it clips and
             the SQNR in dB; ``chosen`` marks the range of the operand.
     """
@@ -50,13 +61,16 @@ class OperandHistogram(Shown):
     look = "histogram"
 
     def __init__(self, data: Histogram) -> None:
-        self.data = data
-        self.bins = _bins(data)
-        self.candidates = data.candidates
+        super().__init__(_bins(data))
+        self.data, self.bins, self.candidates = data, self.rows, data.candidates
 
     def plot(self) -> Picture:
         """Return the histogram as a picture for a notebook; ``.save(path)`` writes it as SVG."""
         return self._picture("histogram")
+
+    def below(self) -> list[Shown | str]:
+        """Return the candidates."""
+        return [RangeCandidates(self.candidates, self.data.dtype)]
 
 
 def _bins(data: Histogram) -> tuple[HistogramBin, ...]:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from quantizer.causes import Causes
     from quantizer.common.shown import Shown
     from quantizer.plan.coverage import Coverage, Ranges
-    from quantizer.plan.histograms import OperandHistogram
+    from quantizer.plan.histograms import OperandHistogram, RangeCandidates
     from quantizer.proxy.lowered.lower import Kernels
     from quantizer.sensitivity.layers import Layers, PutBack
     from quantizer.sensitivity.ranking import Search
@@ -92,8 +92,6 @@ def title(shown: Shown) -> str:
 
 def text(shown: Shown, limit: int | None) -> str:
     """Return a result as plain text, each table with at most ``limit`` rows."""
-    if shown.look == "histogram":
-        return "\n\n".join(_fitted(table, None, "plain") for table in _histogram(shown))  # type: ignore[arg-type]
     parts = [_fitted(table_of(shown), limit, _LAYOUTS.get(shown.look, "plain"))]
     return "\n\n".join([*parts, *(part if isinstance(part, str) else text(part, limit) for part in shown.below())])
 
@@ -101,7 +99,8 @@ def text(shown: Shown, limit: int | None) -> str:
 def page(shown: Shown) -> str:
     """Return a result as HTML."""
     if shown.look == "histogram":
-        return histogram_figure(shown.data)  # type: ignore[attr-defined]
+        # The figure has the candidates in it.
+        return picture("figure", shown).svg
     above = picture("search", shown).svg if shown.look == "search" else ""
     table = table_of(shown).html(caption=True, limit=_HTML_ROWS, style=True)
     below = (page(part) for part in shown.below() if not isinstance(part, str))
@@ -115,6 +114,7 @@ def picture(name: str, shown: Any, **options: Any) -> Picture:
 
 _PICTURES: dict[str, Callable[..., str]] = {
     "bars": lambda shown, limit: sensitivity_bars(shown.rows, measure=shown.measure, limit=limit),
+    "figure": lambda shown: histogram_figure(shown.data),
     "heatmap": lambda shown: sensitivity_heatmap(shown.rows, measure=shown.measure),
     "histogram": lambda shown: histogram_svg(shown.data),
     "search": lambda shown: pareto_svg(shown.fallback),
@@ -206,35 +206,41 @@ def _causes(causes: Causes) -> Table:
     return Table(heading, columns, cause_lines(causes.rows, python=True))
 
 
-def _histogram(histogram: OperandHistogram) -> tuple[Table, Table]:
+def _histogram(histogram: OperandHistogram) -> Table:
     data = histogram.data
     largest = math.log1p(max(row.count for row in histogram.bins))
 
     def cut_offs(row: Any) -> str:
         return ", ".join(f"{entry.name} (chosen)" if entry.chosen else entry.name for entry in row.cut_offs)
 
-    bins = [
+    columns = [
         Column("magnitude from", "low"),
         Column("values", "count"),
         Column("log counts", lambda row: "█" * math.ceil(_BAR * math.log1p(row.count) / largest)),
         Column("cut-offs", cut_offs),
     ]
-    candidates = [
+    low, high = significant(data.minimum), significant(data.maximum)
+    heading = f"{data.name}: {sum(data.counts):,} values from {low} to {high}"
+    return Table(heading, columns, histogram.bins)
+
+
+def _candidates(candidates: RangeCandidates) -> Table:
+    columns = [
         Column("candidate", "name"),
         Column("amax", "amax"),
         Column("clipped", "clipped", percent),
         Column("SQNR dB", "sqnr_db", decibels),
         Column("", lambda row: "chosen" if row.chosen else ""),
     ]
-    low, high = significant(data.minimum), significant(data.maximum)
-    heading = f"{data.name}: {sum(data.counts):,} values from {low} to {high}"
-    return Table(heading, bins, histogram.bins), Table(f"ranges, judged in {data.dtype}", candidates, data.candidates)
+    return Table(f"ranges, judged in {candidates.dtype}", columns, candidates.rows)
 
 
 _TABLES: dict[str, Callable[[Any], Table]] = {
+    "candidates": _candidates,
     "causes": _causes,
     "coverage": _coverage,
     "groups": _groups,
+    "histogram": _histogram,
     "kernels": _kernels,
     "layers": _layers,
     "products": lambda shown: products_table(shown.rows, page=False),
