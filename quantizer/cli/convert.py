@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from quantizer.cli.one_process import require_one_process
+from quantizer.cli.output import OVERRIDES_HELP
 from quantizer.common.paths import is_there
 from quantizer.config.data_section import is_function_name
 from quantizer.errors import ConfigError
@@ -70,7 +69,6 @@ processor/, config.json and a report; it is complete when the command ends well,
         target.add_argument(
             "--backend",
             nargs="+",
-            default=["auto"],
             help="auto: the fastest that runs on this CPU and is right, quantized or float, of all (default) or of "
             "those named beside it; openvino, onnxruntime, or these with -avx2 for CPUs without VNNI, tensorrt, "
             "tensorrt-rtx: a folder for each, all from one calibration",
@@ -80,8 +78,9 @@ processor/, config.json and a report; it is complete when the command ends well,
             "--config",
             metavar="FILE",
             type=Path,
-            help="YAML with other settings of the quantizer: preset, formats, sites to leave out",
+            help="YAML with other keys: of the section quantizer (preset, formats, exclude), or of a whole run",
         )
+        target.add_argument("--set", nargs="+", metavar="KEY=VALUE", help=f"{OVERRIDES_HELP}, such as qat.epochs=1")
         for option, meaning in _SIZES.items():
             target.add_argument(option, nargs=3, type=int, metavar=_THREE, help=meaning)
         target.add_argument(
@@ -94,7 +93,7 @@ processor/, config.json and a report; it is complete when the command ends well,
         target.add_argument(
             "--inference-precision", metavar="TYPE", help="what openvino computes the rest in: float32 or bfloat16"
         )
-        target.add_argument("--threads", type=int, default=1, help="CPU threads to check and time with (default: 1)")
+        target.add_argument("--threads", type=int, help="CPU threads to check and time with (default: 1)")
         target.add_argument(
             "--tolerance", metavar="DB", type=float, help="least SQNR against PyTorch (default: 30 quantized, 60 float)"
         )
@@ -106,8 +105,8 @@ processor/, config.json and a report; it is complete when the command ends well,
     def __call__(self, args: Namespace, console: Console) -> int:
         require_one_process("quantizer convert")
         # Imported here, so that a wrong argument is reported before the seconds that these imports take.
-        from quantizer.runs.convert import ConversionRequest, convert, data_source
-        from quantizer.runs.convert.functions.function_request import convert_function
+        from quantizer.runs.convert.configs import conversion_configs
+        from quantizer.runs.run import convert, run
         from quantizer.runs.workload.convert_onnx import SUFFIX, convert_onnx
 
         given = {name: value for name, value in vars(args).items() if value is not None}
@@ -116,20 +115,19 @@ processor/, config.json and a report; it is complete when the command ends well,
         for name in ("backend", "batch_size", "seq_len", "labels"):
             if name in given:
                 given[name] = tuple(given[name])
+        force = given.pop("force")
         if "fixed" in given and not args.model.endswith(SUFFIX):
             raise ConfigError([f"--fixed is for .onnx files, and {args.model} is none; leave it out"])
-        if _is_function(given):
+        if function := _is_function(args.model):
             given.setdefault("output", Path("converted") / args.model.replace(":", "."))
-            convert_function(given, console)
-            return 0
         given.setdefault("output", Path("converted") / args.model.rstrip("/").rpartition("/")[2].removesuffix(SUFFIX))
         if args.model.endswith(SUFFIX):
-            convert_onnx(given, console)
-            return 0
-        for option in ("calibration", "tuning", "evaluation"):
-            if option in given:
-                given[option] = data_source(given[option], f"--{option}")
-        convert(ConversionRequest(backends=given.pop("backend"), **given), console)
+            convert_onnx(given, force, console)
+        elif function:
+            (config,) = conversion_configs(given, function=True)
+            run(config, None, force, console)
+        else:
+            convert(conversion_configs(given), args.output or given["output"], force, console)
         return 0
 
 
@@ -153,8 +151,6 @@ def _add_data(parser: ArgumentParser) -> None:
     data.add_argument("--template", help="text of a label, with {} in its place (default: This is a photo of {}.)")
 
 
-def _is_function(given: Mapping[str, Any]) -> bool:
-    """Return whether the options are those of a module that a function returns."""
-    model = given["model"]
-    named = is_function_name(model) or ".py:" in model
-    return bool({"inputs", "weights", "score"} & given.keys()) or (named and not is_there(Path(model)))
+def _is_function(model: str) -> bool:
+    """Return whether a model is named by a function that returns it."""
+    return (is_function_name(model) or ".py:" in model) and not is_there(Path(model))

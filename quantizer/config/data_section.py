@@ -65,7 +65,10 @@ class ModelConfig(Section):
         description="Longer texts are cut to this many tokens; images have none. If it is not set, at most those of "
         "export.dynamic.sequence.",
     )
-    seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] | None = Field(
+    seconds: Annotated[
+        Annotated[float, Field(gt=0, le=MOST_SECONDS)] | None,
+        Expects(f"a number of seconds, more than 0 and at most {MOST_SECONDS}, or null"),
+    ] = Field(
         default=None,
         description="Length to which recordings are cut or filled, in seconds; the engine takes no other. null: that "
         "of the model's feature extractor, or 10.",
@@ -157,11 +160,17 @@ class DataConfig(Section):
 
     calibration: DatasetConfig | None = Field(
         default=None,
-        description="Rows that the activation ranges are taken from; needed unless model.source is a function.",
+        description="Rows that the activation ranges are taken from; needed unless model.source is a function, or "
+        "nothing is quantized.",
     )
     evaluation: DatasetConfig | None = Field(
         default=None,
-        description="Rows that the scores are measured on; needed unless model.source is a function.",
+        description="Labelled rows that the scores are measured on; null: the outputs alone are compared.",
+    )
+    check: DatasetConfig | None = Field(
+        default=None,
+        description="Rows on which engines are compared with PyTorch and timed; null: those of evaluation, or of "
+        "calibration.",
     )
     tuning: DatasetConfig | None = Field(
         default=None,
@@ -178,7 +187,7 @@ class DataConfig(Section):
         default=32, ge=1, description="Rows in one batch; by default at most as many as export.dynamic.batch has."
     )
 
-    def problems_with(self, model: ModelConfig | None) -> list[tuple[str, str]]:
+    def problems_with(self, model: ModelConfig | None, *, quantize: bool) -> list[tuple[str, str]]:
         """Return path and text of what is missing or not used with a model; None: a model that is wrong itself."""
         if model is not None and model.task is None:
             ignored = [name for name in type(self).model_fields if getattr(self, name) != _default(type(self), name)]
@@ -186,8 +195,11 @@ class DataConfig(Section):
             return [(name, text) for name in ignored]
         if model is None and not self.model_fields_set:
             return []
-        needed = [name for name in ("calibration", "evaluation") if getattr(self, name) is None]
-        return [(name, f"is missing; expected {Slot(DatasetConfig).expected()}") for name in needed]
+        if quantize and self.calibration is None:
+            return [("calibration", f"is missing; expected {Slot(DatasetConfig).expected()}")]
+        used = ("calibration", "tuning", "training")
+        unused = [] if quantize else [name for name in used if getattr(self, name) is not None]
+        return [(name, "is used by a quantized model, and quantize is false; remove it") for name in unused]
 
 
 def _of_function(given: dict[str, Any]) -> list[tuple[str, str]]:

@@ -91,6 +91,11 @@ def some_and_unique(value: Sequence[Any]) -> Sequence[Any]:
     """Return the sequence itself, or raise if it is empty or has an entry twice."""
     if not value:
         reject(("", "is an empty list; expected at least one entry"))
+    return unique(value)
+
+
+def unique(value: Sequence[Any]) -> Sequence[Any]:
+    """Return the sequence itself, or raise if it has an entry twice."""
     twice = sorted({entry for entry in value if value.count(entry) > 1})
     if twice:
         reject(("", f"{twice[0]!r} is listed twice; expected each entry once"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import (
     AfterValidator,
@@ -34,6 +34,7 @@ from quantizer.config.quantizer_section import (
     reject,
     some_and_unique,
     tuple_from_list,
+    unique,
     with_fitted_sizes,
 )
 from quantizer.errors import ConfigError
@@ -129,6 +130,16 @@ class ReportConfig(Section):
         description="Tokens in a row of text when latency is measured; images have none. The usual ones of "
         "export.dynamic.sequence if 128 are not in its range.",
     )
+    latency_shapes: Literal["usual", "all"] = Field(
+        default="usual",
+        description="Sizes at which latency is measured: 'usual', those of latency_batch and latency_sequence, or "
+        "'all', the least, the usual and the largest of export.dynamic, with the float model in PyTorch beside.",
+    )
+    tolerance: float | None = Field(
+        default=None,
+        description="The least SQNR of an engine's outputs against PyTorch's, in dB; null: 30 for a quantized engine, "
+        "60 for one in float32 and 30 in half precision.",
+    )
     bootstrap: int = Field(default=1000, ge=1, description="Resamples behind each confidence interval.")
     track: Literal["mlflow", "tensorboard", "wandb"] | None = Field(
         default=None,
@@ -203,10 +214,17 @@ class QatConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**47, description="Decides the order of the rows; below 2^47.")
 
 
+Delivery: TypeAlias = Literal["processor", "triton", "gpu_check"]
+"""What a folder may hold for those who serve its engine."""
+
+
 class RunConfig(Section):
     """One run: one model, one data set, one engine, one report."""
 
     model: ModelConfig = Field(description="The float model and its task.")
+    quantize: bool = Field(
+        default=True, description="Quantize the model; false: the engine is that of the float model."
+    )
     data: DataConfig = Field(description="The rows of each stage; none where model.source is a function.")
     quantizer: QuantizerConfig = Field(default=QuantizerConfig(), description="What is quantized, and how.")
     amp: AmpConfig | None = Field(default=None, description="Measure what each group costs; null: do not.")
@@ -221,6 +239,12 @@ class RunConfig(Section):
     export: ExportConfig = Field(default=ExportConfig(), description="How the ONNX file is written.")
     engine: EngineConfig = Field(default=EngineConfig(), description="How the engine is built and run.")
     report: ReportConfig = Field(default=ReportConfig(), description="What is measured at the end.")
+    deliver: Annotated[tuple[Delivery, ...], BeforeValidator(tuple_from_list), AfterValidator(unique)] = Field(
+        default=(),
+        description="What the folder holds besides, for those who serve the engine of a checkpoint: 'processor', the "
+        "tokenizer or image processor with config.json, for quantizer.runs.load_converted; 'triton', a model "
+        "repository; 'gpu_check', a script that checks an engine that was built for a GPU elsewhere.",
+    )
     output: Text = Field(
         default="runs/run", description="Folder of the run; a file's default is runs/ and the file's own name."
     )
@@ -245,7 +269,7 @@ class RunConfig(Section):
     @classmethod
     def _rows_fit(cls, data: DataConfig, info: ValidationInfo) -> DataConfig:
         model = info.data.get("model")
-        problems = data.problems_with(model)
+        problems = data.problems_with(model, quantize=info.data.get("quantize", True))
         if isinstance(model, ModelConfig) and model.task is not None:
             needs_head = model.task == "embedding-classification"
             if needs_head and data.head is None:
@@ -305,6 +329,13 @@ class RunConfig(Section):
         if problems:
             reject(*problems)
         return qat
+
+    @field_validator("amp", "fallback", "qat")
+    @classmethod
+    def _is_of_a_quantized_model(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None and not info.data.get("quantize", True):
+            reject(("", "is for a quantized model, and quantize is false; remove it"))
+        return value
 
     @field_validator("export")
     @classmethod

@@ -165,8 +165,8 @@ for spec in model.engine.inputs:
 print(model(**made_up))"""
 
 
-def write_run_card(record: RunRecord, folder: Path) -> None:
-    """Write the model card of a run into its folder, if it has an engine."""
+def write_run_card(record: RunRecord, folder: Path, snippet: str | None = None) -> None:
+    """Write the model card of a run into its folder, if it has an engine, with Python that runs it."""
     if record.engine is None:
         return
     settings = record.config.get("quantizer") or {}
@@ -184,12 +184,16 @@ def write_run_card(record: RunRecord, folder: Path) -> None:
         figures=tuple(_figures(record)),
         machine=str(record.machine.get("cpu") or "a machine that did not say its name"),
         configuration=settings,
-        snippet=_SNIPPET.format(
+        snippet=snippet
+        or _SNIPPET.format(
             path=record.engine.path,
             load=loading(folder),
             sizes=_sizes(latency.batch if latency else 8, latency.sequence if latency else None),
         ),
-        missed=missed_goals(record.fallback.outcome if record.fallback else None, record.placement),
+        missed=(
+            *record.fixed,
+            *missed_goals(record.fallback.outcome if record.fallback else None, record.placement),
+        ),
     )
     write_text_atomic(folder / CARD, card_text(facts))
 
@@ -201,12 +205,15 @@ def _sizes(batch: int, tokens: int | None) -> str:
 
 def _figures(record: RunRecord) -> list[str]:
     found = []
-    if record.latency is not None and record.speeds is not None:
-        (after, before), timed = record.speeds, record.latency
-        shape = text.shape(timed.batch, timed.sequence)
-        name = f"latency, median, batch {shape}, threads: {timed.threads}, float is {timed.reference}"
-        times = text.milliseconds(before.median_ms), text.milliseconds(after.median_ms)
-        found.append(figure(name, *times, after.ratio_to_float))
+    for timed in filter(None, (record.latency, *record.other_latencies)):
+        entries = {entry.name: entry for entry in timed.engines}
+        before, after = entries.get("float"), entries.get("engine")
+        if before is not None and after is not None:
+            shape = text.shape(timed.batch, timed.sequence)
+            graph = "" if timed.graph is None else f" of {timed.graph}"
+            name = f"latency{graph}, median, batch {shape}, threads: {timed.threads}, float is {timed.reference}"
+            times = text.milliseconds(before.median_ms), text.milliseconds(after.median_ms)
+            found.append(figure(name, *times, after.ratio_to_float))
     if record.sizes is not None:
         small, large = record.sizes
         found.append(figure("size", text.file_size(large.bytes), text.file_size(small.bytes), small.ratio))

@@ -35,6 +35,7 @@ from quantizer.common.records import (
 from quantizer.errors import QuantizerError
 
 __all__ = [
+    "Agreement",
     "BudgetOutcome",
     "Candidate",
     "Cause",
@@ -106,8 +107,25 @@ class LatencyEntry(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Agreement(Record):
+    """Texts that one form of the model wrote beside those of the float model."""
+
+    which: str
+    """Which form: ``proxy``, ``engine`` or ``simulation``."""
+    rows: int
+    """Number of texts."""
+    tokens: float
+    """Share of places with the same token."""
+    texts: float
+    """Share of texts with the same tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Latency(Record):
     """Latencies of all engines, measured interleaved in one run."""
+
+    graph: str | None = None
+    """The graph of a model of several, such as ``encoder_model``; null: the whole model."""
 
     batch: int
     """Examples in the batch."""
@@ -392,6 +410,8 @@ class RunRecord(Record):
     model for all sizes wrongly. Empty: none."""
     scores: tuple[Score, ...] = ()
     """Scores of float, proxy and engine or simulation; empty if nothing was evaluated."""
+    agreement: tuple[Agreement, ...] = ()
+    """How far the texts of each form are those of the float model; empty: the model writes none."""
     outputs: tuple[OutputDistance, ...] = ()
     """The distance of each output to that of the float model; empty if it was not measured."""
     float_engine_db: float | None = None
@@ -404,6 +424,8 @@ class RunRecord(Record):
     """The same of the engine of the float model."""
     latency: Latency | None = None
     """Latencies; null if they were not measured."""
+    other_latencies: tuple[Latency, ...] = ()
+    """Latencies at the other sizes at which they were measured, and those of single graphs; empty: none."""
     size: tuple[SizeEntry, ...] = ()
     """Sizes on disk; empty if they were not measured."""
     memory: tuple[MemoryEntry, ...] = ()

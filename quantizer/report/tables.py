@@ -20,7 +20,7 @@ from quantizer.common.layer_rows import FLOAT, GroupRow, LayerRow, group_rows, l
 from quantizer.common.records import FallbackRecord, GroupSensitivity, Operand, Range, Site, UnquantizedProduct
 from quantizer.reasons import counted
 from quantizer.report import text
-from quantizer.report.record import EngineChoice, RunRecord, Stage
+from quantizer.report.record import EngineChoice, Latency, RunRecord, Stage
 from quantizer.report.text import MISSING, error_words, plain, shorten, spread_words, typeset, visible
 
 STYLE = """<style>
@@ -499,6 +499,23 @@ def choice_table(choice: EngineChoice, *, page: bool) -> Table:
         Column(verdict, lambda row: row[1].verdict if page else text.short_verdict(row[1].verdict)),
     ]
     return Table("Candidates", columns, list(enumerate(choice.candidates, start=1)))
+
+
+def latency_table(record: RunRecord) -> Table:
+    """Return the median latency of all engines at all sizes, and of each graph of a model of several."""
+    latencies = [one for one in (record.latency, *record.other_latencies) if one is not None]
+    names = list(dict.fromkeys(entry.name for one in latencies for entry in one.engines))
+
+    def of(name: str, what: str) -> Callable[[Latency], float | None]:
+        return lambda one: next((getattr(entry, what) for entry in one.engines if entry.name == name), None)
+
+    columns = [
+        *([Column("graph", lambda one: one.graph or "all")] if any(one.graph for one in latencies) else []),
+        Column("latency, ms", lambda one: text.shape(one.batch, one.sequence)),
+        *(numbers(name, of(name, "median_ms"), "{:.2f}".format) for name in names),
+        numbers("speed", of("engine", "ratio_to_float"), text.times),
+    ]
+    return Table("Latency at all sizes", columns, latencies)
 
 
 _FACTS = {"memory_gib": "memory, GiB", "instructions": "INT8 instructions"}

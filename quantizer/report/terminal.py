@@ -19,7 +19,7 @@ from quantizer.errors import QuantizerError
 from quantizer.report import text
 from quantizer.report.codec import is_from_python, read_record, shown_setting
 from quantizer.report.record import EngineChoice, Placement, RunRecord
-from quantizer.report.tables import ENGINE_LAYERS, Table, choice_table, precision_name, shares_table
+from quantizer.report.tables import ENGINE_LAYERS, Table, choice_table, latency_table, precision_name, shares_table
 from quantizer.report.text import noise_sentence, print_labelled, print_lines
 from quantizer.report.verdict import verdict_of
 
@@ -158,6 +158,8 @@ def print_record(record: RunRecord, folder: Path | str | None, console: Console)
     console.print(_table(record))
     if noise := noise_sentence(record.latency):
         print_lines([noise], console, first="")
+    if record.other_latencies:
+        console.print(latency_table(record).terminal(titled=False, compact=True))
     _print_facts(record, console)
     if folder is None:
         print_labelled("saved", 'not yet: result.save("FOLDER") writes engines, report and quantizer there', console)
@@ -187,6 +189,9 @@ def _print_facts(record: RunRecord, console: Console) -> None:
     if record.fallback is not None and record.fallback.groups:
         number = text.counted(len(record.fallback.groups), "group")
         print_labelled("float", f"{number} went back: {text.listed(record.fallback.groups)}", console)
+    for one in record.agreement:
+        told = f"{text.percent(one.tokens)} of tokens and {text.percent(one.texts)} of {one.rows} texts"
+        print_labelled("texts", f"{one.which}: {told} are those of the float model", console)
     if record.inspection is not None:
         style = None if record.inspection.verified else "yellow"
         print_labelled("runs", shares_line(record.inspection), console, style=style)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from quantizer.common.progress import counted
 from quantizer.config import RunConfig
-from quantizer.engines import BuildResult, Engine, Inspection, inspect_engine, interleaved_latency, load_engine, medians
+from quantizer.engines import BuildResult, Engine, Inspection, inspect_engine, load_engine
 from quantizer.engines.candidates import Variant, cpu_candidates
 from quantizer.quantizer import Quantizer
 from quantizer.report.record import Candidate, EngineChoice
@@ -29,22 +31,21 @@ from quantizer.runs.choose_engine import (
     not_built,
     quantized_of,
     require_sites,
+    slow_ones,
     timed,
 )
-from quantizer.runs.measure import FLOAT_STEM, build_options, run_sizes
-from quantizer.runs.outputs.check_batches import check_batches, checked_shapes
-from quantizer.runs.outputs.compare_outputs import References, check_engine, far_from_float, tolerance
+from quantizer.runs.graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
+from quantizer.runs.measure import build_options, run_sizes, timed_batches, times_of
+from quantizer.runs.outputs.compare_outputs import OutputCheck, References, check_engine, far_from_float, tolerance
+from quantizer.runs.placement.price_groups import EngineFiles
 from quantizer.runs.placement.rough_plan import RoughTrials, rough_engine
 from quantizer.runs.ranks.variants import Calibrated, variants_of
-from quantizer.runs.run_context import RunContext, engine_inputs
-from quantizer.runs.run_engines import RunEngines, export_float
+from quantizer.runs.run_context import RunContext, Runs, as_predictor
+from quantizer.runs.run_engines import MadeEngine, RunEngines, export_float
 from quantizer.runs.saved.kept_engines import KeptEngines
-from quantizer.runs.workload.workload import Scorer
+from quantizer.runs.workload.workload import Workload
 from quantizer.targets import AUTO
-from quantizer.tasks import Batch, Row, batch_shape
-
-_ROUNDS, _SECONDS = 15, 30.0
-"""Of all engines in turns; slow ones have fewer rounds."""
+from quantizer.tasks import Batch, batch_shape
 
 
 @dataclass(frozen=True)
@@ -53,26 +54,25 @@ class Picked:
 
     Attributes:
         config: the configuration with the backend, and what else the chosen engine is built with.
-        quantizer: the quantizer for it, from the same calibration.
+        quantizer: the quantizer for it, from the same calibration; None: nothing is quantized.
         choice: what was tried.
         engines: its engines, of the float model and of the plan without a fallback.
     """
 
     config: RunConfig
-    quantizer: Quantizer
+    quantizer: Quantizer | None
     choice: EngineChoice
     engines: RunEngines
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """An engine that was built and is right; its record has no times yet."""
+    """A candidate whose engines were built and are right; its record has no times yet."""
 
     variant: Variant
     candidate: Candidate
-    onnx: Path
-    built: BuildResult
-    engine: Engine
+    made: Mapping[str, MadeEngine]
+    runs: Runs
 
 
 def chooses(config: RunConfig) -> bool:
@@ -88,10 +88,16 @@ def with_backend(config: RunConfig, name: str) -> RunConfig:
     )
 
 
-def _with_variant(config: RunConfig, variant: Variant, quantizer: Quantizer) -> RunConfig:
+def _in_float(config: RunConfig) -> RunConfig:
+    """Return the configuration of a run that builds the engine of the float model alone."""
+    data = config.data.model_copy(update=dict.fromkeys(("calibration", "tuning", "training")))
+    return config.model_copy(update={"quantize": False, "data": data, **dict.fromkeys(("amp", "fallback", "qat"))})
+
+
+def _with_variant(config: RunConfig, variant: Variant, quantizer: Quantizer | None) -> RunConfig:
     """Return the configuration of a run that goes on with one variant, and with the settings of its quantizer."""
-    ranges = {"ranges": quantizer.config.activations.ranges}
-    activations = config.quantizer.activations.model_copy(update=ranges if variant.dynamic else {})
+    ranges = {"ranges": quantizer.config.activations.ranges} if variant.dynamic and quantizer is not None else {}
+    activations = config.quantizer.activations.model_copy(update=ranges)
     told = {"inference_precision": variant.precision, "compiled": variant.compiled}
     chosen = {"backend": variant.backend, "candidates": (), "activations": activations}
     return config.model_copy(
@@ -103,55 +109,69 @@ def _with_variant(config: RunConfig, variant: Variant, quantizer: Quantizer) -> 
 
 
 def pick_backend(
-    context: RunContext,
+    work: Workload,
     config: RunConfig,
     calibrated: Calibrated,
-    scoring: Scorer,
-    rows: list[Row],
+    samples: Sequence[Any],
     folder: Path,
     among: Sequence[str],
     kept: KeptEngines,
+    *,
+    fastest: bool,
 ) -> Picked:
     """Return the backend with the fastest engine, and what was tried.
 
     Where an engine in float is the fastest, the run goes on with that backend, so that its ``float.engine`` is the
-    fastest of all; unless that backend has no engine in INT8.
-
-    Args:
-        context: the model and its task.
-        config: the configuration; its engines are timed at the shape of its report.
-        calibrated: quantizers of one calibration, the one that was calibrated first.
-        scoring: scores each candidate.
-        rows: what engines run on while their outputs are compared and they are timed.
-        folder: the folder of the run.
-        among: the backends to choose from; empty: all that ``auto`` tries.
-        kept: builds the engines, but those that a run before this one has built until it was stopped.
+    fastest of all; unless that backend has no engine in INT8. With ``fastest`` it goes on with that engine alone.
     """
-    _, missing = cpu_candidates(among)
-    report = config.report
-    batch = context.feed.inputs.filled(context.feed.samples(rows), report.latency_batch, report.latency_sequence)
+    context, (_, missing) = work.context, cpu_candidates(among)
     variants = variants_of(config, among)
     with tempfile.TemporaryDirectory(dir=folder) as scratch, context.timer("choose the engine"):
-        checked = check_batches(context.feed, context.feed.samples(rows), checked_shapes(config))
-        maker = _Maker(context, config, calibrated, scoring, batch, checked, Path(scratch), kept)
+        batches = timed_batches(context, config, samples)
+        maker = _Maker(work, config, calibrated, batches[0], samples, Path(scratch), kept)
         tried, out = maker.all(variants)
-        engines = {name: one.engine for name, one in tried.items()}
-        times, broken = timed(engines, partial(_latency, batch), partial(_called, batch)) if engines else ({}, {})
-        out += [failed(tried.pop(name).candidate, why) for name, why in broken.items()]
-        ran = [replace(one.candidate, milliseconds=(1000 * times[name],)) for name, one in tried.items()]
+        shapes = _time(tried, out, batches, config.engine.threads, work.graphs)
         choice = bound(
-            choose([*ran, *out], [_shape(batch)], missing),
-            lambda candidate: _inspected(context, config, candidate, tried[candidate.name].built.path),
+            choose([*(one.candidate for one in tried.values()), *out], shapes, missing),
+            lambda candidate: _inspected(context, config, tried[candidate.name]),
         )
-        low, plain = _pair(choice, tried)
-        used = maker.quantizers[low.variant.backend, low.variant.dynamic]
+        best = tried[choice.candidates[0].name]
+        if fastest and best.variant.dtype is None:
+            config = _in_float(config)
+        low, plain = _pair(choice, tried) if config.quantize else (best, None)
+        used = maker.quantizers[low.variant.backend, low.variant.dynamic] if config.quantize else None
         config = _with_variant(config, low.variant, used)
-        both = RunEngines(context, config, folder)
+        both = RunEngines(context, config, folder, work.graphs)
         if plain is not None:
             both.float_name = plain.variant.name
-            both.adopt("float", plain.onnx, plain.built, plain.engine)
-        both.adopt("engine", low.onnx, low.built, low.engine)
+            both.adopt("float", plain.made)
+        both.adopt("engine", low.made)
     return Picked(config, used, choice, both)
+
+
+def _time(
+    tried: dict[str, _Tried], out: list[Candidate], batches: Sequence[Batch], threads: int, graphs: Graphs
+) -> list[str]:
+    """Time the candidates at each size, and return the names of the sizes.
+
+    Candidates that break are moved to ``out``. At the last and largest of several sizes, those that are too slow to
+    win are left out.
+    """
+    shapes: list[str] = []
+    for place, batch in enumerate(batches, start=1):
+        records = [one.candidate for one in tried.values()]
+        left = slow_ones(records) if 1 < place == len(batches) else set()
+        engines = {name: graphs.timed(one.runs) for name, one in tried.items() if name not in left}
+        if not engines:
+            break
+        times, broken = timed(engines, partial(times_of, batch=batch, threads=threads), partial(_called, batch))
+        shapes.append(_shape(batch))
+        out += [failed(tried.pop(name).candidate, why) for name, why in broken.items()]
+        for name in engines.keys() - broken.keys():
+            one = tried[name]
+            milliseconds = (*one.candidate.milliseconds, statistics.median(times[name]))
+            tried[name] = replace(one, candidate=replace(one.candidate, milliseconds=milliseconds))
+    return shapes
 
 
 def _shape(batch: Batch) -> str:
@@ -164,25 +184,28 @@ class _Maker:
 
     def __init__(
         self,
-        context: RunContext,
+        work: Workload,
         config: RunConfig,
         calibrated: Calibrated,
-        scoring: Scorer,
         batch: Batch,
-        checked: Sequence[Batch],
+        samples: Sequence[Any],
         folder: Path,
         kept: KeptEngines,
     ) -> None:
         self.quantizers = dict(calibrated)
-        self._context = context
+        self._context = work.context
+        self._graphs = work.graphs
         self._config = config
-        self._calibrated = next(iter(calibrated.values()))
-        self._scoring = scoring
+        self._calibrated = next(iter(calibrated.values()), None)
+        self._scoring = work.scorer
         self._folder = folder
         self._kept = kept
         self._frozen: dict[tuple[str, bool], nn.Module] = {}
         self._trials = RoughTrials(self._rough, [batch])
-        self._references = References(checked, apart=context.feed.rows_apart)
+        self._references = {
+            name: References(batches, apart=work.context.feed.rows_apart)
+            for name, batches in work.graphs.checked_on(config, samples).items()
+        }
 
     def all(self, variants: Sequence[Variant]) -> tuple[dict[str, _Tried], list[Candidate]]:
         """Return the candidates that are right, by name, and the records of the others."""
@@ -212,84 +235,107 @@ class _Maker:
 
     def _tried(self, variant: Variant, candidate: Candidate) -> _Tried:
         """Export, build, check and score one candidate."""
-        proxy, onnx = self._exported(variant)
-        built, engine = self._built(variant, onnx, self._folder / f"{variant.file_name}.engine")
-        plain = self._references.of(self._context.model, engine.output_names)
-        expected = plain if proxy is None else self._references.of(proxy, engine.output_names)
+        graphs, model = self._graphs, self._context.model
+        frozen, files = self._exported(variant)
+        made: dict[str, MadeEngine] = {}
+        for graph in graphs.names:
+            place = graphs.files(self._folder / variant.file_name, QUANTIZED_STEM, graph)
+            place.engine.parent.mkdir(exist_ok=True)
+            built, engine = self._built(variant, files[graph], place.engine, graph)
+            made[graph] = MadeEngine(EngineFiles(onnx=files[graph], engine=place.engine), built, engine)
         computed = torch.float32 if variant.precision is None else getattr(torch, variant.precision)
-        checks = check_engine(engine, expected, plain, tolerance(None, proxy is not None, computed))
-        # At the size that is timed, the first: texts of others may be longer than all that calibrated.
-        timed = [check for check in checks if check.size == checks[0].size]
-        found = replace(
-            candidate,
-            sqnr_db=far_from_float(timed),
-            score_difference=self._kept.difference(built.path, partial(self._scoring.difference, variant.name, engine)),
-        )
-        return _Tried(variant, found, onnx, built, engine)
+        bound = tolerance(self._config.report.tolerance, variant.dtype is not None, computed)
+        expected, plain = graphs.checked_modules(frozen), graphs.checked_modules(model)
+        timed: list[OutputCheck] = []
+        engines = {graph: one.engine for graph, one in made.items()}
+        for graph, engine in graphs.checked_as(engines).items():
+            names, references = engine.output_names, self._references[graph]
+            checks = check_engine(
+                engine, references.of(expected[graph], names), references.of(plain[graph], names), bound
+            )
+            # At the size that is timed, the first: texts of others may be longer than all that calibrated.
+            timed += [check for check in checks if check.size == checks[0].size]
+        runs, difference = graphs.assembled(engines), None
+        if not graphs.several:
+            score = partial(self._scoring.difference, variant.name, runs)
+            difference = self._kept.difference(made[graphs.names[0]].built.path, score)
+        found = replace(candidate, sqnr_db=far_from_float(timed), score_difference=difference)
+        return _Tried(variant, found, made, runs)
 
-    def _built(self, variant: Variant, onnx: Path, path: Path) -> tuple[BuildResult, Engine]:
+    def _built(self, variant: Variant, onnx: Path, path: Path, graph: str) -> tuple[BuildResult, Engine]:
         config, name = self._config, variant.backend
         threads = config.engine.threads
         options = replace(
-            build_options(config, self._context), inference_precision=variant.precision, compiled=variant.compiled
+            build_options(config, self._context),
+            dynamic=self._graphs.dimensions(config, graph),
+            inference_precision=variant.precision,
+            compiled=variant.compiled,
         )
         sizes = run_sizes(config, self._context)
+        if self._graphs.several:
+            dynamic = config.export.dynamic
+            sizes = replace(sizes, batch=dynamic.batch[0], sequence=dynamic.sequence[0])
         built = self._kept.build(name, onnx, path, options, threads=threads, sizes=sizes)
         return built, load_engine(name, built.path, threads=threads)
 
     def _too_slow(self, variant: Variant, tried: Mapping[str, _Tried]) -> str | None:
         """Return why a backend needs no plan; None: it needs one, or has it."""
-        if variant.dtype is None or (variant.backend, False) in self.quantizers:
+        has_plan = variant.dtype is None or (variant.backend, False) in self.quantizers
+        if self._calibrated is None or has_plan or self._graphs.several:
             return None
-        rivals = {name: one.engine for name, one in tried.items() if one.variant.dtype is not None}
+        quantized = {name: one for name, one in tried.items() if one.variant.dtype is not None}
+        rivals = {name: one.made[self._graphs.names[0]].engine for name, one in quantized.items()}
         planned = {backend for backend, dynamic in self._frozen if not dynamic}
         return self._trials.too_slow(variant, self._calibrated, rivals, planned)
 
     def _rough(self, variant: Variant, calibrated: Quantizer) -> Engine:
+        (graph,) = self._graphs.names
+
         def build(onnx: Path, path: Path) -> Engine:
-            return self._built(variant, onnx, path)[1]
+            return self._built(variant, onnx, path, graph)[1]
 
         context, name, opset = self._context, variant.backend, self._config.export.opset
         stem, example = self._folder / f"{name}-rough", context.feed.example()
         return rough_engine(calibrated, name, context.model, example, stem, build, opset, context.feed.sizes)
 
-    def _exported(self, variant: Variant) -> tuple[nn.Module | None, Path]:
-        """Return the frozen proxy, None for a variant in float, and its file; each is made once for all variants."""
-        example, opset = self._context.feed.example(), self._config.export.opset
+    def _exported(self, variant: Variant) -> tuple[nn.Module, dict[str, Path]]:
+        """Return the frozen proxy or the float model, and the file of each graph; all are made once."""
+        graphs, opset, key = self._graphs, self._config.export.opset, (variant.backend, variant.dynamic)
+        kind = f"{variant.backend}{'-dynamic' if variant.dynamic else ''}"
+        folder = self._folder / (FLOAT_STEM if variant.dtype is None else f"{kind}-files")
+        files = {graph: graphs.files(folder, QUANTIZED_STEM, graph).onnx for graph in graphs.names}
+        for file in files.values():
+            file.parent.mkdir(exist_ok=True)
         if variant.dtype is None:
             # One file of the float model is for all.
-            path = self._folder / f"{FLOAT_STEM}.onnx"
-            if not path.exists():
-                export_float(self._context, opset, path)
-            return None, path
-        key = variant.backend, variant.dynamic
-        path = self._folder / f"{variant.backend}{'-dynamic' if variant.dynamic else ''}.onnx"
+            for graph, file in files.items():
+                if not file.exists():
+                    export_float(self._context, graphs, graph, opset, file)
+            return self._context.model, files
         if key not in self._frozen:
             if key not in self.quantizers:
                 ranges = "dynamic" if variant.dynamic else None
+                assert self._calibrated is not None
                 self.quantizers[key] = self._calibrated.for_backend(variant.backend, ranges=ranges)
             if variant.dynamic:
                 require_sites(self.quantizers[key])
             proxy = self.quantizers[key].quantize(self._context.model)
-            self.quantizers[key].export(proxy, path, example, opset=opset, dynamic_axes=self._context.feed.sizes)
+            for graph, file in files.items():
+                module, axes = graphs.modules(proxy)[graph], graphs.axes(graph)
+                self.quantizers[key].export(module, file, graphs.example(graph), opset=opset, dynamic_axes=axes)
             self._frozen[key] = proxy
-        return self._frozen[key], path
+        return self._frozen[key], files
 
 
-def _latency(batch: Batch, engines: dict[str, Engine]) -> dict[str, float]:
-    # Servers call an engine with arrays: their conversion does not count.
-    calls = {name: partial(engine, engine_inputs(engine, batch)) for name, engine in engines.items()}
-    return medians(interleaved_latency(calls, rounds=_ROUNDS, seconds=_SECONDS))
+def _called(batch: Batch, runs: Runs) -> object:
+    return as_predictor(runs)(batch)
 
 
-def _called(batch: Batch, engine: Engine) -> object:
-    return engine(engine_inputs(engine, batch))
-
-
-def _inspected(context: RunContext, config: RunConfig, candidate: Candidate, path: Path) -> Inspection:
+def _inspected(context: RunContext, config: RunConfig, one: _Tried) -> Inspection:
+    *_, last = one.made.values()
     return inspect_engine(
-        candidate.backend,
-        path,
+        one.variant.backend,
+        last.built.path,
         threads=config.engine.threads,
         sizes=run_sizes(config, context),
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from quantizer.runs.workload.float_engines import FloatEngines
 from quantizer.sensitivity.score_cache import check_scores
 from quantizer.tasks import Batch, Feed, Predictions, Row, Task, build_task, load_model, load_processor, load_rows
 
+Runs: TypeAlias = nn.Module | Engine
+"""A model, or what runs in its place: an engine, or a model whose layers are engines."""
+
 _LONGEST_ENDING = ".search.json"
 """Of the files from which a run resumes."""
 
@@ -40,7 +43,7 @@ def bar(name: str) -> Iterator[Callable[[int, int], None]]:
         yield opened.reach
 
 
-def as_predictor(model: nn.Module | Engine) -> Callable[[dict[str, torch.Tensor]], object]:
+def as_predictor(model: Runs) -> Callable[[dict[str, torch.Tensor]], object]:
     """Return a function that calls a model or an engine on a batch of tensors."""
     if isinstance(model, nn.Module):
         # Copies, as a forward may write into its inputs.
@@ -185,6 +188,7 @@ class RunRows:
     head: list[Row] = field(default_factory=list)
     tuning: list[Row] = field(default_factory=list)
     training: list[Row] = field(default_factory=list)
+    check: list[Row] = field(default_factory=list)
 
     @classmethod
     def of(cls, config: DataConfig) -> RunRows:
@@ -203,7 +207,7 @@ class RunContext:
         processor: its tokenizer or image processor; None: it has none.
         feed: makes batches from rows.
         floats: the engines of the model that other runs have built; None: there are no other runs.
-        exported: the ONNX file of the float model, by the version of its operators.
+        exported: the ONNX file of the float model, by its graph, the version of its operators and its type.
     """
 
     timer: StageTimer
@@ -212,7 +216,7 @@ class RunContext:
     processor: Any
     feed: Feed
     floats: FloatEngines | None = None
-    exported: dict[int, Path] = field(default_factory=dict)
+    exported: dict[str, Path] = field(default_factory=dict)
 
     def info(self, source: str, task: str) -> ModelInfo:
         """Return the model in words: where it came from, its task, and the number of its parameters."""
@@ -260,7 +264,7 @@ def load_context(
     return RunContext(timer=timer, resume=resume, model=model, processor=processor, feed=built)
 
 
-def predict(context: RunContext, which: str, model: nn.Module | Engine, rows: list[Row]) -> Predictions:
+def predict(context: RunContext, which: str, model: Runs, rows: list[Row]) -> Predictions:
     """Return the predictions of a model or an engine on rows, as a stage of its own."""
     with context.timer(f"score the {which}"), bar(which) as progress:
         return context.task.predict(as_predictor(model), rows, progress)

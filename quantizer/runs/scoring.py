@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from torch import nn
-
-from quantizer.engines import Engine
 from quantizer.report import Score
 from quantizer.report.compare import Resamples, write_resamples
 from quantizer.runs.ranks.process_group import from_first_rank
-from quantizer.runs.run_context import RunContext, predict, score_record
+from quantizer.runs.run_context import RunContext, Runs, predict, score_record
 from quantizer.tasks import Predictions, Row
 from quantizer.tasks.datasets.rows import content_of
 
@@ -25,8 +22,8 @@ class Scoring:
         self._rows = rows
         self._resamples = resamples
         self._folder = folder
-        self._known: WeakKeyDictionary[nn.Module | Engine, Predictions] = WeakKeyDictionary()
-        self._base: WeakKeyDictionary[nn.Module | Engine, Predictions] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Runs, Predictions] = WeakKeyDictionary()
+        self._base: WeakKeyDictionary[Runs, Predictions] = WeakKeyDictionary()
 
     def for_run(self, context: RunContext, resamples: int, folder: Path) -> Scoring:
         """Return a scorer for another run on the same model and rows, which knows what the float model predicts."""
@@ -35,14 +32,14 @@ class Scoring:
         other._base = self._base
         return other
 
-    def difference(self, which: str, engine: Engine | None) -> float | None:
+    def difference(self, which: str, engine: Runs | None) -> float | None:
         """Return the score of an engine less that of the float model; None without rows or engine."""
         if not self._rows or engine is None:
             return None
         task, base = self._context.task, self._predictions("float", self._context.model)
         return task.score(self._predictions(which, engine), self._rows) - task.score(base, self._rows)
 
-    def take(self, forms: Mapping[str, nn.Module | Engine]) -> None:
+    def take(self, forms: Mapping[str, Runs]) -> None:
         """Run models and engines on the rows; their scores are made of that later.
 
         Of several processes the first one may have run some of them alone, as for a choice of engines: the others
@@ -51,11 +48,11 @@ class Scoring:
         for name in from_first_rank(lambda: self._left(forms), list[str]) if self._rows else ():
             self._predictions(name, forms[name])
 
-    def _left(self, forms: Mapping[str, nn.Module | Engine]) -> list[str]:
+    def _left(self, forms: Mapping[str, Runs]) -> list[str]:
         """Return the names of the forms that were not run yet."""
         return [name for name, form in forms.items() if form not in self._store(form)]
 
-    def scores(self, forms: Mapping[str, nn.Module | Engine]) -> tuple[Score, ...]:
+    def scores(self, forms: Mapping[str, Runs]) -> tuple[Score, ...]:
         """Return the scores of the float model, and of other models and engines by name; none without rows."""
         if not self._rows:
             return ()
@@ -68,11 +65,11 @@ class Scoring:
             write_resamples(kept, self._folder)
         return tuple(score_record(name, task, base, one, rows, self._resamples) for name, one in told.items())
 
-    def _predictions(self, which: str, model: nn.Module | Engine) -> Predictions:
+    def _predictions(self, which: str, model: Runs) -> Predictions:
         known = self._store(model)
         if model not in known:
             known[model] = predict(self._context, which, model, self._rows)
         return known[model]
 
-    def _store(self, model: nn.Module | Engine) -> WeakKeyDictionary[nn.Module | Engine, Predictions]:
+    def _store(self, model: Runs) -> WeakKeyDictionary[Runs, Predictions]:
         return self._base if model is self._context.model else self._known

@@ -21,7 +21,7 @@ from quantizer.runs.task_metric import Metric
 from quantizer.sensitivity import Evaluation, ScoreCache, fingerprint
 from quantizer.sensitivity.fallback import fallback_reason
 from quantizer.sensitivity.prices import Prices
-from quantizer.tasks import Batch, Row, rows_at
+from quantizer.tasks import Batch, rows_at
 
 _BATCHES, _ROWS = 2, 8
 """On so many rows of so many batches causes are looked for, as each setting that is tried is calibrated on them."""
@@ -37,17 +37,17 @@ def has_causes(config: RunConfig) -> bool:
 
 
 def with_causes_of(
-    record: RunRecord, context: RunContext, config: RunConfig, quantizer: Quantizer, rows: Sequence[Row]
+    record: RunRecord, context: RunContext, config: RunConfig, quantizer: Quantizer, batches: Sequence[Batch]
 ) -> RunRecord:
     """Return a record with the groups that cost most and their cures, or with the reason why the search failed.
 
     Nothing is looked for unless sensitivity is asked for, or after a training.
     """
-    if not has_causes(config) or not rows:
+    if not has_causes(config) or not batches:
         return record
     with context.timer(CAUSES):
         try:
-            batches = context.feed.batches(rows)[:_BATCHES]
+            batches = batches[:_BATCHES]
             if context.feed.rows_apart:
                 batches = [_beginning(batch) for batch in batches]
             return replace(record, causes=quantizer.causes(context.model, batches).rows)

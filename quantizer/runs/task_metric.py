@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import nn
@@ -36,14 +36,16 @@ class TaskMetric:
         task: Task,
         rows: Sequence[Row],
         head: Sequence[Row],
+        runnable: Callable[[nn.Module], nn.Module],
     ) -> None:
         parts = (*settings, content_of(rows), content_of(head))
         self.reads = hashlib.sha256(repr(parts).encode()).hexdigest()
         self.higher_is_better = task.higher_is_better
         self._task = task
         self._rows = rows
+        self._runnable = runnable
 
     def __call__(self, model: nn.Module) -> float:
         with bar("tuning rows") as progress:
-            predictions = self._task.predict(as_predictor(model), self._rows, progress)
+            predictions = self._task.predict(as_predictor(self._runnable(model)), self._rows, progress)
         return self._task.score(predictions, self._rows)

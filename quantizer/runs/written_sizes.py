@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from quantizer.common.distributed import get_world_size
 from quantizer.config import RunConfig
+from quantizer.errors import ConfigError
 from quantizer.tasks import read_checkpoint, tasks
 
 WRITTEN_BATCH_SIZES = (1, 4, 8)
@@ -41,5 +45,34 @@ def with_written_sizes(config: RunConfig) -> RunConfig:
             "data": data.model_copy(update={"batch_size": rows}),
             "export": config.export.model_copy(update={"dynamic": sizes}),
             "report": report.model_copy(update=shape),
+            # Nothing else reads several engines as one model.
+            "deliver": tuple(dict.fromkeys(("processor", *config.deliver))),
         }
     )
+
+
+def require_possible_run(config: RunConfig) -> None:
+    """Raise if a run asks for something that its kind of model cannot have."""
+    problems = list(_problems_of_writing(config) if is_in_parts(config) else _problems_of_one(config))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _problems_of_one(config: RunConfig) -> Iterator[str]:
+    if config.model.new_tokens is not None:
+        got = config.model.new_tokens
+        yield f"model.new_tokens: got {got}, and task {config.model.task!r} writes no text; remove it"
+
+
+def _problems_of_writing(config: RunConfig) -> Iterator[str]:
+    of = f"task {config.model.task!r} is of an encoder-decoder model"
+    fallback = config.fallback
+    asked = {
+        "qat": config.qat is not None,
+        "fallback.min_speedup": fallback is not None and fallback.min_speedup is not None,
+        "engine.strip_weights": config.engine.strip_weights,
+    }
+    for key in (key for key, there in asked.items() if there):
+        yield f"{key}: {of}, which becomes several engines, and is for models that become one; remove it"
+    if get_world_size() > 1:
+        yield f"{of}, which one process quantizes: start it without torchrun"

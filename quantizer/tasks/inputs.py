@@ -105,7 +105,7 @@ class Feed(Protocol):
     def rows_apart(self) -> bool:
         """True if the model computes each row of a batch for itself, so that a batch may be cut."""
 
-    def samples(self, rows: Sequence[Any]) -> list[Any]:
+    def all_samples(self, mixed: Sequence[Any]) -> list[Any]:
         """Return the samples of rows."""
 
     def batches(self, rows: Sequence[Any], limit: int | None = None) -> list[Batch]:

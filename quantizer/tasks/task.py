@@ -302,7 +302,7 @@ class Task(ABC):
     def _samples(self, rows: Sequence[Row]) -> list[Sample]:
         if not rows:
             raise TaskError(f"task {self.name!r} was given no rows, expected at least one")
-        return self.samples(rows)
+        return self.all_samples(rows)
 
 
 def require_rows(predictions: Predictions, rows: Sequence[Row]) -> None:

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from quantizer.cli.main import VERBS, main
 from quantizer.config import RunConfig, load_run
-from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import EngineError, QuantizerError
+from quantizer.tasks.models import Checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
 GOOD = """\
@@ -282,31 +282,39 @@ def test_the_examples_work(
 
 
 def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import quantizer.runs.convert
+    import quantizer.runs.run
     import quantizer.runs.workload.convert_onnx
-    from quantizer.runs.convert.functions import function_request
+    from quantizer.runs.convert import configs
 
     of_onnx: list[Any] = []
     asked: list[Any] = []
     of_functions: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(quantizer.runs.workload.convert_onnx, "convert_onnx", lambda given, _: of_onnx.append(given))
+    monkeypatch.setattr(quantizer.runs.workload.convert_onnx, "convert_onnx", lambda given, *_: of_onnx.append(given))
     (tmp_path / "photos").mkdir()
-    monkeypatch.setattr(quantizer.runs.convert, "convert", lambda conversion, _: asked.append(conversion))
-    monkeypatch.setattr(function_request, "run", lambda config, *_: of_functions.append(config))
+    monkeypatch.setattr(quantizer.runs.run, "convert", lambda found, *_: asked.append(found))
+    monkeypatch.setattr(quantizer.runs.run, "run", lambda config, *_: of_functions.append(config))
+    known = Checkpoint("BertForSequenceClassification", "sequence-classification", 512, ("a", "b"), 100)
+    seen = Checkpoint("ViTForImageClassification", "image-classification", None, ("a", "b"), None)
+    monkeypatch.setattr(configs, "read_checkpoint", lambda name, _: seen if name == "my-vit" else known)
+    monkeypatch.setattr(configs, "load_rows", lambda *_, **__: [None] * 200)
     (verb,) = [verb for verb in VERBS if verb.name == "convert"]
     commands = [line.split() for line in verb.epilog.replace("\\\n", " ").splitlines() if "quantizer convert " in line]
     for words in commands:
         assert main(words[1:]) == 0
     pytest.importorskip("openvino", reason="install enginequant[openvino,onnxruntime]")
     pytest.importorskip("onnxruntime", reason="install enginequant[openvino,onnxruntime]")
-    cpu, both = cpu_candidates()[0], ("openvino", "tensorrt-rtx")
-    assert [conversion.backends for conversion in asked] == [cpu, both, cpu, cpu]
-    assert [conversion.max_drop for conversion in asked] == [None, None, 0.002, None]
-    assert str(asked[0].calibration) == "texts.txt"
-    assert str(asked[2].tuning) == "text-csv:dev.csv"
-    assert str(asked[3].evaluation) == "image-folder:labelled"
-    assert str(asked[0].output) == str(Path("converted") / "my-model")
+    backends = [[config.quantizer.backend for config in configs] for configs in asked]
+    assert backends == [["auto"], ["openvino", "tensorrt-rtx"], ["auto"], ["auto"]]
+    budgets = [None if one.fallback is None else one.fallback.max_drop for one, *_ in asked]
+    assert budgets == [None, None, 0.002, None]
+    (first,), _, (third,), (fourth,) = asked
+    assert (Path(first.data.calibration.path).name, first.data.calibration.rows) == ("texts.txt", 128)
+    assert first.data.check.offset == 128
+    assert (third.data.tuning.name, Path(third.data.tuning.path).name) == ("text-csv", "dev.csv")
+    assert (fourth.data.evaluation.name, Path(fourth.data.evaluation.path).name) == ("image-folder", "labelled")
+    assert fourth.data.calibration.name == "images"
+    assert first.output == str(Path("converted") / "my-model")
     assert [(given["calibration"], given["output"]) for given in of_onnx] == [
         ("arrays.npz", Path("converted") / "my-model")
     ]

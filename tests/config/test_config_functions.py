@@ -122,7 +122,6 @@ def test_a_checkpoint_still_needs_task_and_data(tmp_path: Path) -> None:
     both = sorted(_problems(tmp_path, {"model": {"source": "my-model"}, "data": {"batch_size": 8}}))
     assert [text.split(";")[0] for text in both] == [
         "data.calibration: is missing",
-        "data.evaluation: is missing",
         "model.task: is missing",
     ]
     (missing,) = _problems(tmp_path, {"model": {"source": "my-model", "task": "sentence-similarity"}})

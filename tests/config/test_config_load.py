@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -188,9 +189,10 @@ def test_bad_quantizer_values(write: Write, value: str, problem: str) -> None:
 
 def test_missing_keys_are_placed_at_their_section(write: Write) -> None:
     text = GOOD.replace(", task: sentence-similarity", "").replace("  evaluation: {name: stsb-csv}\n", "")
+    text = re.sub("  calibration: .*\n", "  batch_size: 8\n", text)
     first, second = _problems(lambda: load_run(write(text)))
     assert first.startswith("good.yaml:2: model.task: is missing; expected 'sentence-similarity', ")
-    assert second.startswith("good.yaml:3: data.evaluation: is missing; expected a section with keys name, path,")
+    assert second.startswith("good.yaml:3: data.calibration: is missing; expected a section with keys name, path,")
     top = _problems(lambda: load_run(write("output: x")))
     assert [problem.split(";")[0] for problem in top] == [
         "good.yaml:1: model: is missing",
@@ -201,7 +203,7 @@ def test_missing_keys_are_placed_at_their_section(write: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "good.yaml:1: is empty; expected a mapping with keys model, data"),
+        ("", "good.yaml:1: is empty; expected a mapping with keys model, quantize, data"),
         ("# only a comment\n", "good.yaml:1: is empty"),
         ("- a\n- b\n", "good.yaml:1: holds a list; expected a mapping"),
         ("\nhello", "good.yaml:1: holds the text 'hello'; expected a mapping"),

@@ -31,7 +31,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)
     run = tiny_run(tmp_path)
     run["report"] |= {"formats": ["json"]}
-    monkeypatch.setattr("quantizer.runs.run_course.measure_memory", lambda *_: ())
+    monkeypatch.setattr("quantizer.runs.stages.measure_memory", lambda *_: ())
 
     def given(plan: Any, *_: Any, **__: Any) -> Prices:
         names = {operand.group for site in plan.values() for operand in site.operands if operand.quantized}
@@ -123,7 +123,7 @@ def test_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     run = tiny_run(tmp_path)
     run["report"] |= {"formats": ["json"]}
-    monkeypatch.setattr("quantizer.runs.run_course.measure_memory", lambda *_: ())
+    monkeypatch.setattr("quantizer.runs.stages.measure_memory", lambda *_: ())
     first = _run(run).placement
     kept = json.loads(Path("out.times.json").read_text())
     assert len(kept["times"]) == 1

@@ -17,7 +17,8 @@ for _package in ("transformers", "scipy", "torchmetrics", "onnx", "onnxscript", 
 
 from tiny_audio import CLASSES, tiny_ast, tiny_ctc, tiny_recordings
 
-from quantizer.runs.convert import load_converted, measure
+from quantizer.runs import measure
+from quantizer.runs.convert import load_converted
 from quantizer.tasks import build_task, load_model, load_processor, load_rows
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
@@ -42,7 +43,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def test_a_classifier_is_converted_and_serves(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_SECONDS", 0.1)
+    monkeypatch.setattr(measure, "_LATENCY_SECONDS", 0.1)
     words = ["--quantization", "--calibration", str(place / "tones"), "--evaluation", f"audio-folder:{place / 'test'}"]
     words += ["--batch-size", "1", "2", "4", "--backend", "onnxruntime", "-o", str(place / "made")]
     assert main(["convert", "-m", str(place / "ast"), *words]) == 0
@@ -52,7 +53,7 @@ def test_a_classifier_is_converted_and_serves(place: Path, monkeypatch: pytest.M
     assert config["dimensions"] == {"batch": [1, 2, 4]}
     assert [(one["name"], one["shape"]) for one in config["inputs"]] == [("input_values", ["batch", 64, 32])]
     assert config["quantization"]["sites"]["linear"] == [7, 7]
-    scores = _read(place / "made" / "conversion.json")["backends"][0]["scores"]
+    scores = _read(folder / "report.json")["scores"]
     assert [(one["which"], one["metric"], one["rows"]) for one in scores] == [
         (which, "accuracy", 6) for which in ("float", "proxy", "engine")
     ]
@@ -93,7 +94,10 @@ def test_speech_runs_from_yaml(place: Path, tmp_path: Path) -> None:
 BAD = {
     "pictures": (("--quantization", "--calibration", "pictures"), "--calibration pictures is of images, and task"),
     "tokens": (("--seq-len", "2", "4", "8"), "audio-classification is for recordings, which have no tokens; leave"),
-    "no length": (("--seconds", "0"), "--seconds 0: expected more than 0 and at most 3600"),
+    "no length": (
+        ("--seconds", "0"),
+        "--seconds 0.0: model.seconds: got the number 0.0; expected a number of seconds, more than 0",
+    ),
     "no labels": (
         ("--evaluation", "{tones}"),
         "audios alone cannot be scored; expected NAME:PATH with labelled rows, such as audio-csv:labels.csv",

@@ -23,7 +23,8 @@ from tiny_vision import CLASSES, SIZE, tiny_images, tiny_resnet, tiny_vit
 
 import quantizer.runs.run_context as stages
 from quantizer import Quantizer
-from quantizer.runs.convert import load_converted, measure
+from quantizer.runs import measure
+from quantizer.runs.convert import load_converted
 from quantizer.runs.placement import place_groups
 
 MADE = {"vit": "openvino", "resnet": "onnxruntime"}
@@ -58,7 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     words = ["--quantization", "--calibration", here.photos, "--rows", "12", "--batch-size", "1", "2", "4"]
     scored = ["--max-drop", "0.5", "--tuning", f"image-folder:{here.dev}", "--evaluation", f"image-folder:{here.test}"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "_SECONDS", 0.1)
+        patch.setattr(measure, "_LATENCY_SECONDS", 0.1)
         # Of models as small as these it depends on the CPU which groups are slower in integers.
         patch.setattr(place_groups, "is_faster", lambda *_: False)
         for name, more in (("vit", scored), ("resnet", scored[-2:])):
@@ -98,6 +99,7 @@ def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
             "report.json",
             "report.html",
             "triton",
+            *("float.onnx", "float.engine", "config.yaml", "quantizer", "resamples.json"),
         }
         assert {path.name for path in folder.iterdir()} == names
         assert _read(folder / "processor" / "preprocessor_config.json")["size"] == {"height": SIZE, "width": SIZE}
@@ -118,8 +120,9 @@ def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
 
 def test_the_record_has_latency_and_scores_of_each_backend(place: Place) -> None:
     for name in MADE:
-        entry = _read(place.made(name).parent / "conversion.json")["backends"][0]
-        assert [(shape["batch"], shape["sequence"]) for shape in entry["latency"]] == [(1, None), (2, None), (4, None)]
+        entry = _read(place.made(name) / "report.json")
+        shapes = [(one["batch"], one["sequence"]) for one in (entry["latency"], *entry["other_latencies"])]
+        assert shapes == [(2, None), (1, None), (4, None)]
         assert [score["which"] for score in entry["scores"]] == ["float", "proxy", "engine"]
         assert all((score["metric"], score["rows"]) == ("accuracy", 12) for score in entry["scores"])
 
@@ -143,7 +146,7 @@ def test_engine_and_processor_serve_alone(place: Place, tmp_path: Path, name: st
     source = str(place.folder / name)
     model = load_model(source, "image-classification")
     task = build_task("image-classification", model, load_image_processor(source), batch_size=4)
-    frozen = Quantizer.load(place.made(name).parent / "quantizer").quantize(model)
+    frozen = Quantizer.load(place.made(name) / "quantizer").quantize(model)
     assert labels == [CLASSES[label] for label in task.predict(lambda batch: frozen(**batch), rows).decisions]
     assert len(set(labels)) > 1
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, BertConfig, GPT2Config
 
-from quantizer.runs.convert.inputs import conversion_inputs
-from quantizer.runs.convert.request import ConversionRequest, Sizes
+from quantizer.runs.convert.configs import Sizes, conversion_configs
 
 
 @pytest.mark.parametrize(
@@ -29,5 +28,6 @@ def test_rows_are_fewer_where_the_output_holds_the_vocabulary(
     small = {"n_embd": 32, "n_layer": 1, "n_head": 2, "hidden_size": 24, "num_hidden_layers": 1}
     config.update({"architectures": [architecture], **small})
     config.save_pretrained(tmp_path)
-    asked = ConversionRequest(model=str(tmp_path), output=tmp_path / "out", backends=("onnxruntime",), batch_size=given)
-    assert conversion_inputs(asked, "onnxruntime").batch == sizes
+    asked = {"model": str(tmp_path), "output": tmp_path / "out", "backend": ("onnxruntime",)}
+    (made,) = conversion_configs(asked if given is None else {**asked, "batch_size": given})
+    assert made.export.dynamic.batch == sizes

@@ -366,7 +366,6 @@ def test_all_that_cannot_be_imported_is_told_at_once(capsys: pytest.CaptureFixtu
             ("-m", "nets.py:build", "--inputs", "a:b", "--quantization"),
             "-m nets.py:build: model.source: got 'nets.py:bu",
         ),
-        (("-m", "a:b", "--inputs", "a:c"), "--quantization is missing: -m a:b is a function"),
         (("-m", "a:b", "--quantization"), "--inputs is missing: -m a:b is a function, and its module needs batches"),
         (
             ("-m", "a:b", "--inputs", "a:c", "--max-drop", "1"),

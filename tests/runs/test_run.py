@@ -36,7 +36,6 @@ from quantizer.engines import PeakMemory, load_engine
 from quantizer.errors import EngineError
 from quantizer.files import MARKER, write_folder
 from quantizer.report import read_record, trackers
-from quantizer.runs import run_course
 from quantizer.runs.progress import stage_timer
 from quantizer.tasks import load_model
 
@@ -452,7 +451,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "export": (Quantizer, "export"),
     "export float": (run_engines, "export_onnx"),
     "build": (stage_timer, "build_engine"),
-    "inspect": (run_course, "observe_engine"),
+    "inspect": (run_engines, "observe_engine"),
     "load engine": (run_engines, "load_engine"),
     "price": (place_groups, "price_groups"),
     "latency": (run_measure, "interleaved_latency"),

@@ -21,7 +21,7 @@ import quantizer.runs.measure as run_measure
 import quantizer.runs.pick_backend as pick
 import quantizer.runs.placement.rough_plan as rough_plan
 import quantizer.runs.ranks.variants as run_variants
-import quantizer.runs.run_course
+import quantizer.runs.stages
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import dump_yaml, load_run
@@ -56,13 +56,13 @@ def _taking(times: Mapping[str, float], monkeypatch: pytest.MonkeyPatch) -> None
     def taken(calls: Mapping[str, Any], **_: int) -> dict[str, list[float]]:
         for call in calls.values():
             call()
-        return {name: [times[name]] for name in calls}
+        return {name: [times.get(name, 1.0)] for name in calls}
 
     def variants(*given: Any, **more: Any) -> tuple[Variant, ...]:
         # Each takes seconds to build: those that have a time.
         return tuple(variant for variant in cpu_variants(*given, **more) if variant.name in times)
 
-    for module in (pick, rough_plan):
+    for module in (run_measure, rough_plan):
         monkeypatch.setattr(module, "interleaved_latency", taken)
     monkeypatch.setattr(run_variants, "cpu_variants", variants)
 
@@ -109,7 +109,8 @@ def test_float_wins_and_is_named_in_the_end(
     _taking({f"{ONNXRUNTIME} float32": 1.0, f"{ONNXRUNTIME} int8": 2.0}, monkeypatch)
 
     def last(calls: Mapping[str, Any], **_: int) -> dict[str, list[float]]:
-        return {name: [{"float": 1.0, "engine": 2.0}[name]] for name in calls}
+        known = {"float": 1.0, "engine": 2.0, f"{ONNXRUNTIME} float32": 1.0, f"{ONNXRUNTIME} int8": 2.0}
+        return {name: [known[name]] for name in calls}
 
     monkeypatch.setattr(run_measure, "interleaved_latency", last)
     assert main(["run", "tiny.yaml"]) == 0
@@ -130,7 +131,7 @@ def test_only_float_is_right(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     built = kept_engines.tried_build
 
     def crash(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
-        if "int8" in engine.name:
+        if "int8" in engine.parent.name:
             raise EngineError("building it crashed")
         return built(name, onnx, engine, *more, **options)
 
@@ -144,6 +145,7 @@ def test_only_float_is_right(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 @pytest.mark.promise("After Ctrl-C the same command goes on with the engines that are built and scored")
+@pytest.mark.promise("the same command goes on with the engines that are built, which are kept in `OUT.engines`")
 def test_a_stopped_choice_goes_on(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,7 +154,7 @@ def test_a_stopped_choice_goes_on(
     def stopped(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
         if len(names) == 2:
             raise KeyboardInterrupt
-        names.append(engine.name)
+        names.append(engine.parent.name)
         return built(name, onnx, engine, *more, **options)
 
     monkeypatch.setattr(kept_engines, "tried_build", stopped)
@@ -164,7 +166,7 @@ def test_a_stopped_choice_goes_on(
     assert len(list((at / "done.engines").glob("*.engine"))) == 2
 
     def counted(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
-        names.append(engine.name)
+        names.append(engine.parent.name)
         return built(name, onnx, engine, *more, **options)
 
     monkeypatch.setattr(kept_engines, "tried_build", counted)
@@ -194,11 +196,11 @@ def test_a_list_narrows_the_choice(written: dict[str, Any], at: Path, monkeypatc
     assert load_run("again.yaml") == config
     names: list[tuple[str, ...]] = []
 
-    def picks(*asked: Any) -> None:
+    def picks(*asked: Any, **_: Any) -> None:
         names.append(asked[-2])
         raise EngineError("that is enough")
 
-    monkeypatch.setattr(quantizer.runs.run_course, "pick_backend", picks)
+    monkeypatch.setattr(quantizer.runs.stages, "pick_backend", picks)
     assert main(["run", "tiny.yaml"]) == 1
     assert names == [(ONNXRUNTIME,)]
     assert cpu_candidates(names[0])[0] == (ONNXRUNTIME,)
@@ -299,7 +301,7 @@ def test_ranges_at_run_time_that_no_budget_asks_for(
     load = pick.load_engine
 
     def loaded(name: str, path: Path, **options: Any) -> Any:
-        if fails and path.name == f"{ONNXRUNTIME}-int8.engine":
+        if fails and path.parent.name == f"{ONNXRUNTIME}-int8":
             raise EngineError("the library gave up")
         return load(name, path, **options)
 
@@ -321,19 +323,19 @@ def test_one_that_breaks_while_it_is_timed(at: Path, monkeypatch: pytest.MonkeyP
     times = {f"{ONNXRUNTIME} float32": 3.0, f"{ONNXRUNTIME} int8": 2.0, f"{OPENVINO} float32": 1.0}
     _taking(times, monkeypatch)
     called = pick._called
-    latency = pick._latency
+    latency = pick.times_of
 
-    def breaks(batch: Any, engines: Mapping[str, Any]) -> Any:
+    def breaks(engines: Mapping[str, Any], **options: Any) -> Any:
         if f"{OPENVINO} float32" in engines:
             raise RuntimeError("the library gave up")
-        return latency(batch, dict(engines))
+        return latency(engines, **options)
 
     def call(batch: Any, engine: Any) -> object:
         if engine.name == "openvino":
             raise RuntimeError("the library gave up")
         return called(batch, engine)
 
-    monkeypatch.setattr(pick, "_latency", breaks)
+    monkeypatch.setattr(pick, "times_of", breaks)
     monkeypatch.setattr(pick, "_called", call)
     assert main(["run", "tiny.yaml"]) == 0
     record = read_record(at / "done" / "report.json")

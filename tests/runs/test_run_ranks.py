@@ -63,8 +63,8 @@ def _distance(self: Any, model: nn.Module) -> float:
 
 def patched(patch: Callable[[str, Any], None]) -> None:
     """Let no time of this machine decide, as which groups are slower in an engine changes from run to run."""
-    patch("quantizer.runs.run_course.RunPlacement.price", lambda *_: None)
-    patch("quantizer.runs.run_course.measure_memory", lambda *_: ())
+    patch("quantizer.runs.stages.RunPlacement.price", lambda *_: None)
+    patch("quantizer.runs.stages.measure_memory", lambda *_: ())
     patch("quantizer.runs.task_metric.TaskMetric.__call__", _distance)
 
 
@@ -167,8 +167,8 @@ def _train(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     patch = pytest.MonkeyPatch().setattr
     patched(patch)
-    patch("quantizer.runs.run_course.RunCourse._drop_of_engine", lambda *_: None)
-    patch("quantizer.runs.run_course.RunCourse.report", _stops)
+    patch("quantizer.runs.stages._drop_of_engine", lambda *_: None)
+    patch("quantizer.runs.stages.inspect", _stops)
     assert _main(rank, folder, "run", f"{folder}/run.yaml", "--output", f"{folder}/two") == 1
 
 
@@ -183,8 +183,8 @@ def test_a_training_by_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     config = _write({**run, "qat": {"epochs": 1, "evaluations": 2, "tolerance": 1.0}}, tmp_path)
     run_ranks(_train, tmp_path)
     patched(monkeypatch.setattr)
-    monkeypatch.setattr("quantizer.runs.run_course.RunCourse._drop_of_engine", lambda *_: None)
-    monkeypatch.setattr("quantizer.runs.run_course.RunCourse.report", _stops)
+    monkeypatch.setattr("quantizer.runs.stages._drop_of_engine", lambda *_: None)
+    monkeypatch.setattr("quantizer.runs.stages.inspect", _stops)
     assert main(["run", str(config), "--output", str(tmp_path / "one")]) == 1
     one, two = (tmp_path / f"{name}.training" / "last.safetensors" for name in ("one", "two"))
     first, second = (read_facts(path)["course"] for path in (one, two))

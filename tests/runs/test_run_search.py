@@ -20,7 +20,6 @@ import torch
 import yaml
 from daily import some_daily
 
-import quantizer.runs.run as pipeline
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.engines import BuildResult, Inspection
@@ -112,11 +111,11 @@ def search(files: dict[str, Any], expected: Expected, tmp_path: Path, monkeypatc
 
     def build(self: RunEngines, *_: Any, **__: Any) -> dict[str, BuildResult]:
         built = {}
-        for name, stem in (("float", "float"), ("engine", "model")):
-            path = self.files(stem).engine
+        for name in ("float", "engine"):
+            path = self.files(name).engine
             path.write_bytes(b"engine")
             built[name] = BuildResult(path=path, size_bytes=6, seconds=0.0)
-        self._built = built
+        self._built = {name: {"model": one} for name, one in built.items()}
         return built
 
     # Of 16 rows the accuracy has 17 values, the distance from the float outputs has many.
@@ -125,7 +124,7 @@ def search(files: dict[str, Any], expected: Expected, tmp_path: Path, monkeypatc
     monkeypatch.setattr(Quantizer, "fallback", noted)
     monkeypatch.setattr(RunEngines, "build", build)
     unseen = Inspection(backend="openvino", verified=False, note="nothing was built")
-    monkeypatch.setattr(pipeline.RunCourse, "_inspect", lambda *_: unseen)
+    monkeypatch.setattr(RunEngines, "inspect", lambda *_: unseen)
     monkeypatch.setattr(RunEngines, "load", lambda *_: {})
     monkeypatch.setattr(RunEngines, "runs_here", False)
     monkeypatch.setattr(RunPlacement, "price", lambda *_: None)

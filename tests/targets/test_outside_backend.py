@@ -79,7 +79,6 @@ def test_what_it_cannot_do_is_refused_in_the_usual_words(folder: Path) -> None:
         """
 import pytest
 
-from quantizer.runs.convert import ConversionRequest
 from quantizer.engines import BuildOptions, backend
 
 net = torch.nn.Linear(4, 4)
@@ -89,8 +88,6 @@ with pytest.raises(ConfigError, match="quantizer.dtype: reference has no activat
     fp8.quantize(net)
 with pytest.raises(ConfigError, match="'torch-avx2' or 'reference'; did you mean 'reference'"):
     Quantizer(preset="plain", backend="referense")
-with pytest.raises(ConfigError, match="reference does not compute in it; expected int8 or uint8"):
-    ConversionRequest(model="m", output=Path("out"), backends=["reference"], quantization=True, dtype="fp8")
 with pytest.raises(EngineError, match="reference computes in the types of the ONNX file"):
     backend("reference").check(BuildOptions(inference_precision="bfloat16"))
 """,
@@ -115,10 +112,10 @@ def test_converted_beside_another(folder: Path) -> None:
     words = ["convert", "-m", "model", "--quantization", "--calibration", "text-csv:calibration.csv", "--rows", "12"]
     words += ["--backend", "openvino", "reference", "--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]
     # The guide's engine is slow, and its times are not looked at.
-    fast = "import quantizer.runs.convert.measure as measure\nmeasure._SECONDS = 0.1\n"
+    fast = "import quantizer.runs.measure as measure\nmeasure._LATENCY_SECONDS = 0.1\n"
     run(folder, f"{fast}from quantizer.cli.main import main\nsys.exit(main({[*words, '-o', 'converted']}))")
-    record = json.loads((folder / "converted" / "conversion.json").read_text(encoding="utf-8"))
-    assert [entry["backend"] for entry in record["backends"]] == ["openvino", "reference"]
-    for entry in record["backends"]:
+    for name in ("openvino", "reference"):
+        entry = json.loads((folder / "converted" / name / "config.json").read_text(encoding="utf-8"))
+        assert entry["backend"] == name
         assert entry["quantization"] is not None
         assert entry["checks"]

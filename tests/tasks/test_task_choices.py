@@ -133,16 +133,17 @@ def test_a_checkpoint_is_converted_end_to_end(
 ) -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason="a conversion needs enginequant[hf,onnx,onnxruntime]")
-    from quantizer.runs.convert import load_converted, measure
+    from quantizer.runs import measure
+    from quantizer.runs.convert import load_converted
 
-    monkeypatch.setattr(measure, "_SECONDS", 0.1)
+    monkeypatch.setattr(measure, "_LATENCY_SECONDS", 0.1)
     lines = [dataclasses.asdict(row) for row in ROWS]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines * 4))
     data = f"choices-jsonl:{tmp_path / 'c.jsonl'}"
     words = ["--quantization", "--calibration", data, "--evaluation", data, "--backend", "onnxruntime"]
     words += ["--batch-size", "1", "2", "8", "--seq-len", "8", "16", "32", "-o", str(tmp_path / "out")]
     assert main(["convert", "-m", source, *words]) == 0
-    record = json.loads((tmp_path / "out" / "conversion.json").read_text())["backends"][0]
+    record = json.loads((tmp_path / "out" / "onnxruntime" / "report.json").read_text())
     assert [(one["which"], one["metric"], one["rows"]) for one in record["scores"]] == [
         (which, "accuracy", 8) for which in ("float", "proxy", "engine")
     ]

@@ -158,14 +158,15 @@ def test_a_file_with_labels_of_another_kind(clip: str, tmp_path: Path, capsys: p
 def test_clip_is_converted_end_to_end(clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason="a conversion needs enginequant[hf,onnx,onnxruntime]")
-    from quantizer.runs.convert import load_converted, measure
+    from quantizer.runs import measure
+    from quantizer.runs.convert import load_converted
 
-    monkeypatch.setattr(measure, "_SECONDS", 0.1)
+    monkeypatch.setattr(measure, "_LATENCY_SECONDS", 0.1)
     folder = tiny_images(tmp_path / "photos", 6, seed=0)
     words = ["--labels", *CLASSES, "--template", "a {}", "--quantization", "--calibration", str(folder)]
     words += ["--evaluation", f"image-folder:{folder}", "--backend", "onnxruntime", "--batch-size", "1", "2", "6"]
     assert main(["convert", "-m", clip, *words, "-o", str(tmp_path / "out")]) == 0
-    record = json.loads((tmp_path / "out" / "conversion.json").read_text())["backends"][0]
+    record = json.loads((tmp_path / "out" / "onnxruntime" / "report.json").read_text())
     assert [(one["which"], one["metric"], one["rows"]) for one in record["scores"]] == [
         (which, "accuracy", 6) for which in ("float", "proxy", "engine")
     ]

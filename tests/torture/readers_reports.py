@@ -10,7 +10,9 @@ from rich.console import Console
 from tiny_run import tiny_run
 
 from quantizer.report import html_from_record, print_summary, read_record, write_record
-from quantizer.runs.convert import ConversionRequest, convert, load_converted
+from quantizer.runs.convert import load_converted
+from quantizer.runs.convert.configs import conversion_configs
+from quantizer.runs.run import convert
 from quantizer.sensitivity import ScoreCache
 from torture import mutations
 from torture.kinds import Kind, kind
@@ -44,10 +46,9 @@ def _read_scores(folder: Path) -> float:
 def _make_conversion(folder: Path) -> None:
     (folder / "model").mkdir()
     tiny_run(folder / "model")
-    asked = ConversionRequest(
-        model=str(folder / "model/model"), output=folder / "out", batch_size=(1, 2, 4), seq_len=(8, 8, 16)
-    )
-    convert(asked, Console(file=io.StringIO()))
+    given = {"model": str(folder / "model/model"), "output": folder / "out"}
+    given |= {"batch_size": (1, 2, 4), "seq_len": (8, 8, 16), "backend": ("openvino",)}
+    convert(conversion_configs(given), folder / "out", False, Console(file=io.StringIO()))
 
 
 def _read_conversion(folder: Path) -> list[str]:

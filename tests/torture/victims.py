@@ -107,7 +107,7 @@ def _files(out: Path) -> Result:
         if path.is_file():
             content = path.read_bytes()
             match path.name:
-                case "report.json" | "conversion.json":
+                case "report.json":
                     content = json.dumps(_lasting(json.loads(content)), sort_keys=True).encode()
                 case "report.html":
                     content = content[-8:]

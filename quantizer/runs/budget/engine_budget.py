@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from quantizer.common.records import EngineCheck
-from quantizer.engines import Engine
 from quantizer.runs.budget.fineness import budget_warnings
-from quantizer.runs.run_context import RunContext, as_predictor, bar
+from quantizer.runs.run_context import RunContext, Runs, as_predictor, bar
 from quantizer.runs.workload.function_scorer import FunctionScorer
 from quantizer.tasks import Row
 
@@ -69,7 +66,7 @@ class EngineBudget:
             for line in budget_warnings(self.asked, len(self.searched), metric, option):
                 self._context.timer.tell(f"warning: {line}")
 
-    def next_drop(self, engine: Engine | None, groups: int) -> float | None:
+    def next_drop(self, engine: Runs | None, groups: int) -> float | None:
         """Return the drop that the search is allowed now; None if the engine meets the budget, or nothing is checked.
 
         The search's budget shrinks by what the engine exceeds its own, down to 0; after three engines it ends.
@@ -92,7 +89,7 @@ class EngineBudget:
         timer.tell(f"{said}: the search goes on with {self._allowed:.5f}")
         return self._allowed
 
-    def _drop(self, engine: Engine) -> float:
+    def _drop(self, engine: Runs) -> float:
         """Return how much worse the engine is than the float model."""
         if self._function is not None:
             gain = self._function.difference("engine", engine)
@@ -103,7 +100,7 @@ class EngineBudget:
         sign = 1 if self._context.task.higher_is_better else -1
         return sign * (self._float_score - self._score(engine))
 
-    def _score(self, model: nn.Module | Engine) -> float:
+    def _score(self, model: Runs) -> float:
         task = self._context.task
         with bar("rows to check on") as progress:
             return task.score(task.predict(as_predictor(model), self._rows, progress), self._rows)

@@ -24,7 +24,7 @@ from quantizer.engines import Array, Engine, backend, load_engine
 from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
 from quantizer.report import collect_machine
-from quantizer.runs.convert.parts.loaded import ConvertedParts
+from quantizer.runs.convert.writing_engines import ConvertedParts
 from quantizer.runs.serving.generate import CACHED, empty_cache, greedy
 from quantizer.tasks import Recordings, Sample, load_processor, read_image, tasks
 from quantizer.tasks.seq2seq.parts import ENCODER, PARTS
@@ -193,9 +193,10 @@ def load_converted(
     load = backend(config["backend"]).load if other else partial(load_engine, config["backend"])
     load = partial(load, threads=threads, verify=verify, trust=trust)
     if not tasks[task].in_parts:
-        return Converted(config, load(path / ENGINE), processor)
-    engines = {name: load(path / f"{name}.engine") for name in PARTS}
-    return ConvertedParts(config, engines, processor, Converted(config, engines[ENCODER], processor).inputs, path)
+        return Converted(config, load(path / config["files"]["engine"]), processor)
+    engines = {name: load(path / config["parts"][name]["engine"]) for name in PARTS}
+    inputs = Converted(config, engines[ENCODER], processor).inputs
+    return ConvertedParts(config, engines, processor, inputs, path / config["files"]["model"])
 
 
 def _check(config: dict[str, Any]) -> None:

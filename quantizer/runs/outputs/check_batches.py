@@ -37,7 +37,9 @@ def check_shapes(batch: Sizes, sequence: Sizes, usual: tuple[int, int]) -> list[
 def checked_shapes(config: RunConfig) -> list[tuple[int, int]]:
     """Return the sizes at which the engines of a run are compared; see ``check_shapes``."""
     dynamic, report = config.export.dynamic, config.report
-    return check_shapes(dynamic.batch, dynamic.sequence, (report.latency_batch, report.latency_sequence))
+    shapes = check_shapes(dynamic.batch, dynamic.sequence, (report.latency_batch, report.latency_sequence))
+    timed = zip(dynamic.batch, dynamic.sequence, strict=True) if report.latency_shapes == "all" else ()
+    return list(dict.fromkeys([*shapes, *timed]))
 
 
 def check_batches(feed: Feed, samples: Sequence[Any], shapes: Sequence[tuple[int, int]]) -> list[Batch]:

@@ -10,7 +10,7 @@ from torch import nn
 from quantizer.config import RunConfig
 from quantizer.quantizer import Quantizer
 from quantizer.report.record import Placement
-from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM
+from quantizer.runs.graphs import Graphs
 from quantizer.runs.placement.place_groups import GroupPlacer
 from quantizer.runs.placement.price_groups import TimeCache
 from quantizer.runs.placement.speed_goal import SpeedGoal
@@ -28,17 +28,18 @@ class RunPlacement:
         prices: the times of the groups; None: no engine runs here, or it tells no times.
     """
 
-    def __init__(self, context: RunContext, config: RunConfig, folder: Path) -> None:
+    def __init__(self, context: RunContext, config: RunConfig, folder: Path, graphs: Graphs) -> None:
         self.prices: Prices | None = None
         self._context = context
         self._config = config
         self._folder = folder
+        self._graphs = graphs
         self._times = TimeCache(context.resume.times)
         self._goal = SpeedGoal(None if config.fallback is None else config.fallback.min_speedup, context.timer)
 
     def price(self, quantizer: Quantizer, engines: RunEngines) -> None:
         """Price the groups of the plan where its engine runs, and put back those that low precision makes slower."""
-        if not engines.runs_here:
+        if not engines.runs_here or self._graphs.several:
             return
         self.prices = from_first_rank(lambda: self._priced(quantizer, engines), Prices | None)
         if self.prices is not None and self.prices.slower():
@@ -49,7 +50,7 @@ class RunPlacement:
         with self._context.timer("quantize"):
             quantized = quantizer.quantize(self._context.model)
         engines.build(quantizer, quantized)
-        low, plain = engines.files(QUANTIZED_STEM), engines.files(FLOAT_STEM)
+        low, plain = engines.files("engine"), engines.files("float")
         placer = GroupPlacer(
             model=self._context.model,
             example=self._context.feed.example(),

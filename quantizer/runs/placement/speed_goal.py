@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from quantizer.report.record import Placement, SpeedCheck
-from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_engines import RunEngines
 
@@ -45,7 +44,7 @@ class SpeedGoal:
         if self.asked is None:
             return None
         with self._timer("time the engine against its goal"):
-            paths = {"engine": engines.files(QUANTIZED_STEM).engine, "float": engines.files(FLOAT_STEM).engine}
+            paths = {"engine": engines.files("engine").engine, "float": engines.files("float").engine}
             latency = engines.timing.latencies(paths)
         reached = latency["float"] / latency["engine"]
         self.checks.append(SpeedCheck(groups=groups, speedup=reached))

@@ -21,15 +21,15 @@ from quantizer.engines import backend, runs_here
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import ConfigError, TaskError
 from quantizer.files import begun_in, checked_folder, is_begun, require_sole_writer, require_writable, restore_folder
-from quantizer.runs.convert.parts.configured import require_possible_run
 from quantizer.runs.measure import build_options
 from quantizer.runs.pick_backend import chooses
 from quantizer.runs.preflight.estimate import run_estimate
 from quantizer.runs.preflight.faults import Faults, Looks, require_package
 from quantizer.runs.preflight.packages import check_export_packages, check_packages
-from quantizer.runs.progress.run_stages import earlier_run
+from quantizer.runs.progress.earlier_run import earlier_run
 from quantizer.runs.run_context import RunRows, require_names
 from quantizer.runs.workload.function_source import check_functions
+from quantizer.runs.written_sizes import require_possible_run
 from quantizer.targets import AUTO, profile
 from quantizer.tasks import Row, Text, read_checkpoint, require_labels, tasks
 from quantizer.tasks.classification import require_classes

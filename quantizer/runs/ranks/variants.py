@@ -21,7 +21,7 @@ def variants_of(config: RunConfig, among: Sequence[str]) -> Sequence[Variant]:
     wanted = config.quantizer
     return cpu_variants(
         cpu_candidates(among)[0],
-        dtype=wanted.dtype,
+        dtype=wanted.dtype if config.quantize else None,
         precision=config.engine.inference_precision,
         # A plan that is to be trained keeps the ranges that training moves.
         dynamic="ranges" not in wanted.activations.model_fields_set and config.qat is None,

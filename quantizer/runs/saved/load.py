@@ -14,9 +14,10 @@ from quantizer.errors import EngineError, QuantizerError
 from quantizer.files import restore_folder
 from quantizer.report import read_record
 from quantizer.runs.convert.folder import CONFIG
-from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM
+from quantizer.runs.graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.engine_module import EngineModule
+from quantizer.tasks.seq2seq.parts import ENCODER
 
 
 def load(
@@ -48,7 +49,7 @@ def load(
     path = Path(folder)
     restore_folder(path)
     backend, measured = _settings(path)
-    if is_file(path / CONFIG):
+    if is_file(path / f"{ENCODER}.engine"):
         raise QuantizerError(
             f"{path} holds a model in several parts, an engine for each, which write text together: "
             f"quantizer.runs.convert.load_converted({json.dumps(str(path))}).generate([...])"

@@ -16,9 +16,9 @@ from quantizer.config import RunConfig
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord
 from quantizer.report.verdict import USABLE, verdict_of
+from quantizer.runs.job import QUANTIZER
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import resume_files
-from quantizer.runs.run_course import QUANTIZER
 from quantizer.runs.run_reports import write_reports
 from quantizer.runs.search import CAUSES, has_causes, with_causes_of
 from quantizer.runs.sweep.shared_work import SharedWork
@@ -37,7 +37,8 @@ def with_causes(record: RunRecord, config: RunConfig, folder: Path, shared: Shar
         with nullcontext() if shared.has(config) else timer("load model and data"):
             work = shared.load(config, timer, kept, folder)
         quantizer = Quantizer.load(folder / QUANTIZER)
-        record = with_causes_of(record, work.context, config, quantizer, work.rows.calibration)
+        batches = work.graphs.calibration(work.context.feed.batches(work.rows.calibration))
+        record = with_causes_of(record, work.context, config, quantizer, batches)
     record = replace(record, stages=(*record.stages, *timer.done))
     write_reports(record, config.report.formats, folder)
     return record

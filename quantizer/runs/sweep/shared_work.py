@@ -28,9 +28,10 @@ def needs(config: RunConfig) -> str:
 class SharedWork:
     """The work of runs that follow one another; only that of the last model and rows is kept."""
 
-    def __init__(self, folder: Path, scratch: Path) -> None:
-        self._folder = folder
+    def __init__(self, scratch: Path, times: Path, *, diagnoses: bool = True) -> None:
         self._scratch = scratch
+        self._times = times
+        self._diagnoses = diagnoses
         self._needs: str | None = None
         self._work: Workload | None = None
         self._loaded = 0
@@ -58,14 +59,16 @@ class SharedWork:
         assert self._work is not None
         shared = self._work
         # One file of times for all runs: an engine of the same plan is not timed again.
-        kept = replace(kept, times=self._folder / _TIMES)
+        kept = replace(kept, times=self._times)
         context = replace(shared.context, timer=timer, resume=kept)
-        scorer = shared.scorer.for_run(context, config.report.bootstrap, target)
-        return replace(workload_of(config, context, shared.rows, scorer), calibrations=shared.calibrations)
+        scored = replace(context, model=shared.graphs.runnable(context.model))
+        scorer = shared.scorer.for_run(scored, config.report.bootstrap, target)
+        made = workload_of(config, context, shared.graphs, shared.rows, scorer)
+        return replace(made, calibrations=shared.calibrations, diagnoses=self._diagnoses)
 
 
 @contextmanager
 def shared_work(folder: Path) -> Iterator[SharedWork]:
     """Yield the work of a sweep's runs, whose shared files are removed at the end, or by the next one after a kill."""
     with temporary_beside(folder / "shared") as scratch:
-        yield SharedWork(folder, scratch)
+        yield SharedWork(scratch, folder / _TIMES, diagnoses=False)

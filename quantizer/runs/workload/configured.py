@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from quantizer.config import RunConfig
+from quantizer.runs.graphs import Graphs, graphs_of
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles, RunContext, RunRows, load_context
@@ -44,10 +46,13 @@ def configured_workload(
             "seconds": config.model.seconds,
         },
     )
-    return workload_of(config, context, rows, Scoring(context, rows.evaluation, config.report.bootstrap, folder))
+    graphs = graphs_of(context, config)
+    scored = replace(context, model=graphs.runnable(context.model))
+    scorer = Scoring(scored, rows.evaluation, config.report.bootstrap, folder)
+    return workload_of(config, context, graphs, rows, scorer)
 
 
-def workload_of(config: RunConfig, context: RunContext, rows: RunRows, scorer: Scorer) -> Workload:
+def workload_of(config: RunConfig, context: RunContext, graphs: Graphs, rows: RunRows, scorer: Scorer) -> Workload:
     """Return the workload of a configuration whose model and rows are loaded."""
     if isinstance(scorer, FunctionScorer):
         return scored_workload(context, rows, config.model.source, scorer)
@@ -56,16 +61,19 @@ def workload_of(config: RunConfig, context: RunContext, rows: RunRows, scorer: S
     read = (config.model, config.data.batch_size, config.export.dynamic.sequence[0])
 
     def check() -> None:
-        check_rows(context.task, [*rows.evaluation, *rows.tuning, *rows.head], [*rows.calibration, *rows.training])
+        check_rows(
+            context.task, [*rows.evaluation, *rows.tuning, *rows.head], [*rows.calibration, *rows.training, *rows.check]
+        )
         # Raises if the model has fewer positions than the shape for the latency.
         context.task.random_batch(1, config.report.latency_sequence)
 
     return Workload(
         context=context,
+        graphs=graphs,
         rows=rows,
         scorer=scorer,
         info=context.info(config.model.source, config.model.task),
         check=check,
-        metric=lambda searched: TaskMetric(read, context.task, searched, rows.head),
+        metric=lambda searched: TaskMetric(read, context.task, searched, rows.head, graphs.runnable),
         fit=with_written_sizes,
     )

@@ -14,6 +14,7 @@ from quantizer.errors import CalibrationError, ConfigError
 from quantizer.files import checked_folder
 from quantizer.runs.run import RUN
 from quantizer.runs.workload.quantize_model import quantize_model
+from quantizer.targets import AUTO
 from quantizer.tasks.from_onnx import OnnxModule, from_onnx
 
 SUFFIX = ".onnx"
@@ -21,22 +22,20 @@ SUFFIX = ".onnx"
 _BATCH_ROWS = 8
 """The rows of a batch that is cut from a file, which is also what engines are timed at."""
 
-_TAKEN = frozenset(
-    {"model", "output", "quantization", "calibration", "rows", "fixed", "backend", "dtype", "threads", "force"}
-)
+_TAKEN = frozenset({"model", "output", "quantization", "calibration", "rows", "fixed", "backend", "dtype", "threads"})
 _EXPECTED = f"a file of arrays ({' or '.join(ARRAY_FILES)}), one for each input by its name, or a folder of such files"
 
 
-def convert_onnx(options: Mapping[str, Any], console: Console) -> Path:
+def convert_onnx(options: Mapping[str, Any], force: bool, console: Console) -> Path:
     """Quantize a float ONNX file for the fastest engine that is right, and return the folder that was written."""
     problems = _problems(options)
     if problems:
         raise ConfigError(problems)
     folder: Path = options["output"]
-    checked_folder(folder, RUN, replace=options.get("force", False))
+    checked_folder(folder, RUN, replace=force)
     model = from_onnx(options["model"], fixed=dict(map(_fixed, options.get("fixed", ()))))
     batches = array_batches(Path(options["calibration"]), _BATCH_ROWS, options.get("rows"))
-    (backend,) = options["backend"]
+    (backend,) = options.get("backend", (AUTO,))
     result = quantize_model(
         model,
         [_by_argument(model, batch) for batch in batches],
@@ -45,7 +44,7 @@ def convert_onnx(options: Mapping[str, Any], console: Console) -> Path:
         backend=backend,
         **({"dtype": options["dtype"]} if "dtype" in options else {}),
     )
-    result.save(folder, replace=options.get("force", False))
+    result.save(folder, replace=force)
     console.print(result.summary(), highlight=False, markup=False)
     console.print(f"written to {folder}", highlight=False, markup=False)
     return folder
@@ -61,7 +60,7 @@ def _problems(options: Mapping[str, Any]) -> list[str]:
         found.append(f"{options['model']} is an ONNX file already: give --quantization, to make INT8 of it")
     if "calibration" not in options:
         found.append(f"--calibration is missing: give {_EXPECTED}")
-    if len(options["backend"]) != 1:
+    if len(options.get("backend", (AUTO,))) != 1:
         found.append(f"--backend {' '.join(options['backend'])}: an ONNX file is quantized for one, or for auto")
     times = Counter(_fixed(text)[0] for text in options.get("fixed", ()))
     found += [f"--fixed {name}: got {count} numbers for it, expected one" for name, count in times.items() if count > 1]

@@ -25,7 +25,7 @@ class FloatEngines:
         if options not in self._built:
             return None
         built, graph_options = self._built[options]
-        copy_files(built.path.parent, f"{built.path.stem}.*", target)
+        _copy_files(built.path.parent, f"{built.path.stem}.*", target)
         self.fetch_graph(graph_options, target / f"{built.path.stem}.onnx")
         return replace(built, path=target / built.path.name)
 
@@ -33,22 +33,22 @@ class FloatEngines:
         """Copy an engine, for the runs that follow; the ONNX file of which it was built is kept already."""
         own = self._folder / f"float-{len(self._built)}"
         own.mkdir()
-        copy_files(built.path.parent, f"{built.path.stem}.*", own, leave=f"{built.path.stem}.onnx*")
+        _copy_files(built.path.parent, f"{built.path.stem}.*", own, leave=f"{built.path.stem}.onnx*")
         self._built[options] = replace(built, path=own / built.path.name), graph_options
 
     def fetch_graph(self, options: str, target: Path) -> bool:
         """Copy the kept ONNX file, of whatever backend; False if there is none."""
         if options not in self._exported:
             return False
-        copy_files(self._exported[options], f"{target.name}*", target.parent)
+        copy_onnx(self._exported[options], target)
         return True
 
     def keep_graph(self, options: str, path: Path) -> None:
         """Copy an ONNX file of the model, for the runs that follow."""
         own = self._folder / f"graph-{len(self._exported)}"
         own.mkdir()
-        copy_files(path.parent, f"{path.name}*", own)
-        self._exported[options] = own
+        copy_onnx(path, own / path.name)
+        self._exported[options] = own / path.name
 
     def measured(self, options: str, take: Callable[[], float]) -> float:
         """Return what is measured on an engine, at the first call only."""
@@ -57,8 +57,15 @@ class FloatEngines:
         return self._measured[options]
 
 
-def copy_files(folder: Path, names: str, target: Path, *, leave: str = "") -> None:
-    """Copy the files of a folder whose names match: weights over 2 GB lie in a file beside the ONNX file."""
+def copy_onnx(path: Path, target: Path) -> None:
+    """Copy an ONNX file, and the file beside it that holds its weights if they are over 2 GB, which it names."""
+    shutil.copyfile(path, target)
+    for data in path.parent.glob(f"{path.name}?*"):
+        shutil.copyfile(data, target.parent / data.name)
+
+
+def _copy_files(folder: Path, names: str, target: Path, *, leave: str = "") -> None:
+    """Copy the files of a folder whose names match."""
     for path in folder.glob(names):
         if not fnmatch(path.name, leave):
             shutil.copyfile(path, target / path.name)

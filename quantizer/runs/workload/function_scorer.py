@@ -17,11 +17,10 @@ import numpy.typing as npt
 from torch import Tensor, nn
 
 from quantizer.common.statistics import paired_interval
-from quantizer.engines import Engine
 from quantizer.errors import TaskError
 from quantizer.proxy.restored_state import untouched
 from quantizer.report import Score
-from quantizer.runs.run_context import RunContext
+from quantizer.runs.run_context import RunContext, Runs
 from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.engine_module import EngineModule
 from quantizer.tasks.metrics import resampled_scores
@@ -92,7 +91,7 @@ class FunctionScorer:
         self._resamples = resamples
         self._metric = None if function is None else FunctionMetric(function, higher_is_better=higher_is_better)
         self.call = call
-        self._known: WeakKeyDictionary[nn.Module | Engine, FunctionScore] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Runs, FunctionScore] = WeakKeyDictionary()
 
     @property
     def metric(self) -> FunctionMetric:
@@ -106,18 +105,18 @@ class FunctionScorer:
         other._metric, other._known = self._metric, self._known
         return other
 
-    def difference(self, which: str, engine: Engine | None) -> float | None:
+    def difference(self, which: str, engine: Runs | None) -> float | None:
         """Return the score of an engine less that of the float model; None without a function or an engine."""
         if self._metric is None or engine is None:
             return None
         return self._score(which, engine).value - self._score("float", self._context.model).value
 
-    def take(self, forms: Mapping[str, nn.Module | Engine]) -> None:
+    def take(self, forms: Mapping[str, Runs]) -> None:
         """Score models and engines now."""
         for name, form in forms.items() if self._metric is not None else ():
             self._score(name, form)
 
-    def scores(self, forms: Mapping[str, nn.Module | Engine]) -> tuple[Score, ...]:
+    def scores(self, forms: Mapping[str, Runs]) -> tuple[Score, ...]:
         """Return the scores of the float model, and of other models and engines by name; none without a function."""
         if self._metric is None:
             return ()
@@ -140,7 +139,7 @@ class FunctionScorer:
             higher_is_better=self.metric.higher_is_better,
         )
 
-    def _score(self, which: str, form: nn.Module | Engine) -> FunctionScore:
+    def _score(self, which: str, form: Runs) -> FunctionScore:
         if form not in self._known:
             model = form if isinstance(form, nn.Module) else EngineModule(form, self.call)
             with self._context.timer(f"score the {which}"):

@@ -97,9 +97,9 @@ class ModuleFeed:
 
     # As the data of a run
 
-    def samples(self, rows: Sequence[Batch]) -> list[Batch]:
+    def all_samples(self, mixed: Sequence[Batch]) -> list[Batch]:
         """Return the batches as they are."""
-        return list(rows)
+        return list(mixed)
 
     def batches(self, rows: Sequence[Batch], limit: int | None = None) -> list[Batch]:
         """Return at most ``limit`` of the batches, as they are."""

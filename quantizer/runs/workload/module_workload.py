@@ -13,6 +13,7 @@ from torch import nn
 from quantizer.common.data.batches_of import batches_of
 from quantizer.config.data_section import MODULE
 from quantizer.proxy.restored_state import untouched
+from quantizer.runs.graphs import Graphs
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles, RunContext, RunRows
 from quantizer.runs.workload.batch_shapes import fitted
@@ -48,6 +49,7 @@ def scored_workload(context: RunContext, rows: RunRows, source: str, scorer: Fun
     assert isinstance(feed, ModuleFeed)
     return Workload(
         context=context,
+        graphs=Graphs(context),
         rows=rows,
         scorer=scorer,
         info=context.info(source, MODULE),

@@ -18,7 +18,7 @@ from quantizer.common.data.sizes import BATCH, DataSizes
 from quantizer.common.structure import leaves
 from quantizer.proxy.restored_state import untouched
 from quantizer.qdq.onnx_file import input_dimensions
-from quantizer.runs.measure import FLOAT_STEM
+from quantizer.runs.graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
 from quantizer.runs.ranks.process_group import from_first_rank
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_engines import export_float
@@ -29,7 +29,7 @@ _ALIKE = 1e-3
 """The largest difference of outputs, relative and absolute, that the order of sums may make."""
 
 
-def settle_axes(context: RunContext, opset: int, folder: Path) -> tuple[str, ...]:
+def settle_axes(context: RunContext, graphs: Graphs, opset: int, folder: Path) -> tuple[str, ...]:
     """Export the float model, keep those axes of its inputs open that are so in the file, and return what is fixed.
 
     The inputs of a task are known, and nothing is exported for it now.
@@ -41,7 +41,7 @@ def settle_axes(context: RunContext, opset: int, folder: Path) -> tuple[str, ...
 
     def named() -> dict[str, Any]:
         with context.timer("export"):
-            export_float(context, opset, path)
+            export_float(context, graphs, QUANTIZED_STEM, opset, path)
         return {name: list(axes) for name, axes in input_dimensions(path).items()}
 
     names = from_first_rank(named, dict[str, Any])

@@ -17,7 +17,7 @@ from quantizer.files import write_folder
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, print_record, write_html
 from quantizer.report.tables import plain_text
-from quantizer.runs.measure import FLOAT_STEM, QUANTIZED_STEM
+from quantizer.runs.graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.runs.run import RUN
 from quantizer.runs.saved.call_form import CallForm
 from quantizer.runs.workload.engine_module import EngineModule

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from torch import nn
 
 from quantizer.config import RunConfig
-from quantizer.engines import Engine
 from quantizer.quantizer import Quantizer
 from quantizer.report import ModelInfo, Score
 from quantizer.runs.budget.engine_budget import EngineBudget
+from quantizer.runs.graphs import Graphs
 from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.run_context import ResumeFiles, RunContext, RunRows, as_predictor, bar
+from quantizer.runs.run_context import ResumeFiles, RunContext, RunRows, Runs, as_predictor, bar
 from quantizer.runs.task_metric import Metric
 from quantizer.runs.workload.calibrations import Calibrations
 from quantizer.runs.workload.function_scorer import FunctionScorer
@@ -26,13 +26,13 @@ from quantizer.tasks.datasets.rows import content_of
 class Scorer(Protocol):
     """Scores of models and engines, and their differences to the float model; none is run twice."""
 
-    def difference(self, which: str, engine: Engine | None) -> float | None:
+    def difference(self, which: str, engine: Runs | None) -> float | None:
         """Return the score of an engine less that of the float model; None: there is no score, or no engine."""
 
-    def take(self, forms: Mapping[str, nn.Module | Engine]) -> None:
+    def take(self, forms: Mapping[str, Runs]) -> None:
         """Run models and engines; their scores are made of that later."""
 
-    def scores(self, forms: Mapping[str, nn.Module | Engine]) -> tuple[Score, ...]:
+    def scores(self, forms: Mapping[str, Runs]) -> tuple[Score, ...]:
         """Return the scores of the float model, and of other models and engines by name; empty: there are none."""
 
     def for_run(self, context: RunContext, resamples: int, folder: Path) -> Scorer:
@@ -49,6 +49,7 @@ class Workload:
 
     Attributes:
         context: the float model and the batches that it takes.
+        graphs: the graphs that become engines.
         rows: the rows, by purpose.
         scorer: scores what comes of it.
         info: the model in words.
@@ -56,9 +57,11 @@ class Workload:
         metric: returns the metric of a search, by the tuning rows that it may see.
         fit: returns the configuration of a run with what it takes from the rows.
         calibrations: those of other runs on it, with which it is compared; None: it is used once.
+        diagnoses: whether causes of a loss are looked for; a sweep does so when the folder is in its place.
     """
 
     context: RunContext
+    graphs: Graphs
     rows: RunRows
     scorer: Scorer
     info: ModelInfo
@@ -66,6 +69,7 @@ class Workload:
     metric: Callable[[Sequence[Row]], Metric]
     fit: Callable[[RunConfig], RunConfig] = _as_it_is
     calibrations: Calibrations | None = None
+    diagnoses: bool = True
 
     @property
     def scored_rows(self) -> str | None:
@@ -77,7 +81,8 @@ class Workload:
     def budget(self, asked: float | None, *, checked: bool) -> EngineBudget:
         """Return the budget of the engine; see ``EngineBudget``."""
         function = self.scorer if isinstance(self.scorer, FunctionScorer) else None
-        return EngineBudget(self.context, asked, self.rows.tuning, checked=checked, function=function)
+        context = replace(self.context, model=self.graphs.runnable(self.context.model))
+        return EngineBudget(context, asked, self.rows.tuning, checked=checked, function=function)
 
     def fit_head(self) -> None:
         """Fit the head of the task on the float model's outputs, if it has one and no run before has done so."""

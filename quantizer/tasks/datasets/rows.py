@@ -148,8 +148,23 @@ _MOST_DIGITS = 9
 """The limit on the digits of a class number: no model has so many classes, and more may not fit in 64 bits."""
 
 Row: TypeAlias = (
-    Audio | Boxes | Choices | Depths | Image | Masked | Pair | Plain | Question | Rewritten | Speech | Text | Words
+    Audio
+    | Boxes
+    | Choices
+    | Depths
+    | Image
+    | Masked
+    | Pair
+    | Plain
+    | Question
+    | Rewritten
+    | Speech
+    | Text
+    | Words
+    | str
+    | Path
 )
+"""What one sample is made of, and its label; a text or a file alone has none, and cannot be scored."""
 
 
 def content_of(rows: Sequence[Row]) -> str:
@@ -157,8 +172,8 @@ def content_of(rows: Sequence[Row]) -> str:
     whole = hashlib.sha256()
     for row in rows:
         whole.update(repr(row).encode())
-        if isinstance(row, Audio | Boxes | Depths | Image | Masked | Speech):
-            whole.update(_file_digest(row.path))
+        if isinstance(row, Audio | Boxes | Depths | Image | Masked | Speech | Path):
+            whole.update(_file_digest(row if isinstance(row, Path) else row.path))
         if isinstance(row, Depths):
             whole.update(_file_digest(row.depths))
         if isinstance(row, Masked):

@@ -95,6 +95,13 @@ def read_texts(path: Path, column: str = "text") -> list[str]:
     return texts
 
 
+@datasets.add("texts")
+def read_plain_texts(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+    """Return the texts of a file without labels, of which ``subset`` is the column or key; see ``read_texts``."""
+    refuse_options("texts", split=split, subset=None)
+    return [*read_texts(require_file("texts", path), subset or "text")]
+
+
 @datasets.add("text-lines")
 def read_text_lines(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
     """Return the texts of a file as rows, for models that fill in words or go on; see ``read_texts``."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quantizer.common.paths import is_folder
 from quantizer.errors import TaskError
-from quantizer.tasks.datasets.rows import require_folder
+from quantizer.tasks.datasets.rows import Row, datasets, refuse_options, require_folder
 
 IMAGE_FILES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 """The endings of image files; other files are ignored."""
@@ -32,6 +32,20 @@ def read_recordings(path: Path) -> list[Path]:
         TaskError: the folder does not exist, or has no recording.
     """
     return _read("recordings", path, AUDIO_FILES)
+
+
+@datasets.add("images")
+def image_rows(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+    """Return the images below a folder, without labels; see ``read_images``."""
+    refuse_options("images", split=split, subset=subset)
+    return [*read_images(require_folder("images", path))]
+
+
+@datasets.add("recordings")
+def recording_rows(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+    """Return the recordings below a folder, without labels; see ``read_recordings``."""
+    refuse_options("recordings", split=split, subset=subset)
+    return [*read_recordings(require_folder("recordings", path))]
 
 
 def folder_holds(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""The engines of a model in parts, loaded from their folder alone."""
+"""The engines of an encoder-decoder model, loaded from their folder alone."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ from quantizer.tasks import Batch, Sample
 from quantizer.tasks.models import empty_model
 from quantizer.tasks.seq2seq.writer import Writer, in_parts, written_tokens
 
-MODEL = "onnx"
-"""The folder of the ONNX files with the model's own config, as the usual runtimes take it."""
-
 
 def engine_run(engine: Engine, batch: Batch) -> dict[str, Tensor]:
     """Return the outputs of a part's engine, of the inputs that it takes, in its types."""
@@ -37,7 +34,7 @@ class ConvertedParts:
         engines: the engine of each part, by its name.
         processor: a transformers tokenizer, or a processor of recordings that has one.
         inputs: makes the encoder's inputs of texts or recordings.
-        folder: the folder.
+        folder: the folder with the model's own config.
     """
 
     config: dict[str, Any]
@@ -50,7 +47,7 @@ class ConvertedParts:
     def model(self) -> Any:
         """A model of transformers whose ``generate`` runs the engines: it takes all that this method does."""
         runs = {name: partial(engine_run, one) for name, one in self.engines.items()}
-        return in_parts(empty_model(str(self.folder / MODEL), self.config["task"]), runs)
+        return in_parts(empty_model(str(self.folder), self.config["task"]), runs)
 
     def generate(self, samples: Sequence[Sample], tokens: int | None = None) -> list[str]:
         """Return what the model writes for texts or recordings, as its own generation config says, without sampling."""

@@ -1,1 +1,0 @@
-"""The conversion of modules that functions return."""
