@@ -320,9 +320,9 @@ class ModelSession:
         self.decisions.state = Held(
             plan=plan,
             products=products,
-            regions=Float32Modules.from_plain(document.get("regions")),
-            fingerprint=Fingerprint.from_plain(document.get("fingerprint")),
-            scales_replaced=document.get("scales_replaced", False),
+            regions=Float32Modules.from_plain(document["regions"]),
+            fingerprint=Fingerprint.from_plain(document["fingerprint"]),
+            scales_replaced=document["scales_replaced"],
             observed=observed,
         )
         if document["fallback"] is not None:

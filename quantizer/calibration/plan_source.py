@@ -45,7 +45,7 @@ class Held:
         plan: the plan.
         products: the products that torch computed in calibration.
         regions: the modules whose values in calibration float16 cannot hold.
-        fingerprint: the checksum of the weights in calibration; None if an older version saved the folder.
+        fingerprint: the checksum of the weights in calibration; None for a model that was quantized in place.
         scales_replaced: whether the scales were loaded, and are not those of calibration.
         observed: the calibration session, or the statistics of a folder, with which to resume; None: neither.
     """
@@ -236,7 +236,7 @@ class PlanSource:
 
     @property
     def fingerprint(self) -> Fingerprint | None:
-        """The checksum of the weights in calibration; None without a calibration, or if an older version saved it."""
+        """The checksum of the weights in calibration; None without a calibration."""
         deciding = self._deciding
         return None if deciding is None else deciding.fingerprint
 

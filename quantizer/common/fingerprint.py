@@ -90,7 +90,7 @@ class Fingerprint:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any] | None) -> Fingerprint | None:
-        """Return the fingerprint whose ``plain()`` this is; None for None, as in files older than fingerprints."""
+        """Return the fingerprint whose ``plain()`` this is; None for None."""
         if values is None:
             return None
         try:

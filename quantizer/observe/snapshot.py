@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -185,7 +185,6 @@ def _plain_site(record: SiteStatistics, places: Mapping[RangeGroup, int]) -> dic
             "left": seen.left,
             "group": None if seen.group is None else places[seen.group],
             **_plain_equalized(seen),
-            # Without calls to tell apart files are as those of earlier versions.
             **({"tensors": seen.tensors} if _tells_apart(seen) else {}),
         }
         for name, seen in record.operands.items()
@@ -204,7 +203,7 @@ def _tells_apart(seen: OperandRecord) -> bool:
 
 
 def _plain_equalized(seen: OperandRecord) -> dict[str, Any]:
-    """Return what equalisation of convolutions adds; without it files are as those of earlier versions."""
+    """Return what equalisation of convolutions adds."""
     spread = None if seen.spread is None else seen.spread.tolist()
     return {
         name: value for name, value in (("layer_before", seen.layer_before), ("spread", spread)) if value is not None
@@ -213,7 +212,6 @@ def _plain_equalized(seen: OperandRecord) -> dict[str, Any]:
 
 def _plain_weight(weight: Weight) -> dict[str, Any]:
     view = None if weight.view is None else [weight.view.shape, weight.view.order, weight.view.offset]
-    # Without a computation files are as those of earlier versions.
     computed = {} if weight.computation is None else {"computation": weight.computation.plain()}
     return {"path": weight.path, "view": view, **computed}
 
@@ -342,7 +340,7 @@ _EXPONENTS = range(-200, 1100)
 class SeenWeight:
     """A parameter: its path (None: no module registered it), and shape, order and offset of the view, if it is one.
 
-    ``computation``: how it is computed from parameters and buffers; None in older files, too.
+    ``computation``: how it is computed from parameters and buffers.
     """
 
     path: str | None
@@ -352,18 +350,15 @@ class SeenWeight:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenOperand:
-    """An operand of a site, see ``OperandRecord``; ``group`` is the index of its group.
-
-    Older files have no ``ends_branch``, ``left`` and ``tensors``.
-    """
+    """An operand of a site, see ``OperandRecord``; ``group`` is the index of its group."""
 
     weight: SeenWeight | None
     axis: int | None
     inner: int | None
     softmax: bool
     group: int | None
-    ends_branch: bool = False
-    left: str | None = None
+    ends_branch: bool
+    left: str | None
     layer_before: str | None = None
     spread: tuple[float, ...] | None = None
     tensors: tuple[int, ...] | None = None
@@ -371,7 +366,7 @@ class SeenOperand:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenSite:
-    """A site, see ``SiteStatistics``. Older files have no rows, head, sequence, left and experts."""
+    """A site, see ``SiteStatistics``."""
 
     kind: Kind | None
     calls: int
@@ -382,10 +377,10 @@ class SeenSite:
     width: int | None
     multiply_adds: int
     operands: Mapping[str, SeenOperand]
-    rows: int | None = None
-    head: int | None = None
-    sequence: int = 0
-    left: str | None = None
+    rows: int | None
+    head: int | None
+    sequence: int
+    left: str | None
     experts: tuple[int, ...] = ()
     follows: tuple[str, ...] = ()
 
@@ -420,17 +415,17 @@ class SeenPart(SeenCalibrator):
 
 @dataclass(frozen=True, kw_only=True)
 class SeenGroup(SeenCalibrator):
-    """Operands with one range, see ``RangeGroup``. Older files have no ``parts``.
+    """Operands with one range, see ``RangeGroup``.
 
-    ``migration``, which older files lack too, is alpha and the factors.
-    ``migration_axes`` are those of x and W, of the factors that make the weights of two convolutions alike.
+    ``migration`` is alpha and the factors; ``migration_axes`` are those of x and W, of the factors that make the weights
+    of two convolutions alike.
     """
 
     operands: tuple[str, ...]
     chosen: tuple[float, str] | None
     channels_vary: bool
     channels: tuple[tuple[float, ...], tuple[float, ...]] | None
-    migration: tuple[float | None, tuple[float, ...]] | None = None
+    migration: tuple[float | None, tuple[float, ...]] | None
     migration_axes: tuple[int, int | None] = (-1, None)
     parts: tuple[SeenPart, ...] = ()
     together: str | None = None
@@ -438,20 +433,17 @@ class SeenGroup(SeenCalibrator):
 
 @dataclass(frozen=True, kw_only=True)
 class SeenDocument:
-    """A whole snapshot; ``regions`` and ``products`` are read by their own classes.
-
-    Older files have no ``only_zeros``, ``read_outside``, ``rows`` and ``inputs``.
-    """
+    """A whole snapshot; ``regions`` and ``products`` are read by their own classes."""
 
     batches: int
     chosen_at: int
     sites: Mapping[str, SeenSite]
     groups: tuple[SeenGroup, ...]
     products: tuple[Any, ...]
-    regions: Any = None
-    only_zeros: bool = False
-    rows: int = 0
-    read_outside: Mapping[str, str] = field(default_factory=dict)
+    regions: Any
+    only_zeros: bool
+    rows: int
+    read_outside: Mapping[str, str]
     inputs: tuple[tuple[tuple[str, bool, tuple[int, ...]], ...], ...] = ()
 
 

@@ -57,7 +57,7 @@ class Seen:
     Attributes:
         records: by site name.
         batches: the number of whole forward passes.
-        rows: the number of rows in these; 0 in folders of an older version.
+        rows: the number of rows in these.
         chosen_at: the number of batches when ranges were last chosen by running batches.
         products: the products that torch computed, with their multiply-adds.
         regions: modules with values beyond the range of float16.

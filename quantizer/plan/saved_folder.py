@@ -95,10 +95,7 @@ def save_state(
 def load_state(
     folder: str | os.PathLike[str],
 ) -> tuple[Plan, tuple[CountedProduct, ...], dict[str, Any], bytes | None]:
-    """Return the plan, the products, the document and the snapshot that ``save_state`` wrote.
-
-    Older folders have no products or no snapshot.
-    """
+    """Return the plan, the products, the document and the snapshot, if there is one, that ``save_state`` wrote."""
     source = Path(folder)
     restore_folder(source)
     try:
@@ -120,9 +117,7 @@ def load_state(
 
 
 def _check_sums(told: Any, files: Mapping[str, bytes], folder: Path) -> None:
-    """Compare the SHA-256 of the files with those in the document; older folders have none."""
-    if told is None:
-        return
+    """Compare the SHA-256 of the files with those in the document."""
     try:
         sums: dict[str, str] = decoded(Mapping[str, str], told, _SUMS)
     except ValueError as error:
@@ -155,7 +150,7 @@ def state_of_bytes(data: bytes, place: object) -> tuple[Plan, tuple[CountedProdu
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise QuantizerError(f"{place} is damaged: {error}") from error
     _check_format(document, place)
-    if document.pop(_SUMS, None) not in (None, tensors_digest(tensors)):
+    if document.pop(_SUMS, None) != tensors_digest(tensors):
         raise QuantizerError(
             f"{place} is damaged: the SHA-256 of its ranges differs; copy it again, or save the model again"
         )
@@ -173,7 +168,6 @@ def _plain(
     for entry in plan.values():
         site: dict[str, Any] = {name: getattr(entry, name) for name in _SITE_FIELDS}
         if not entry.follows:
-            # Without them files are as those of earlier versions.
             del site["follows"]
         site["operands"] = [_fields(operand, long_groups) for operand in entry.operands]
         sites.append(site)
@@ -196,7 +190,7 @@ def _check_format(document: Any, place: object) -> None:
     """Raise if this version cannot read a document."""
     found = document.get("format") if isinstance(document, dict) else None
     if type(found) is not int or found != FORMAT:
-        raise QuantizerError(f"{place}: format {found!r}; this version reads format {FORMAT}")
+        raise QuantizerError(f"{place}: format {found!r}; this version reads format {FORMAT}: calibrate and save again")
 
 
 def _from_plain(
@@ -208,7 +202,7 @@ def _from_plain(
         sites = decoded(tuple[SitePlan, ...], _with_groups(document), "sites")
         products = tuple(
             CountedProduct.from_plain(values, f"products[{number}]")
-            for number, values in enumerate(document.pop("products", ()))
+            for number, values in enumerate(document.pop("products"))
         )
         plan = {site.name: _with_tensors(site, tensors) for site in sites}
         check_plan(sites, plan, tensors)
@@ -237,7 +231,8 @@ def _with_groups(document: dict[str, Any]) -> Any:
 
 def _check_fields(document: Mapping[str, Any]) -> None:
     """Check the types of the document's fields; their values are checked by their own readers."""
-    missing = [name for name in ("sites", "config", "fallback") if name not in document]
+    required = ("sites", "products", "config", "scales_replaced", "fallback", "regions", "fingerprint")
+    missing = [name for name in required if name not in document]
     if missing:
         raise ValueError(f"{' and '.join(missing)} missing")
     for name, value in document.items():
@@ -263,7 +258,6 @@ def _fields(operand: OperandPlan, long_groups: dict[str, int]) -> dict[str, Any]
     if operand.group is not None and len(operand.group) > _LONG_GROUP:
         fields["group"] = long_groups.setdefault(operand.group, len(long_groups))
     if operand.computation is None:
-        # Without one files are as those of earlier versions.
         del fields["computation"]
     else:
         fields["computation"] = operand.computation.plain()
