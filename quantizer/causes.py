@@ -11,11 +11,10 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from quantizer.calibration.output_search import OutputError
 from quantizer.calibration.plan_source import PlanSource
 from quantizer.calibration.proxied import proxied_copy
-from quantizer.calibration.replay import SiteCall, replay
-from quantizer.common.batches import call, copied, run_batches
+from quantizer.calibration.replay import OutputError, SiteCall, visit_calls
+from quantizer.common.batches import call, run_batches
 from quantizer.common.records import Cause, Cure
 from quantizer.common.shown import Rows
 from quantizer.config import QuantizerConfig, quantizer_config
@@ -25,6 +24,7 @@ from quantizer.plan.site_plan import Plan, with_fallback
 from quantizer.sensitivity import operands_of
 from quantizer.sensitivity.outliers import outliers, scaled
 from quantizer.sensitivity.session import SensitivitySession
+from quantizer.settings import settings_of
 
 _RANKED = 2
 """For each group that is asked for, so many are measured: the ranking by gradients is an estimate."""
@@ -102,7 +102,7 @@ class _Trial:
         self._plan = plan
         self._given = batches
         self._batches = [_batch(batch) for batch in batches]
-        self._proxied = proxied_copy(config, model)
+        self._proxied = proxied_copy(settings_of(config), model)
         self._error = OutputError(self._proxied)
         self._whole = self.sqnr(plan)
         chosen = config.activations.model_dump()
@@ -134,7 +134,7 @@ class _Trial:
                     if isinstance(value, Tensor) and value.numel():
                         values.setdefault((path, operand.name, number), []).append(value.detach())
 
-        replay(self._proxied.module, sites, [copied(*batch) for batch in self._batches], visit, "causes")
+        visit_calls(self._proxied.module, sites, self._batches, visit, "causes")
         for (path, name, number), parts in values.items():
             planned = next(operand for operand in self._plan[path].operands if operand.name == name).of_call(number)
             linear = self._plan[path].kind == "linear"
@@ -164,7 +164,7 @@ class _Trial:
         ]
 
     def _try(self, setting: Mapping[str, Any]) -> tuple[Mapping[str, Any], Plan, float]:
-        source = PlanSource(with_setting(self._config, setting))
+        source = PlanSource(settings_of(with_setting(self._config, setting)))
         with warnings.catch_warnings():
             # A few batches leave doubts that all of them do not.
             warnings.simplefilter("ignore", CalibrationWarning)

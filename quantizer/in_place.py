@@ -6,10 +6,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from quantizer.calibration.choose_ranges import make_plan
+from quantizer.calibration.make_plan import make_observation, make_plan
 from quantizer.calibration.proxied import Proxied, proxied
 from quantizer.calibration.session import merge_across_ranks
-from quantizer.calibration.settings import make_observation
 from quantizer.common.data.exported_program import refuse_compiled
 from quantizer.common.torch_modes import ordinary_tensors
 from quantizer.config import quantizer_config
@@ -22,6 +21,7 @@ from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import instrument, is_proxy
 from quantizer.proxy.eager_attention import use_eager_attention
 from quantizer.rewrite.constructor_patch import Source, patched
+from quantizer.settings import settings_of
 
 _METHODS = {"histogram": "percentile"}
 """Names of NVIDIA's toolkit, with our calibrators; any other method is the name of a calibrator."""
@@ -123,7 +123,7 @@ class QATCalibrate:
             if not is_proxy(model):
                 # Built before the block, or from modules that are not among the sources.
                 instrument(model)
-            proxy = proxied(self.config, model)
+            proxy = proxied(settings_of(self.config), model)
             use_eager_attention(model)
             model.eval()
             observation = make_observation(proxy)

@@ -34,6 +34,7 @@ from quantizer.sensitivity import Fallback, Loss, Metric, fallback_for_target, o
 from quantizer.sensitivity.prices import Prices
 from quantizer.sensitivity.ranking import Sensitivity
 from quantizer.sensitivity.session import SensitivitySession
+from quantizer.settings import settings_of
 from quantizer.targets import AUTO
 
 
@@ -60,7 +61,7 @@ class ModelSession:
     """
 
     def __init__(self, config: QuantizerConfig) -> None:
-        self.decisions = PlanSource(config)
+        self.decisions = PlanSource(settings_of(config))
         self.amp: SensitivitySession | None = None
         self.fallback: Fallback | None = None
         self.trainable: QatSession | None = None

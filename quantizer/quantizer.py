@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from quantizer.calibration.choose_ranges import make_plan
+from quantizer.calibration.make_plan import make_observation, make_plan
 from quantizer.calibration.proxied import proxied_copy
-from quantizer.calibration.settings import make_observation
 from quantizer.causes import Causes, find_causes
 from quantizer.common.data.batches_of import batches_of, doubts_of_calibration, warn_user
 from quantizer.common.data.exported_program import Model, module_of, refuse_compiled
@@ -37,6 +36,7 @@ from quantizer.sensitivity import Fallback, Loss, Metric, Score, Tell
 from quantizer.sensitivity.layers import Layers
 from quantizer.sensitivity.prices import Prices
 from quantizer.sensitivity.ranking import Sensitivity
+from quantizer.settings import settings_of
 
 if TYPE_CHECKING:
     from quantizer.engines import BuildResult
@@ -383,7 +383,7 @@ class Quantizer:
 
     def inspect(self, model: Model) -> Coverage:
         """Return the coverage of a model before calibration: its sites, and which of them rules leave out."""
-        proxy = proxied_copy(self.config, module_of(model))
+        proxy = proxied_copy(settings_of(self.config), module_of(model))
         plan = make_plan(proxy, make_observation(proxy).seen)
         return Coverage(plan, proxy.skipped, patches=proxy.patches)
 

@@ -36,6 +36,7 @@ ORDER = (
     "graph_check",
     "engines",
     "tasks",
+    "settings",
     "causes",
     "model_session",
     "quantizer",

@@ -30,10 +30,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from quantizer.calibration.output_search import OutputError, quantized
 from quantizer.calibration.proxied import Proxied
-from quantizer.calibration.replay import run_judged
-from quantizer.common.batches import copied
+from quantizer.calibration.replay import OutputError, quantized, run
 from quantizer.common.distributed import all_gather_bytes, get_world_size
 from quantizer.observe.replay_batches import Batch, ReplayBatches
 from quantizer.observe.site_statistics import padding_mask, without_padding
@@ -172,7 +170,7 @@ class BiasCorrection:
                 found[key] = _Expected.of(rows).compared(_rows(site, rounded, mask)).added_to(found.get(key))
             return result
 
-        run_judged(self._proxy.module, sites, batch, judge)
+        run(self._proxy.module, batch, judge, sites)
         return found
 
 
@@ -267,7 +265,7 @@ class _FloatPass:
         self.unfit: set[str] = set()
         self._plan = plan
         sites = [site for site in proxy.planned(plan) if _may_hold_a_shift(site, plan[site.path])]
-        run_judged(proxy.module, sites, copied(*batch), self._note)
+        run(proxy.module, batch, self._note, sites)
 
     def key(self, site: Site) -> str:
         """Return the key of the current call of a site."""
@@ -296,7 +294,7 @@ class _Corrected:
     def run(self, proxy: Proxied, sites: Sequence[Site], plan: Plan) -> _Errors:
         """Return the errors of the batches before and of this one."""
         with quantized(proxy, plan):
-            run_judged(proxy.module, sites, copied(*self._in_float.batch), self._call)
+            run(proxy.module, self._in_float.batch, self._call, sites)
         return self._errors
 
     def _call(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:

@@ -10,12 +10,12 @@ from torch import nn
 
 from quantizer.calibration.bias_correction import BiasCorrection
 from quantizer.calibration.session import CalibrationSession
+from quantizer.calibration.settings import Settings
 from quantizer.common.batches import run_batches
 from quantizer.common.data.sizes import DataSizes
 from quantizer.common.distributed import get_world_size
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.torch_modes import ordinary_tensors
-from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
@@ -85,15 +85,15 @@ class PlanSource:
         state: the current state; states are immutable, so that a former one can be restored.
     """
 
-    def __init__(self, config: QuantizerConfig) -> None:
-        self._config = config
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self.state: PlanState = Empty()
 
     # -- from one state to the next --------------------------------------------------------------------------------
 
     def inherit_from(self, other: PlanSource, *, share: bool = False) -> None:
         """Take the statistics of another plan source; the plan for this configuration follows after ``bind``."""
-        if share and other._config == self._config and isinstance(other.state, Calibrated):
+        if share and other._settings == self._settings and isinstance(other.state, Calibrated):
             self.state = other.state
             return
         snapshot = other.seen()
@@ -110,7 +110,7 @@ class PlanSource:
         match self.state:
             case Inherited(snapshot, kept, fingerprint):
                 self.state = Calibrated(
-                    CalibrationSession(self._config, model, snapshot, anew=True, kept=kept, fingerprint=fingerprint)
+                    CalibrationSession(self._settings, model, snapshot, anew=True, kept=kept, fingerprint=fingerprint)
                 )
                 return True
             case _:
@@ -130,7 +130,7 @@ class PlanSource:
 
     def start(self, model: nn.Module) -> nn.Module:
         """Return the proxy of a new calibration."""
-        session = CalibrationSession(self._config, model)
+        session = CalibrationSession(self._settings, model)
         self.state = Calibrated(session)
         return session.proxy
 
@@ -138,7 +138,7 @@ class PlanSource:
         """Return the proxy with which the calibration continues: that of this quantizer, or of the loaded folder."""
         match self.state:
             case Held(observed=bytes(snapshot)) as held:
-                session = CalibrationSession(self._config, model, snapshot, fingerprint=held.fingerprint)
+                session = CalibrationSession(self._settings, model, snapshot, fingerprint=held.fingerprint)
                 self.state = Resuming(held, session)
             case Calibrated(session) | Resuming(session=session) | Held(observed=CalibrationSession() as session):
                 if session.has_weights_of(model):
@@ -147,7 +147,7 @@ class PlanSource:
                     # The proxy of the session computes with former parameters of the model.
                     seen, kept = session.seen(), session.observation().kept
                     session = CalibrationSession(
-                        self._config, model, seen, anew=True, kept=kept, fingerprint=session.fingerprint
+                        self._settings, model, seen, anew=True, kept=kept, fingerprint=session.fingerprint
                     )
                 self.state = Calibrated(session)
             case _:

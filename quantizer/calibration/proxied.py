@@ -1,4 +1,4 @@
-"""``Proxied``: a proxy with the facts about its sites that follow from its source and the configuration."""
+"""``Proxied``: a proxy with the facts about its sites that follow from its source and the settings."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from quantizer.config import QuantizerConfig, SelectionConfig
-from quantizer.plan.selection import Selection, exclusions
+from quantizer.calibration.settings import Settings
+from quantizer.plan.selection import exclusions
 from quantizer.plan.weight_scales import ScaledWeights
 from quantizer.proxy.build import UnrewrittenSource, applied_patches, build_proxy, sites_of, skipped_sources
 from quantizer.proxy.site import Site, add_output_sites
@@ -17,10 +17,10 @@ from quantizer.rewrite.operator_patches import OperatorPatch
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Proxied:
-    """A proxy as one configuration calibrates it.
+    """A proxy as one quantizer calibrates it.
 
     Attributes:
-        config: the configuration.
+        settings: the settings of the calibration.
         module: the proxy, or a model that was instrumented in place; never the user's float model, so that keeping
             this keeps no model alive.
         sites: all sites of ``module``, in the order of its modules.
@@ -30,7 +30,7 @@ class Proxied:
         weights: the scales of weights that plans of it were made with.
     """
 
-    config: QuantizerConfig
+    settings: Settings
     module: nn.Module
     sites: tuple[Site, ...]
     excluded: Mapping[str, str]
@@ -43,27 +43,22 @@ class Proxied:
         return [site for site in self.sites if site.path in plan]
 
 
-def proxied(config: QuantizerConfig, module: nn.Module, source: nn.Module | None = None) -> Proxied:
+def proxied(settings: Settings, module: nn.Module, source: nn.Module | None = None) -> Proxied:
     """Return the ``Proxied`` of a proxy."""
-    if config.target.quantizes_outputs:
+    if settings.target.quantizes_outputs:
         add_output_sites(module)
     sites = tuple(sites_of(module))
     scanned = module if source is None else source
     return Proxied(
-        config=config,
+        settings=settings,
         module=module,
         sites=sites,
-        excluded=exclusions(module, sites, selection_of(config.include), selection_of(config.exclude)),
+        excluded=exclusions(module, sites, settings.include, settings.exclude),
         skipped=tuple(skipped_sources(scanned)),
         patches=applied_patches(scanned),
     )
 
 
-def proxied_copy(config: QuantizerConfig, model: nn.Module) -> Proxied:
+def proxied_copy(settings: Settings, model: nn.Module) -> Proxied:
     """Return a new proxy of a float model, in eval mode and with eager attention; see ``proxied`` for errors."""
-    return proxied(config, build_proxy(model, eager_attention=True).eval(), model)
-
-
-def selection_of(section: SelectionConfig) -> Selection:
-    """Return a section of the configuration that selects modules and sites as plain arguments."""
-    return Selection(module_types=section.module_types, names=section.names, sites=section.sites)
+    return proxied(settings, build_proxy(model, eager_attention=True).eval(), model)

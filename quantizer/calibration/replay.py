@@ -1,45 +1,165 @@
-"""A second pass of kept batches, in which the calls of some sites show the error that candidate ranges make.
+"""Batches that run through a proxy again: whole, or up to the calls of one module after another.
 
-Legend: y the site's float output, as rows; y_c the output with the operands rounded that the caller has switched on.
-The error is the mean over rows of |y_c - y|^2 / |y|^2. It is relative to each row, because in the absolute error a few
-rows with huge values would outweigh all others. A row is the last axis; for a convolution it is one image.
-
-Passes of batches through a quantized proxy in stages: each stage goes on to the calls of one more site.
-
-What ended before these calls is recorded and not computed again in later stages, so that all stages together cost
-little more than one pass. In memory are the outputs of the outermost modules that have ended, of every batch; a model
-that hands objects from module to module, such as a cache, has those of the innermost ones.
-
-A product with a weight, written as x W^T: the rows of the weight, and the rows that they multiply.
-
-Legend: W [G, N, K] the weight, N outputs of K inputs each; x [G, M, K] what it multiplies, one row for each position;
-G products of their own: the groups of a convolution, or the matrices of a batched product.
+Legend: y the float output of a batch, all floating tensors of it together and without padding; z the output with the
+operands rounded. The error of a plan is the sum over batches of |z - y|^2 / |y|^2, without those values of y that are
+masks.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from quantizer.calibration.proxied import Proxied
 from quantizer.common.batches import copied
+from quantizer.common.distributed import exact_sums
+from quantizer.common.fingerprint import tensors_digest
 from quantizer.common.progress import counted
-from quantizer.observe.replay_batches import Batch
-from quantizer.observe.site_statistics import padding_mask, without_padding
-from quantizer.operations.gemm_shape import labels
+from quantizer.observe.replay_batches import Batch, ReplayBatches
+from quantizer.observe.site_statistics import flat_output, floats, is_no_mask, padding_mask, without_padding
+from quantizer.plan.apply import apply_plan, switch_on
+from quantizer.plan.site_plan import Plan, plan_digest
 from quantizer.proxy.call_numbers import current_call, numbered
-from quantizer.proxy.eager_attention import observed_probabilities
+from quantizer.proxy.eager_attention import attention_of, observed_probabilities
 from quantizer.proxy.recorded_calls import RecordedCall, RecordedCalls
 from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import CallOverride, Site
-from quantizer.proxy.weight import laid_out
+
+Called = TypeVar("Called", bound=nn.Module)
+
+Visit = Callable[[Any, Any, Any, Tensor | None], None]
+"""A function of a call: its site or module, its arguments, and the mask [B, S] of real tokens (None: all)."""
+
+
+def run(proxy: nn.Module, batch: Batch, override: CallOverride | None = None, sites: Collection[Site] = ()) -> Any:
+    """Return the output for a copy of a batch; ``override`` takes the calls of some sites, active or not."""
+    args, keywords = copied(*batch)
+    # forward() instead of a call: the hooks of the proxy are for calibration.
+    with _overridden(sites, override), unmoved(proxy), numbered(proxy):
+        return proxy.forward(*args, **keywords)
+
+
+@contextmanager
+def _overridden(sites: Collection[Site], override: CallOverride | None) -> Iterator[None]:
+    """Let ``override`` take the calls of sites; None: they compute in float."""
+    active = {site: site.active for site in sites}
+    try:
+        for site in sites:
+            # An active site asks no judge.
+            site.active, site.judge = False, override
+        yield
+    finally:
+        for site, was in active.items():
+            site.active, site.judge = was, None
+
+
+@contextmanager
+def quantized(proxy: Proxied, plan: Plan) -> Iterator[None]:
+    """Apply a plan to the proxy, with weights as float parameters; switch all quantizers off again afterwards."""
+    apply_plan(proxy.module, plan)
+    try:
+        switch_on(proxy.module, plan)
+        yield
+    finally:
+        for site in proxy.sites:
+            site.reset()
+
+
+class Replay:
+    """Some batches, of which each pass goes on to the calls of one more site or module.
+
+    What ended before these calls is recorded and not computed again in later passes, so that all passes together cost
+    little more than one. In memory are the outputs of the outermost modules that have ended, of every batch; a model
+    that hands objects from module to module, such as a cache, has those of the innermost ones.
+
+    Attributes:
+        batches: the batches.
+    """
+
+    def __init__(self, proxy: Proxied, batches: Iterable[Batch]) -> None:
+        self.batches = list(batches)
+        self._proxy, self._sites = proxy.module, proxy.sites
+        self._calls: list[Counter[nn.Module]] = []
+        self._ended: dict[tuple[int, bool], EndedCalls] = {}
+
+    def in_order(self, modules: Collection[Called], *, in_float: bool = False) -> list[Called]:
+        """Return those sites or modules that the batches call, in the order of their first calls."""
+        order: list[Called] = []
+        for batch in self.batches:
+            # The proxy itself is not called: its hooks are for calibration.
+            called = [module for module in modules if module is self._proxy]
+            self._pass(batch, modules, lambda module, *_, called=called: called.append(module), in_float)
+            self._calls.append(Counter(called))
+            # A module that no earlier batch reached follows the one that was called before it.
+            place = 0
+            for module in dict.fromkeys(called):
+                if module not in order:
+                    order.insert(place, module)
+                place = order.index(module) + 1
+        return order
+
+    def calls(self, place: int, module: nn.Module) -> int:
+        """Return how often a batch, by its place, calls a module that was in ``in_order``."""
+        return self._calls[place][module]
+
+    def stop_at(self, place: int, module: nn.Module, visit: Visit, *, in_float: bool = False) -> None:
+        """Call ``visit`` with the calls of a module, in a pass of the batch at a place that ends with the last of them.
+
+        Call ``in_order`` first, and then this in that order. Whatever the module depends on must not change any more.
+        """
+        left = self.calls(place, module)
+        if left == 0:
+            return
+        ended = self._ended.setdefault((place, in_float), EndedCalls(self._proxy))
+
+        def counted(module: nn.Module, args: Any, keywords: Mapping[str, Any], mask: Tensor | None) -> None:
+            nonlocal left
+            ended.reached = True
+            visit(module, args, keywords, mask)
+            left -= 1
+            if left == 0:
+                raise Reached
+
+        with ended, suppress(Reached):
+            self._pass(self.batches[place], [module], counted, in_float)
+
+    def in_float(self) -> AbstractContextManager[None]:
+        """Return a context in which all sites compute in float."""
+        return _overridden(self._sites, None)
+
+    def visit(self, module: nn.Module, visit: Visit) -> None:
+        """Call ``stop_at`` for every batch."""
+        for place in range(len(self.batches)):
+            self.stop_at(place, module, visit)
+
+    def _pass(self, batch: Batch, modules: Collection[nn.Module], visit: Any, in_float: bool) -> None:
+        """Run a batch; sites that are visited compute by their quantizers, and without any sites in float if asked."""
+        mask = padding_mask(batch[1], batch[0])
+        sites = [module for module in modules if isinstance(module, Site)]
+        others = [module for module in modules if not isinstance(module, Site)]
+
+        def judge(site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
+            visit(site, args, keywords, mask)
+            return site.rounded(function, args, keywords)
+
+        def hook(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            visit(module, args, keywords, mask)
+
+        handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in others]
+        try:
+            with self.in_float() if in_float else nullcontext():
+                run(self._proxy, batch, judge, sites)
+        finally:
+            for handle in handles:
+                handle.remove()
+
 
 _ROWS = 512
 """The number of rows of a linear's input that are tried: enough to tell ranges apart, and cheaper than all."""
@@ -52,6 +172,10 @@ _ITEMS = 4
 
 class SiteCall:
     """One call of a site, with its real operands.
+
+    Legend: y the site's float output, as rows; y_c the output with those operands rounded that the caller switched on.
+    The error is the mean over rows of |y_c - y|^2 / |y|^2. It is relative to each row, because in the absolute error a
+    few rows with huge values would outweigh all others. A row is the last axis; for a convolution it is one image.
 
     Attributes:
         site: the site that is called.
@@ -105,47 +229,20 @@ class SiteCall:
         return (values.flatten(1) if by_image else values.reshape(-1, values.shape[-1] if values.dim() else 1)).double()
 
 
-def replay(
+def visit_calls(
     proxy: nn.Module, sites: Collection[Site], batches: Iterable[Batch], visit: Callable[[SiteCall], None], title: str
 ) -> None:
-    """Run batches through a proxy and pass every call of ``sites`` to ``visit``."""
-    watcher = _Watcher(visit)
+    """Run batches through a proxy in float and pass every call of ``sites`` to ``visit``."""
     with torch.no_grad(), counted(list(batches), title, unit="batch") as steps:
-        for args, keywords in steps:
-            watcher.mask = padding_mask(keywords, args)
-            run_judged(proxy, sites, (args, keywords), watcher)
+        for batch in steps:
+            mask = padding_mask(batch[1], batch[0])
 
+            def watch(site: Site, function: Any, args: list[Any], keywords: dict[str, Any], mask: Any = mask) -> Any:
+                visit(SiteCall(site, function, args, keywords, mask))
+                # A call in place writes into the tensor itself, since other code may hold the same tensor.
+                return function(*args, **keywords)
 
-def run_judged(proxy: nn.Module, sites: Collection[Site], batch: Batch, judge: CallOverride) -> None:
-    """Run a batch with ``judge`` in place of every call of ``sites``, whether they are active or not."""
-    active = {site: site.active for site in sites}
-    try:
-        for site in sites:
-            # An active site asks no judge.
-            site.active, site.judge = False, judge
-        # forward() instead of a call: the hooks of the proxy are for calibration.
-        with unmoved(proxy), numbered(proxy):
-            proxy.forward(*batch[0], **batch[1])
-    finally:
-        for site, was in active.items():
-            site.active, site.judge = was, None
-
-
-class _Watcher:
-    """An override of the sites' calls, which passes each to ``visit`` and then computes the float result.
-
-    Attributes:
-        mask: the real tokens of the batch, [B, S]; None: all tokens are real.
-    """
-
-    def __init__(self, visit: Callable[[SiteCall], None]) -> None:
-        self.mask: Tensor | None = None
-        self._visit = visit
-
-    def __call__(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
-        self._visit(SiteCall(site, function, args, keywords, self.mask))
-        # A call in place writes into the tensor itself, since other code may hold the same tensor.
-        return function(*args, **keywords)
+            run(proxy, batch, watch, sites)
 
 
 def _sample(
@@ -171,76 +268,6 @@ def _sample(
 
     some = {name: first(value) for name, value in keywords.items()}
     return [first(value) for value in args], some, mask if mask is None else mask[:_ITEMS]
-
-
-Visit = Callable[[Site, list[Any], dict[str, Any], Tensor | None], None]
-"""A function of a call: its site, its arguments, and the mask [B, S] of real tokens of the batch (None: all)."""
-
-
-class StagedPasses:
-    """The passes of some batches."""
-
-    def __init__(self, proxy: nn.Module, batches: Iterable[Batch]) -> None:
-        self._proxy = proxy
-        self._batches = list(batches)
-        self._calls: list[Counter[Site]] = []
-        self._ended = [EndedCalls(proxy) for _ in self._batches]
-
-    def in_order(self, sites: Collection[Site]) -> list[Site]:
-        """Return those sites that the batches call, in the order of their first calls."""
-        order: list[Site] = []
-        for batch in self._batches:
-            called = self._called(batch, sites)
-            self._calls.append(Counter(called))
-            # A site that no earlier batch reached follows the one that was called before it.
-            place = 0
-            for site in dict.fromkeys(called):
-                if site not in order:
-                    order.insert(place, site)
-                place = order.index(site) + 1
-        return order
-
-    def visit(self, site: Site, visit: Visit) -> None:
-        """Call ``visit`` with every call of a site; call ``in_order`` first, and then this in that order.
-
-        Whatever the site depends on must not change any more.
-        """
-        for batch, calls, ended in zip(self._batches, self._calls, self._ended, strict=True):
-            if calls[site]:
-                with ended:
-                    self._until_last(batch, site, calls[site], ended, visit)
-
-    def _until_last(self, batch: Batch, site: Site, calls: int, ended: EndedCalls, visit: Visit) -> None:
-        left = calls
-
-        def counted(site: Site, args: list[Any], keywords: dict[str, Any], mask: Tensor | None) -> None:
-            nonlocal left
-            ended.reached = True
-            visit(site, args, keywords, mask)
-            left -= 1
-            if left == 0:
-                raise Reached
-
-        try:
-            self._run(batch, [site], counted)
-        except Reached:
-            return
-
-    def _called(self, batch: Batch, sites: Collection[Site]) -> list[Site]:
-        """Return the sites that a batch calls, in order."""
-        called: list[Site] = []
-        self._run(batch, sites, lambda site, *_: called.append(site))
-        return called
-
-    def _run(self, batch: Batch, sites: Collection[Site], visit: Visit) -> None:
-        args, keywords = copied(*batch)
-        mask = padding_mask(keywords, args)
-
-        def judge(site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
-            visit(site, args, keywords, mask)
-            return site.rounded(function, args, keywords)
-
-        run_judged(self._proxy, sites, (args, keywords), judge)
 
 
 class Reached(BaseException):
@@ -284,157 +311,84 @@ class EndedCalls(RecordedCalls):
         self._calls[module, number] = call
 
 
-class ProductRows(Protocol):
-    """A weighted product in rows."""
-
-    def weight(self, values: Tensor) -> Tensor:
-        """Return values in the weight's own shape as [G, N, K]."""
-
-    def as_weight(self, rows: Tensor) -> Tensor:
-        """Return values [G, N, K] in the weight's own shape, contiguous."""
-
-    def inputs(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield all rows of the other operand, in parts [G, M, K]."""
+_OTHER = 0.01
+"""From this error on, two implementations of attention compute something else: bfloat16 makes 0.0001."""
 
 
-def product_rows(
-    site: Site, place: int, x: Tensor, weight: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]
-) -> ProductRows | str:
-    """Return the rows of a site's call, or why it has none."""
-    name = site.operation.name
-    if name in ("conv1d", "conv2d", "conv3d"):
-        return _convolution(x, weight, args, keywords)
-    equation = site.source.equation or _equation(name, x if place else weight, weight if place else x)
-    return f"its operation is {name}" if equation is None else _contraction(equation, place, x, weight)
+class OutputError:
+    """The error of quantized models on batches; float outputs, and the errors of a plan, are computed once a batch.
 
-
-def _equation(name: str, lhs: Tensor, rhs: Tensor) -> str | None:
-    """Return a product of the catalogue as an equation of ``einsum``; None if it is none."""
-    if name == "linear":
-        return "...k,nk->...n"
-    if name == "addbmm":
-        return "bmk,bkn->mn"
-    if name in ("matmul", "mm", "bmm", "addmm", "baddbmm"):
-        first, second = "...mk" if lhs.dim() > 1 else "k", "...kn" if rhs.dim() > 1 else "k"
-        kept = ("m" if lhs.dim() > 1 else "") + ("n" if rhs.dim() > 1 else "")
-        return f"{first},{second}->...{kept}" if lhs.dim() > 1 or rhs.dim() > 1 else "k,k->"
-    return None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Contraction:
-    """A product that an equation describes.
-
-    Attributes:
-        weight_axes: the axes of the weight: those of both operands that are kept, its own, and those summed over.
-        other_axes: the same of the other operand.
-        batch: the number of axes of the first kind.
-        summed: the number of axes of the last kind.
-        shape: the shape of the weight.
+    A plan of another backend may be the same, and its error is known then: for the same float output, to the bit.
     """
 
-    weight_axes: tuple[int, ...]
-    other_axes: tuple[int, ...]
-    batch: int
-    summed: int
-    shape: tuple[int, ...]
+    def __init__(self, proxy: Proxied, known: dict[tuple[str, Hashable, str], float] | None = None) -> None:
+        """
+        Args:
+            proxy: the calibrated proxy, its sites inactive and unobserved.
+            known: errors by plan, batch and float output, to which new ones are added; None: none.
+        """
+        self._proxy = proxy
+        self._expected: dict[Hashable, Tensor] = {}
+        self._digests: dict[Hashable, str] = {}
+        self._known = {} if known is None else known
 
-    def weight(self, values: Tensor) -> Tensor:
-        return self._rows(values.permute(self.weight_axes))
+    def of(self, plan: Plan, batches: Mapping[Hashable, Batch]) -> float:
+        """Return the error of the model quantized by a plan; the proxy is float again afterwards."""
+        return math.fsum(self._terms(plan, batches))
 
-    def as_weight(self, rows: Tensor) -> Tensor:
-        inverse = [self.weight_axes.index(axis) for axis in range(len(self.shape))]
-        return laid_out(rows.reshape([self.shape[axis] for axis in self.weight_axes]).permute(inverse))
+    def of_all_ranks(self, plan: Plan, kept: ReplayBatches, limit: float = math.inf) -> float:
+        """Return the error by the batches of all ranks, with the bits of one process that has all of them.
 
-    def inputs(self, x: Tensor) -> Iterator[Tensor]:
-        yield self._rows(x.permute(self.other_axes))
+        Beyond ``limit`` it is that of some of the batches.
+        """
+        (error,) = exact_sums([self._terms(plan, kept.mine(), limit)])
+        return error
 
-    def _rows(self, values: Tensor) -> Tensor:
-        depth = math.prod(values.shape[values.dim() - self.summed :])
-        groups = math.prod(values.shape[: self.batch])
-        return values.reshape(groups, values.numel() // max(groups * depth, 1), depth)
-
-
-def _contraction(equation: str, place: int, x: Tensor, weight: Tensor) -> ProductRows | str:
-    tensors = (x, weight) if place else (weight, x)
-    found = labels(equation, [tensor.dim() for tensor in tensors])
-    own, other = found.operands[place], found.operands[1 - place]
-    sizes = found.sizes([tensor.shape for tensor in tensors])
-    for names, tensor in zip(found.operands, tensors, strict=True):
-        if any(sizes[name] != size for name, size in zip(names, tensor.shape, strict=True)):
-            return "one of its operands is broadcast"
-    both = [name for name in own if name in other]
-    batch = [name for name in both if name in found.output]
-    summed = [name for name in both if name not in found.output]
-    if found.contracted - set(summed):
-        return "it sums over an axis of one operand alone"
-
-    def axes(names: tuple[str, ...]) -> tuple[int, ...]:
-        single = [name for name in names if name not in both]
-        return tuple(names.index(name) for name in [*batch, *single, *summed])
-
-    return _Contraction(
-        weight_axes=axes(own), other_axes=axes(other), batch=len(batch), summed=len(summed), shape=tuple(weight.shape)
-    )
+    def _terms(self, plan: Plan, batches: Mapping[Hashable, Batch], limit: float = math.inf) -> list[float]:
+        terms: list[float] = []
+        digest = plan_digest(plan)
+        with torch.no_grad():
+            for name in [name for name in batches if name not in self._expected]:
+                self._expected[name] = _output(self._proxy.module, batches[name])
+                self._digests[name] = tensors_digest({"output": self._expected[name]})
+            with quantized(self._proxy, plan):
+                for name, batch in batches.items():
+                    key = digest, name, self._digests[name]
+                    if key not in self._known:
+                        self._known[key] = _error(_output(self._proxy.module, batch), self._expected[name])
+                    terms.append(self._known[key])
+                    if math.fsum(terms) > limit:
+                        break
+        return terms
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Convolution:
-    """A convolution: each position of its output is a row of the patch that it reads.
+def other_attention_error(model: nn.Module, proxy: nn.Module, batch: Batch) -> float | None:
+    """Return the error of a proxy's output, if the attention which its model is set to computes something else.
 
-    Attributes:
-        groups: G.
-        stride, dilation: by axis of the image.
-        padding: zeros before and after each axis, in the order of ``torch.nn.functional.pad``.
-        shape: the shape of the weight, [G * N, channels of a group, *kernel].
+    Returns:
+        None where both give the same but for the rounding of float types, or there is nothing to compare: outputs of
+        other shapes, or others each time.
     """
-
-    groups: int
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    padding: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def weight(self, values: Tensor) -> Tensor:
-        return values.reshape(self.groups, self.shape[0] // self.groups, math.prod(self.shape[1:]))
-
-    def as_weight(self, rows: Tensor) -> Tensor:
-        return laid_out(rows.reshape(self.shape))
-
-    def inputs(self, x: Tensor) -> Iterator[Tensor]:
-        kernel = self.shape[2:]
-        images = x if x.dim() == len(self.shape) else x.unsqueeze(0)
-        # One image at a time: its patches are as many times as large as the kernel has elements.
-        for image in images:
-            patches = F.pad(image, self.padding)
-            for axis, (size, step, apart) in enumerate(zip(kernel, self.stride, self.dilation, strict=True), start=1):
-                patches = patches.unfold(axis, apart * (size - 1) + 1, step)[..., ::apart]
-            # [channels, *positions, *kernel] to [G, positions, channels of a group, kernel].
-            positions = math.prod(patches.shape[1 : 1 + len(kernel)])
-            grouped = patches.reshape(self.groups, self.shape[1], positions, math.prod(kernel))
-            yield grouped.movedim(1, 2).flatten(2)
+    with torch.no_grad():
+        with attention_of(model, proxy) as other:
+            if not other or not floats(expected := run(proxy, batch)):
+                return None
+        given = _output(proxy, batch)
+        expected = flat_output(expected, padding_mask(batch[1], batch[0]))
+        error = _error(given, expected) if given.shape == expected.shape else 0.0
+        return error if error > _OTHER and torch.equal(_output(proxy, batch), given) else None
 
 
-def _convolution(x: Tensor, weight: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> ProductRows:
-    given = dict(zip(("input", "weight", "bias", "stride", "padding", "dilation", "groups"), args, strict=False))
-    given = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, **given, **keywords}
-    axes = weight.dim() - 2
-    stride, dilation = _by_axis(given["stride"], axes), _by_axis(given["dilation"], axes)
-    if given["padding"] == "same":
-        total = [apart * (size - 1) for size, apart in zip(weight.shape[2:], dilation, strict=True)]
-        sides = [(whole // 2, whole - whole // 2) for whole in total]
-    else:
-        sides = [(size, size) for size in _by_axis(0 if given["padding"] == "valid" else given["padding"], axes)]
-    return _Convolution(
-        groups=int(given["groups"]),
-        stride=stride,
-        dilation=dilation,
-        padding=tuple(size for side in reversed(sides) for size in side),
-        shape=tuple(weight.shape),
-    )
+def _output(proxy: nn.Module, batch: Batch) -> Tensor:
+    return flat_output(run(proxy, batch), padding_mask(batch[1], batch[0]))
 
 
-def _by_axis(value: Any, axes: int) -> tuple[int, ...]:
-    """Return an argument of a convolution for each axis: torch takes one number for all."""
-    values = tuple(int(size) for size in value) if isinstance(value, Sequence) else (int(value),)
-    return values * axes if len(values) == 1 else values
+def _error(output: Tensor, expected: Tensor) -> float:
+    seen = is_no_mask(expected)
+    if not bool(seen.all()):
+        expected, output = expected[seen], output[seen]
+    # In place, as the logits of a decoder are 200 MB a batch.
+    power, error = float(expected.square().sum()), float((output - expected).square_().sum())
+    if math.isnan(error):
+        return math.inf
+    return error / power if power else 0.0

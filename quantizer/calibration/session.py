@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.calibration.bias_correction import BiasCorrection
-from quantizer.calibration.choose_ranges import make_plan
-from quantizer.calibration.output_search import OutputError, other_attention_error
+from quantizer.calibration.make_plan import make_observation, make_plan, needs_batches, replays_batches
 from quantizer.calibration.proxied import Proxied, proxied_copy
-from quantizer.calibration.settings import make_observation, needs_batches, replays_batches
+from quantizer.calibration.replay import OutputError, other_attention_error
+from quantizer.calibration.settings import Settings
 from quantizer.calibration.smoothquant import fit_migrations
 from quantizer.common.batches import copied
 from quantizer.common.data.batches_of import warn_user
 from quantizer.common.distributed import all_gather_bytes, get_rank, get_world_size
 from quantizer.common.fingerprint import Fingerprint, changed_types, tensor_version, warn_of_other_weights
-from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
@@ -79,7 +78,7 @@ class CalibrationSession:
 
     def __init__(
         self,
-        config: QuantizerConfig,
+        settings: Settings,
         model: nn.Module,
         earlier: bytes | None = None,
         *,
@@ -89,7 +88,7 @@ class CalibrationSession:
     ) -> None:
         """
         Args:
-            config: the configuration of the quantizer.
+            settings: the settings of the quantizer.
             model: the float model.
             earlier: the statistics with which to continue, as ``seen`` returns them.
             anew: whether what was chosen by running batches is chosen again, for another target or other parameters.
@@ -100,7 +99,7 @@ class CalibrationSession:
             ConfigError: a rule matches nothing in the model.
             CalibrationError: ``earlier`` is of another model.
         """
-        self._proxied = proxied_copy(config, model)
+        self._proxied = proxied_copy(settings, model)
         self.proxy, self.weights = self._proxied.module, self._proxied.weights
         self._model = weakref.ref(model)
         self.fingerprint = fingerprint
@@ -125,19 +124,19 @@ class CalibrationSession:
         self._told_constants: set[str] = set()
 
     def _choose_anew(self, kept: ReplayBatches | None) -> None:
-        seen, config = self._observation.seen, self._proxied.config
+        seen, settings = self._observation.seen, self._proxied.settings
         # This rank's part may be empty where that of another is not.
         some = kept is not None and kept.everywhere > 0
         if kept is not None and some:
             seen.kept = kept.copy()
-        if some or needs_batches(config) or not replays_batches(config):
+        if some or needs_batches(settings) or not replays_batches(settings):
             seen.forget_choices()
             return
         logger.warning(
             "ranges are not chosen for %s, as a folder keeps no batch to choose on: the choice that was saved is used",
-            config.backend,
+            settings.backend,
         )
-        fit_migrations(seen, config.target.torch_dtype)
+        fit_migrations(seen, settings.target.torch_dtype)
 
     def dealt(self) -> DealtBatches:
         """Return what deals out batches that all ranks are given alike."""
@@ -250,11 +249,11 @@ class CalibrationSession:
 
     def correction(self) -> BiasCorrection | None:
         """Return the correction of biases on the kept batches; None if there is none."""
-        whole, config = self.observation(), self._proxied.config
-        if not config.bias_correction or whole.kept is None or not whole.kept.everywhere:
+        whole, settings = self.observation(), self._proxied.settings
+        if not settings.bias_correction or whole.kept is None or not whole.kept.everywhere:
             return None
         error = OutputError(self._proxied, whole.kept.known.errors)
-        return BiasCorrection(self._proxied, whole.kept.few(), error, config.target.torch_dtype)
+        return BiasCorrection(self._proxied, whole.kept.few(), error, settings.target.torch_dtype)
 
     def _decide(self) -> Plan:
         whole = self.observation()
@@ -270,7 +269,7 @@ class CalibrationSession:
                 stacklevel=3,
             )
         self.warn_of_constants()
-        needed = needs_batches(self._proxied.config) and whole.chosen_at != whole.batches
+        needed = needs_batches(self._proxied.settings) and whole.chosen_at != whole.batches
         if needed and get_world_size() == 1 and not whole.kept:
             raise CalibrationError(
                 "with a list of percentiles, calibrator 'auto', a share for smooth or rounding by data, each target's "
@@ -361,7 +360,7 @@ def merge_across_ranks(proxy: Proxied, observation: Observation) -> Seen:
     mine = observation.seen
     if get_world_size() == 1:
         return mine
-    configs = all_gather_bytes(proxy.config.model_dump_json().encode())
+    configs = all_gather_bytes(proxy.settings.text.encode())
     for rank, other in enumerate(configs):
         if other != configs[0]:
             raise CalibrationError(f"rank {rank} calibrates with another configuration than rank 0; give all the same")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from quantizer.calibration.proxied import Proxied
-from quantizer.calibration.replay import SiteCall, replay
+from quantizer.calibration.replay import SiteCall, visit_calls
 from quantizer.calibrators import Calibrator
 from quantizer.observe.range_group import Migration, OperandRecord, RangeGroup
 from quantizer.observe.snapshot import add_over_ranks
@@ -234,7 +234,7 @@ def _estimate(proxy: Proxied, found: Sequence[_Readers], observation: Seen) -> N
 
     assert observation.kept is not None
     sites = [site for site in proxy.sites if site.path in by_site]
-    replay(proxy.module, sites, observation.kept.few(), visit, "smoothing")
+    visit_calls(proxy.module, sites, observation.kept.few(), visit, "smoothing")
     every = [(readers.group, group) for readers in found for group in readers.ranges.values()]
     pairs = [pair for seen, group in every for pair in zip((seen, *seen.parts), (group, *group.parts), strict=True)]
     add_over_ranks([group.calibrator for _, group in pairs])

@@ -417,8 +417,8 @@ class SeenPart(SeenCalibrator):
 class SeenGroup(SeenCalibrator):
     """Operands with one range, see ``RangeGroup``.
 
-    ``migration`` is alpha and the factors; ``migration_axes`` are those of x and W, of the factors that make the weights
-    of two convolutions alike.
+    ``migration`` is alpha and the factors; ``migration_axes`` are those of x and W, of the factors that make the
+    weights of two convolutions alike.
     """
 
     operands: tuple[str, ...]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer import QATCalibrate, Quantizer
-from quantizer.calibration.output_search import OutputError
+from quantizer.calibration.replay import OutputError
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import QuantizerError, TrainingError
 from quantizer.interop.tripy import tripy_scales

@@ -14,10 +14,9 @@ from helpers import Mlp
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.calibration import choose_ranges, output_search
-from quantizer.calibration import output_search as output_error
-from quantizer.calibration.choose_ranges import make_plan
-from quantizer.calibration.output_search import OutputError
+from quantizer.calibration import range_search, replay
+from quantizer.calibration.make_plan import make_plan
+from quantizer.calibration.replay import OutputError
 from quantizer.calibrators import Estimate
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.site_plan import Plan, plan_digest
@@ -80,8 +79,8 @@ def test_masked_outputs_do_not_decide(mask: float) -> None:
 
 def test_an_output_that_becomes_none_is_the_worst() -> None:
     exact = torch.tensor([1.0, float("-inf"), 2.0])
-    assert output_error._error(torch.tensor([1.0, 5.0, float("nan")]), exact) == math.inf
-    assert output_error._error(torch.tensor([1.0, 5.0, 1.0]), exact) == pytest.approx(1 / 5)
+    assert replay._error(torch.tensor([1.0, 5.0, float("nan")]), exact) == math.inf
+    assert replay._error(torch.tensor([1.0, 5.0, 1.0]), exact) == pytest.approx(1 / 5)
 
 
 def test_products_with_computed_weights_are_not_smoothed() -> None:
@@ -228,7 +227,7 @@ def test_a_choice_that_is_worse_on_other_batches_is_undone(
     seen = session.observation()
     monkeypatch.setattr(OutputError, "of_all_ranks", known)
     with caplog.at_level(logging.INFO):
-        output_search.choose(
+        range_search.choose(
             OutputError(session._proxied),
             seen,
             lambda: make_plan(session._proxied, seen),
@@ -244,14 +243,14 @@ def test_a_choice_that_is_worse_on_other_batches_is_undone(
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The outputs of all passes of models that are compared."""
     outputs: list[bytes] = []
-    output = output_error._output
+    output = replay._output
 
     def counted(proxy: nn.Module, batch: Any) -> Tensor:
         found = output(proxy, batch)
         outputs.append(found.numpy().tobytes())
         return found
 
-    monkeypatch.setattr(output_error, "_output", counted)
+    monkeypatch.setattr(replay, "_output", counted)
     return outputs
 
 
@@ -353,14 +352,14 @@ def test_attention_that_costs_most_stays_float(
 ) -> None:
     starts: list[Any] = []
     chosen: list[Any] = []
-    original = choose_ranges.choose
+    original = range_search.choose
 
     def noted(*args: Any, start: Any = None, **keywords: Any) -> Any:
         starts.append(start)
         chosen.append(original(*args, start=start, **keywords))
         return chosen[-1]
 
-    monkeypatch.setattr(choose_ranges, "choose", noted)
+    monkeypatch.setattr(range_search, "choose", noted)
     model = Attention(peak).eval()
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(4, tokens, 32, generator=generator) for _ in range(6)]

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer
-from quantizer.calibration.rounding import reconstruct
-from quantizer.calibration.rounding.block_passes import blocks_of
-from quantizer.calibration.rounding.reconstruct import LearnedCodes
+from quantizer.calibration import reconstruction
+from quantizer.calibration.reconstruction import LearnedCodes, blocks_of
 from quantizer.errors import CalibrationError
 from quantizer.plan.apply import apply_plan, switch_on
 from quantizer.plan.site_plan import OperandPlan
@@ -306,7 +305,7 @@ def test_outputs_that_are_masked_say_nothing(mask: float) -> None:
 
 
 def test_an_interrupt_leaves_nothing_half_and_the_next_call_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, original, done = Net().eval(), reconstruct._reconstruct, list[str]()
+    model, original, done = Net().eval(), reconstruction._reconstruct, list[str]()
     whole, q = reconstructed(model), reconstructed(model)
 
     def interrupted(path: str, *rest: Any) -> None:
@@ -318,10 +317,10 @@ def test_an_interrupt_leaves_nothing_half_and_the_next_call_goes_on(monkeypatch:
         done.append(path)
         original(path, *rest)
 
-    monkeypatch.setattr(reconstruct, "_reconstruct", interrupted)
+    monkeypatch.setattr(reconstruction, "_reconstruct", interrupted)
     with pytest.raises(KeyboardInterrupt):
         _ = q.plan
-    monkeypatch.setattr(reconstruct, "_reconstruct", noted)
+    monkeypatch.setattr(reconstruction, "_reconstruct", noted)
     assert all(
         torch.equal(codes(q, site), codes(whole, site)) for site in ("layers.0.up", "layers.1.up", "layers.1.down")
     )
@@ -330,7 +329,7 @@ def test_an_interrupt_leaves_nothing_half_and_the_next_call_goes_on(monkeypatch:
 
 
 def test_learned_ranges_survive_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, original = Net().eval(), reconstruct._reconstruct
+    model, original = Net().eval(), reconstruction._reconstruct
     whole, q = reconstructed(model, **CLIPPED), reconstructed(model, **CLIPPED)
 
     def interrupted(path: str, *rest: Any) -> None:
@@ -339,7 +338,7 @@ def test_learned_ranges_survive_an_interrupt(monkeypatch: pytest.MonkeyPatch) ->
         original(path, *rest)
 
     with monkeypatch.context() as patched:
-        patched.setattr(reconstruct, "_reconstruct", interrupted)
+        patched.setattr(reconstruction, "_reconstruct", interrupted)
         with pytest.raises(KeyboardInterrupt):
             _ = q.plan
     assert_same(q.quantize(model)(data()[0]), whole.quantize(model)(data()[0]))

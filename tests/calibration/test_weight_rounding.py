@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer import QATCalibrate, Quantizer
-from quantizer.calibration import weight_rounding
-from quantizer.calibration.rounding import block_passes as progress
+from quantizer.calibration import chosen_codes as progress
+from quantizer.calibration import gptq
 from quantizer.errors import CalibrationError, ConfigError, QuantizerError
 from quantizer.numerics.gptq import gptq_codes
 from quantizer.observe.replay_batches import ReplayBatches
@@ -146,13 +146,13 @@ def test_smoothed_weights_are_rounded_as_they_are_stored() -> None:
 
 def test_what_reads_one_tensor_shares_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     units: list[list[str]] = []
-    original = weight_rounding._rounded
+    original = gptq._rounded
 
     def noted(unit: Any, *rest: Any) -> Any:
         units.append([one.site.host_path for one in unit])
         return original(unit, *rest)
 
-    monkeypatch.setattr(weight_rounding, "_rounded", noted)
+    monkeypatch.setattr(gptq, "_rounded", noted)
     _ = rounded(Net()).plan
     assert units == [["query", "key", "value"], ["up"], ["down"]]
 
@@ -370,7 +370,7 @@ def test_a_layer_that_runs_several_times_is_rounded_for_all_its_inputs() -> None
 
 
 def test_an_interrupt_leaves_nothing_half_and_the_next_call_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, original, done = Net().eval(), weight_rounding._best, []
+    model, original, done = Net().eval(), gptq._best, []
     whole, q = rounded(model), rounded(model)
 
     def interrupted(one: Any, *rest: Any) -> Any:
@@ -382,17 +382,17 @@ def test_an_interrupt_leaves_nothing_half_and_the_next_call_goes_on(monkeypatch:
         done.append(one.site.host_path)
         return original(one, *rest)
 
-    monkeypatch.setattr(weight_rounding, "_best", interrupted)
+    monkeypatch.setattr(gptq, "_best", interrupted)
     with pytest.raises(KeyboardInterrupt):
         _ = q.plan
-    monkeypatch.setattr(weight_rounding, "_best", noted)
+    monkeypatch.setattr(gptq, "_best", noted)
     assert same_codes(q, whole, "query", "key", "value", "up", "down")
     assert done[:2] == ["up", "down"]
     assert_same(q.quantize(model)(data()[0]), whole.quantize(model)(data()[0]))
 
 
 def test_an_interrupted_choice_is_made_anew_after_more_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, original = Net().eval(), weight_rounding._best
+    model, original = Net().eval(), gptq._best
     q = rounded(model)
 
     def interrupted(one: Any, *rest: Any) -> Any:
@@ -400,10 +400,10 @@ def test_an_interrupted_choice_is_made_anew_after_more_data(monkeypatch: pytest.
             raise KeyboardInterrupt
         return original(one, *rest)
 
-    monkeypatch.setattr(weight_rounding, "_best", interrupted)
+    monkeypatch.setattr(gptq, "_best", interrupted)
     with pytest.raises(KeyboardInterrupt):
         _ = q.plan
-    monkeypatch.setattr(weight_rounding, "_best", original)
+    monkeypatch.setattr(gptq, "_best", original)
     more = data(1, seed=3)
     q.calibrate(model, more, resume=True, progress=False)
     assert same_codes(q, rounded(model, data() + more), "query", "up", "down")

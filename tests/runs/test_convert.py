@@ -32,7 +32,7 @@ for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onn
 from test_right_engines import Wrong
 from tiny_run import tiny_run
 
-import quantizer.calibration.output_search as attention
+import quantizer.calibration.range_search as attention
 import quantizer.runs.run_context as run_context
 import quantizer.runs.run_engines as run_engines
 import quantizer.runs.stages as stages

@@ -29,7 +29,7 @@ import onnxruntime as ort
 import openvino as ov
 from tiny_run import tiny_run
 
-import quantizer.calibration.output_search as attention
+import quantizer.calibration.range_search as attention
 from quantizer.cli.main import main
 from quantizer.runs import measure
 from quantizer.runs.convert import load_converted

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from quantizer.calibration.settings import keeps_batches, replays_batches
+from quantizer.calibration.make_plan import keeps_batches, replays_batches
 from quantizer.common.data.sizes import DataSizes
 from quantizer.config import QuantizerConfig
 from quantizer.engines import Engine, interleaved_latency, medians
@@ -27,6 +27,7 @@ from quantizer.quantizer import Quantizer
 from quantizer.report import text
 from quantizer.runs.choose_engine import FAILURES, HOPELESS
 from quantizer.runs.run_context import engine_inputs
+from quantizer.settings import settings_of
 from quantizer.targets import profile
 from quantizer.tasks import Batch
 
@@ -68,8 +69,9 @@ def least_ratio(config: QuantizerConfig, backend: str, planned: Collection[str])
     None: a good plan is made in no more time.
     """
     tried = profile(backend)
-    known = replays_batches(config) and any(profile(name).plan_traits == tried.plan_traits for name in planned)
-    if known or not keeps_batches(config):
+    settings = settings_of(config)
+    known = replays_batches(settings) and any(profile(name).plan_traits == tried.plan_traits for name in planned)
+    if known or not keeps_batches(settings):
         return None
     return HOPELESS if tried.site_kinds.isdisjoint({"matmul", "residual_add"}) else _FAR
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from quantizer.calibration.settings import sees_the_same
+from quantizer.calibration.make_plan import sees_the_same
 from quantizer.quantizer import Quantizer
+from quantizer.settings import settings_of
 from quantizer.tasks import Batch
 
 
@@ -49,7 +50,11 @@ class Calibrations:
         new = Quantizer(config)
         # The weight of a convolution has three axes or more.
         convolves = any(parameter.dim() > 2 for parameter in model.parameters())
-        alike = (known for known in self._known if sees_the_same(known.config, config, convolves=convolves))
+        alike = (
+            known
+            for known in self._known
+            if sees_the_same(settings_of(known.config), settings_of(config), convolves=convolves)
+        )
         like = next(alike, None)
         if like is None:
             new.calibrate(model, batches)

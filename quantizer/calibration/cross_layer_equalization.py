@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantizer.calibration.output_search import OutputError
+from quantizer.calibration.algorithm import Algorithm, Work
 from quantizer.calibration.proxied import Proxied
-from quantizer.calibration.replay import SiteCall, replay
+from quantizer.calibration.replay import SiteCall, visit_calls
 from quantizer.calibration.smoothquant import held_factors, weight_record
 from quantizer.calibrators import Calibrator
 from quantizer.numerics.equalization import equalizing_factors
@@ -73,17 +73,9 @@ class _Pair:
     factors: Tensor
 
 
-def equalize_where_better(
-    proxy: Proxied,
-    observation: Seen,
-    decided: Callable[[], Plan],
-    error: OutputError,
-    *,
-    make: Callable[[], Calibrator],
-    settings: PlanSettings,
-) -> None:
+def equalize_where_better(work: Work) -> None:
     """Equalize consecutive convolutions if the model's output comes out better, and record why others are not."""
-    plan = decided()
+    plan, observation, settings = work.plan(), work.observed, work.planned
     reasons: dict[str, str] = {}
     pairs = list(_pairs(plan, observation, reasons))
     if settings.per_channel and all(_ratio(pair.channels) <= _RATIO for pair in pairs):
@@ -93,12 +85,11 @@ def equalize_where_better(
         record.left = f"not equalized: {reason}"
     if not pairs:
         return
-    assert observation.kept is not None
     _solve(pairs)
-    few = observation.kept.few()
-    before = error.of_all_ranks(plan, few)
-    _take(proxy, observation, pairs, make, settings)
-    if error.of_all_ranks(decided(), few, before) < before:
+    few = work.kept.few()
+    before = work.error.of_all_ranks(plan, few)
+    _take(work.proxy, observation, pairs, work.settings.make_calibrator, settings)
+    if work.error.of_all_ranks(work.plan(), few, before) < before:
         return
     for pair in pairs:
         pair.first.spread = pair.read.smoothed = None
@@ -217,7 +208,7 @@ def _take(
 
     assert observation.kept is not None
     sites = [site for site in proxy.sites if site.path in by_site]
-    replay(proxy.module, sites, observation.kept.few(), visit, "equalizing")
+    visit_calls(proxy.module, sites, observation.kept.few(), visit, "equalizing")
     add_over_ranks([each.calibrator for _, group, _ in by_site.values() for each in (group, *group.parts)])
     for pair, group, factors in by_site.values():
         if not group.calibrator.count:
@@ -246,3 +237,10 @@ def _group(pair: _Pair, make: Callable[[], Calibrator], settings: PlanSettings) 
 def _weight_axes(pair: _Pair) -> int:
     assert pair.second.weight is not None
     return pair.second.weight.tensor().dim()
+
+
+ALGORITHM = Algorithm(
+    wanted=lambda settings: settings.smooth is not None,
+    choose=equalize_where_better,
+    channels=lambda settings: ("conv",),
+)

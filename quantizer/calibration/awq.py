@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizer.calibration.algorithm import Algorithm, Work
+from quantizer.calibration.chosen_codes import UNREACHED, with_all_batches
 from quantizer.calibration.proxied import Proxied
-from quantizer.calibration.replay import StagedPasses
-from quantizer.calibration.rounding.block_passes import UNREACHED
+from quantizer.calibration.replay import Replay
 from quantizer.calibration.smoothquant import held_factors
 from quantizer.calibrators import make_calibrator
 from quantizer.common.progress import counted
 from quantizer.functional import fake_quantize
 from quantizer.numerics.awq import awq_share, input_factors
 from quantizer.observe.range_group import Migration, OperandRecord, RangeGroup, RoundedWeight
+from quantizer.observe.replay_batches import MANY
 from quantizer.observe.site_statistics import with_zeroed_padding
 from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import PlanSettings
@@ -60,6 +62,12 @@ class _Linear:
         return weight.movedim(inner, -1), rounded
 
 
+def choose_factors(work: Work) -> None:
+    """Choose the factors of inputs."""
+    with with_all_batches(work):
+        scale_inputs(work.proxy, work.observed, work.plan(), work.planned)
+
+
 def scale_inputs(proxy: Proxied, observation: Seen, plan: Plan, settings: PlanSettings) -> None:
     """Choose the factors of linears whose weight alone is rounded: set ``smoothed`` of their inputs' records.
 
@@ -68,7 +76,7 @@ def scale_inputs(proxy: Proxied, observation: Seen, plan: Plan, settings: PlanSe
     assert observation.kept is not None
     by_site = {one.site: unit for unit in _units(proxy, observation, plan) for one in unit}
     with torch.no_grad():
-        passes = StagedPasses(proxy.module, observation.kept)
+        passes = Replay(proxy, observation.kept)
         order = list({id(by_site[site]): by_site[site] for site in passes.in_order(by_site)}.values())
         with counted(order, "scaling inputs", unit="tensor") as steps:
             for unit in steps:
@@ -110,7 +118,7 @@ def _units(proxy: Proxied, observation: Seen, plan: Plan) -> Iterator[list[_Line
     yield from units.values()
 
 
-def _scale(unit: list[_Linear], passes: StagedPasses, settings: PlanSettings) -> None:
+def _scale(unit: list[_Linear], passes: Replay, settings: PlanSettings) -> None:
     """Choose the factors of linears that read one tensor."""
     first = unit[0]
     hessian: Tensor | None = None
@@ -150,3 +158,12 @@ def _smoothed(unit: list[_Linear], migration: Migration) -> RangeGroup:
     calibrator = make_calibrator("max")
     calibrator.observe(torch.stack([group.channels.low, group.channels.high]) / migration.factors)
     return RangeGroup(calibrator=calibrator, operands=[one.name for one in unit], migration=migration)
+
+
+ALGORITHM = Algorithm(
+    wanted=lambda settings: settings.rounding == "awq",
+    choose=choose_factors,
+    batches=MANY,
+    channels=lambda settings: ("linear",),
+    needs_batches=lambda settings: True,
+)

@@ -5,8 +5,6 @@ from the best setting on the other estimates and the shares beside, until none i
 after the other: a clipped range is often worse without smoothing and better with it. On the other half the winner must
 not be worse than the first estimate with the first share, which are used otherwise.
 
-The error of the model's output with a plan, on kept calibration batches: the measure for choices between plans.
-
 The choice to leave attention in float where rounding it costs more than everything else together.
 
 The weights of a softmax over many tokens are small, and one of them near 1 sets the range of all: of a few hundred
@@ -17,31 +15,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
-
-from quantizer.calibration.proxied import Proxied
-from quantizer.calibration.smoothquant import Smoothing
+from quantizer.calibration.algorithm import Algorithm, Work
+from quantizer.calibration.replay import OutputError
+from quantizer.calibration.settings import Settings
+from quantizer.calibration.smoothquant import ALPHAS, Smoothing
 from quantizer.calibrators import Estimate
-from quantizer.common.batches import copied
-from quantizer.common.distributed import exact_sums
-from quantizer.common.fingerprint import tensors_digest
 from quantizer.common.progress import loop
 from quantizer.numerics.qtype import qtype
 from quantizer.observe.range_group import RangeGroup
-from quantizer.observe.replay_batches import Batch, ReplayBatches
-from quantizer.observe.site_statistics import flat_output, floats, is_no_mask, padding_mask
 from quantizer.observe.statistics import Seen
-from quantizer.plan.apply import apply_plan, switch_on
 from quantizer.plan.decide_operands import judged_as
-from quantizer.plan.site_plan import Plan, plan_digest
-from quantizer.proxy.call_numbers import numbered
-from quantizer.proxy.eager_attention import attention_of
-from quantizer.proxy.restored_state import unmoved
+from quantizer.plan.site_plan import Plan
 from quantizer.reasons import ReasonCode
 
 _TOLERANCE_DB = 0.5
@@ -123,6 +111,52 @@ class _Search:
         return self._error.of_all_ranks(self.take(setting), self._halves[1], other) > other
 
 
+def _is_wanted(settings: Settings) -> bool:
+    return len(settings.estimates) > 1 or settings.smooth is not None
+
+
+def _needs_batches(settings: Settings) -> bool:
+    several = settings.calibrator == "percentile" and len(settings.percentiles) > 1
+    return several or isinstance(settings.smooth, float)
+
+
+def choose_ranges(work: Work) -> None:
+    """Choose the ranges and the migration of outliers of the whole model, and whether attention stays in float."""
+    settings, error, observation = work.settings, work.error, work.observed
+    plain = work.plan()
+    smoothing = None
+    shares: tuple[float | None, ...] = (None,)
+    if settings.smooth is not None:
+        shares = (None, *ALPHAS) if isinstance(settings.smooth, str) else (settings.smooth,)
+        smoothing = Smoothing(
+            work.proxy,
+            observation,
+            plain,
+            shares=[share for share in shares if share is not None],
+            make=settings.make_calibrator,
+            scale_dtype=work.planned.scale_dtype,
+        )
+    estimates = settings.estimates if _has_static_range(plain) else settings.estimates[:1]
+    if len(shares) > 1 or len(estimates) > 1:
+        chooses = partial(
+            choose, error, observation, work.plan, smoothing=smoothing, shares=shares, estimates=estimates
+        )
+        chosen = chooses()
+        # The small numbers of a softmax want ranges that clip what others need.
+        by_output = settings.calibrator == "output"
+        if by_output and leave_costly_attention(error, observation, work.plan, searched=True):
+            chooses(start=chosen)
+    elif smoothing is not None:
+        smoothing.take(shares[0])
+        leave_costly_attention(error, observation, work.plan, searched=False)
+
+
+def _has_static_range(plan: Plan) -> bool:
+    """Return whether a range of calibration is used for any activation."""
+    operands = (operand for entry in plan.values() for operand in entry.operands)
+    return any(operand.role == "activation" and operand.scale is not None for operand in operands)
+
+
 def choose(
     error: OutputError,
     observation: Seen,
@@ -198,112 +232,6 @@ def _text(setting: Setting, estimates: Sequence[Estimate]) -> str:
     return f"{estimates[setting.estimate].label} with {share}"
 
 
-_OTHER = 0.01
-"""From this error on, two implementations of attention compute something else: bfloat16 makes 0.0001."""
-
-
-class OutputError:
-    """The error of quantized models on batches; float outputs, and the errors of a plan, are computed once a batch.
-
-    A plan of another backend may be the same, and its error is known then: for the same float output, to the bit.
-
-    Legend: y the float output of a batch, all floating tensors of it together and without padding; z the output with
-    the operands rounded. The error of a plan is the sum over batches of |z - y|^2 / |y|^2, without those values of y
-    that are masks.
-    """
-
-    def __init__(self, proxy: Proxied, known: dict[tuple[str, Hashable, str], float] | None = None) -> None:
-        """
-        Args:
-            proxy: the calibrated proxy, its sites inactive and unobserved.
-            known: errors by plan, batch and float output, to which new ones are added; None: none.
-        """
-        self._proxy = proxy
-        self._expected: dict[Hashable, Tensor] = {}
-        self._digests: dict[Hashable, str] = {}
-        self._known = {} if known is None else known
-
-    def of(self, plan: Plan, batches: Mapping[Hashable, Batch]) -> float:
-        """Return the error of the model quantized by a plan; the proxy is float again afterwards."""
-        return math.fsum(self._terms(plan, batches))
-
-    def of_all_ranks(self, plan: Plan, kept: ReplayBatches, limit: float = math.inf) -> float:
-        """Return the error by the batches of all ranks, with the bits of one process that has all of them.
-
-        Beyond ``limit`` it is that of some of the batches.
-        """
-        (error,) = exact_sums([self._terms(plan, kept.mine(), limit)])
-        return error
-
-    def _terms(self, plan: Plan, batches: Mapping[Hashable, Batch], limit: float = math.inf) -> list[float]:
-        terms: list[float] = []
-        digest = plan_digest(plan)
-        with torch.no_grad():
-            for name in [name for name in batches if name not in self._expected]:
-                self._expected[name] = _output(self._proxy.module, batches[name])
-                self._digests[name] = tensors_digest({"output": self._expected[name]})
-            with quantized(self._proxy, plan):
-                for name, batch in batches.items():
-                    key = digest, name, self._digests[name]
-                    if key not in self._known:
-                        self._known[key] = _error(_output(self._proxy.module, batch), self._expected[name])
-                    terms.append(self._known[key])
-                    if math.fsum(terms) > limit:
-                        break
-        return terms
-
-
-def other_attention_error(model: nn.Module, proxy: nn.Module, batch: Batch) -> float | None:
-    """Return the error of a proxy's output, if the attention which its model is set to computes something else.
-
-    Returns:
-        None where both give the same but for the rounding of float types, or there is nothing to compare: outputs of
-        other shapes, or others each time.
-    """
-    with torch.no_grad():
-        with attention_of(model, proxy) as other:
-            if not other or not floats(expected := _raw_output(proxy, batch)):
-                return None
-        given = _output(proxy, batch)
-        expected = flat_output(expected, padding_mask(batch[1], batch[0]))
-        error = _error(given, expected) if given.shape == expected.shape else 0.0
-        return error if error > _OTHER and torch.equal(_output(proxy, batch), given) else None
-
-
-@contextmanager
-def quantized(proxy: Proxied, plan: Plan) -> Iterator[None]:
-    """Apply a plan to the proxy, with weights as float parameters; switch all quantizers off again afterwards."""
-    apply_plan(proxy.module, plan)
-    try:
-        switch_on(proxy.module, plan)
-        yield
-    finally:
-        for site in proxy.sites:
-            site.reset()
-
-
-def _output(proxy: nn.Module, batch: Batch) -> Tensor:
-    return flat_output(_raw_output(proxy, batch), padding_mask(batch[1], batch[0]))
-
-
-def _raw_output(proxy: nn.Module, batch: Batch) -> Any:
-    args, keywords = copied(*batch)
-    # forward() instead of a call: the hooks of the proxy are for calibration.
-    with unmoved(proxy), numbered(proxy):
-        return proxy.forward(*args, **keywords)
-
-
-def _error(output: Tensor, expected: Tensor) -> float:
-    seen = is_no_mask(expected)
-    if not bool(seen.all()):
-        expected, output = expected[seen], output[seen]
-    # In place, as the logits of a decoder are 200 MB a batch.
-    power, error = float(expected.square().sum()), float((output - expected).square_().sum())
-    if math.isnan(error):
-        return math.inf
-    return error / power if power else 0.0
-
-
 _GAIN_DB = 1.0
 """The gain in the output's SQNR from which on attention stays in float, after a search.
 
@@ -342,3 +270,11 @@ def leave_costly_attention(
     for path in products:
         observation.records[path].left = ReasonCode.COSTLY_ATTENTION.text(cost=f"{cost:.1f}") if is_costly else None
     return is_costly
+
+
+ALGORITHM = Algorithm(
+    wanted=_is_wanted,
+    choose=choose_ranges,
+    channels=lambda settings: () if settings.smooth is None else ("linear",),
+    needs_batches=_needs_batches,
+)

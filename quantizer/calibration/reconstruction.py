@@ -16,6 +16,10 @@ arXiv:2004.10568) takes ten thousand to come to codes. To leave some of the inpu
 et al. 2022, arXiv:2203.05740) gained nothing (docs/explain/calibration.md).
 
 A part of the batches is only for checks: there the codes must make a smaller error than the nearest ones.
+
+A container that lists blocks (``encoder.layer``, the stages of a convolutional network) is taken apart into them; so is
+every module that such a container is in. What is left is a block, which holds all sites that it calls: an encoder
+layer, an inverted residual, a head.
 """
 
 from __future__ import annotations
@@ -24,41 +28,168 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from quantizer.calibration.output_search import quantized
+from quantizer.calibration.algorithm import Algorithm, Work
+from quantizer.calibration.chosen_codes import progress, record, stored_weights, why_nearest, with_all_batches
 from quantizer.calibration.proxied import Proxied
-from quantizer.calibration.rounding.block_passes import (
-    BlockCall,
-    BlockPasses,
-    blocks_of,
-    progress,
-    record,
-    stored_weights,
-    why_nearest,
-)
+from quantizer.calibration.replay import Replay, quantized
+from quantizer.common.batches import copied
 from quantizer.common.progress import counted
+from quantizer.common.torch_modes import Autocast
 from quantizer.errors import CalibrationError
 from quantizer.functional import fake_quantize, quantize
 from quantizer.numerics.gradients import GAIN
 from quantizer.numerics.granularity import scale_of_each
 from quantizer.numerics.qtype import INT8, qtype
 from quantizer.observe.range_group import RangeGroup, RoundedWeight
+from quantizer.observe.replay_batches import MANY, Batch
+from quantizer.observe.site_statistics import floats, is_no_mask, output_without_padding, padding_mask
 from quantizer.observe.statistics import RoundingProgress, Seen
 from quantizer.plan.decide_operands import PlanSettings
 from quantizer.plan.site_plan import OperandPlan, Plan
 from quantizer.plan.weight_scales import as_rounded, scale_of
+from quantizer.proxy.call_numbers import calls_so_far, numbered
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.restored_state import unmoved
-from quantizer.proxy.site import Site
+from quantizer.proxy.site import Site, SourceCall
 
 _WITHIN = 0.45
 """How far from a code, in steps, a number may be that is to be rounded to it whatever floats do."""
+
+
+Block = tuple[str, nn.Module, tuple[Site, ...]]
+"""The path of a block, the block, and its sites."""
+
+
+def blocks_of(model: nn.Module, sites: Collection[Site]) -> list[Block]:
+    """Return the blocks of a proxy that have some of ``sites``, in the order of its modules.
+
+    Sites that a module calls which is taken apart, such as a residual addition between blocks, are in none.
+    """
+    wanted = {id(site) for site in sites}
+
+    def inside(module: nn.Module) -> tuple[Site, ...]:
+        return tuple(entry for entry in module.modules() if isinstance(entry, Site) and id(entry) in wanted)
+
+    def parts(path: str, module: nn.Module) -> Iterator[Block]:
+        if not _lists_blocks_within(module):
+            yield path, module, inside(module)
+            return
+        for name, child in module.named_children():
+            if not isinstance(child, SourceCall) and inside(child):
+                yield from parts(f"{path}.{name}" if path else name, child)
+
+    return list(parts("", model)) if wanted else []
+
+
+def _lists_blocks_within(module: nn.Module) -> bool:
+    return any(isinstance(entry, nn.Sequential | nn.ModuleList) and _lists_blocks(entry) for entry in module.modules())
+
+
+def _lists_blocks(container: nn.Module) -> bool:
+    """Return whether a container holds modules with modules of their own, and not only layers."""
+    return any(_has_modules(child) for child in container.children())
+
+
+def _has_modules(module: nn.Module) -> bool:
+    return any(not isinstance(child, SourceCall | OperandQuantizer) for child in module.children())
+
+
+class _Given(NamedTuple):
+    """The (positional, keyword) arguments of a call, and the state in which it was made."""
+
+    arguments: Batch
+    autocast: Autocast
+    before: Mapping[str, int]
+
+    @classmethod
+    def now(cls, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> _Given:
+        """Return copies of the arguments of a call that is made now."""
+        return cls(copied(args, keywords), Autocast.now(), calls_so_far() or {})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BlockCall:
+    """One call of a block.
+
+    Attributes:
+        given: its arguments with all that is before it rounded.
+        mask: the real tokens of the batch, [B, S]; None: all are real.
+        expected: the floating tensors of its output without padding, all being float.
+        power: the sum of their squares, which is not 0, without values that are masks.
+    """
+
+    given: _Given
+    mask: Tensor | None
+    expected: list[Tensor]
+    power: float
+
+    def error(self, run: Callable[..., Any]) -> Tensor:
+        """Return the error of the block's output |z - y|^2 / |y|^2; ``run`` computes the block."""
+        found = _outputs(run, self.given, self.mask)
+        squares = [
+            (one - other)[is_no_mask(other)].float().square().sum()
+            for one, other in zip(found, self.expected, strict=True)
+        ]
+        return torch.stack(squares).sum() / self.power
+
+
+class BlockCalls:
+    """The calls of the blocks of a proxy with a plan, of some batches."""
+
+    def __init__(self, proxy: Proxied, batches: Iterable[Batch]) -> None:
+        self._proxy = proxy.module
+        self._replay = Replay(proxy, batches)
+
+    def in_order(self, blocks: Collection[nn.Module]) -> list[nn.Module]:
+        """Return those blocks that the batches call, in the order of their first calls in float."""
+        return self._replay.in_order(blocks, in_float=True)
+
+    def runs(self, block: nn.Module) -> Callable[..., Any]:
+        """Return a function that computes a block."""
+        return block.forward if block is self._proxy else block
+
+    def of(self, block: nn.Module) -> Iterator[BlockCall]:
+        """Yield the calls of a block, of the batches that call it equally often rounded and in float.
+
+        Call ``in_order`` first, and then this in that order. Whatever the block depends on must not change any more.
+        """
+        for place, batch in enumerate(self._replay.batches):
+            number = self._replay.calls(place, block)
+            if number == 0:
+                continue
+            mask = padding_mask(batch[1], batch[0])
+            with self._replay.in_float():
+                full = self._given(place, block, in_float=True)
+                expected = [_outputs(self.runs(block), given, mask) for given in full]
+            rounded = self._given(place, block)
+            for given, tensors in zip(rounded, expected, strict=False) if len(rounded) == number else ():
+                power = sum(float(tensor[is_no_mask(tensor)].double().square().sum()) for tensor in tensors)
+                if power > 0:
+                    yield BlockCall(given=given, mask=mask, expected=tensors, power=power)
+
+    def _given(self, place: int, block: nn.Module, *, in_float: bool = False) -> list[_Given]:
+        """Return the arguments of a block's calls, at most as many as in float."""
+        if block is self._proxy:
+            return [_Given.now(*self._replay.batches[place])]
+        found: list[_Given] = []
+        self._replay.stop_at(
+            place, block, lambda _, args, keywords, __: found.append(_Given.now(args, keywords)), in_float=in_float
+        )
+        return found
+
+
+def _outputs(run: Callable[..., Any], given: _Given, mask: Tensor | None) -> list[Tensor]:
+    args, keywords = copied(*given.arguments)
+    with given.autocast.restored(), numbered(given, given.before):
+        return [output_without_padding(tensor, mask) for tensor in floats(run(*args, **keywords))]
 
 
 class Learned(ABC):
@@ -198,6 +329,12 @@ _LABEL = "reconstruct"
 logger = logging.getLogger(__name__)
 
 
+def choose_codes(work: Work) -> None:
+    """Choose the codes of weights and the ranges of activations."""
+    with with_all_batches(work):
+        reconstruct_blocks(work.proxy, work.observed, work.plan(), work.planned)
+
+
 def reconstruct_blocks(proxy: Proxied, observation: Seen, plan: Plan, settings: PlanSettings) -> None:
     """Choose the codes of all weights that a plan quantizes, and the ranges of what they are computed with.
 
@@ -221,7 +358,7 @@ def reconstruct_blocks(proxy: Proxied, observation: Seen, plan: Plan, settings: 
     with torch.inference_mode(False), torch.no_grad(), quantized(proxy, plan):
         blocks = {block: (path, sites) for path, block, sites in blocks_of(proxy.module, weights)}
         readers = _readers(proxy, observation, plan)
-        passes = BlockPasses(proxy.module, proxy.sites, observation.kept)
+        passes = BlockCalls(proxy, observation.kept)
         with counted(passes.in_order(blocks), "reconstructing", unit="block") as steps:
             for block in steps:
                 path, sites = blocks[block]
@@ -271,7 +408,7 @@ def _readers(proxy: Proxied, observation: Seen, plan: Plan) -> Mapping[RangeGrou
 
 def _reconstruct(
     path: str,
-    passes: BlockPasses,
+    passes: BlockCalls,
     block: nn.Module,
     codes: Sequence[LearnedCodes],
     ranges: Sequence[LearnedRange],
@@ -283,7 +420,7 @@ def _reconstruct(
         done.reconstructed |= {one.name: one.as_before(why) for one in codes}
 
     where = f"block {path}" if path else "the model as one block"
-    run, calls = passes.runs(block), list(passes.calls(block))
+    run, calls = passes.runs(block), list(passes.of(block))
     if len(calls) < _LEAST:
         return unchanged(f"{where}: fewer than two batches reach it")
     checks, tried = calls[::_CHECKED], [call for place, call in enumerate(calls) if place % _CHECKED]
@@ -347,3 +484,11 @@ def _weights(proxy: Proxied, plan: Plan) -> Iterator[tuple[Site, OperandPlan]]:
             weighted = weight.quantized and weight.role == "weight" and plan[site.path].kind != "embedding"
             if weighted and why_nearest(weight, stored, _LABEL) is None:
                 yield site, weight
+
+
+ALGORITHM = Algorithm(
+    wanted=lambda settings: settings.rounding == "reconstruct",
+    choose=choose_codes,
+    batches=MANY,
+    needs_batches=lambda settings: True,
+)
