@@ -67,7 +67,9 @@ FORBIDDEN = {
             "float16",
             "observe",
             "plan",
+            "calibration",
             "sensitivity",
+            "qat",
             "export",
             "engines",
         )
