@@ -11,12 +11,12 @@ from typing import Any
 
 from quantizer.calibrators import CANDIDATES, OF_FORMAT, Calibrator, Estimate, make_calibrator
 from quantizer.float16.float32_modules import Float32Modules
+from quantizer.numerics.formats import Format
 from quantizer.plan.decide_operands import FormatRule
 from quantizer.plan.selection import Selection
 from quantizer.plan.site_plan import Plan
 from quantizer.reasons import ReasonCode
 from quantizer.targets import TargetProfile
-from quantizer.targets.formats import Format
 
 logger = logging.getLogger(__name__)
 
