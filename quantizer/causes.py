@@ -11,9 +11,9 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from quantizer.calibration.plan_source import PlanSource
 from quantizer.calibration.proxied import proxied_copy
 from quantizer.calibration.replay import OutputError, SiteCall, visit_calls
+from quantizer.calibration.session import CalibrationSession
 from quantizer.common.batches import call, run_batches
 from quantizer.common.records import Cause, Cure
 from quantizer.common.shown import Rows
@@ -164,12 +164,12 @@ class _Trial:
         ]
 
     def _try(self, setting: Mapping[str, Any]) -> tuple[Mapping[str, Any], Plan, float]:
-        source = PlanSource(settings_of(with_setting(self._config, setting)))
+        session = CalibrationSession(settings_of(with_setting(self._config, setting)), self._model)
         with warnings.catch_warnings():
             # A few batches leave doubts that all of them do not.
             warnings.simplefilter("ignore", CalibrationWarning)
-            run_batches(source.start(self._model), self._given, progress=False)
-            plan = source.plan()
+            run_batches(session.proxy, self._given, progress=False)
+            plan = session.decide()
         return setting, plan, self.sqnr(plan)
 
     def _in_float(self, group: str) -> list[Cure]:

@@ -5,26 +5,38 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from quantizer.calibration.plan_source import Held, PlanSource
+from quantizer.calibration.bias_correction import BiasCorrection
+from quantizer.calibration.session import CalibrationSession
 from quantizer.calibration.settings import tell_where_nothing_is_quantized, warn_of_float32
+from quantizer.common.batches import run_batches
 from quantizer.common.data.sizes import DataSizes
 from quantizer.common.distributed import get_world_size
 from quantizer.common.fingerprint import Fingerprint, changed_parameters, refuse_other_shapes, warn_of_other_weights
+from quantizer.common.torch_modes import ordinary_tensors
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError, ProxyError, SensitivityError
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.float16.simulate import is_simulation
 from quantizer.observe.completeness.product_counter import CountedProduct
+from quantizer.observe.replay_batches import ReplayBatches
+from quantizer.observe.snapshot import seen_inputs
 from quantizer.plan.apply import frozen_proxy, require_scales_of
 from quantizer.plan.coverage import Coverage
 from quantizer.plan.site_plan import Plan, with_biases_of
 from quantizer.plan.site_plan import with_fallback as without_groups
-from quantizer.plan.weight_scales import changed_buffers, with_scales_of_weights, without_codes, without_former_codes
+from quantizer.plan.weight_scales import (
+    ScaledWeights,
+    changed_buffers,
+    with_scales_of_weights,
+    without_codes,
+    without_former_codes,
+)
 from quantizer.proxy.build import UnrewrittenSource, applied_patches, is_proxy, skipped_sources
 from quantizer.proxy.lowered.lower import is_lowered
 from quantizer.qat import Scales
@@ -50,18 +62,72 @@ def for_this_cpu(config: QuantizerConfig) -> QuantizerConfig:
     return config.model_copy(update={"backend": cpu_candidates(config.candidates)[0][0], "candidates": ()})
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Empty:
+    """The state before any calibration."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calibrated:
+    """The state with a calibration, whose ``session`` gives the plan from its first batch on."""
+
+    session: CalibrationSession
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Held:
+    """A fixed plan until the next calibration: that of a folder, or one with loaded scales.
+
+    Attributes:
+        plan: the plan.
+        products: the products that torch computed in calibration.
+        regions: the modules whose values in calibration float16 cannot hold.
+        fingerprint: the checksum of the weights in calibration; None for a model that was quantized in place.
+        scales_replaced: whether the scales were loaded, and are not those of calibration.
+        observed: the calibration session, or the statistics of a folder, with which to resume; None: neither.
+    """
+
+    plan: Plan
+    products: tuple[CountedProduct, ...]
+    regions: Float32Modules
+    fingerprint: Fingerprint | None
+    scales_replaced: bool
+    observed: CalibrationSession | bytes | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resuming:
+    """A fixed plan, until the first new batch in the ``session`` that resumes its calibration."""
+
+    held: Held
+    session: CalibrationSession
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inherited:
+    """The statistics and kept batches of another quantizer; there is no plan before ``bind`` gives the model."""
+
+    snapshot: bytes
+    kept: ReplayBatches | None
+    fingerprint: Fingerprint | None
+
+
+State = Empty | Calibrated | Held | Resuming | Inherited
+
+
 class ModelSession:
     """The state of one model across the stages.
 
     Attributes:
-        decisions: the source of the plan, before any fallback.
+        state: where the plan comes from; states are immutable, so that a former one can be restored.
         amp: the sensitivity session; None before ``Quantizer.amp``.
         fallback: the groups that fall back to float; None: no group does.
         trainable: the QAT session; None before ``Quantizer.qat``.
     """
 
     def __init__(self, config: QuantizerConfig) -> None:
-        self.decisions = PlanSource(settings_of(config))
+        self.state: State = Empty()
+        self._settings = settings_of(config)
         self.amp: SensitivitySession | None = None
         self.fallback: Fallback | None = None
         self.trainable: QatSession | None = None
@@ -84,9 +150,14 @@ class ModelSession:
         if isinstance(model, nn.Module):
             self._model = weakref.ref(model)
             self.scan_source(model)
-        if self.decisions.bind(model) and self._carried is not None:
-            plan = self.decisions.plan()
-            self.put_back(fallback_for_target(*self._carried, plan), plan)
+        match self.state:
+            case Inherited(snapshot, kept, fingerprint):
+                self.state = Calibrated(
+                    CalibrationSession(self._settings, model, snapshot, anew=True, kept=kept, fingerprint=fingerprint)
+                )
+                if self._carried is not None:
+                    plan = self.plan()
+                    self.put_back(fallback_for_target(*self._carried, plan), plan)
 
     def scan_source(self, model: nn.Module) -> None:
         """Store the unrewritten sources and the operator patches of a model or proxy, for the coverage."""
@@ -100,8 +171,17 @@ class ModelSession:
                 "for_backend() gives on what calibration saw, and this Quantizer goes by scales of load_scales() or "
                 "qat(): make the Quantizer of the other backend first, and load the scales into both"
             )
-        self.decisions.inherit_from(other.decisions, share=share)
-        self.amp = other.amp if self.decisions.state is other.decisions.state else None
+        if share and other._settings == self._settings and isinstance(other.state, Calibrated):
+            self.state, self.amp = other.state, other.amp
+        else:
+            snapshot = other.seen()
+            if snapshot is None:
+                raise CalibrationError(
+                    "for_backend() needs what calibration saw, which the folder that this Quantizer was loaded from "
+                    "does not hold; calibrate again"
+                )
+            kept = None if other.calibration is None else other.calibration.observation().kept
+            self.state, self.amp = Inherited(snapshot, kept, other.fingerprint), None
         if other.fallback is not None:
             self._carried = other.fallback, decided, backend
         if other._model is not None and (model := other._model()) is not None:
@@ -111,28 +191,65 @@ class ModelSession:
         """Return the proxy of a new calibration, or of one that is resumed; see ``Quantizer.calib``."""
         self.bind(model)
         if resume:
-            return self.decisions.resume(model)
-        proxy = self.decisions.start(model)
+            return self._resumed(model).proxy
+        session = CalibrationSession(self._settings, model)
+        self.state = Calibrated(session)
         self.amp = self.fallback = self.trainable = self._carried = None
-        return proxy
+        return session.proxy
+
+    def _resumed(self, model: nn.Module) -> CalibrationSession:
+        """Return the session with which the calibration goes on: that of this quantizer, or of the loaded folder."""
+        match self.state:
+            case Held(observed=bytes(snapshot)) as held:
+                session = CalibrationSession(self._settings, model, snapshot, fingerprint=held.fingerprint)
+                self.state = Resuming(held, session)
+            case Calibrated(session) | Resuming(session=session) | Held(observed=CalibrationSession() as session):
+                if session.has_weights_of(model):
+                    session.resume()
+                else:
+                    # The proxy of the session computes with former parameters of the model.
+                    seen, kept = session.seen(), session.observation().kept
+                    session = CalibrationSession(
+                        self._settings, model, seen, anew=True, kept=kept, fingerprint=session.fingerprint
+                    )
+                self.state = Calibrated(session)
+            case _:
+                raise CalibrationError(
+                    "calib(resume=True) needs an earlier calib() of this Quantizer, or a folder whose quantizer kept "
+                    "what it observed"
+                )
+        return session
+
+    def run(self, proxy: nn.Module, batches: Any, *, rows: int | None, progress: bool | None, split: bool) -> None:
+        """Run batches through the proxy of the current calibration; see ``Quantizer.calibrate``."""
+        assert self.calibration is not None
+        dealt = self.calibration.dealt()
+        mine = dealt.is_mine if split else lambda batch: True
+        count = run_batches(proxy, batches, progress, rows=rows, doubt=True, is_mine=mine)
+        # With several ranks, a rank may have no data of its own.
+        if count == 0 and (split or get_world_size() == 1):
+            raise CalibrationError("the calibration data is empty: at least one batch is needed")
+        if split:
+            dealt.check()
 
     @contextmanager
     def replaced_as_a_whole(self) -> Iterator[None]:
         """Restore the earlier calibration if the one inside the block fails or is interrupted."""
-        before, state, counts = vars(self).copy(), self.decisions.state, self.decisions.counts
+        state = self.state
+        counts = state.session.has_begun if isinstance(state, Calibrated) else not isinstance(state, Empty)
+        before = vars(self).copy()
         try:
             yield
         except BaseException:
             # A first calibration keeps its complete batches, so that it can be resumed.
             if counts:
                 vars(self).update(before)
-                self.decisions.state = state
             raise
 
     def train(self, model: nn.Module, scales: Scales, *, own: bool) -> nn.Module:
         """Return the proxy to train; see ``Quantizer.qat``."""
         self.bind(model)
-        if self.trainable is not None or self.decisions.decided:
+        if self.trainable is not None or self.has_plan:
             groups = {} if self.fallback is None else self.fallback.reasons()
             # The scales of an earlier training may belong to the weights of a copy: start from those of calibration.
             # After such a training changed weights are expected, and need no warning.
@@ -146,7 +263,7 @@ class ModelSession:
 
     def _trained_plan(self, fallback: Fallback | None = None) -> Plan:
         """Return the plan of calibration without codes: training rounds the float weights, which move."""
-        plan = self.decisions.plan(None if fallback is None else fallback.reasons())
+        plan = self.plan(None if fallback is None else fallback.reasons())
         return without_codes(plan, "qat() trains the float weights")
 
     def trained(self, model: nn.Module) -> nn.Module:
@@ -172,7 +289,7 @@ class ModelSession:
 
     def _scaled_for(self, model: nn.Module, plan: Plan, *, told: bool) -> Plan:
         """Return the plan with scales from the model's weights; warn unless ``told`` if these have changed."""
-        before = self.decisions.fingerprint
+        before = self.fingerprint
         if before is not None:
             now = Fingerprint.of(model, before)
             refuse_other_shapes(before, now)
@@ -181,13 +298,13 @@ class ModelSession:
                 warn_of_other_weights(before, now, buffers)
             plan = without_former_codes(plan, {*changed_parameters(before, now), *buffers})
         target = self._target
-        return with_scales_of_weights(plan, model, target.torch_dtype, target.weight_qmax, self.decisions.weights)
+        return with_scales_of_weights(plan, model, target.torch_dtype, target.weight_qmax, self._weights)
 
     def decided(self, fallback: Fallback | None = None) -> Plan:
         """Return the plan of all groups, with trained scales after a training, and biases corrected for a fallback."""
         if self.trainable is not None:
             return self.trainable.learned_plan()
-        return self.decisions.plan(None if fallback is None else fallback.reasons())
+        return self.plan(None if fallback is None else fallback.reasons())
 
     def measure(
         self, model: nn.Module, measure: str, granularity: str, loss: Loss | None, metric: Metric | None
@@ -195,7 +312,9 @@ class ModelSession:
         """Return the proxy that measures; see ``Quantizer.amp``."""
         self.bind(model)
         plan, free = self.fitted(model, self.decided()), self.trainable is None
-        alone, tries = (self.decisions.of_single_sites(plan), self._tries(plan)) if free else (None, None)
+        deciding = self._deciding
+        alone = deciding.of_single_sites(plan) if free and isinstance(deciding, CalibrationSession) else None
+        tries = self._tries(plan) if free else None
         self.amp = SensitivitySession(
             self.trained(model), plan, measure, granularity, loss, metric, alone=alone, tries=tries
         )
@@ -205,10 +324,11 @@ class ModelSession:
         """Return what begins a search: a function from groups to ``plan`` with these in float, as it is frozen."""
 
         def begin() -> Callable[[Mapping[str, str]], Plan]:
-            correction = self.decisions.correction()
+            deciding = self._deciding
+            correction = deciding.correction() if isinstance(deciding, CalibrationSession) else None
 
             def with_groups(groups: Mapping[str, str]) -> Plan:
-                return without_groups(with_biases_of(plan, self.decisions.plan(groups, correction)), groups)
+                return without_groups(with_biases_of(plan, self.plan(groups, correction)), groups)
 
             return with_groups
 
@@ -216,7 +336,15 @@ class ModelSession:
 
     def replace(self, plan: Plan) -> None:
         """Use a plan with other scales from now on; a trained model stays the one that is quantized."""
-        self.decisions.replace(plan)
+        fingerprint, products, regions = self.fingerprint, self.products(), self.regions()
+        self.state = Held(
+            plan=plan,
+            products=products,
+            regions=regions,
+            fingerprint=fingerprint,
+            scales_replaced=True,
+            observed=self._observed,
+        )
         if self.trainable is not None:
             self.trainable.replace(plan)
         self.amp = None
@@ -224,7 +352,7 @@ class ModelSession:
     @property
     def scales_replaced(self) -> bool:
         """True if scales were loaded or ``qat`` was called, so that scales may differ from those of calibration."""
-        return self.trainable is not None or self.decisions.scales_replaced
+        return self.trainable is not None or self._has_loaded_scales
 
     def effective_plan(self) -> Plan:
         """Return the plan after the fallback."""
@@ -265,7 +393,7 @@ class ModelSession:
 
     def is_working_proxy(self, proxy: nn.Module) -> bool:
         """Return whether ``proxy`` is the session's proxy of ``calib``, ``amp`` or ``qat``."""
-        stages = (self.decisions.calibration, self.amp, self.trainable)
+        stages = (self.calibration, self.amp, self.trainable)
         return any(stage is not None and proxy is stage.proxy for stage in stages)
 
     def export(
@@ -281,7 +409,7 @@ class ModelSession:
 
         if is_simulation(quant_model) or is_lowered(quant_model) or self.is_working_proxy(quant_model):
             raise ProxyError("export() takes the model that quantize() returned, or a float model")
-        target, regions = self._target, self.decisions.regions()
+        target, regions = self._target, self.regions()
         require_scales_of(quant_model, target.torch_dtype, target.name)
         warn_of_float32(target, regions)
         return export_onnx(
@@ -292,7 +420,7 @@ class ModelSession:
             dtype=target.torch_dtype,
             regions=regions,
             axes=axes,
-            data=self.decisions.sizes(),
+            data=self._sizes(),
             target=target,
         )
 
@@ -302,13 +430,13 @@ class ModelSession:
             "config": self._config.model_dump(mode="json"),
             "scales_replaced": self.scales_replaced,
             "fallback": None if self.fallback is None else self.fallback.document(),
-            "regions": self.decisions.regions().plain(),
+            "regions": self.regions().plain(),
             "fingerprint": None if (known := self._fingerprint()) is None else known.plain(),
         }
 
     def _fingerprint(self) -> Fingerprint | None:
         """Return the checksum of the weights in calibration, or of the trained weights after a training."""
-        return self.decisions.fingerprint if self.trainable is None else Fingerprint.of(self.trainable.model)
+        return self.fingerprint if self.trainable is None else Fingerprint.of(self.trainable.model)
 
     def load(
         self,
@@ -318,7 +446,7 @@ class ModelSession:
         observed: bytes | None = None,
     ) -> None:
         """Restore a saved state; see ``document`` for the plain values."""
-        self.decisions.state = Held(
+        self.state = Held(
             plan=plan,
             products=products,
             regions=Float32Modules.from_plain(document["regions"]),
@@ -334,11 +462,136 @@ class ModelSession:
         whole = self.refitted()
         final = self._after_fallback(whole)
         back = [path for path, entry in whole.items() if entry.quantized and not final[path].quantized]
-        regions = self.decisions.regions()
-        return Coverage(final, self._skipped, self.decisions.products(), back, self._patches, regions)
+        regions = self.regions()
+        return Coverage(final, self._skipped, self.products(), back, self._patches, regions)
 
     def sensitivity(self) -> Sensitivity:
         """Return the groups, ranked."""
         if self.amp is None:
             raise SensitivityError("nothing was measured yet: run the proxy that amp() returns on data first")
         return Sensitivity(self.amp.ranking(), self.fallback, self.amp.measure)
+
+    # -- facts of a state -----------------------------------------------------------------------------------------
+
+    def plan(self, in_float: Mapping[str, str] | None = None, correction: BiasCorrection | None = None) -> Plan:
+        """Return the plan of all groups; see ``CalibrationSession.decide`` for groups that are float."""
+        with ordinary_tensors():
+            match self._deciding:
+                case Held(plan=plan):
+                    return plan
+                case CalibrationSession() as session:
+                    return session.decide(in_float, correction)
+                case Inherited():
+                    raise CalibrationError(
+                        "what calibration saw is not decided for this backend yet, as this Quantizer has not seen the "
+                        "model: call quantize(model) first"
+                    )
+                case None:
+                    raise CalibrationError(
+                        "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
+                    )
+
+    def products(self) -> tuple[CountedProduct, ...]:
+        """Return the products that torch computed in calibration."""
+        match self._deciding:
+            case Held(products=products):
+                return products
+            case CalibrationSession() as session:
+                return session.products()
+            case _:
+                return ()
+
+    def _sizes(self) -> DataSizes | None:
+        """Return the open axes and the sizes of what calibration saw; None: nothing, or always one size."""
+        match self._observed:
+            case CalibrationSession() as session:
+                return DataSizes.of_shapes(session.observation().inputs)
+            case bytes(snapshot):
+                return DataSizes.of_shapes(seen_inputs(snapshot))
+            case _:
+                return None
+
+    def regions(self) -> Float32Modules:
+        """Return the modules whose values float16 cannot hold; none for a model that was quantized in place."""
+        match self._deciding:
+            case Held(regions=regions):
+                return regions
+            case CalibrationSession() as session:
+                return session.regions()
+            case _:
+                return Float32Modules()
+
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        """The checksum of the weights in calibration; None without a calibration."""
+        deciding = self._deciding
+        return None if deciding is None else deciding.fingerprint
+
+    @property
+    def _has_loaded_scales(self) -> bool:
+        """True if the scales were loaded, and are not those of calibration."""
+        deciding = self._deciding
+        return isinstance(deciding, Held) and deciding.scales_replaced
+
+    @property
+    def has_plan(self) -> bool:
+        """True if there is a plan."""
+        state = self.state
+        return state.session.has_any if isinstance(state, Calibrated) else isinstance(state, Held | Resuming)
+
+    def described(self) -> str:
+        """Return the state in a few words, without making a plan and without communication between ranks."""
+        match self._deciding:
+            case CalibrationSession() as session if session.has_begun:
+                batches, rows, sites = session.extent()
+                return f"calibrated on {f'{rows} rows' if rows else f'{batches} batches'}, {sites} sites"
+            case Held(plan=plan):
+                return (
+                    f"scales loaded, {len(plan)} sites" if self._has_loaded_scales else f"calibrated, {len(plan)} sites"
+                )
+            case Inherited():
+                return "calibrated for another backend, no model yet"
+            case _:
+                return "not calibrated"
+
+    @property
+    def calibration(self) -> CalibrationSession | None:
+        """The calibration session of this quantizer; None: there was none."""
+        observed = self._observed
+        return observed if isinstance(observed, CalibrationSession) else None
+
+    @property
+    def _weights(self) -> ScaledWeights | None:
+        """The scales of weights that plans of the calibration were made with; None without a calibration."""
+        return None if self.calibration is None else self.calibration.weights
+
+    def seen(self) -> bytes | None:
+        """Return the statistics of calibration as the bytes of a folder; None: there are none."""
+        observed = self._observed
+        return observed.seen() if isinstance(observed, CalibrationSession) else observed
+
+    @property
+    def _deciding(self) -> Held | CalibrationSession | Inherited | None:
+        """The source of the plan in the current state; None without a calibration."""
+        match self.state:
+            case Calibrated(session):
+                return session
+            case Resuming(held, session):
+                return session if session.has_new else held
+            case Empty():
+                return None
+            case Held() | Inherited() as state:
+                return state
+
+    @property
+    def _observed(self) -> CalibrationSession | bytes | None:
+        """The session with the statistics of calibration, or their bytes; None: there are none."""
+        match self.state:
+            case Calibrated(session) | Resuming(session=session):
+                return session
+            case Held(observed=observed):
+                return observed
+            case Inherited(snapshot=snapshot):
+                return snapshot
+            case Empty():
+                return None

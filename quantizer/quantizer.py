@@ -71,7 +71,7 @@ class Quantizer:
         fallback = self._session.fallback
         groups = 0 if fallback is None else len(fallback.groups)
         kept = f", {groups} {'group' if groups == 1 else 'groups'} in float" if groups else ""
-        return f"Quantizer(backend={self.config.backend!r}, {self._session.decisions.described()}{kept})"
+        return f"Quantizer(backend={self.config.backend!r}, {self._session.described()}{kept})"
 
     def proxy(self, model: Model) -> nn.Module:
         """Return a proxy with every quantizer off: it equals the model bit for bit, and has its train or eval mode."""
@@ -123,12 +123,14 @@ class Quantizer:
         with ordinary_tensors():
             with nullcontext() if resume else self._session.replaced_as_a_whole():
                 proxy = self.calib(model, resume=resume)
-                self._session.decisions.run(proxy, batches, rows=rows, progress=progress, split=split)
+                self._session.run(proxy, batches, rows=rows, progress=progress, split=split)
             # Without ``split`` a rank may have no data, and not call this at all.
             if split or get_world_size() == 1:
-                (seen,) = all_reduce_sum([self._session.decisions.rows])
+                calibration = self._session.calibration
+                assert calibration is not None
+                (seen,) = all_reduce_sum([calibration.extent()[1]])
                 warn_user(doubts_of_calibration(module_of(model), int(seen)))
-                self._session.decisions.warn_of_constants()
+                calibration.warn_of_constants()
             return proxy
 
     def amp(
@@ -359,8 +361,8 @@ class Quantizer:
         Raises:
             QuantizerError: nothing was calibrated yet, or the folder cannot be written or must not be replaced.
         """
-        plan, decisions = self._session.refitted(), self._session.decisions
-        return save_state(folder, plan, decisions.products(), self._session.document(), decisions.seen())
+        plan, session = self._session.refitted(), self._session
+        return save_state(folder, plan, session.products(), session.document(), session.seen())
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Quantizer:
@@ -428,7 +430,7 @@ class Quantizer:
             return simulate(
                 self._session.frozen(module_of(model)),
                 self.config.target.torch_dtype,
-                self._session.decisions.regions(),
+                self._session.regions(),
             )
 
     def scales(self) -> dict[str, Tensor]:
@@ -460,7 +462,7 @@ class Quantizer:
 
     def histogram(self, operand: str) -> OperandHistogram:
         """Return the histogram of an operand (``SITE.OPERAND``) in calibration, with candidates for its range."""
-        calibration = self._session.decisions.calibration
+        calibration = self._session.calibration
         seen = calibration.observation() if calibration is not None else None
         return OperandHistogram(histogram_of(operand, self._session.effective_plan(), seen))
 
@@ -468,12 +470,12 @@ class Quantizer:
     def sensitivity(self) -> Sensitivity:
         """The groups, ranked by their errors."""
         session = self._session
-        if self.ranked is not None and session.amp is None and session.decisions.calibration is None:
+        if self.ranked is not None and session.amp is None and session.calibration is None:
             return self.ranked
         try:
             return session.sensitivity()
         except SensitivityError as error:
-            if session.amp is not None or session.decisions.calibration is not None or not session.decisions.decided:
+            if session.amp is not None or session.calibration is not None or not session.has_plan:
                 raise
             where = "this quantizer was loaded, and its folder holds no ranking; report.json holds that of a run"
             raise SensitivityError(f"{error}; {where}") from error

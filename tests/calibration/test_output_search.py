@@ -221,7 +221,7 @@ def test_a_choice_that_is_worse_on_other_batches_is_undone(
     model = Mlp().eval()
     q = Quantizer(preset="plain", backend="onnxruntime", activations={"calibrator": "mse", "smooth": 0.5})
     q.calibrate(model, data(4))
-    session = q._session.decisions.calibration
+    session = q._session.calibration
     assert session is not None
     session.decide()
     seen = session.observation()
@@ -256,7 +256,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 def test_a_plan_that_cannot_win_is_not_measured_to_the_end(ran: list[bytes]) -> None:
     q = calibrated(Outliers().eval(), data(8, rows=4), preset="plain")
-    session = q._session.decisions.calibration
+    session = q._session.calibration
     assert session is not None
     kept = _kept(data(8, rows=4))
     part = OutputError(session._proxied).of_all_ranks(q.plan, kept, limit=1e-9)

@@ -43,11 +43,11 @@ class Net(nn.Module):
 
 def everything(q: Quantizer) -> tuple[Any, ...]:
     """All that a calibration says."""
-    calibration = q._session.decisions.calibration
+    calibration = q._session.calibration
     assert calibration is not None
     seen = calibration.observation()
     kept = None if seen.kept is None else [sorted(keywords) for _, keywords in seen.kept]
-    return str(q.ranges), str(q.coverage), q._session.decisions.seen(), kept
+    return str(q.ranges), str(q.coverage), q._session.seen(), kept
 
 
 def calibrated(model: nn.Module, data: list[Any], **options: Any) -> Quantizer:

@@ -44,7 +44,7 @@ def _reasons(q: Quantizer) -> dict[str, int]:
 def _assert_counts_agree(q: Quantizer) -> None:
     """Sites count from their operands, the counter from what torch executes; both must come to one figure."""
     counted: Counter[str] = Counter()
-    for product in q._session.decisions.products():
+    for product in q._session.products():
         assert product.site is not None, product
         counted[product.site] += product.multiply_adds
     of_sites = {path: entry.multiply_adds for path, entry in q.plan.items() if entry.kind != "residual_add"}

@@ -16,7 +16,7 @@ from daily import some_daily
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.calibration import output_search as output_error
+from quantizer.calibration import replay as output_error
 from quantizer.engines import load_engine
 from quantizer.errors import CalibrationError, ConfigError
 from quantizer.plan.site_plan import Plan, plan_digest
@@ -296,7 +296,7 @@ def test_what_was_chosen_for_one_backend_is_not_chosen_again_for_one_with_equal_
     # Neither has anything of the other that changes, and what was chosen for less data is forgotten.
     other.calibrate(model, [10 * data[4]], resume=True, progress=False)
     assert plan_digest(other.plan) != before
-    kept = other._session.decisions.calibration.observation().kept
+    kept = other._session.calibration.observation().kept
     assert kept is not None
     assert [seen.batches for seen in kept.known.choices.values()] == [5]
     assert plan_digest(q.plan) == before

@@ -102,7 +102,7 @@ def _make_state(folder: Path) -> None:
     q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(small, [data()], progress=False)
     session = q._session
-    (folder / "state").write_bytes(state_bytes(q.plan, session.decisions.products(), session.document()))
+    (folder / "state").write_bytes(state_bytes(q.plan, session.products(), session.document()))
 
 
 def _read_state(folder: Path) -> str:

@@ -65,7 +65,7 @@ class TransformersQuantizer(HfQuantizer):
 
     def __reduce__(self) -> Any:
         session = self.quantizer._session
-        state = _state(session.refitted(), self.quantizer, []) if session.decisions.decided else None
+        state = _state(session.refitted(), self.quantizer, []) if session.has_plan else None
         return _restored, (self._settings, self.frozen, state)
 
     # -- loading ---------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class TransformersQuantizer(HfQuantizer):
             data = bytearray(_state(session.refitted(), self.quantizer, dropped_parameters(model, plan)))
             packed = {name: pack_pairs(stored) for name, _, stored in _packed(model)}
             state = {**model.state_dict(), **packed, STATE: torch.frombuffer(data, dtype=torch.uint8)}
-        elif session.decisions.decided and not is_proxy(model):
+        elif session.has_plan and not is_proxy(model):
             logger.warning("this model is saved in float, without its calibration; %s to have it quantized", _WAY)
         model.config.quantization_config = SavedConfig(self._settings, quantized=quantized)
         return state, {}
@@ -184,7 +184,7 @@ def quantizer_of(model: PreTrainedModel) -> Quantizer:
 
 def _state(decided: Plan, quantizer: Quantizer, dropped: list[str]) -> bytes:
     session = quantizer._session
-    return state_bytes(decided, session.decisions.products(), {**session.document(), "dropped": dropped})
+    return state_bytes(decided, session.products(), {**session.document(), "dropped": dropped})
 
 
 def _packed(model: PreTrainedModel) -> Iterator[tuple[str, OperandQuantizer, Tensor]]:

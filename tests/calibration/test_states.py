@@ -86,8 +86,8 @@ class Case:
 
     def told(self) -> str:
         """Everything that the source of the plan tells, in a line."""
-        source = self._q._session.decisions
-        flags = [name for name in ("decided", "counts", "scales_replaced") if getattr(source, name)]
+        source = self._q._session
+        flags = [name for name in ("has_plan", "scales_replaced") if getattr(source, name)]
         known = [name for name in ("calibration", "fingerprint") if getattr(source, name) is not None]
         counted = [f"{len(source.products())} products", f"{source.regions().wide.get('', 0):.1g}"]
         snapshot = ["snapshot"] * (source.seen() is not None)
@@ -102,19 +102,19 @@ NOT_YET = "nothing was calibrated yet"
 EARLY = "what calibration saw is not decided for this backend yet, as this Quantizer has not seen the model"
 OUTCOMES = {
     "empty": f"{NOT_YET}; 0 products 0",
-    "started": f"{NOT_YET}; counts calibration 0 products 0 snapshot",
-    "first": "1; decided counts calibration fingerprint 2 products 0 snapshot",
-    "more": "1e+05; decided counts calibration fingerprint 2 products 1e+05 snapshot",
-    "fresh": "4e+05; decided counts calibration fingerprint 2 products 4e+05 snapshot",
-    "held": "1; decided counts fingerprint 2 products 0 snapshot",
-    "held+": "1e+05; decided counts fingerprint 2 products 1e+05 snapshot",
-    "bare": "1; decided counts fingerprint 2 products 0",
-    "bare+": "1e+05; decided counts fingerprint 2 products 1e+05",
-    "first7": "7; decided counts scales_replaced calibration fingerprint 2 products 0 snapshot",
-    "more7": "7; decided counts scales_replaced calibration fingerprint 2 products 1e+05 snapshot",
-    "held7": "7; decided counts scales_replaced fingerprint 2 products 0 snapshot",
-    "bare7": "7; decided counts scales_replaced fingerprint 2 products 0",
-    "waits": f"{EARLY}; counts fingerprint 0 products 0 snapshot",
+    "started": f"{NOT_YET}; calibration 0 products 0 snapshot",
+    "first": "1; has_plan calibration fingerprint 2 products 0 snapshot",
+    "more": "1e+05; has_plan calibration fingerprint 2 products 1e+05 snapshot",
+    "fresh": "4e+05; has_plan calibration fingerprint 2 products 4e+05 snapshot",
+    "held": "1; has_plan fingerprint 2 products 0 snapshot",
+    "held+": "1e+05; has_plan fingerprint 2 products 1e+05 snapshot",
+    "bare": "1; has_plan fingerprint 2 products 0",
+    "bare+": "1e+05; has_plan fingerprint 2 products 1e+05",
+    "first7": "7; has_plan scales_replaced calibration fingerprint 2 products 0 snapshot",
+    "more7": "7; has_plan scales_replaced calibration fingerprint 2 products 1e+05 snapshot",
+    "held7": "7; has_plan scales_replaced fingerprint 2 products 0 snapshot",
+    "bare7": "7; has_plan scales_replaced fingerprint 2 products 0",
+    "waits": f"{EARLY}; fingerprint 0 products 0 snapshot",
 }
 REFUSALS = {
     "!none": NOT_YET,
