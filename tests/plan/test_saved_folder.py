@@ -50,7 +50,7 @@ def test_a_long_name_is_written_once(saved: tuple[Path, nn.Module, Quantizer]) -
 
 def test_it_is_in_bytes_too(saved: tuple[Path, nn.Module, Quantizer]) -> None:
     _, _, quantizer = saved
-    document = {"config": {}, "fallback": None}
+    document = {"config": {}, "fallback": None, "regions": None, "fingerprint": None, "scales_replaced": False}
     plan, _, _ = state_of_bytes(state_bytes(quantizer.plan, (), document), "bytes")
     assert plan.keys() == quantizer.plan.keys()
     assert all(
