@@ -1,7 +1,8 @@
 """Parsing and type checks of JSON and YAML files, before their values are used.
 
 A file may be damaged, edited by hand or malicious. A ``ValueError`` names the place in the file and the value expected
-there; the caller adds the name of the file, and what to do.
+there; the caller adds the name of the file, and what to do. (pydantic's strict mode accepts integers of any size, which
+overflow in torch, reads 1e400 as infinity and knows neither ``Collection`` nor the strings that stand for infinity.)
 """
 
 from __future__ import annotations
