@@ -44,8 +44,7 @@ from quantizer.observe.site_statistics import (
 from quantizer.proxy.restored_state import unmoved, untouched
 from quantizer.proxy.site import Site
 from quantizer.sensitivity.groups import Group, Pending, watched
-from quantizer.sensitivity.passes import pass_of
-from quantizer.sensitivity.reuse import Reuse
+from quantizer.sensitivity.passes import Reuse, pass_of
 
 Score = Callable[[nn.Module], float]
 """A function of a model, called like the user's own, that gives one number."""

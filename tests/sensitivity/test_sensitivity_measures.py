@@ -20,7 +20,7 @@ from quantizer.errors import SensitivityError
 from quantizer.proxy.build import sites_of
 from quantizer.sensitivity.groups import groups_of
 from quantizer.sensitivity.metric import Divergence, output
-from quantizer.sensitivity.reuse import Reuse
+from quantizer.sensitivity.passes import Reuse
 
 
 def _quantizer(model: nn.Module, data: list[Any], **options: Any) -> Quantizer:
