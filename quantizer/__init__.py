@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from quantizer import functional
     from quantizer.config import QuantizerConfig
     from quantizer.errors import QuantizerError
-    from quantizer.in_place import QATCalibrate
+    from quantizer.interop.in_place import QATCalibrate
     from quantizer.quantizer import Quantizer
     from quantizer.report.compare_shown import compare_runs
     from quantizer.runs.placement.measured_prices import measured_prices
@@ -38,7 +38,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "QATCalibrate": "quantizer.in_place",
+    "QATCalibrate": "quantizer.interop.in_place",
     "QuantizedModel": "quantizer.runs.workload.quantized_model",
     "Quantizer": "quantizer.quantizer",
     "QuantizerConfig": "quantizer.config",

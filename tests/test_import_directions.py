@@ -43,7 +43,6 @@ ORDER = (
     "report",
     "runs",
     # Integrations, which nothing imports but the command line and the public names.
-    "in_place",
     "interop",
     "cli",
     "__main__",

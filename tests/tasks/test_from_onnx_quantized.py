@@ -156,7 +156,7 @@ def test_options_of_checkpoints_do_not_fit(file: Path, tmp_path: Path) -> None:
 
     options = {"model": str(file), "output": tmp_path / "out", "backend": ["auto", "openvino"], "seq_len": [16, 32, 64]}
     with pytest.raises(ConfigError, match="--seq-len is for checkpoints") as raised:
-        convert_onnx(options, Console(quiet=True))
+        convert_onnx(options, False, Console(quiet=True))
     text = str(raised.value)
     assert "give --quantization" in text
     assert "--calibration is missing" in text
@@ -164,5 +164,5 @@ def test_options_of_checkpoints_do_not_fit(file: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", y=np.zeros((4, 3)))
     options = {"model": str(file), "output": tmp_path / "out", "backend": ["auto"], "quantization": True}
     with pytest.raises(CalibrationError, match=r"has the arrays y, and net.onnx the inputs x"):
-        convert_onnx({**options, "calibration": str(tmp_path / "data.npz")}, Console(quiet=True))
+        convert_onnx({**options, "calibration": str(tmp_path / "data.npz")}, False, Console(quiet=True))
     assert not (tmp_path / "out").exists()
