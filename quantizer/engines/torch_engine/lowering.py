@@ -22,7 +22,6 @@ from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import torch
-import torch.ao.quantization.fx._decomposed as _decomposed  # registers the operators
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -32,9 +31,6 @@ from quantizer.errors import EngineError
 from quantizer.qdq.onnx_file import TensorSpec
 from quantizer.qdq.onnx_import.graph_builder import OperatorGraph
 from quantizer.qdq.onnx_import.importer import Imported
-
-del _decomposed
-
 
 aten = torch.ops.aten
 decomposed = torch.ops.quantized_decomposed

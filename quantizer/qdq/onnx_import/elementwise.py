@@ -26,6 +26,8 @@ from quantizer.qdq.onnx_import.graph_builder import (
     operators,
 )
 
+del _decomposed
+
 aten = torch.ops.aten
 
 TYPES = {
@@ -419,9 +421,6 @@ def _floats(codes: Any, scale: Any, points: Any, axis: int) -> np.ndarray[Any, A
         scale, points = scale.reshape(shape), points.reshape(shape)
     made: np.ndarray[Any, Any] = ((codes.astype("int64") - points.astype("int64")) * scale).astype(scale.dtype)
     return made
-
-
-del _decomposed
 
 
 _REDUCTIONS = {

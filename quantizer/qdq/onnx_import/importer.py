@@ -33,6 +33,9 @@ from quantizer.qdq.onnx_import.graph_builder import (
     translated,
 )
 
+# Importing the files of operators registers them.
+del _elementwise, _layout, _products
+
 _KNOWN = 13
 """The first opset in whose form the operators here are known: since then axes are inputs, and Softmax has one axis."""
 _LATER = 18
@@ -126,10 +129,6 @@ def as_constant(name: str, value: Value) -> Value:
     if not isinstance(value, Sizes) or not all(isinstance(item, int) for item in value.items):
         return value
     return Constant(name, np.array(value.items[0] if value.alone else value.items))
-
-
-# Importing the files of operators registers them.
-del _elementwise, _layout, _products
 
 
 @dataclass(frozen=True, slots=True)
