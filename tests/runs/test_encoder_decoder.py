@@ -21,7 +21,6 @@ import onnx
 import onnxruntime
 import transformers
 from pbtxt import read_pbtxt
-from quantizer.report.compare.resamples import read_resamples
 from tiny_audio import tiny_recordings
 from tiny_seq2seq import TEXTS, tiny_bart, tiny_t5, tiny_whisper
 
@@ -32,6 +31,7 @@ from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import QuantizerError, TaskError
 from quantizer.files.temporary import OLD, new_name
 from quantizer.report import RunRecord, read_record
+from quantizer.report.compare import read_resamples
 from quantizer.runs import graphs, measure, run_engines
 from quantizer.runs.convert import load_converted
 from quantizer.runs.convert.configs import conversion_configs
