@@ -118,7 +118,7 @@ def test_a_folder_without_a_fingerprint_refuses_what_its_scales_do_not_fit(tmp_p
     q.save(tmp_path / "q")
     file = tmp_path / "q" / "quantizer.yaml"
     document = yaml.safe_load(file.read_text(encoding="utf-8"))
-    del document["fingerprint"]
+    document["fingerprint"] = None
     file.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
     loaded = Quantizer.load(tmp_path / "q")
     assert torch.equal(loaded.quantize(_net())(X), q.quantize(_kept_model(q))(X))

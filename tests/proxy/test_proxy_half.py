@@ -335,16 +335,13 @@ def test_masks_that_come_from_a_wide_module_are_clamped() -> None:
     assert sqnr_db(found, expected) > 30
 
 
-def test_a_file_from_before_regions_existed(tmp_path: Path) -> None:
-    model, x = Framed(), data()
-    folder = calibrated(model, x).save(tmp_path / "saved")
+def test_a_file_without_regions_is_refused(tmp_path: Path) -> None:
+    folder = calibrated(Framed(), data()).save(tmp_path / "saved")
     document = yaml.safe_load((folder / "quantizer.yaml").read_text(encoding="utf-8"))
     assert document.pop("regions")["wide"]
     (folder / "quantizer.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
-    loaded = Quantizer.load(folder)
-    assert loaded.coverage.regions == Float32Modules()
-    with torch.no_grad():
-        assert loaded.simulate(model)(x).dtype is torch.float32
+    with pytest.raises(QuantizerError, match="regions missing"):
+        Quantizer.load(folder)
 
 
 def test_a_query_that_may_look_at_nothing_does_not_become_nan() -> None:
