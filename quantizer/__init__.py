@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from quantizer.quantizer import Quantizer
     from quantizer.report.compare_shown import compare_runs
     from quantizer.runs.placement.measured_prices import measured_prices
+    from quantizer.runs.convert.folder import load_converted
     from quantizer.runs.saved.load import load
     from quantizer.runs.workload.quantize_model import quantize_model
     from quantizer.runs.workload.quantized_model import QuantizedModel
@@ -31,6 +32,7 @@ __all__ = [
     "from_onnx",
     "functional",
     "load",
+    "load_converted",
     "measured_prices",
     "quantize_model",
 ]
@@ -46,6 +48,7 @@ _HOMES = {
     "compare_runs": "quantizer.report.compare_shown",
     "from_onnx": "quantizer.tasks.from_onnx",
     "load": "quantizer.runs.saved.load",
+    "load_converted": "quantizer.runs.convert.folder",
     "measured_prices": "quantizer.runs.placement.measured_prices",
     "quantize_model": "quantizer.runs.workload.quantize_model",
 }

@@ -242,7 +242,7 @@ class RunConfig(Section):
     deliver: Annotated[tuple[Delivery, ...], BeforeValidator(tuple_from_list), AfterValidator(unique)] = Field(
         default=(),
         description="What the folder holds besides, for those who serve the engine of a checkpoint: 'processor', the "
-        "tokenizer or image processor with config.json, for quantizer.runs.load_converted; 'triton', a model "
+        "tokenizer or image processor with config.json, for quantizer.load_converted; 'triton', a model "
         "repository; 'gpu_check', a script that checks an engine that was built for a GPU elsewhere.",
     )
     output: Text = Field(

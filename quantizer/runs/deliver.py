@@ -27,7 +27,7 @@ ON_GPU = "on_gpu"
 
 
 _SNIPPET = """\
-from quantizer.runs.convert import load_converted
+from quantizer import load_converted
 
 model = load_converted({load})
 samples = {samples}

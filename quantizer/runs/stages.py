@@ -37,7 +37,7 @@ from quantizer.runs.outputs.compare_outputs import (
 from quantizer.runs.outputs.right_engine import refusal, right_engine
 from quantizer.runs.pick_backend import Picked, pick_backend
 from quantizer.runs.placement.run_placement import RunPlacement
-from quantizer.runs.preflight import require_tools
+from quantizer.runs.preflight.rows_and_tools import require_tools
 from quantizer.runs.ranks.process_group import from_first_rank, require_same_work
 from quantizer.runs.ranks.variants import for_all_variants, quantizer_of
 from quantizer.runs.record import record_of

@@ -18,7 +18,7 @@ from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError, TaskError
 from quantizer.files import write_folder
 from quantizer.report import read_record
-from quantizer.runs.convert import load_converted
+from quantizer.runs.convert.folder import load_converted
 from quantizer.tasks import read_checkpoint, resolve_source
 
 pytestmark = pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no such devices")

@@ -38,7 +38,7 @@ import quantizer.runs.run_engines as run_engines
 import quantizer.runs.stages as stages
 from quantizer.runs import measure
 from quantizer.runs.budget.engine_budget import EngineBudget
-from quantizer.runs.convert import load_converted
+from quantizer.runs.convert.folder import load_converted
 from quantizer.runs.convert.configs import conversion_configs
 from quantizer.runs.outputs.compare_outputs import OutputCheck, tolerance
 from quantizer.runs.placement import place_groups

@@ -26,7 +26,7 @@ from quantizer.errors import EngineError
 from quantizer.report import RunRecord, read_record
 from quantizer.runs import measure
 from quantizer.runs.convert import folder as folders
-from quantizer.runs.convert import load_converted
+from quantizer.runs.convert.folder import load_converted
 from quantizer.runs.placement import rough_plan
 from quantizer.runs.ranks import variants as run_variants
 from quantizer.runs.saved import kept_engines

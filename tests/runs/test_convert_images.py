@@ -24,7 +24,7 @@ from tiny_vision import CLASSES, SIZE, tiny_images, tiny_resnet, tiny_vit
 import quantizer.runs.run_context as stages
 from quantizer import Quantizer
 from quantizer.runs import measure
-from quantizer.runs.convert import load_converted
+from quantizer.runs.convert.folder import load_converted
 from quantizer.runs.placement import place_groups
 
 MADE = {"vit": "openvino", "resnet": "onnxruntime"}

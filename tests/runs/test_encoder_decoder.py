@@ -33,7 +33,7 @@ from quantizer.files.temporary import OLD, new_name
 from quantizer.report import RunRecord, read_record
 from quantizer.report.compare import read_resamples
 from quantizer.runs import graphs, measure, run_engines
-from quantizer.runs.convert import load_converted
+from quantizer.runs.convert.folder import load_converted
 from quantizer.runs.convert.configs import conversion_configs
 from quantizer.runs.convert.writing_engines import ConvertedParts
 from quantizer.runs.graphs import most_tokens

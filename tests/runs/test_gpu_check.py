@@ -22,7 +22,9 @@ pytest.importorskip("onnx", reason="the files of engines need enginequant[onnx]"
 from quantizer.engines.engine_file import read_engine, write_engine
 from quantizer.qdq.structure import Signature, Value
 from quantizer.runs.outputs.compare_outputs import Tolerance, reference_outputs
-from quantizer.runs.serving import Expected, ServedEngine, write_serving_files
+from quantizer.runs.serving.gpu_check import Expected
+from quantizer.runs.serving.model_config import ServedEngine
+from quantizer.runs.serving.deliver import write_serving_files
 
 SHAPES = ((1, 4), (10, 6))
 CASES = ("1x4", "10x6")

@@ -25,7 +25,7 @@ from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import MissingDependencyError, QuantizerError, TaskError, install_command
 from quantizer.files import begun_in, temporary
 from quantizer.files.temporary import new_name
-from quantizer.runs.preflight import run_ready
+from quantizer.runs.preflight.rows_and_tools import run_ready
 from quantizer.runs.preflight.estimate import row_passes, run_estimate
 from quantizer.runs.preflight.faults import Faults
 from quantizer.runs.preflight.run_ready import ready_to_run

@@ -22,7 +22,9 @@ from quantizer.engines.engine_file import content_bytes, read_engine, write_engi
 from quantizer.engines.onnxruntime import needs_basic_level
 from quantizer.errors import EngineError
 from quantizer.qdq.structure import Signature, Value, external_files, read_signature
-from quantizer.runs.serving import ServedEngine, model_name, write_serving_files
+from quantizer.runs.serving.model_config import ServedEngine
+from quantizer.runs.serving.deliver import model_name
+from quantizer.runs.serving.deliver import write_serving_files
 from quantizer.runs.serving.model_config import config_text
 
 TEXTS = Signature(

@@ -159,7 +159,7 @@ def test_clip_is_converted_end_to_end(clip: str, tmp_path: Path, monkeypatch: py
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason="a conversion needs enginequant[hf,onnx,onnxruntime]")
     from quantizer.runs import measure
-    from quantizer.runs.convert import load_converted
+    from quantizer.runs.convert.folder import load_converted
 
     monkeypatch.setattr(measure, "_LATENCY_SECONDS", 0.1)
     folder = tiny_images(tmp_path / "photos", 6, seed=0)

@@ -10,7 +10,7 @@ from rich.console import Console
 from tiny_run import tiny_run
 
 from quantizer.report import html_from_record, print_summary, read_record, write_record
-from quantizer.runs.convert import load_converted
+from quantizer.runs.convert.folder import load_converted
 from quantizer.runs.convert.configs import conversion_configs
 from quantizer.runs.run import convert
 from quantizer.sensitivity import ScoreCache

@@ -81,7 +81,7 @@ def _run(inputs: Path, out: Path, former: bool) -> int:
 
 
 def _convert(inputs: Path, out: Path, former: bool) -> int:
-    import quantizer.runs.convert.measure as measure
+    import quantizer.runs.measure as measure
 
     translate_once(inputs).__enter__()
     mock.patch.object(measure, "_SECONDS", 0.01).start()

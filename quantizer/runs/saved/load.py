@@ -52,7 +52,7 @@ def load(
     if is_file(path / f"{ENCODER}.engine"):
         raise QuantizerError(
             f"{path} holds a model in several parts, an engine for each, which write text together: "
-            f"quantizer.runs.convert.load_converted({json.dumps(str(path))}).generate([...])"
+            f"quantizer.load_converted({json.dumps(str(path))}).generate([...])"
         )
     file = path / f"{FLOAT_STEM if float_engine else QUANTIZED_STEM}.engine"
     _check_refused(path, file, float_engine=float_engine)
@@ -96,7 +96,7 @@ def _hint(folder: Path) -> str:
     """Return what loads a folder that is no run's, or which folders in it can be loaded; empty: nothing is known."""
     if not is_folder(folder):
         return ""
-    loads = "quantizer.runs.convert.load_converted"
+    loads = "quantizer.load_converted"
     if is_file(folder / CONFIG):
         return f"; {loads} loads what `quantizer convert` wrote"
     converted = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quantizer.config import RunConfig
 from quantizer.runs.graphs import Graphs, graphs_of
-from quantizer.runs.preflight import check_rows
+from quantizer.runs.preflight.rows_and_tools import check_rows
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles, RunContext, RunRows, load_context
 from quantizer.runs.scoring import Scoring
