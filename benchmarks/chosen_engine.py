@@ -36,8 +36,8 @@ from quantizer.engines import BuildOptions, build_engine, interleaved_latency, l
 from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
 from quantizer.export import export_onnx
+from quantizer.pipeline.candidates import choose
 from quantizer.report.record import Candidate
-from quantizer.runs.choose_engine import choose
 
 Shape = tuple[int, int | None]
 Run = Callable[[dict[str, np.ndarray]], object]

@@ -33,7 +33,7 @@ from data import smollm2
 from quantizer import Quantizer
 from quantizer.engines import BuildOptions, Engine, build_engine, interleaved_latency, load_engine
 from quantizer.export import export_onnx
-from quantizer.runs.outputs.compare_outputs import float_noise
+from quantizer.pipeline.compare_outputs import float_noise
 from quantizer.tasks import Plain, Task, build_task, tasks
 from quantizer.tasks.tokens.decode_step import next_cache
 

@@ -24,8 +24,8 @@ from quantizer import Quantizer
 from quantizer.config import QatConfig
 from quantizer.engines import Engine, load_engine
 from quantizer.engines.onnxruntime import ONNXRuntimeEngine
-from quantizer.runs.run_context import as_predictor
-from quantizer.runs.train import Training
+from quantizer.pipeline.context import as_predictor
+from quantizer.pipeline.train import Training
 from quantizer.tasks import Predictions, Row, Task
 
 CALIBRATION, TRAINING, TUNING = slice(128), slice(128, 6120), slice(6120, 6920)

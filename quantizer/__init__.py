@@ -13,13 +13,12 @@ if TYPE_CHECKING:
     from quantizer.config import QuantizerConfig
     from quantizer.errors import QuantizerError
     from quantizer.interop.in_place import QATCalibrate
+    from quantizer.pipeline.load import load
+    from quantizer.pipeline.load_converted import load_converted
+    from quantizer.pipeline.measured_prices import measured_prices
+    from quantizer.pipeline.quantize_model import QuantizedModel, quantize_model
     from quantizer.quantizer import Quantizer
     from quantizer.report.compare_shown import compare_runs
-    from quantizer.runs.placement.measured_prices import measured_prices
-    from quantizer.runs.convert.folder import load_converted
-    from quantizer.runs.saved.load import load
-    from quantizer.runs.workload.quantize_model import quantize_model
-    from quantizer.runs.workload.quantized_model import QuantizedModel
     from quantizer.tasks.from_onnx import from_onnx
 
 __all__ = [
@@ -41,16 +40,16 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "QATCalibrate": "quantizer.interop.in_place",
-    "QuantizedModel": "quantizer.runs.workload.quantized_model",
+    "QuantizedModel": "quantizer.pipeline.quantize_model",
     "Quantizer": "quantizer.quantizer",
     "QuantizerConfig": "quantizer.config",
     "QuantizerError": "quantizer.errors",
     "compare_runs": "quantizer.report.compare_shown",
     "from_onnx": "quantizer.tasks.from_onnx",
-    "load": "quantizer.runs.saved.load",
-    "load_converted": "quantizer.runs.convert.folder",
-    "measured_prices": "quantizer.runs.placement.measured_prices",
-    "quantize_model": "quantizer.runs.workload.quantize_model",
+    "load": "quantizer.pipeline.load",
+    "load_converted": "quantizer.pipeline.load_converted",
+    "measured_prices": "quantizer.pipeline.measured_prices",
+    "quantize_model": "quantizer.pipeline.quantize_model",
 }
 
 # By its metadata: torch itself is not imported for it.

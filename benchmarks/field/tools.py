@@ -26,7 +26,7 @@ from torch_engine import pt2e
 import quantizer
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.export import export_onnx
-from quantizer.runs.measure import QUANTIZED_STEM
+from quantizer.pipeline.measure import QUANTIZED_STEM
 
 __all__ = ["REFERENCE", "TOOLS", "Made", "Tool", "onnx_session"]
 

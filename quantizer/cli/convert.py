@@ -105,9 +105,9 @@ processor/, config.json and a report; it is complete when the command ends well,
     def __call__(self, args: Namespace, console: Console) -> int:
         require_one_process("quantizer convert")
         # Imported here, so that a wrong argument is reported before the seconds that these imports take.
-        from quantizer.runs.convert.configs import conversion_configs
-        from quantizer.runs.run import convert, run
-        from quantizer.runs.workload.convert_onnx import SUFFIX, convert_onnx
+        from quantizer.pipeline.convert import conversion_configs
+        from quantizer.pipeline.convert_onnx import SUFFIX, convert_onnx
+        from quantizer.pipeline.run import convert, run
 
         given = {name: value for name, value in vars(args).items() if value is not None}
         for name in ("verb", "parser"):

@@ -28,7 +28,7 @@ example:
     def __call__(self, args: Namespace, console: Console) -> int:
         config = load_run(args.config, args.overrides)
         # Imported here, so that a mistake in the file is reported before the seconds that these imports take.
-        from quantizer.runs.inspect_model import inspect
+        from quantizer.pipeline.inspect_model import inspect
 
         inspect(config, args.diff, console)
         return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quantizer.errors import QuantizerError
-from quantizer.runs.ranks.launcher import launched
+from quantizer.pipeline.launcher import launched
 
 
 def require_one_process(command: str) -> None:

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from quantizer import __version__
 from quantizer.errors import QuantizerError
+from quantizer.pipeline.launcher import launched
 from quantizer.report.page.glossary import words_in
 from quantizer.report.text import visible
-from quantizer.runs.ranks.launcher import launched
 
 _WORDS = 2
 """How many words of an error are explained at most."""

@@ -65,8 +65,8 @@ kept, with --force too."""
             return self._sweep(sweep, args, console)
         config = load_run(args.config, overrides)
         # Imported here, so that a mistake in the file is reported before the seconds that these imports take.
-        from quantizer.runs.ranks.process_group import process_group
-        from quantizer.runs.run import run
+        from quantizer.pipeline.ranks import process_group
+        from quantizer.pipeline.run import run
 
         with process_group():
             run(config, args.output, args.force, console)
@@ -80,8 +80,8 @@ kept, with --force too."""
             _ask(sweep.count, console)
         folder = Path(sweep.folder() if args.output is None else args.output)
         runs = sweep.runs(folder)
+        from quantizer.pipeline.sweep import COMPARISON, carry_out_sweep
         from quantizer.report.compare_shown import print_comparison
-        from quantizer.runs.sweep.carry_out import COMPARISON, carry_out_sweep
 
         found = carry_out_sweep(runs, folder, console, force=args.force, jobs=args.jobs, launcher=args.launcher)
         print_comparison(found, folder / COMPARISON, console)

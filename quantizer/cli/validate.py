@@ -83,7 +83,7 @@ example:
 
 def _with_others(error: ConfigError, path: str, overrides: Sequence[str]) -> ConfigError:
     """Return the problems of a file with what can be told of the sections that have none."""
-    from quantizer.runs.preflight.run_ready import faults_of
+    from quantizer.pipeline.preflight import faults_of
 
     try:
         others = faults_of(valid_sections(path, overrides))
@@ -96,7 +96,7 @@ def _with_others(error: ConfigError, path: str, overrides: Sequence[str]) -> Con
 
 def _sweep_checked_here(runs: Sequence[SweepRun]) -> list[str]:
     """Check what the runs of a sweep need here, and return notes."""
-    from quantizer.runs.sweep.carry_out import ready_to_sweep
+    from quantizer.pipeline.sweep import ready_to_sweep
 
     ready = ready_to_sweep(runs)
     if ready.faults:
@@ -107,9 +107,8 @@ def _sweep_checked_here(runs: Sequence[SweepRun]) -> list[str]:
 def _checked_here(config: RunConfig) -> list[str]:
     """Check what a run needs here, and return notes and an estimate."""
     # Imported here, so that a mistake in the file is reported before the seconds that these imports take.
-    from quantizer.runs.budget.configured import configured_warnings
-    from quantizer.runs.preflight.run_ready import ready_to_run
-    from quantizer.runs.run import RUN
+    from quantizer.pipeline.preflight import configured_warnings, ready_to_run
+    from quantizer.pipeline.run import RUN
 
     ready = ready_to_run(config, Path(config.output).absolute(), RUN, force=None)
     warned = [f"warning: {line}" for line in configured_warnings(config, len(ready.rows.tuning))]

@@ -48,12 +48,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         return called
 
-    module = ModuleType("quantizer.runs.run")
+    module = ModuleType("quantizer.pipeline.run")
     module.run = note("run")  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "quantizer.runs.run", module)
-    module = ModuleType("quantizer.runs.inspect_model")
+    monkeypatch.setitem(sys.modules, "quantizer.pipeline.run", module)
+    module = ModuleType("quantizer.pipeline.inspect_model")
     module.inspect = note("inspect")  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "quantizer.runs.inspect_model", module)
+    monkeypatch.setitem(sys.modules, "quantizer.pipeline.inspect_model", module)
     return calls
 
 
@@ -282,18 +282,18 @@ def test_the_examples_work(
 
 
 def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import quantizer.runs.run
-    import quantizer.runs.workload.convert_onnx
-    from quantizer.runs.convert import configs
+    import quantizer.pipeline.convert_onnx
+    import quantizer.pipeline.run
+    from quantizer.pipeline import convert as configs
 
     of_onnx: list[Any] = []
     asked: list[Any] = []
     of_functions: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(quantizer.runs.workload.convert_onnx, "convert_onnx", lambda given, *_: of_onnx.append(given))
+    monkeypatch.setattr(quantizer.pipeline.convert_onnx, "convert_onnx", lambda given, *_: of_onnx.append(given))
     (tmp_path / "photos").mkdir()
-    monkeypatch.setattr(quantizer.runs.run, "convert", lambda found, *_: asked.append(found))
-    monkeypatch.setattr(quantizer.runs.run, "run", lambda config, *_: of_functions.append(config))
+    monkeypatch.setattr(quantizer.pipeline.run, "convert", lambda found, *_: asked.append(found))
+    monkeypatch.setattr(quantizer.pipeline.run, "run", lambda config, *_: of_functions.append(config))
     known = Checkpoint("BertForSequenceClassification", "sequence-classification", 512, ("a", "b"), 100)
     seen = Checkpoint("ViTForImageClassification", "image-classification", None, ("a", "b"), None)
     monkeypatch.setattr(configs, "read_checkpoint", lambda name, _: seen if name == "my-vit" else known)

@@ -23,8 +23,7 @@ from quantizer.engines import BuildOptions, InputSizes, load_engine, peak_memory
 from quantizer.engines import measure as trial
 from quantizer.engines.measure import in_own_process, tried_build
 from quantizer.errors import TaskError
-from quantizer.runs.sweep.one_run import Outcome
-from quantizer.runs.sweep.processes import in_jobs, in_processes
+from quantizer.pipeline.sweep import Outcome, in_jobs, in_processes
 from quantizer.tasks.datasets.fetch import fetch_sdist
 
 PACKAGE = Path(quantizer.__file__).parent

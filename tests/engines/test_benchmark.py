@@ -106,7 +106,7 @@ def test_memory_that_cannot_be_measured_costs_no_result(tmp_path: Path) -> None:
     from contextlib import nullcontext
     from types import SimpleNamespace
 
-    from quantizer.runs import measure
+    from quantizer.pipeline import measure
 
     def no_memory(*_: object, **__: object) -> None:
         raise EngineError("its process cannot start")

@@ -75,8 +75,7 @@ def test_none_of_100_000_calls_of_200_threads_is_wrong(engine: Engine, calls: An
 
 @pytest.mark.parametrize("count", [1, 2, 16])
 def test_a_loaded_result_is_called_from_threads(engine: Engine, calls: Any, count: int) -> None:
-    from quantizer.runs.saved.call_form import CallForm
-    from quantizer.runs.workload.engine_module import EngineModule
+    from quantizer.pipeline.engine_module import CallForm, EngineModule
 
     module = EngineModule(engine, CallForm.by_names("Net", engine.input_names, engine.output_names))
 
@@ -151,7 +150,7 @@ def test_texts_are_padded_as_their_own_call_asks(tmp_path: Path) -> None:
     """A fast tokenizer keeps the padding of the last call."""
     transformers = pytest.importorskip("transformers", reason="install enginequant[hf]")
     from quantizer.engines import TensorSpec
-    from quantizer.runs.convert.folder import Converted
+    from quantizer.pipeline.load_converted import Converted
 
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"]))
     tokenizer = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"))

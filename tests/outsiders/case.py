@@ -20,8 +20,7 @@ from quantizer.engines import BuildOptions, build_engine, load_engine
 from quantizer.engines.backends import inspect_file
 from quantizer.errors import QuantizerError
 from quantizer.graph_check import check_file
-from quantizer.runs.saved.call_form import CallForm
-from quantizer.runs.workload.engine_module import EngineModule
+from quantizer.pipeline.engine_module import CallForm, EngineModule
 from tests.helpers import BYTE_PRODUCTS_ARE_EXACT, Snapshot
 
 BACKENDS = ("openvino", "onnxruntime", "torch")

@@ -9,7 +9,7 @@ import pytest
 onnx = pytest.importorskip("onnx", reason="needs enginequant[onnx]")
 numpy = pytest.importorskip("numpy")
 
-from quantizer.runs.placement.graph_structure import structure_digest
+from quantizer.pipeline.time_groups import structure_digest
 
 
 def digest(

@@ -16,8 +16,8 @@ from quantizer.common.inspection import Inspection, Layer
 from quantizer.engines import InputSizes
 from quantizer.engines.inspection import NOWHERE, place_times
 from quantizer.errors import EngineError, SensitivityError
+from quantizer.pipeline import time_groups as price_groups
 from quantizer.reasons import ReasonCode
-from quantizer.runs.placement import price_groups
 from quantizer.sensitivity import GroupSensitivity
 from quantizer.sensitivity.prices import GroupPrice, Prices, by_speed, frontier, prices_from_places
 
@@ -314,7 +314,7 @@ def test_times_of_engines_that_cannot_be_measured(
     q.fallback(amp, num=1)
     with pytest.raises(EngineError, match=r"some fell back: call clear_fallback\(\) first"):
         measured_prices(q, model, torch.randn(8, 32))
-    monkeypatch.setattr("quantizer.runs.placement.measured_prices.runs_here", lambda name: False)
+    monkeypatch.setattr("quantizer.pipeline.measured_prices.runs_here", lambda name: False)
     with pytest.raises(EngineError, match=r"need a GPU that is not here; call it on a machine with one, or .*num="):
         measured_prices(q, model, torch.randn(8, 32))
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from quantizer import Quantizer
 from quantizer.engines import build_engine, load_engine
+from quantizer.pipeline import rough_plan
 from quantizer.plan.site_plan import Plan
-from quantizer.runs.placement import rough_plan
 
 ROWS = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 import yaml
 
-import quantizer.runs.placement.place_groups as place_groups
+import quantizer.pipeline.time_groups as place_groups
 from quantizer.cli.main import main
+from quantizer.pipeline.time_groups import TimeCache, Timing
 from quantizer.report import RunRecord, read_record
-from quantizer.runs.placement.price_groups import TimeCache, Timing
 from quantizer.sensitivity.prices import GroupPrice, Prices
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
@@ -31,7 +31,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)
     run = tiny_run(tmp_path)
     run["report"] |= {"formats": ["json"]}
-    monkeypatch.setattr("quantizer.runs.stages.measure_memory", lambda *_: ())
+    monkeypatch.setattr("quantizer.pipeline.stages.measure_memory", lambda *_: ())
 
     def given(plan: Any, *_: Any, **__: Any) -> Prices:
         names = {operand.group for site in plan.values() for operand in site.operands if operand.quantized}
@@ -123,7 +123,7 @@ def test_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     run = tiny_run(tmp_path)
     run["report"] |= {"formats": ["json"]}
-    monkeypatch.setattr("quantizer.runs.stages.measure_memory", lambda *_: ())
+    monkeypatch.setattr("quantizer.pipeline.stages.measure_memory", lambda *_: ())
     first = _run(run).placement
     kept = json.loads(Path("out.times.json").read_text())
     assert len(kept["times"]) == 1

@@ -28,10 +28,10 @@ from quantizer.engines import BuildOptions, Engine, build_engine, load_engine
 from quantizer.errors import ExportError
 from quantizer.export import export_onnx
 from quantizer.graph_check import check_file
+from quantizer.pipeline.check_batches import LEAST_SAMPLES
+from quantizer.pipeline.compare_outputs import check_engine, reference_outputs, tolerance
+from quantizer.pipeline.context import engine_inputs
 from quantizer.plan.site_plan import Plan
-from quantizer.runs.outputs.check_batches import LEAST_SAMPLES
-from quantizer.runs.outputs.compare_outputs import check_engine, reference_outputs, tolerance
-from quantizer.runs.run_context import engine_inputs
 from quantizer.tasks import rows_at
 from tests.helpers import Snapshot, assert_same
 

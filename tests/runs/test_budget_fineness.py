@@ -10,9 +10,9 @@ import yaml
 
 from quantizer.cli.main import main
 from quantizer.common.records import EngineCheck
+from quantizer.pipeline.budget import budget_warnings
 from quantizer.report import Score
 from quantizer.report.terminal import budget_line
-from quantizer.runs.budget.fineness import budget_warnings
 from quantizer.sensitivity import Evaluation, Fallback
 from quantizer.sensitivity.fallback import budget_outcome
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from quantizer.engines import TensorSpec
-from quantizer.runs.outputs.check_batches import LEAST_SAMPLES, check_batches, check_shapes
-from quantizer.runs.outputs.compare_outputs import (
+from quantizer.pipeline.check_batches import LEAST_SAMPLES, check_batches, check_shapes
+from quantizer.pipeline.compare_outputs import (
     OutputCheck,
     Tolerance,
     WrongEngineError,
@@ -21,7 +21,7 @@ from quantizer.runs.outputs.compare_outputs import (
     reference_outputs,
     tolerance,
 )
-from quantizer.runs.workload.module_feed import ModuleFeed
+from quantizer.pipeline.module_feed import ModuleFeed
 from quantizer.tasks.inputs import TextInputs
 
 

@@ -11,10 +11,10 @@ from rich.console import Console
 from quantizer.common import cpu
 from quantizer.engines import Inspection, PrecisionShare
 from quantizer.errors import EngineError
+from quantizer.pipeline import candidates as choose_engine
+from quantizer.pipeline.candidates import bound, choose, require_sites, slow_ones, timed
 from quantizer.report.record import Candidate
 from quantizer.report.terminal import print_choice
-from quantizer.runs import choose_engine
-from quantizer.runs.choose_engine import bound, choose, require_sites, slow_ones, timed
 
 SHAPES = ("1 x 16", "8 x 128")
 

@@ -33,17 +33,17 @@ from test_right_engines import Wrong
 from tiny_run import tiny_run
 
 import quantizer.calibration.range_search as attention
-import quantizer.runs.run_context as run_context
-import quantizer.runs.run_engines as run_engines
-import quantizer.runs.stages as stages
-from quantizer.runs import measure
-from quantizer.runs.budget.engine_budget import EngineBudget
-from quantizer.runs.convert.folder import load_converted
-from quantizer.runs.convert.configs import conversion_configs
-from quantizer.runs.outputs.compare_outputs import OutputCheck, tolerance
-from quantizer.runs.placement import place_groups
-from quantizer.runs.progress import stage_timer
-from quantizer.runs.ranks.variants import variants_of
+import quantizer.pipeline.context as run_context
+import quantizer.pipeline.run_engines as run_engines
+import quantizer.pipeline.stages as stages
+from quantizer.pipeline import measure
+from quantizer.pipeline import progress as stage_timer
+from quantizer.pipeline import time_groups as place_groups
+from quantizer.pipeline.budget import EngineBudget
+from quantizer.pipeline.candidates import variants_of
+from quantizer.pipeline.compare_outputs import OutputCheck, tolerance
+from quantizer.pipeline.convert import conversion_configs
+from quantizer.pipeline.load_converted import load_converted
 
 (ONNXRUNTIME,), _ = cpu_candidates(("onnxruntime",))
 """The backend for this CPU."""

@@ -17,8 +17,8 @@ for _package in ("transformers", "scipy", "torchmetrics", "onnx", "onnxscript", 
 
 from tiny_audio import CLASSES, tiny_ast, tiny_ctc, tiny_recordings
 
-from quantizer.runs import measure
-from quantizer.runs.convert.folder import load_converted
+from quantizer.pipeline import measure
+from quantizer.pipeline.load_converted import load_converted
 from quantizer.tasks import build_task, load_model, load_processor, load_rows
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")

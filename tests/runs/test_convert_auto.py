@@ -23,13 +23,11 @@ from quantizer.config import load_run
 from quantizer.engines import BuildOptions, BuildResult, candidates
 from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
+from quantizer.pipeline import candidates as run_variants
+from quantizer.pipeline import kept_engines, measure, rough_plan
+from quantizer.pipeline import load_converted as folders
+from quantizer.pipeline.load_converted import load_converted
 from quantizer.report import RunRecord, read_record
-from quantizer.runs import measure
-from quantizer.runs.convert import folder as folders
-from quantizer.runs.convert.folder import load_converted
-from quantizer.runs.placement import rough_plan
-from quantizer.runs.ranks import variants as run_variants
-from quantizer.runs.saved import kept_engines
 
 SIZES = ("--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32")
 OPENVINO, ONNXRUNTIME, TORCH = sorted(cpu_candidates()[0], key=lambda name: ("torch" in name, "onnx" in name))

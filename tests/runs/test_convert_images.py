@@ -21,11 +21,11 @@ for _package in ("transformers", "PIL", "onnx", "onnxscript", "openvino", "onnxr
 
 from tiny_vision import CLASSES, SIZE, tiny_images, tiny_resnet, tiny_vit
 
-import quantizer.runs.run_context as stages
+import quantizer.pipeline.context as stages
 from quantizer import Quantizer
-from quantizer.runs import measure
-from quantizer.runs.convert.folder import load_converted
-from quantizer.runs.placement import place_groups
+from quantizer.pipeline import measure
+from quantizer.pipeline import time_groups as place_groups
+from quantizer.pipeline.load_converted import load_converted
 
 MADE = {"vit": "openvino", "resnet": "onnxruntime"}
 """Which of the two is converted for which backend."""

@@ -13,7 +13,7 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.engines import TensorSpec
 from quantizer.errors import EngineError
-from quantizer.runs.outputs.compare_outputs import (
+from quantizer.pipeline.compare_outputs import (
     NOTHING_DB,
     OutputCheck,
     Reference,

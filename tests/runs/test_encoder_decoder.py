@@ -30,14 +30,13 @@ from quantizer.config import RunConfig, load_run
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import QuantizerError, TaskError
 from quantizer.files.temporary import OLD, new_name
+from quantizer.pipeline import graphs, measure, run_engines
+from quantizer.pipeline.convert import conversion_configs
+from quantizer.pipeline.graphs import most_tokens
+from quantizer.pipeline.load_converted import ConvertedParts, load_converted
+from quantizer.pipeline.written_sizes import with_written_sizes
 from quantizer.report import RunRecord, read_record
 from quantizer.report.compare import read_resamples
-from quantizer.runs import graphs, measure, run_engines
-from quantizer.runs.convert.folder import load_converted
-from quantizer.runs.convert.configs import conversion_configs
-from quantizer.runs.convert.writing_engines import ConvertedParts
-from quantizer.runs.graphs import most_tokens
-from quantizer.runs.written_sizes import with_written_sizes
 from quantizer.tasks import load_model
 from quantizer.tasks.seq2seq.parts import DECODER, PARTS, WITH_PAST
 from quantizer.tasks.seq2seq.writer import Writer

@@ -12,16 +12,16 @@ import yaml
 from rich.console import Console
 from torch import nn
 
-import quantizer.runs.run as pipeline
+import quantizer.pipeline.run as pipeline
 from quantizer.cli.main import main
 from quantizer.common.records import FallbackRecord
 from quantizer.engines import Engine
+from quantizer.pipeline.budget import EngineBudget
+from quantizer.pipeline.context import RunRows
+from quantizer.pipeline.progress import StageTimer
+from quantizer.pipeline.scores import TaskMetric
 from quantizer.report import read_record
 from quantizer.report.terminal import evaluation_caption
-from quantizer.runs.budget.engine_budget import EngineBudget
-from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.run_context import RunRows
-from quantizer.runs.task_metric import TaskMetric
 from quantizer.tasks import Row
 from quantizer.tasks.datasets.rows import Text
 

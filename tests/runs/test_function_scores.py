@@ -14,11 +14,11 @@ from rich.console import Console
 from torch import nn
 
 from quantizer.errors import TaskError
-from quantizer.runs.progress.stage_timer import StageTimer
-from quantizer.runs.run_context import ResumeFiles, RunContext
-from quantizer.runs.saved.call_form import CallForm
-from quantizer.runs.workload.function_scorer import FunctionMetric, FunctionScorer
-from quantizer.runs.workload.module_feed import ModuleFeed
+from quantizer.pipeline.context import ResumeFiles, RunContext
+from quantizer.pipeline.engine_module import CallForm
+from quantizer.pipeline.module_feed import ModuleFeed
+from quantizer.pipeline.progress import StageTimer
+from quantizer.pipeline.scores import FunctionMetric, FunctionScorer
 from quantizer.tasks.metrics import accuracy, bootstrap_interval
 
 DECISIONS = np.random.default_rng(0).integers(0, 2, (2, 60))

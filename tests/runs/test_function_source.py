@@ -22,10 +22,10 @@ from quantizer.cli.main import main
 from quantizer.config import load_run
 from quantizer.engines import load_engine
 from quantizer.engines.candidates import cpu_candidates
+from quantizer.pipeline.budget import EngineBudget
+from quantizer.pipeline.scores import FunctionMetric, FunctionScorer
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, read_record
-from quantizer.runs.budget.engine_budget import EngineBudget
-from quantizer.runs.workload.function_scorer import FunctionMetric, FunctionScorer
 from quantizer.sensitivity import fingerprint
 
 ONNXRUNTIME = next(name for name in cpu_candidates()[0] if name.startswith("onnxruntime"))
@@ -226,7 +226,7 @@ def test_a_budget_by_the_function() -> None:
 @pytest.mark.nightly
 def test_a_sweep_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
-    monkeypatch.setattr("quantizer.runs.workload.function_source.returned_module", _counted(built))
+    monkeypatch.setattr("quantizer.pipeline.function_source.returned_module", _counted(built))
     assert main(["run", "run.yaml", "quantizer.activations.calibrator=max,mse", "--output", "out"]) == 0
     runs = sorted(path.name for path in Path("out").iterdir() if (path / "report.json").is_file())
     assert runs == ["calibrator=max", "calibrator=mse"]
@@ -239,7 +239,7 @@ def test_a_sweep_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _counted(built: list[str]):  # type: ignore[no-untyped-def]
-    from quantizer.runs.workload.function_source import returned_module
+    from quantizer.pipeline.function_source import returned_module
 
     def counted(model):  # type: ignore[no-untyped-def]
         built.append(model.source)
@@ -415,9 +415,9 @@ def test_an_engine_that_loses_more_by_the_function_narrows_the_search(folder: Pa
 
     from rich.console import Console
 
-    from quantizer.runs.progress.stage_timer import StageTimer
-    from quantizer.runs.run_context import ResumeFiles, RunContext
-    from quantizer.runs.workload.module_feed import ModuleFeed
+    from quantizer.pipeline.context import ResumeFiles, RunContext
+    from quantizer.pipeline.module_feed import ModuleFeed
+    from quantizer.pipeline.progress import StageTimer
 
     timer = StageTimer(Console(file=StringIO()))
     feed, kept = ModuleFeed([{"image": torch.ones(2, 3)}]), ResumeFiles(folder, folder, folder)

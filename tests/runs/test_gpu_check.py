@@ -20,11 +20,11 @@ from torch import nn
 pytest.importorskip("onnx", reason="the files of engines need enginequant[onnx]")
 
 from quantizer.engines.engine_file import read_engine, write_engine
+from quantizer.pipeline.compare_outputs import Tolerance, reference_outputs
+from quantizer.pipeline.deliver import write_serving_files
+from quantizer.pipeline.gpu_check import Expected
+from quantizer.pipeline.triton import ServedEngine
 from quantizer.qdq.structure import Signature, Value
-from quantizer.runs.outputs.compare_outputs import Tolerance, reference_outputs
-from quantizer.runs.serving.gpu_check import Expected
-from quantizer.runs.serving.model_config import ServedEngine
-from quantizer.runs.serving.deliver import write_serving_files
 
 SHAPES = ((1, 4), (10, 6))
 CASES = ("1x4", "10x6")
@@ -180,7 +180,7 @@ def _machine(place: Path, backend: str, capability: str | None, tool: str, bound
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """TensorRT, and an engine for the GPU that is there."""
     # So that some of the 10 samples of a case are not run in PyTorch, as in large batches.
-    monkeypatch.setattr("quantizer.runs.outputs.compare_outputs._EDGE_ROWS", 4)
+    monkeypatch.setattr("quantizer.pipeline.compare_outputs._EDGE_ROWS", 4)
     return _machine(tmp_path, "tensorrt", None, "trtexec", Tolerance(30.0, 3.0))
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from quantizer.common import native_code as trust
 from quantizer.engines import BuildOptions, BuildResult, InputSizes
-from quantizer.runs.saved import kept_engines
-from quantizer.runs.saved.kept_engines import KeptEngines, remove_engines
+from quantizer.pipeline import kept_engines
+from quantizer.pipeline.kept_engines import KeptEngines, remove_engines
 
 
 @pytest.fixture

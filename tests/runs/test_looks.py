@@ -8,8 +8,7 @@ import pytest
 
 from quantizer.config import DatasetConfig
 from quantizer.errors import TaskError
-from quantizer.runs.preflight.rows_and_tools import run_ready
-from quantizer.runs.preflight.faults import Looks
+from quantizer.pipeline.faults import Looks, run_ready
 from quantizer.tasks.datasets.load import load_rows
 
 

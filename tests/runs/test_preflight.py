@@ -25,12 +25,10 @@ from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import MissingDependencyError, QuantizerError, TaskError, install_command
 from quantizer.files import begun_in, temporary
 from quantizer.files.temporary import new_name
-from quantizer.runs.preflight.rows_and_tools import run_ready
-from quantizer.runs.preflight.estimate import row_passes, run_estimate
-from quantizer.runs.preflight.faults import Faults
-from quantizer.runs.preflight.run_ready import ready_to_run
-from quantizer.runs.run_context import RunRows
-from quantizer.runs.sweep.carry_out import ready_to_sweep
+from quantizer.pipeline.context import RunRows
+from quantizer.pipeline.faults import Faults, run_ready
+from quantizer.pipeline.preflight import ready_to_run, row_passes, run_estimate
+from quantizer.pipeline.sweep import ready_to_sweep
 
 
 @pytest.fixture
@@ -74,7 +72,7 @@ def test_everything_that_is_wrong_is_told_at_once(
     values["data"]["calibration"]["path"] = str(tmp_path / "none.csv")
     (tmp_path / "taken").write_text("")
     values["output"] = str(tmp_path / "taken" / "done")
-    monkeypatch.setattr("quantizer.runs.preflight.faults.find_spec", _without("onnxscript", "jinja2"))
+    monkeypatch.setattr("quantizer.pipeline.faults.find_spec", _without("onnxscript", "jinja2"))
     with pytest.raises(QuantizerError, match="for 4 reasons") as told:
         _ready(values, tmp_path)
     first, *lines = str(told.value).splitlines()

@@ -20,10 +20,10 @@ for _package in ("onnx", "onnxscript", "onnxruntime", "jinja2"):
 import quantizer
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import CalibrationError, CalibrationWarning, ConfigError, EngineError, QuantizerError, TaskError
+from quantizer.pipeline.placement import RunPlacement
 from quantizer.report import read_record
 from quantizer.report.compare import compare, read_runs
 from quantizer.report.compare_shown import html_from_comparison
-from quantizer.runs.placement.run_placement import RunPlacement
 
 ONNXRUNTIME = next(name for name in cpu_candidates()[0] if name.startswith("onnxruntime"))
 

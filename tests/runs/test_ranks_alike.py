@@ -16,10 +16,10 @@ from torch import distributed, nn
 
 from quantizer.common.distributed import all_gather_bytes, alone, get_rank
 from quantizer.errors import QuantizerError
+from quantizer.pipeline import ranks as process_group
+from quantizer.pipeline.ranks import require_same_work
+from quantizer.pipeline.scores import Scoring
 from quantizer.qat.session import sum_gradients
-from quantizer.runs.ranks import process_group
-from quantizer.runs.ranks.process_group import require_same_work
-from quantizer.runs.scoring import Scoring
 from quantizer.tasks import Predictions, Text
 
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 import quantizer
-import quantizer.runs.run_engines as run_engines
-import quantizer.runs.stages as stages
+import quantizer.pipeline.run_engines as run_engines
+import quantizer.pipeline.stages as stages
 from quantizer.cli.main import main
 from quantizer.engines import build_engine
 from quantizer.errors import EngineError
 from quantizer.export.passes.per_target import openvino as openvino_passes
+from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.report import read_record
 from quantizer.report.verdict import verdict_of
-from quantizer.runs.graphs import FLOAT_STEM, QUANTIZED_STEM
 
 for _package in ("onnx", "onnxscript", "onnxruntime", "openvino"):
     pytest.importorskip(_package, reason="install enginequant[onnx,onnxruntime,openvino]")

@@ -21,22 +21,22 @@ import torch
 import yaml
 from helpers import openvino_core
 
-import quantizer.runs.measure as run_measure
-import quantizer.runs.placement.place_groups as place_groups
-import quantizer.runs.preflight.run_ready as run_ready
-import quantizer.runs.run as pipeline
-import quantizer.runs.run_context as stages
-import quantizer.runs.run_engines as run_engines
-import quantizer.runs.run_reports as run_reports
-import quantizer.runs.scoring as scoring
+import quantizer.pipeline.context as stages
+import quantizer.pipeline.measure as run_measure
+import quantizer.pipeline.preflight as run_ready
+import quantizer.pipeline.record as run_reports
+import quantizer.pipeline.run as pipeline
+import quantizer.pipeline.run_engines as run_engines
+import quantizer.pipeline.scores as scoring
+import quantizer.pipeline.time_groups as place_groups
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import load_run
 from quantizer.engines import PeakMemory, load_engine
 from quantizer.errors import EngineError
 from quantizer.files import MARKER, write_folder
+from quantizer.pipeline import progress as stage_timer
 from quantizer.report import read_record, trackers
-from quantizer.runs.progress import stage_timer
 from quantizer.tasks import load_model
 
 for _package in ("transformers", "sklearn", "onnx", "onnxscript", "openvino", "jinja2"):

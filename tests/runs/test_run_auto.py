@@ -17,11 +17,11 @@ import onnx
 from daily import some_daily
 from tiny_run import tiny_run
 
-import quantizer.runs.measure as run_measure
-import quantizer.runs.pick_backend as pick
-import quantizer.runs.placement.rough_plan as rough_plan
-import quantizer.runs.ranks.variants as run_variants
-import quantizer.runs.stages
+import quantizer.pipeline.candidates as run_variants
+import quantizer.pipeline.choose_engine as pick
+import quantizer.pipeline.measure as run_measure
+import quantizer.pipeline.rough_plan as rough_plan
+import quantizer.pipeline.stages
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import dump_yaml, load_run
@@ -29,8 +29,8 @@ from quantizer.engines import BuildResult, PeakMemory, candidates
 from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
 from quantizer.engines.engine_file import read_engine
 from quantizer.errors import EngineError
+from quantizer.pipeline import kept_engines
 from quantizer.report import read_record
-from quantizer.runs.saved import kept_engines
 
 OPENVINO, ONNXRUNTIME, TORCH = sorted(cpu_candidates()[0], key=lambda name: ("torch" in name, "onnx" in name))
 TIMES = {f"{OPENVINO} float32": 4.0, f"{OPENVINO} int8": 3.0, f"{ONNXRUNTIME} float32": 5.0, f"{ONNXRUNTIME} int8": 2.0}
@@ -200,7 +200,7 @@ def test_a_list_narrows_the_choice(written: dict[str, Any], at: Path, monkeypatc
         names.append(asked[-2])
         raise EngineError("that is enough")
 
-    monkeypatch.setattr(quantizer.runs.stages, "pick_backend", picks)
+    monkeypatch.setattr(quantizer.pipeline.stages, "pick_backend", picks)
     assert main(["run", "tiny.yaml"]) == 1
     assert names == [(ONNXRUNTIME,)]
     assert cpu_candidates(names[0])[0] == (ONNXRUNTIME,)

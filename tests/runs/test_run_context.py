@@ -15,8 +15,8 @@ from quantizer.cli.main import Terminated
 from quantizer.engines import TensorSpec
 from quantizer.errors import QuantizerError
 from quantizer.files import said_complete
+from quantizer.pipeline.context import engine_inputs, resume_files
 from quantizer.qat.checkpoint import write_checkpoint
-from quantizer.runs.run_context import engine_inputs, resume_files
 
 
 def test_an_engine_of_half_precision_takes_images_in_half() -> None:

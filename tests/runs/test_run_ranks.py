@@ -28,9 +28,9 @@ from quantizer.common.distributed import alone, get_rank, get_world_size
 from quantizer.config import RunConfig
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import QuantizerError
+from quantizer.pipeline.candidates import for_all_variants, quantizer_of
+from quantizer.pipeline.context import as_predictor
 from quantizer.qat.checkpoint import read_facts
-from quantizer.runs.ranks.variants import for_all_variants, quantizer_of
-from quantizer.runs.run_context import as_predictor
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,report,openvino]")
@@ -63,9 +63,9 @@ def _distance(self: Any, model: nn.Module) -> float:
 
 def patched(patch: Callable[[str, Any], None]) -> None:
     """Let no time of this machine decide, as which groups are slower in an engine changes from run to run."""
-    patch("quantizer.runs.stages.RunPlacement.price", lambda *_: None)
-    patch("quantizer.runs.stages.measure_memory", lambda *_: ())
-    patch("quantizer.runs.task_metric.TaskMetric.__call__", _distance)
+    patch("quantizer.pipeline.stages.RunPlacement.price", lambda *_: None)
+    patch("quantizer.pipeline.stages.measure_memory", lambda *_: ())
+    patch("quantizer.pipeline.scores.TaskMetric.__call__", _distance)
 
 
 def _main(rank: int, folder: str, *words: str) -> int:
@@ -167,8 +167,8 @@ def _train(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     patch = pytest.MonkeyPatch().setattr
     patched(patch)
-    patch("quantizer.runs.stages._drop_of_engine", lambda *_: None)
-    patch("quantizer.runs.stages.inspect", _stops)
+    patch("quantizer.pipeline.stages._drop_of_engine", lambda *_: None)
+    patch("quantizer.pipeline.stages.inspect", _stops)
     assert _main(rank, folder, "run", f"{folder}/run.yaml", "--output", f"{folder}/two") == 1
 
 
@@ -183,8 +183,8 @@ def test_a_training_by_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     config = _write({**run, "qat": {"epochs": 1, "evaluations": 2, "tolerance": 1.0}}, tmp_path)
     run_ranks(_train, tmp_path)
     patched(monkeypatch.setattr)
-    monkeypatch.setattr("quantizer.runs.stages._drop_of_engine", lambda *_: None)
-    monkeypatch.setattr("quantizer.runs.stages.inspect", _stops)
+    monkeypatch.setattr("quantizer.pipeline.stages._drop_of_engine", lambda *_: None)
+    monkeypatch.setattr("quantizer.pipeline.stages.inspect", _stops)
     assert main(["run", str(config), "--output", str(tmp_path / "one")]) == 1
     one, two = (tmp_path / f"{name}.training" / "last.safetensors" for name in ("one", "two"))
     first, second = (read_facts(path)["course"] for path in (one, two))
@@ -212,7 +212,7 @@ import pytest
 import test_run_ranks
 from quantizer.cli.main import main
 from quantizer.common.distributed import get_rank
-from quantizer.runs.task_metric import TaskMetric
+from quantizer.pipeline.scores import TaskMetric
 
 test_run_ranks.patched(pytest.MonkeyPatch().setattr)
 taken, take = [], TaskMetric.__call__

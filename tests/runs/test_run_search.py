@@ -24,11 +24,11 @@ from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.engines import BuildResult, Inspection
 from quantizer.errors import EngineError
+from quantizer.pipeline.placement import RunPlacement
+from quantizer.pipeline.run_engines import RunEngines
+from quantizer.pipeline.scores import TaskMetric
 from quantizer.report import RunRecord, read_record
 from quantizer.report.text import shorten
-from quantizer.runs.placement.run_placement import RunPlacement
-from quantizer.runs.run_engines import RunEngines
-from quantizer.runs.task_metric import TaskMetric
 from quantizer.sensitivity import Fallback
 from quantizer.tasks import Predictions, Row, build_task, load_model, load_rows, load_tokenizer, tasks
 

@@ -21,10 +21,10 @@ from quantizer.common.records import Cause, Cure
 from quantizer.engines import load_engine
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import ConfigError, EngineError, QuantizerError, SensitivityError
+from quantizer.pipeline.engine_module import CALL
+from quantizer.pipeline.scores import FunctionMetric
 from quantizer.report.codec import shown_setting
 from quantizer.report.terminal import cause_lines
-from quantizer.runs.saved.call_form import CALL
-from quantizer.runs.workload.function_scorer import FunctionMetric
 
 ONNXRUNTIME = next(name for name in cpu_candidates()[0] if name.startswith("onnxruntime"))
 

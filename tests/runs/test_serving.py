@@ -17,15 +17,13 @@ import onnx
 import onnxruntime
 from pbtxt import read_pbtxt
 
-import quantizer.runs.serving.linked_files as linked_files
+import quantizer.pipeline.triton as linked_files
 from quantizer.engines.engine_file import content_bytes, read_engine, write_engine
 from quantizer.engines.onnxruntime import needs_basic_level
 from quantizer.errors import EngineError
+from quantizer.pipeline.deliver import model_name, write_serving_files
+from quantizer.pipeline.triton import ServedEngine, config_text
 from quantizer.qdq.structure import Signature, Value, external_files, read_signature
-from quantizer.runs.serving.model_config import ServedEngine
-from quantizer.runs.serving.deliver import model_name
-from quantizer.runs.serving.deliver import write_serving_files
-from quantizer.runs.serving.model_config import config_text
 
 TEXTS = Signature(
     inputs=tuple(Value(name, "int64", ("batch", "sequence")) for name in ("input_ids", "attention_mask")),

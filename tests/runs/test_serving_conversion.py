@@ -31,8 +31,8 @@ from tiny_run import tiny_run
 
 import quantizer.calibration.range_search as attention
 from quantizer.cli.main import main
-from quantizer.runs import measure
-from quantizer.runs.convert.folder import load_converted
+from quantizer.pipeline import measure
+from quantizer.pipeline.load_converted import load_converted
 from quantizer.tasks import load_model
 
 SIZES = ("--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32")

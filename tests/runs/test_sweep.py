@@ -24,25 +24,23 @@ from pydantic import BaseModel
 from tiny_run import tiny_run
 from transformers import AutoTokenizer
 
-import quantizer.runs.measure as run_measure
-import quantizer.runs.run_engines as run_engines
-import quantizer.runs.sweep.late_causes as late_causes
-import quantizer.runs.sweep.one_run as one_run
+import quantizer.pipeline.measure as run_measure
+import quantizer.pipeline.run_engines as run_engines
+import quantizer.pipeline.sweep as late_causes
+import quantizer.pipeline.sweep as one_run
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import load_run
 from quantizer.config.sweep import SweepRun
 from quantizer.engines import BuildResult, PeakMemory
 from quantizer.errors import EngineError
+from quantizer.pipeline import sweep as launchers
+from quantizer.pipeline.shared_results import FloatEngines
+from quantizer.pipeline.shared_work import shared_work
+from quantizer.pipeline.sweep import Outcome, Pace, ready_to_sweep, time_left
+from quantizer.pipeline.sweep_worker import config_of, plain_config
 from quantizer.report import read_record
 from quantizer.report.verdict import Verdict
-from quantizer.runs.sweep import processes as launchers
-from quantizer.runs.sweep.carry_out import ready_to_sweep
-from quantizer.runs.sweep.one_run import Outcome
-from quantizer.runs.sweep.processes import Pace, time_left
-from quantizer.runs.sweep.shared_work import shared_work
-from quantizer.runs.sweep.worker import config_of, plain_config
-from quantizer.runs.workload.float_engines import FloatEngines
 from quantizer.tasks.classification import EmbeddingClassification
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
@@ -295,7 +293,7 @@ def test_a_launcher_that_is_not_installed(
 @pytest.mark.promise("Causes and cures are looked for only in runs that are not usable")
 @pytest.mark.nightly
 def test_a_ranking_is_made_once(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantizer.runs.sweep.late_causes.verdict_of", lambda record: Verdict(levels[record.name], ()))
+    monkeypatch.setattr("quantizer.pipeline.sweep.verdict_of", lambda record: Verdict(levels[record.name], ()))
     levels = {"num=1": "usable", "num=2": "look at this"}
     command = ["run", "tiny.yaml", "amp={}", "fallback={}", "fallback.num=1,2", "--output", "swept"]
     command += ["quantizer.activations.percentile=99.9"]
@@ -317,7 +315,7 @@ def test_a_ranking_is_made_once(at: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_killed_while_causes_are_looked_for(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("quantizer.runs.sweep.late_causes.verdict_of", lambda record: Verdict("look at this", ()))
+    monkeypatch.setattr("quantizer.pipeline.sweep.verdict_of", lambda record: Verdict("look at this", ()))
     command = ["run", "tiny.yaml", "amp={}", PERCENTILES, "--output", "swept"]
     look, made = late_causes.with_causes_of, one_run.carry_out
 
@@ -367,7 +365,7 @@ def test_killed_while_causes_are_looked_for(
 @pytest.mark.promise("Where their search fails, the run keeps its figures, a warning tells the error")
 @pytest.mark.nightly
 def test_a_search_for_causes_that_fails(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantizer.runs.sweep.late_causes.verdict_of", lambda record: Verdict("look at this", ()))
+    monkeypatch.setattr("quantizer.pipeline.sweep.verdict_of", lambda record: Verdict("look at this", ()))
     tried: list[Any] = []
 
     def fails(*arguments: Any) -> Any:

@@ -29,9 +29,9 @@ from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import QatConfig
 from quantizer.errors import TrainingError
+from quantizer.pipeline.scores import TaskMetric
+from quantizer.pipeline.train import Training, TrainingResult
 from quantizer.report import read_record
-from quantizer.runs.task_metric import TaskMetric
-from quantizer.runs.train import Training, TrainingResult
 from quantizer.tasks import Row, Task, build_task, load_model, load_rows, load_tokenizer
 
 TASK = "sequence-classification"

@@ -133,8 +133,8 @@ def test_a_checkpoint_is_converted_end_to_end(
 ) -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason="a conversion needs enginequant[hf,onnx,onnxruntime]")
-    from quantizer.runs import measure
-    from quantizer.runs.convert.folder import load_converted
+    from quantizer.pipeline import measure
+    from quantizer.pipeline.load_converted import load_converted
 
     monkeypatch.setattr(measure, "_LATENCY_SECONDS", 0.1)
     lines = [dataclasses.asdict(row) for row in ROWS]

@@ -127,8 +127,8 @@ def _carried_out(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """A run that may not begin to calibrate."""
     from rich.console import Console
 
+    from quantizer.pipeline import run as pipeline
     from quantizer.quantizer import Quantizer
-    from quantizer.runs import run as pipeline
 
     def no_pass(*_: object, **__: object) -> None:
         raise AssertionError("it calibrates, and the mistake was not told")

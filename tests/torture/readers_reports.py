@@ -9,10 +9,10 @@ from report.report_samples import sample_record
 from rich.console import Console
 from tiny_run import tiny_run
 
+from quantizer.pipeline.convert import conversion_configs
+from quantizer.pipeline.load_converted import load_converted
+from quantizer.pipeline.run import convert
 from quantizer.report import html_from_record, print_summary, read_record, write_record
-from quantizer.runs.convert.folder import load_converted
-from quantizer.runs.convert.configs import conversion_configs
-from quantizer.runs.run import convert
 from quantizer.sensitivity import ScoreCache
 from torture import mutations
 from torture.kinds import Kind, kind

@@ -70,7 +70,7 @@ def _make_training(folder: Path) -> None:
 
 
 def _run(inputs: Path, out: Path, former: bool) -> int:
-    import quantizer.runs.measure as measure
+    import quantizer.pipeline.measure as measure
 
     translate_once(inputs).__enter__()
     # Seconds each, and no part of what is compared.
@@ -81,10 +81,10 @@ def _run(inputs: Path, out: Path, former: bool) -> int:
 
 
 def _convert(inputs: Path, out: Path, former: bool) -> int:
-    import quantizer.runs.measure as measure
+    import quantizer.pipeline.measure as measure
 
     translate_once(inputs).__enter__()
-    mock.patch.object(measure, "_SECONDS", 0.01).start()
+    mock.patch.object(measure, "_LATENCY_SECONDS", 0.01).start()
     words = [
         "convert",
         "-m",

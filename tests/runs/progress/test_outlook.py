@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from quantizer.pipeline.progress import Outlook, earlier_stages, rounded_time
 from quantizer.report import Stage
-from quantizer.runs.progress.stage_timer import Outlook, earlier_stages, rounded_time
 
 EARLIER = [Stage(name="load", seconds=4.0), Stage(name="export", seconds=24.0), Stage(name="measure", seconds=31.0)]
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from quantizer.common.progress import loop, open_loops
-from quantizer.runs.progress.stage_timer import Heartbeat, Outlook, StageTimer
+from quantizer.pipeline.progress import Heartbeat, Outlook, StageTimer
 
 
 def _console(*, terminal: bool = False, quiet: bool = False, width: int = 80) -> tuple[Console, io.StringIO]:
@@ -43,7 +43,7 @@ def test_a_log_has_plain_lines_without_cursor_codes() -> None:
 def test_a_log_tells_what_a_long_stage_took(monkeypatch: pytest.MonkeyPatch) -> None:
     console, stream = _console()
     now = iter([0.0, 24.1])
-    monkeypatch.setattr("quantizer.runs.progress.stage_timer.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("quantizer.pipeline.progress.time.perf_counter", lambda: next(now))
     with StageTimer(console)("export"):
         pass
     assert stream.getvalue().splitlines() == ["export", "  24.1 s"]

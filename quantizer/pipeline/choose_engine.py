@@ -1,0 +1,358 @@
+"""The stage of a run that chooses its engine: all candidates for this CPU, from one calibration, timed in turns."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantizer.common.progress import counted
+from quantizer.config import RunConfig
+from quantizer.engines import BuildResult, Engine, Inspection, inspect_engine, load_engine
+from quantizer.engines.candidates import Variant, cpu_candidates
+from quantizer.pipeline.candidates import (
+    FAILURES,
+    NO_FASTER,
+    Calibrated,
+    bound,
+    candidate_line,
+    choose,
+    failed,
+    named,
+    not_built,
+    quantized_of,
+    require_sites,
+    slow_ones,
+    timed,
+    variants_of,
+)
+from quantizer.pipeline.compare_outputs import OutputCheck, References, check_engine, far_from_float, tolerance
+from quantizer.pipeline.context import RunContext, Runs, as_predictor
+from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
+from quantizer.pipeline.kept_engines import KeptEngines
+from quantizer.pipeline.measure import build_options, run_sizes, timed_batches, times_of
+from quantizer.pipeline.rough_plan import RoughTrials, rough_engine
+from quantizer.pipeline.run_engines import MadeEngine, RunEngines, export_float
+from quantizer.pipeline.time_groups import EngineFiles
+from quantizer.pipeline.workload import Workload
+from quantizer.quantizer import Quantizer
+from quantizer.report.record import Candidate, EngineChoice
+from quantizer.targets import AUTO
+from quantizer.tasks import Batch, batch_shape
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The backend of a run.
+
+    Attributes:
+        config: the configuration with the backend, and what else the chosen engine is built with.
+        quantizer: the quantizer for it, from the same calibration; None: nothing is quantized.
+        choice: what was tried.
+        engines: its engines, of the float model and of the plan without a fallback.
+    """
+
+    config: RunConfig
+    quantizer: Quantizer | None
+    choice: EngineChoice
+    engines: RunEngines
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A candidate whose engines were built and are right; its record has no times yet."""
+
+    variant: Variant
+    candidate: Candidate
+    made: Mapping[str, MadeEngine]
+    runs: Runs
+
+
+def chooses(config: RunConfig) -> bool:
+    """Return whether a run chooses its engine: with ``auto``, unless there is a GPU and no backend is named."""
+    wanted = config.quantizer
+    return wanted.backend == AUTO and (bool(wanted.candidates) or not torch.cuda.is_available())
+
+
+def with_backend(config: RunConfig, name: str) -> RunConfig:
+    """Return the configuration with another backend."""
+    return config.model_copy(
+        update={"quantizer": config.quantizer.model_copy(update={"backend": name, "candidates": ()})}
+    )
+
+
+def _in_float(config: RunConfig) -> RunConfig:
+    """Return the configuration of a run that builds the engine of the float model alone."""
+    data = config.data.model_copy(update=dict.fromkeys(("calibration", "tuning", "training")))
+    return config.model_copy(update={"quantize": False, "data": data, **dict.fromkeys(("amp", "fallback", "qat"))})
+
+
+def _with_variant(config: RunConfig, variant: Variant, quantizer: Quantizer | None) -> RunConfig:
+    """Return the configuration of a run that goes on with one variant, and with the settings of its quantizer."""
+    ranges = {"ranges": quantizer.config.activations.ranges} if variant.dynamic and quantizer is not None else {}
+    activations = config.quantizer.activations.model_copy(update=ranges)
+    told = {"inference_precision": variant.precision, "compiled": variant.compiled}
+    chosen = {"backend": variant.backend, "candidates": (), "activations": activations}
+    return config.model_copy(
+        update={
+            "quantizer": config.quantizer.model_copy(update=chosen),
+            "engine": config.engine.model_copy(update=told),
+        }
+    )
+
+
+def pick_backend(
+    work: Workload,
+    config: RunConfig,
+    calibrated: Calibrated,
+    samples: Sequence[Any],
+    folder: Path,
+    among: Sequence[str],
+    kept: KeptEngines,
+    *,
+    fastest: bool,
+) -> Picked:
+    """Return the backend with the fastest engine, and what was tried.
+
+    Where an engine in float is the fastest, the run goes on with that backend, so that its ``float.engine`` is the
+    fastest of all; unless that backend has no engine in INT8. With ``fastest`` it goes on with that engine alone.
+    """
+    context, (_, missing) = work.context, cpu_candidates(among)
+    variants = variants_of(config, among)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch, context.timer("choose the engine"):
+        batches = timed_batches(context, config, samples)
+        maker = _Maker(work, config, calibrated, batches[0], samples, Path(scratch), kept)
+        tried, out = maker.all(variants)
+        shapes = _time(tried, out, batches, config.engine.threads, work.graphs)
+        choice = bound(
+            choose([*(one.candidate for one in tried.values()), *out], shapes, missing),
+            lambda candidate: _inspected(context, config, tried[candidate.name]),
+        )
+        best = tried[choice.candidates[0].name]
+        if fastest and best.variant.dtype is None:
+            config = _in_float(config)
+        low, plain = _pair(choice, tried) if config.quantize else (best, None)
+        used = maker.quantizers[low.variant.backend, low.variant.dynamic] if config.quantize else None
+        config = _with_variant(config, low.variant, used)
+        both = RunEngines(context, config, folder, work.graphs)
+        if plain is not None:
+            both.float_name = plain.variant.name
+            both.adopt("float", plain.made)
+        both.adopt("engine", low.made)
+    return Picked(config, used, choice, both)
+
+
+def _time(
+    tried: dict[str, _Tried], out: list[Candidate], batches: Sequence[Batch], threads: int, graphs: Graphs
+) -> list[str]:
+    """Time the candidates at each size, and return the names of the sizes.
+
+    Candidates that break are moved to ``out``. At the last and largest of several sizes, those that are too slow to
+    win are left out.
+    """
+    shapes: list[str] = []
+    for place, batch in enumerate(batches, start=1):
+        records = [one.candidate for one in tried.values()]
+        left = slow_ones(records) if 1 < place == len(batches) else set()
+        engines = {name: graphs.timed(one.runs) for name, one in tried.items() if name not in left}
+        if not engines:
+            break
+        times, broken = timed(engines, partial(times_of, batch=batch, threads=threads), partial(_called, batch))
+        shapes.append(_shape(batch))
+        out += [failed(tried.pop(name).candidate, why) for name, why in broken.items()]
+        for name in engines.keys() - broken.keys():
+            one = tried[name]
+            milliseconds = (*one.candidate.milliseconds, statistics.median(times[name]))
+            tried[name] = replace(one, candidate=replace(one.candidate, milliseconds=milliseconds))
+    return shapes
+
+
+def _shape(batch: Batch) -> str:
+    size, sequence = batch_shape(batch)
+    return f"batch {size}" if sequence is None else f"{size} x {sequence}"
+
+
+class _Maker:
+    """Maker of the candidates of a run."""
+
+    def __init__(
+        self,
+        work: Workload,
+        config: RunConfig,
+        calibrated: Calibrated,
+        batch: Batch,
+        samples: Sequence[Any],
+        folder: Path,
+        kept: KeptEngines,
+    ) -> None:
+        self.quantizers = dict(calibrated)
+        self._context = work.context
+        self._graphs = work.graphs
+        self._config = config
+        self._calibrated = next(iter(calibrated.values()), None)
+        self._scoring = work.scorer
+        self._folder = folder
+        self._kept = kept
+        self._frozen: dict[tuple[str, bool], nn.Module] = {}
+        self._trials = RoughTrials(self._rough, [batch])
+        self._references = {
+            name: References(batches, apart=work.context.feed.rows_apart)
+            for name, batches in work.graphs.checked_on(config, samples).items()
+        }
+
+    def all(self, variants: Sequence[Variant]) -> tuple[dict[str, _Tried], list[Candidate]]:
+        """Return the candidates that are right, by name, and the records of the others."""
+        tried: dict[str, _Tried] = {}
+        out: list[Candidate] = []
+        fallback = self._config.fallback
+        budget = fallback is not None and fallback.max_drop is not None
+        names = [variant.name for variant in variants]
+        with counted(variants, "candidates", unit="engine", note=named) as steps:
+            for variant in steps:
+                candidate, start = Candidate(backend=variant.backend, format=variant.format), time.perf_counter()
+                if variant.dynamic and not budget and f"{variant.backend} {variant.dtype}" in tried:
+                    out.append(not_built(candidate, NO_FASTER))
+                    continue
+                try:
+                    if (why := self._too_slow(variant, tried)) is None:
+                        tried[variant.name] = self._tried(variant, candidate)
+                        candidate = tried[variant.name].candidate
+                    else:
+                        candidate = not_built(candidate, why)
+                        out.append(candidate)
+                except FAILURES as error:
+                    candidate = failed(candidate, error)
+                    out.append(candidate)
+                self._context.timer.tell(candidate_line(candidate, names, time.perf_counter() - start))
+        return tried, out
+
+    def _tried(self, variant: Variant, candidate: Candidate) -> _Tried:
+        """Export, build, check and score one candidate."""
+        graphs, model = self._graphs, self._context.model
+        frozen, files = self._exported(variant)
+        made: dict[str, MadeEngine] = {}
+        for graph in graphs.names:
+            place = graphs.files(self._folder / variant.file_name, QUANTIZED_STEM, graph)
+            place.engine.parent.mkdir(exist_ok=True)
+            built, engine = self._built(variant, files[graph], place.engine, graph)
+            made[graph] = MadeEngine(EngineFiles(onnx=files[graph], engine=place.engine), built, engine)
+        computed = torch.float32 if variant.precision is None else getattr(torch, variant.precision)
+        bound = tolerance(self._config.report.tolerance, variant.dtype is not None, computed)
+        expected, plain = graphs.checked_modules(frozen), graphs.checked_modules(model)
+        timed: list[OutputCheck] = []
+        engines = {graph: one.engine for graph, one in made.items()}
+        for graph, engine in graphs.checked_as(engines).items():
+            names, references = engine.output_names, self._references[graph]
+            checks = check_engine(
+                engine, references.of(expected[graph], names), references.of(plain[graph], names), bound
+            )
+            # At the size that is timed, the first: texts of others may be longer than all that calibrated.
+            timed += [check for check in checks if check.size == checks[0].size]
+        runs, difference = graphs.assembled(engines), None
+        if not graphs.several:
+            score = partial(self._scoring.difference, variant.name, runs)
+            difference = self._kept.difference(made[graphs.names[0]].built.path, score)
+        found = replace(candidate, sqnr_db=far_from_float(timed), score_difference=difference)
+        return _Tried(variant, found, made, runs)
+
+    def _built(self, variant: Variant, onnx: Path, path: Path, graph: str) -> tuple[BuildResult, Engine]:
+        config, name = self._config, variant.backend
+        threads = config.engine.threads
+        options = replace(
+            build_options(config, self._context),
+            dynamic=self._graphs.dimensions(config, graph),
+            inference_precision=variant.precision,
+            compiled=variant.compiled,
+        )
+        sizes = run_sizes(config, self._context)
+        if self._graphs.several:
+            dynamic = config.export.dynamic
+            sizes = replace(sizes, batch=dynamic.batch[0], sequence=dynamic.sequence[0])
+        built = self._kept.build(name, onnx, path, options, threads=threads, sizes=sizes)
+        return built, load_engine(name, built.path, threads=threads)
+
+    def _too_slow(self, variant: Variant, tried: Mapping[str, _Tried]) -> str | None:
+        """Return why a backend needs no plan; None: it needs one, or has it."""
+        has_plan = variant.dtype is None or (variant.backend, False) in self.quantizers
+        if self._calibrated is None or has_plan or self._graphs.several:
+            return None
+        quantized = {name: one for name, one in tried.items() if one.variant.dtype is not None}
+        rivals = {name: one.made[self._graphs.names[0]].engine for name, one in quantized.items()}
+        planned = {backend for backend, dynamic in self._frozen if not dynamic}
+        return self._trials.too_slow(variant, self._calibrated, rivals, planned)
+
+    def _rough(self, variant: Variant, calibrated: Quantizer) -> Engine:
+        (graph,) = self._graphs.names
+
+        def build(onnx: Path, path: Path) -> Engine:
+            return self._built(variant, onnx, path, graph)[1]
+
+        context, name, opset = self._context, variant.backend, self._config.export.opset
+        stem, example = self._folder / f"{name}-rough", context.feed.example()
+        return rough_engine(calibrated, name, context.model, example, stem, build, opset, context.feed.sizes)
+
+    def _exported(self, variant: Variant) -> tuple[nn.Module, dict[str, Path]]:
+        """Return the frozen proxy or the float model, and the file of each graph; all are made once."""
+        graphs, opset, key = self._graphs, self._config.export.opset, (variant.backend, variant.dynamic)
+        kind = f"{variant.backend}{'-dynamic' if variant.dynamic else ''}"
+        folder = self._folder / (FLOAT_STEM if variant.dtype is None else f"{kind}-files")
+        files = {graph: graphs.files(folder, QUANTIZED_STEM, graph).onnx for graph in graphs.names}
+        for file in files.values():
+            file.parent.mkdir(exist_ok=True)
+        if variant.dtype is None:
+            # One file of the float model is for all.
+            for graph, file in files.items():
+                if not file.exists():
+                    export_float(self._context, graphs, graph, opset, file)
+            return self._context.model, files
+        if key not in self._frozen:
+            if key not in self.quantizers:
+                ranges = "dynamic" if variant.dynamic else None
+                assert self._calibrated is not None
+                self.quantizers[key] = self._calibrated.for_backend(variant.backend, ranges=ranges)
+            if variant.dynamic:
+                require_sites(self.quantizers[key])
+            proxy = self.quantizers[key].quantize(self._context.model)
+            for graph, file in files.items():
+                module, axes = graphs.modules(proxy)[graph], graphs.axes(graph)
+                self.quantizers[key].export(module, file, graphs.example(graph), opset=opset, dynamic_axes=axes)
+            self._frozen[key] = proxy
+        return self._frozen[key], files
+
+
+def _called(batch: Batch, runs: Runs) -> object:
+    return as_predictor(runs)(batch)
+
+
+def _inspected(context: RunContext, config: RunConfig, one: _Tried) -> Inspection:
+    *_, last = one.made.values()
+    return inspect_engine(
+        one.variant.backend,
+        last.built.path,
+        threads=config.engine.threads,
+        sizes=run_sizes(config, context),
+    )
+
+
+def _pair(choice: EngineChoice, tried: dict[str, _Tried]) -> tuple[_Tried, _Tried | None]:
+    """Return the engines to go on with: the fastest quantized one, of the fastest backend that has one, and in float.
+
+    That in float is the fastest of its backend, or the one whose types are those of the quantized one's rest: what a
+    group costs in float is taken from it. If an engine in float won, it is that one.
+    """
+    ran = [tried[one.name] for one in choice.candidates if one.milliseconds]
+    low = [tried[one.name] for one in quantized_of(choice)]
+    best = ran[0]
+    chosen = next((one for one in low if one.variant.backend == best.variant.backend), low[0])
+    plain = [one for one in ran if one.variant.dtype is None and one.variant.backend == chosen.variant.backend]
+    if best.variant.dtype is not None:
+        plain.sort(key=lambda one: one.variant.precision != chosen.variant.precision)
+    return chosen, plain[0] if plain else None

@@ -1,0 +1,270 @@
+"""The shared parts of long commands: what their stages work on, and one way to call models and engines."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from quantizer.common.batches import own_tensors
+from quantizer.common.paths import is_folder
+from quantizer.common.progress import loop
+from quantizer.config import DataConfig, DatasetConfig
+from quantizer.engines import Array, BuildResult, Engine
+from quantizer.errors import QuantizerError, TaskError
+from quantizer.files import said_complete
+from quantizer.pipeline.kept_engines import check_engines, remove_engines
+from quantizer.pipeline.progress import StageTimer
+from quantizer.pipeline.ranks import require_room_to_write
+from quantizer.pipeline.shared_results import FloatEngines
+from quantizer.qat.checkpoint import check_checkpoints, remove_checkpoints
+from quantizer.report import ModelInfo, Score, SizeEntry, size_entries
+from quantizer.sensitivity.score_cache import check_scores
+from quantizer.tasks import Batch, Feed, Predictions, Row, Task, build_task, load_model, load_processor, load_rows
+
+Runs: TypeAlias = nn.Module | Engine
+"""A model, or what runs in its place: an engine, or a model whose layers are engines."""
+
+_LONGEST_ENDING = ".search.json"
+"""Of the files from which a run resumes."""
+
+
+@contextmanager
+def bar(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Show the progress of a loop over batches; yield a function to call with (batches done, batches in all)."""
+    with loop(name, unit="batch") as opened:
+        yield opened.reach
+
+
+def as_predictor(model: Runs) -> Callable[[dict[str, torch.Tensor]], object]:
+    """Return a function that calls a model or an engine on a batch of tensors."""
+    if isinstance(model, nn.Module):
+        # Copies, as a forward may write into its inputs.
+        return lambda batch: model(**own_tensors(batch))
+    return lambda batch: model(engine_inputs(model, batch))
+
+
+def engine_inputs(engine: Engine, batch: Batch) -> dict[str, Array]:
+    """Return a batch as the arrays that an engine takes, in its types: images may be in half precision."""
+    return {spec.name: as_array(batch[spec.name], spec.dtype) for spec in engine.inputs}
+
+
+def as_array(value: torch.Tensor, dtype: Any) -> Array:
+    """Return a tensor as an array of a type; of those of torch, numpy lacks bfloat16."""
+    plain = value.float() if value.dtype == torch.bfloat16 else value
+    made: Array = plain.numpy().astype(dtype, copy=False)
+    return made
+
+
+def score_record(
+    which: str, task: Task, base: Predictions, other: Predictions, rows: Sequence[Row], resamples: int
+) -> Score:
+    """Return the score of one model, and its figures against the float model's predictions, ``base``."""
+    value = task.score(other, rows)
+    if which == "float":
+        return Score(
+            which=which,
+            value=value,
+            metric=task.metric_name,
+            rows=len(rows),
+            higher_is_better=task.higher_is_better,
+        )
+    low, high = task.difference_interval(base, other, rows, resamples)
+    paired = {name: figure if math.isfinite(figure) else None for name, figure in task.paired(base, other).items()}
+    return Score(
+        which=which,
+        value=value,
+        metric=task.metric_name,
+        paired=paired,
+        difference=value - task.score(base, rows),
+        interval=(low, high),
+        rows=len(rows),
+        higher_is_better=task.higher_is_better,
+    )
+
+
+@dataclass(frozen=True)
+class ResumeFiles:
+    """The files beside a run's folder from which it can resume, until the folder is complete.
+
+    Attributes:
+        scores: the file with the scores of a search.
+        training: the folder with the checkpoints of a training.
+        times: the file with the times of engines, which stays, for a run that repeats this one.
+        engines: the folder with the engines of a choice; None: none is kept.
+    """
+
+    scores: Path
+    training: Path
+    times: Path
+    engines: Path | None = None
+
+
+@contextmanager
+def resume_files(folder: Path, *, searches: bool, trains: bool, chooses: bool = False) -> Iterator[ResumeFiles]:
+    """Yield the files from which the same command resumes, and remove them after the block."""
+    kept = ResumeFiles(
+        scores=folder.with_name(f"{folder.name}.search.json"),
+        training=folder.with_name(f"{folder.name}.training"),
+        times=folder.with_name(f"{folder.name}.times.json"),
+        engines=folder.with_name(f"{folder.name}.engines") if chooses else None,
+    )
+    require_names(folder)
+    used = {"scores": kept.scores} if searches else {}
+    used |= {"checkpoints": kept.training} if trains else {}
+    used |= {"engines": kept.engines} if kept.engines is not None else {}
+    # These raise now, and not after the calibration or the hours of a search.
+    if searches:
+        check_scores(kept.scores)
+    if trains:
+        check_checkpoints(kept.training)
+    if kept.engines is not None:
+        check_engines(kept.engines)
+    try:
+        yield kept
+    except KeyboardInterrupt as stop:
+        there = [f"the {what} are kept in {path}" for what, path in used.items() if path.exists()]
+        # An interrupt that has a message came after the work was complete.
+        if there and not stop.args:
+            raise type(stop)(f"{', and '.join(there)}; the same command goes on with them") from stop
+        raise
+    except BaseException:
+        if kept.engines is not None:
+            remove_engines(kept.engines)
+        raise
+    with said_complete(folder):
+        if searches:
+            kept.scores.unlink(missing_ok=True)
+        if trains:
+            remove_checkpoints(kept.training)
+        if kept.engines is not None:
+            remove_engines(kept.engines)
+
+
+def require_names(folder: Path) -> None:
+    """Raise if the files beside a folder would have longer names than its file system allows."""
+    above = next(place for place in folder.absolute().parents if is_folder(place))
+    most = os.pathconf(above, "PC_NAME_MAX") - len(_LONGEST_ENDING)
+    size = len(os.fsencode(folder.name))
+    if size > most:
+        raise QuantizerError(
+            f"{folder} cannot be written: its name has {size} bytes, and files beside it are called like it, with "
+            f"endings such as {_LONGEST_ENDING}: choose a name of at most {most} bytes"
+        )
+
+
+def rows_of(dataset: DatasetConfig | None) -> list[Row]:
+    """Return the rows of a data set that a configuration names; none for None."""
+    if dataset is None:
+        return []
+    return load_rows(
+        dataset.name,
+        path=dataset.path,
+        split=dataset.split,
+        subset=dataset.subset,
+        rows=dataset.rows,
+        offset=dataset.offset,
+    )
+
+
+def sizes_of(built: Mapping[str, BuildResult]) -> tuple[SizeEntry, ...]:
+    """Return the size of each engine file, and its ratio to the first."""
+    return size_entries({name: os.path.getsize(result.path) for name, result in built.items()})
+
+
+@dataclass(frozen=True)
+class RunRows:
+    """The rows of a run, by purpose; empty if there are none for it."""
+
+    calibration: list[Any]
+    evaluation: list[Any]
+    head: list[Row] = field(default_factory=list)
+    tuning: list[Row] = field(default_factory=list)
+    training: list[Row] = field(default_factory=list)
+    check: list[Row] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, config: DataConfig) -> RunRows:
+        """Return the rows of all data sets in a configuration."""
+        return cls(**{one.name: rows_of(getattr(config, one.name)) for one in fields(cls)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """The objects that the stages of one command work on.
+
+    Attributes:
+        timer: prints and times stages.
+        resume: the files from which a search and a training resume.
+        model: the float model.
+        processor: its tokenizer or image processor; None: it has none.
+        feed: makes batches from rows.
+        floats: the engines of the model that other runs have built; None: there are no other runs.
+        exported: the ONNX file of the float model, by its graph, the version of its operators and its type.
+    """
+
+    timer: StageTimer
+    resume: ResumeFiles
+    model: nn.Module
+    processor: Any
+    feed: Feed
+    floats: FloatEngines | None = None
+    exported: dict[str, Path] = field(default_factory=dict)
+
+    def info(self, source: str, task: str) -> ModelInfo:
+        """Return the model in words: where it came from, its task, and the number of its parameters."""
+        return ModelInfo(source=source, task=task, parameters=sum(one.numel() for one in self.model.parameters()))
+
+    @property
+    def task(self) -> Task:
+        """The feed as the task that also scores predictions."""
+        if not isinstance(self.feed, Task):
+            raise TaskError("a module that is given in Python has no task, and no scores but those of score=")
+        return self.feed
+
+
+def load_context(
+    timer: StageTimer,
+    resume: ResumeFiles,
+    folder: Path,
+    source: str,
+    task: str,
+    *,
+    copies: float,
+    needed_for: str,
+    sizes: Mapping[str, Any],
+    attention: str = "eager",
+    texts: Mapping[str, str] | None = None,
+) -> RunContext:
+    """Load a model, its processor and its task, and check that there is disk space for the output.
+
+    Args:
+        folder: the folder in which output will be written.
+        source: the source of the model.
+        task: the name of the task.
+        copies: the least size of the output, as a multiple of the size of the float parameters.
+        needed_for: what will be written, in words, for the message.
+        sizes: lengths, seconds and batch size of the task, as ``build_task`` takes them.
+        attention: the implementation of attention, "eager" or "sdpa".
+        texts: the text of each label, for a task that takes its labels from the request.
+    """
+    model = load_model(source, task, attention, texts)
+    parameters = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    require_room_to_write(folder, int(parameters * copies), needed_for)
+    processor = load_processor(source, task)
+    built = build_task(task, model, processor, **sizes)
+    built.split = True
+    return RunContext(timer=timer, resume=resume, model=model, processor=processor, feed=built)
+
+
+def predict(context: RunContext, which: str, model: Runs, rows: list[Row]) -> Predictions:
+    """Return the predictions of a model or an engine on rows, as a stage of its own."""
+    with context.timer(f"score the {which}"), bar(which) as progress:
+        return context.task.predict(as_predictor(model), rows, progress)

@@ -1,0 +1,285 @@
+"""All files for servers beside an engine, in one step.
+
+Files beside the engine for those who serve it: config.json, the processor, and what servers and GPUs need.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from quantizer.engines import backend
+from quantizer.engines.engine_file import copy_content
+from quantizer.pipeline.compare_outputs import Reference, is_cache
+from quantizer.pipeline.gpu_check import GPU_SCRIPT, Expected, write_gpu_check
+from quantizer.pipeline.graphs import FLOAT_STEM, GENERATED, QUANTIZED_STEM
+from quantizer.pipeline.job import Job
+from quantizer.pipeline.load_converted import CONFIG, FORMAT, processor_folder, write_json
+from quantizer.pipeline.measure import NOT_VERIFIED, deployed
+from quantizer.pipeline.time_groups import EngineFiles
+from quantizer.pipeline.triton import CONFIG_NAME, ServedEngine, config_text, link_file, link_onnx
+from quantizer.qdq.structure import Signature, read_signature
+from quantizer.report import RunRecord, collect_versions
+from quantizer.report.model_card import loading
+from quantizer.targets.base import TritonServer
+from quantizer.tasks import batch_shape, read_checkpoint, save_processor
+
+_REPOSITORY = "triton"
+_VERSION = "1"
+
+
+def write_serving_files(
+    folder: Path,
+    served: ServedEngine,
+    expected: Expected | None,
+    wanted: Collection[str] = ("triton", "gpu_check"),
+    *,
+    checked_in: Path | None = None,
+) -> dict[str, str]:
+    """Write the files with which others serve an engine into its folder; return their places there, by kind.
+
+    ``triton`` is the folder of the model in the model repository, ``gpu_check`` the script that checks and times the
+    engine on a GPU, in the folder ``checked_in``.
+    """
+    server = served.server
+    if server is None:
+        return {}
+    model = write_triton_model(folder, served) if "triton" in wanted else None
+    files = {} if model is None else {"triton": model}
+    if "gpu_check" in wanted and server.gpu_tool is not None and expected is not None:
+        checked_in = checked_in or folder
+        if checked_in != folder:
+            checked_in.mkdir(parents=True)
+            link_onnx(served.onnx, checked_in / "model.onnx")
+            link_file(served.engine, checked_in / "model.engine")
+            served = replace(served, onnx=checked_in / "model.onnx", engine=checked_in / "model.engine")
+        write_gpu_check(checked_in, served, expected, server.gpu_tool)
+        files["gpu_check"] = str((checked_in / GPU_SCRIPT).relative_to(folder))
+    return files
+
+
+def write_triton_model(folder: Path, served: ServedEngine) -> str | None:
+    """Write a model into the model repository of a folder, and return its place; None: Triton has no such file."""
+    server = served.server
+    if server is None or server.takes is None:
+        return None
+    _write_model(folder / _REPOSITORY / served.name, served, server)
+    return str(Path(_REPOSITORY) / served.name)
+
+
+def model_name(name: str) -> str:
+    """Return a name as Triton takes one: it is that of a folder, and a part of addresses."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
+
+
+def _write_model(model: Path, served: ServedEngine, server: TritonServer) -> None:
+    """Write the configuration and the file of one model."""
+    version = model / _VERSION
+    version.mkdir(parents=True)
+    (model / CONFIG_NAME).write_text(config_text(served), encoding="utf-8")
+    if server.takes == "plan":
+        copy_content(served.engine, version / server.file)
+    else:
+        link_onnx(served.engine if server.takes == "engine" else served.onnx, version / server.file)
+
+
+ON_GPU = "on_gpu"
+"""The folder with what checks each of several engines where there is a GPU, in a folder of its own."""
+
+
+_SNIPPET = """\
+from quantizer import load_converted
+
+model = load_converted({load})
+samples = {samples}
+print(model{call}(samples))"""
+
+
+def deliver(job: Job, record: RunRecord) -> str | None:
+    """Write what the configuration asks for besides the engine; nothing for an engine that was refused.
+
+    Return Python that runs the engine from its folder, if that has what makes its inputs.
+    """
+    wanted = job.config.deliver
+    if not wanted or record.engine is None:
+        return None
+    stem = FLOAT_STEM if deployed(record) == "float" else QUANTIZED_STEM
+    places = {name: job.graphs.files(job.target, stem, name) for name in job.graphs.names}
+    signatures = {name: read_signature(files.onnx) for name, files in places.items()}
+    serving = {name: _serving(job, name, places[name], signature) for name, signature in signatures.items()}
+    if "processor" not in wanted:
+        return None
+    model: Any = job.model
+    task = job.context.task
+    processor = processor_folder(task.name)
+    save_processor(job.context.processor, model.config, job.target / processor)
+    graphs = {
+        name: {
+            "onnx": str(files.onnx.relative_to(job.target)),
+            "engine": str(files.engine.relative_to(job.target)),
+            **serving[name],
+        }
+        for name, files in places.items()
+    }
+    files = graphs[job.graphs.names[0]]
+    if job.graphs.several:
+        folder = places[job.graphs.names[0]].onnx.parent
+        for told in (model.config, model.generation_config):
+            told.save_pretrained(folder)
+        files = {"model": str(folder.relative_to(job.target))}
+    document = {"files": {**files, processor: processor}, **_config(job, record)}
+    if job.graphs.several:
+        document["parts"] = {name: {**graphs[name], **_signature(job, name, one)} for name, one in signatures.items()}
+        document |= _generated(job, record)
+    else:
+        document |= _signature(job, job.graphs.names[0], signatures[job.graphs.names[0]])
+    write_json(job.target / CONFIG, document)
+    return _snippet(job, len(document["labels"]))
+
+
+def _snippet(job: Job, labels: int) -> str:
+    task = job.context.task
+    call = ".generate" if job.graphs.several else ".labels" if task.labels == "row" and labels > 1 else ""
+    sample = {"text": "a text", "image": "an-image.png", "audio": "a-recording.wav"}[task.reads]
+    taken = [sizes["batch"] for sizes in job.only_sizes if "batch" in sizes] or [job.config.export.dynamic.batch[0]]
+    return _SNIPPET.format(load=loading(job.target), samples=[sample] * max(min(taken), 1), call=call)
+
+
+def _serving(job: Job, name: str, files: EngineFiles, signature: Signature) -> dict[str, str]:
+    """Write the files for servers of one graph, and return their places."""
+    # A server reads the file, and would compile the model for all sizes.
+    if job.only_sizes:
+        return {}
+    config, several = job.config, job.graphs.several
+    served = ServedEngine(
+        name=f"{model_name(job.name)}-{name}" if several else model_name(job.name),
+        backend=config.quantizer.backend,
+        onnx=files.onnx,
+        engine=files.engine,
+        signature=signature,
+        dimensions=_dimensions(job, name),
+        threads=config.engine.threads,
+        precision=config.engine.inference_precision,
+        capability=_capability(job),
+    )
+    expected = _expected(job, name, signature) if backend(served.backend).device == "cuda" else None
+    folder = job.target / ON_GPU / name if several else job.target
+    return write_serving_files(job.target, served, expected, config.deliver, checked_in=folder)
+
+
+def _capability(job: Job) -> str | None:
+    """Return the GPUs that the engine was built for ahead of time; None: that of the machine, or a CPU."""
+    asked = job.config.engine.compute_capability
+    return asked if asked is None or isinstance(asked, str) else " ".join(asked)
+
+
+def _dimensions(job: Job, name: str) -> dict[str, Sequence[int]]:
+    """Return the sizes of each open dimension of a graph, by its name in the ONNX file."""
+    found = dict(job.graphs.dimensions(job.config, name))
+    if not job.graphs.several and job.context.task.reads != "text":
+        del found["sequence"]
+    return found
+
+
+def _expected(job: Job, name: str, signature: Signature) -> Expected:
+    """Return PyTorch's outputs, with which an engine is compared where it runs."""
+    names, references = [value.name for value in signature.outputs], job.references[name]
+    frozen, floats = (job.graphs.modules(model)[name] for model in (job.frozen, job.model))
+    outputs, of_float = (_one_a_shape(references.of(module, names)) for module in (frozen, floats))
+    if job.graphs.several:
+        outputs, of_float = _few(outputs), _few(of_float)
+    return Expected(outputs=outputs, of_float=of_float, bound=job.tolerance(quantized=job.config.quantize))
+
+
+def _one_a_shape(references: Sequence[Reference]) -> list[Reference]:
+    """Return the first reference of each shape: the inputs and outputs of the script are files."""
+    by_shape: dict[object, Reference] = {}
+    for one in references:
+        by_shape.setdefault(batch_shape(one.inputs), one)
+    return list(by_shape.values())
+
+
+def _few(references: list[Reference]) -> list[Reference]:
+    """Return what fits into files: all outputs at the least size, and those without a cache at the usual one."""
+    least, usual = min(references, key=lambda one: batch_shape(one.inputs)[0]), references[0]
+    if usual is least:
+        return [least]
+    return [least, replace(usual, outputs={name: one for name, one in usual.outputs.items() if not is_cache(name)})]
+
+
+def _signature(job: Job, name: str, signature: Signature) -> dict[str, Any]:
+    """Return the inputs and outputs of a graph's engine, and how they were compared."""
+    return {
+        "inputs": [asdict(value) for value in signature.inputs],
+        "outputs": [asdict(value) for value in signature.outputs],
+        "checks": [asdict(check) for check in job.checks.get(name, ())],
+    }
+
+
+def _generated(job: Job, record: RunRecord) -> dict[str, Any]:
+    """Return how what is written compares with what the float model writes."""
+    return {
+        "tokens": job.graphs.tokens,
+        "generated": {
+            "checks": [asdict(check) for check in job.checks.get(GENERATED, ())],
+            "agreement": {one.which: asdict(one) for one in record.agreement},
+        },
+    }
+
+
+def _config(job: Job, record: RunRecord) -> dict[str, Any]:
+    """Return the content of config.json that is about the whole model."""
+    config, target, task = job.config, job.config.quantizer.target, job.context.task
+    bound = job.tolerance(quantized=config.quantize)
+    dynamic = config.export.dynamic
+    texts = {"sequence": list(dynamic.sequence)} if task.reads == "text" else {}
+    return {
+        "format": FORMAT,
+        "name": job.name,
+        "task": task.name,
+        "backend": config.quantizer.backend,
+        "compute_capability": config.engine.compute_capability,
+        "inference_precision": config.engine.inference_precision,
+        "dimensions": {"batch": list(dynamic.batch), **texts},
+        "only_sizes": [dict(sizes) for sizes in job.only_sizes],
+        "max_length": dynamic.sequence[2] if texts else None,
+        "seconds": config.model.seconds,
+        "labels": list(_class_names(job)),
+        "float_dtype": target.float_dtype,
+        "chosen_on": None if record.choice is None else record.choice.instructions,
+        "quantization": quantization_facts(record) if config.quantize else None,
+        "verified": f"outputs agree with PyTorch's: {bound}; see checks" if job.checks else NOT_VERIFIED,
+        "versions": collect_versions(),
+    }
+
+
+def _class_names(job: Job) -> Sequence[str]:
+    """Return the class names of a classifier, of rows or of tokens; none of another model."""
+    model, task = job.config.model, job.context.task
+    if model.labels or task.labels is None:
+        return model.labels
+    return read_checkpoint(model.source, model.task).labels
+
+
+def quantization_facts(record: RunRecord) -> dict[str, Any]:
+    """Return the quantization in figures: sites that are quantized and that ran, by kind, and what fell back."""
+    settings, back = record.config["quantizer"], record.fallback
+    ran = [site for site in record.coverage if site.ran]
+    every, quantized = (Counter(site.kind for site in some) for some in (ran, [one for one in ran if one.quantized]))
+    calibration = (record.config["data"]["calibration"] or {}) if record.config.get("data") else {}
+    return {
+        "dtype": settings["dtype"],
+        "ranges": settings["activations"]["ranges"],
+        "sites": {kind: (quantized[kind], count) for kind, count in every.items()},
+        "multiply_adds": record.covered_share,
+        "put_back": () if back is None else back.groups,
+        "reason": None if back is None else back.reason,
+        "budget": [] if back is None else [asdict(check) for check in back.checks],
+        "outcome": None if back is None or back.outcome is None else asdict(back.outcome),
+        "calibration": calibration.get("path") or calibration.get("name"),
+        "rows": calibration.get("rows"),
+    }

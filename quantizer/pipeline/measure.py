@@ -1,0 +1,191 @@
+"""A run's engines: options of their build, latency, in turns, and memory, each engine in its own process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantizer.common.data.sizes import BATCH, SEQUENCE
+from quantizer.config import RunConfig
+from quantizer.engines import BuildOptions, BuildResult, Engine, InputSizes, interleaved_latency, peak_memory_mib
+from quantizer.errors import EngineError
+from quantizer.pipeline.context import RunContext, Runs, engine_inputs
+from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
+from quantizer.report import EngineFile, Latency, MemoryEntry, RunRecord, latency_entries, memory_entries, text
+from quantizer.report.record import EngineChoice
+from quantizer.tasks import Batch, batch_shape
+
+PYTORCH = "PyTorch float"
+"""The name of the float model in PyTorch, where engines are timed beside it."""
+
+NOT_VERIFIED = "not verified: built ahead of time, and there is no GPU here"
+
+_LATENCY_ROUNDS, _LATENCY_SECONDS = 15, 30.0
+
+
+def run_sizes(config: RunConfig, context: RunContext) -> InputSizes:
+    """Return the sizes at which engines are run and timed, by name where they are not those of a task."""
+    sizes, report = context.feed.sizes, config.report
+    asked = {BATCH: report.latency_batch, SEQUENCE: report.latency_sequence}
+    named = {} if sizes is None else {name: asked.get(name, size) for name, size in sizes.usual.items()}
+    return InputSizes(report.latency_batch, report.latency_sequence, named)
+
+
+def build_options(config: RunConfig, context: RunContext | None = None) -> BuildOptions:
+    """Return the options with which a run builds its engines."""
+    sizes = None if context is None else context.feed.sizes
+    return BuildOptions(
+        dynamic={
+            **({} if sizes is None else sizes.ranges),
+            BATCH: config.export.dynamic.batch,
+            SEQUENCE: config.export.dynamic.sequence,
+        },
+        compute_capability=config.engine.compute_capability,
+        inference_precision=config.engine.inference_precision,
+        strip_weights=config.engine.strip_weights,
+        compiled=config.engine.compiled,
+    )
+
+
+def float_options(config: RunConfig) -> str:
+    """Return all that a float engine depends on besides its model, as text."""
+    return f"{config.quantizer.backend} {config.export.model_dump_json()} {config.engine.model_dump_json()}"
+
+
+def engine_file(backend: str, built: BuildResult, *, ran: bool, scored: bool) -> EngineFile:
+    """Return the record of the engine's file."""
+    verified = "ran here, and was scored" if scored else "ran here, and its outputs were compared"
+    if not ran:
+        verified = NOT_VERIFIED
+    return EngineFile(backend=backend, path=built.path.name, build_seconds=built.seconds, verified=verified)
+
+
+def timed_shapes(config: RunConfig) -> list[tuple[int, int]]:
+    """Return the rows and tokens at which latency is measured, the usual ones first."""
+    dynamic, report = config.export.dynamic, config.report
+    usual = (report.latency_batch, report.latency_sequence)
+    if report.latency_shapes == "usual":
+        return [usual]
+    return list(dict.fromkeys([usual, *zip(dynamic.batch, dynamic.sequence, strict=True)]))
+
+
+def timed_batches(context: RunContext, config: RunConfig, samples: Sequence[Any]) -> list[Batch]:
+    """Return a batch of each size at which latency is measured, the usual one first; images have one length."""
+    batches = [context.feed.inputs.filled(samples, *shape) for shape in timed_shapes(config)]
+    return list({batch_shape(batch): batch for batch in batches}.values())
+
+
+def measure_latency(
+    context: RunContext,
+    config: RunConfig,
+    graphs: Graphs,
+    engines: Mapping[str, Runs],
+    single: Mapping[str, Mapping[str, Engine]],
+    reference: str,
+    samples: Sequence[Any],
+) -> tuple[Latency, ...]:
+    """Return the latency of each engine, interleaved, at the usual sizes first; then of each graph, if several.
+
+    With all shapes, or where there is no float engine, the float model in PyTorch is timed with them.
+    """
+    models = {name: graphs.timed(one) for name, one in engines.items()}
+    beside = config.report.latency_shapes == "all"
+    if "float" not in engines:
+        models, reference = {"float": graphs.timed(context.model), **models}, PYTORCH
+    elif beside:
+        models[PYTORCH] = graphs.timed(context.model)
+    threads = config.engine.threads
+
+    def taken(models: Mapping[str, Runs], batch: Batch, graph: str | None = None) -> Latency:
+        rows, tokens = batch_shape(batch)
+        entries = latency_entries(times_of(models, batch, threads))
+        return Latency(graph=graph, batch=rows, sequence=tokens, threads=threads, reference=reference, engines=entries)
+
+    with context.timer("measure latency"):
+        found = [taken(models, batch) for batch in timed_batches(context, config, samples)]
+    if not graphs.several:
+        return tuple(found)
+    with context.timer("measure the parts"):
+        modules, checked = graphs.modules(context.model), graphs.checked_on(config, samples)
+        for graph in graphs.names:
+            plain: dict[str, Runs] = {"float": modules[graph]} if "float" not in single else {}
+            of_graph = plain | {name: one[graph] for name, one in single.items()}
+            of_graph |= {PYTORCH: modules[graph]} if beside and not plain else {}
+            batches = checked[graph] if beside else checked[graph][:1]
+            found += [taken(of_graph, batch, graph) for batch in batches]
+    return tuple(found)
+
+
+def times_of(models: Mapping[str, Runs], batch: Batch, threads: int) -> dict[str, list[float]]:
+    """Return the times in ms of models and engines on one batch, interleaved, all with as many threads."""
+    calls = {name: _call(model, batch) for name, model in models.items()}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        seconds = interleaved_latency(calls, rounds=_LATENCY_ROUNDS, seconds=_LATENCY_SECONDS)
+    finally:
+        torch.set_num_threads(before)
+    return {name: [1000 * one for one in taken] for name, taken in seconds.items()}
+
+
+def _call(model: Runs, batch: Batch) -> Callable[[], object]:
+    if isinstance(model, nn.Module):
+        return torch.no_grad()(partial(model, **batch))
+    # Servers call an engine with arrays: their conversion does not count.
+    return partial(model, engine_inputs(model, batch))
+
+
+def with_deployed(
+    choice: EngineChoice | None, latency: Latency | None, backend: str, is_float_right: bool = True
+) -> EngineChoice | None:
+    """Return a choice with the file of the run that is the fastest, now that groups may have gone back to float."""
+    entries = {} if latency is None else {entry.name: entry for entry in latency.engines}
+    if choice is None or latency is None or latency.reference == PYTORCH or not {"float", "engine"} <= set(entries):
+        return choice
+    low, plain = (f"{stem}.engine" for stem in (QUANTIZED_STEM, FLOAT_STEM))
+    ratio = entries["engine"].ratio_to_float
+    if ratio >= 1:
+        return replace(choice, deploy=f"{low}, {text.times(ratio)} as fast as {plain} beside it")
+    if not is_float_right:
+        return choice
+    best, lost = choice.candidates[0], f"{plain}; the quantized {low} beside it has {text.times(ratio)} its speed"
+    other = f"; {best.name} was faster than both" if best.is_float and best.backend != backend else ""
+    return replace(choice, deploy=f"{lost}{other}")
+
+
+def deployed(record: RunRecord) -> str:
+    """Return which engine of a run is to be served, ``engine`` or, where a choice found it faster, ``float``."""
+    deploy = "" if record.choice is None else record.choice.deploy or ""
+    return "float" if deploy.startswith(f"{FLOAT_STEM}.engine") else "engine"
+
+
+def measure_memory(context: RunContext, config: RunConfig, built: Mapping[str, BuildResult]) -> tuple[MemoryEntry, ...]:
+    """Return the peak memory of each engine beyond that of an empty process; nothing, with a warning, if that fails.
+
+    It is the last figure of a run that is complete without it.
+    """
+    sizes = run_sizes(config, context)
+
+    def peak_mib(name: str) -> float:
+        path, threads = built[name].path, config.engine.threads
+        peak = peak_memory_mib(path, config.quantizer.backend, threads=threads, sizes=sizes)
+        return peak.peak_mib - peak.baseline_mib
+
+    def known_or_measured(name: str) -> float:
+        if name != "float" or context.floats is None:
+            return peak_mib(name)
+        return context.floats.measured(f"{float_options(config)} memory {sizes}", partial(peak_mib, name))
+
+    with context.timer("measure memory"):
+        try:
+            peaks = {name: known_or_measured(name) for name in built}
+        except EngineError as error:
+            warnings.warn(f"memory was not measured, and the result is complete without it: {error}", stacklevel=2)
+            return ()
+    return memory_entries(peaks)

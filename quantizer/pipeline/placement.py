@@ -1,0 +1,134 @@
+"""The placement of a run: the prices of its groups, and the speed that its engine has to reach.
+
+A speed-up that the engine reaches, too: groups are quantized again until it is as fast as asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from quantizer.config import RunConfig
+from quantizer.pipeline.context import RunContext
+from quantizer.pipeline.graphs import Graphs
+from quantizer.pipeline.plan_records import placement_record
+from quantizer.pipeline.progress import StageTimer
+from quantizer.pipeline.ranks import from_first_rank
+from quantizer.pipeline.run_engines import RunEngines
+from quantizer.pipeline.time_groups import GroupPlacer, TimeCache
+from quantizer.quantizer import Quantizer
+from quantizer.report.record import Placement, SpeedCheck
+from quantizer.sensitivity.prices import Prices
+
+
+class RunPlacement:
+    """The prices and the speed of a run's plan.
+
+    Attributes:
+        prices: the times of the groups; None: no engine runs here, or it tells no times.
+    """
+
+    def __init__(self, context: RunContext, config: RunConfig, folder: Path, graphs: Graphs) -> None:
+        self.prices: Prices | None = None
+        self._context = context
+        self._config = config
+        self._folder = folder
+        self._graphs = graphs
+        self._times = TimeCache(context.resume.times)
+        self._goal = SpeedGoal(None if config.fallback is None else config.fallback.min_speedup, context.timer)
+
+    def price(self, quantizer: Quantizer, engines: RunEngines) -> None:
+        """Price the groups of the plan where its engine runs, and put back those that low precision makes slower."""
+        if not engines.runs_here or self._graphs.several:
+            return
+        self.prices = from_first_rank(lambda: self._priced(quantizer, engines), Prices | None)
+        if self.prices is not None and self.prices.slower():
+            quantizer.fallback(None, prices=self.prices)
+
+    def _priced(self, quantizer: Quantizer, engines: RunEngines) -> Prices | None:
+        """Return the prices of the groups; None: they could not be timed."""
+        with self._context.timer("quantize"):
+            quantized = quantizer.quantize(self._context.model)
+        engines.build(quantizer, quantized)
+        low, plain = engines.files("engine"), engines.files("float")
+        placer = GroupPlacer(
+            model=self._context.model,
+            example=self._context.feed.example(),
+            timing=engines.timing,
+            cache=self._times,
+            build=engines.build_file,
+            folder=self._folder,
+            opset=self._config.export.opset,
+            axes=self._context.feed.sizes,
+            say=self._context.timer.tell,
+        )
+        with self._context.timer("time the groups"):
+            return placer.prices(quantizer, quantized, low, plain)
+
+    def is_fast_enough(self, quantizer: Quantizer, proxy: nn.Module | None, engines: RunEngines) -> bool:
+        """Return whether the engine reaches the speed that was asked for; if not, choose groups to quantize again."""
+        chosen = quantizer.chosen_fallback
+        groups = 0 if chosen is None else len(chosen.groups)
+        wanted = from_first_rank(lambda: self._goal.next_speedup(engines, groups), float | None)
+        if wanted is not None:
+            quantizer.fallback(proxy, min_speedup=wanted, prices=self.prices)
+        return wanted is None
+
+    def record(self, quantizer: Quantizer) -> Placement | None:
+        """Return the record; None if no engine was timed."""
+        if self.prices is None:
+            return None
+        ranking = quantizer.sensitivity.rows if self._config.amp is not None else ()
+        made = placement_record(self.prices, ranking, quantizer.chosen_fallback)
+        return replace(made, min_speedup=self._goal.asked, checks=tuple(self._goal.checks))
+
+
+_CHECKS = 3
+"""How often an engine is built for one goal."""
+
+_MARGIN = 1.01
+
+
+def missed_speed(placement: Placement | None) -> str | None:
+    """Return why the goal of a placement is missed, in words; None if it is reached, or there is none."""
+    if placement is None or placement.min_speedup is None or placement.speedup is None:
+        return None
+    if placement.speedup >= placement.min_speedup:
+        return None
+    return (
+        f"fallback.min_speedup: {placement.min_speedup:g} is not reached: the fastest plan found is "
+        f"{placement.speedup:.2f} times as fast as in float, with {placement.checks[-1].groups} groups in float for "
+        "the accuracy"
+    )
+
+
+class SpeedGoal:
+    """Goal for how many times as fast as in float an engine is, and what predictions must promise for it.
+
+    Attributes:
+        asked: the goal; None: there is none.
+        checks: the engines that were timed, in order.
+    """
+
+    def __init__(self, asked: float | None, timer: StageTimer) -> None:
+        self.asked = asked
+        self.checks: list[SpeedCheck] = []
+        self._timer = timer
+        self._target = asked or 0.0
+
+    def next_speedup(self, engines: RunEngines, groups: int) -> float | None:
+        """Return the speed-up to predict now; None if the engine reaches the goal, or nothing is left to quantize."""
+        if self.asked is None:
+            return None
+        with self._timer("time the engine against its goal"):
+            paths = {"engine": engines.files("engine").engine, "float": engines.files("float").engine}
+            latency = engines.timing.latencies(paths)
+        reached = latency["float"] / latency["engine"]
+        self.checks.append(SpeedCheck(groups=groups, speedup=reached))
+        self._timer.tell(f"{reached:.2f} times as fast as in float with {groups} groups put back")
+        if reached >= self.asked or groups == 0 or len(self.checks) == _CHECKS:
+            return None
+        self._target *= _MARGIN * self.asked / reached
+        return self._target

@@ -1,0 +1,88 @@
+"""The record of a job: everything that its stages measured, as data for the reports.
+
+The reports in the folder of a run, written with it or anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from quantizer.pipeline.context import sizes_of
+from quantizer.pipeline.job import Job
+from quantizer.pipeline.measure import engine_file, with_deployed
+from quantizer.pipeline.plan_records import site_records
+from quantizer.plan.histograms import noisiest
+from quantizer.report import RunRecord, collect_machine, collect_versions, write_html, write_record
+from quantizer.report.model_card import write_run_card
+from quantizer.sensitivity.fallback import fallback_record
+
+_HISTOGRAMS = 6
+
+
+def record_of(job: Job) -> RunRecord:
+    """Return the record of a job whose engines were measured."""
+    config, backend = job.config, job.config.quantizer.backend
+    built = {name: one for name, one in job.built.items() if "engine" not in job.refused or name != "engine"}
+    latency = job.latencies[0] if job.latencies else None
+    engine = None
+    if "engine" in built:
+        engine = engine_file(backend, built["engine"], ran=latency is not None, scored=bool(job.scores))
+    return RunRecord(
+        name=f"{job.name} for {backend}" if job.converts else job.name,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        config=config.model_dump(mode="json"),
+        model=job.work.info,
+        fixed=(*job.fixed, *job.alone.values()),
+        scores=job.scores,
+        agreement=job.agreement,
+        outputs=job.outputs,
+        float_engine_db=job.float_engine_db,
+        engine_refused=job.refused.get("engine"),
+        float_engine_refused=job.refused.get("float"),
+        latency=latency,
+        other_latencies=job.latencies[1:],
+        size=sizes_of(built) if "float" in built else (),
+        memory=job.memory,
+        training=None if job.training is None else job.training.record(job.context.task),
+        choice=with_deployed(job.choice, latency, backend, "float" not in job.refused),
+        engine=engine,
+        inspection=job.inspection,
+        versions=collect_versions(),
+        machine=collect_machine(),
+        **(_of_plan(job) if config.quantize else {}),
+    )
+
+
+def _of_plan(job: Job) -> Mapping[str, Any]:
+    """Return the fields of the record that tell what is quantized, and why."""
+    quantizer, ranked = job.quantizer, job.config.amp is not None
+    coverage, chosen = quantizer.coverage, quantizer.chosen_fallback
+    found = {
+        "coverage": site_records(coverage),
+        "covered_share": coverage.share,
+        "escaped": coverage.escaped.rows,
+        "histograms": tuple(quantizer.histogram(name).data for name in noisiest(quantizer.plan, _HISTOGRAMS)),
+        "sensitivity": quantizer.sensitivity.rows if ranked else (),
+        "measure": quantizer.sensitivity.measure if ranked else None,
+        "fallback": None
+        if chosen is None
+        else fallback_record(chosen, job.budget.asked, job.budget.checks, job.scores),
+        "placement": job.placement.record(quantizer),
+        "diff": quantizer.diff(job.model),
+    }
+    assert found.keys() <= {one.name for one in fields(RunRecord)}
+    return found
+
+
+def write_reports(record: RunRecord, formats: Sequence[str], folder: Path, snippet: str | None = None) -> None:
+    """Write the reports of a run in the formats that it asks for, and its card, each atomically."""
+    write_run_card(record, folder, snippet)
+    if "html" in formats:
+        write_html(record, folder / "report.html")
+    # The last one: what is in it is in the others.
+    if "json" in formats:
+        write_record(record, folder / "report.json")

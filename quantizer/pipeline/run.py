@@ -1,0 +1,177 @@
+"""The commands ``quantizer run`` and ``quantizer convert``: from configurations to a folder with engines and reports.
+
+The folder is complete or absent: all is written into a temporary folder beside it, which is renamed at the end, and
+removed on any error or interruption.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from quantizer.common.distributed import alone, get_rank
+from quantizer.config import QuantizerConfig, RunConfig
+from quantizer.config.data_section import MODULE
+from quantizer.config.schema import check_run
+from quantizer.engines.candidates import cpu_candidates
+from quantizer.errors import EngineError
+from quantizer.files import checked_folder, require_sole_writer, restore_folder, said_complete, write_folder
+from quantizer.pipeline.choose_engine import chooses, with_backend
+from quantizer.pipeline.compare_outputs import refusal
+from quantizer.pipeline.configured import configured_workload
+from quantizer.pipeline.context import ResumeFiles, resume_files
+from quantizer.pipeline.faults import Looks
+from quantizer.pipeline.job import Job, Outline
+from quantizer.pipeline.placement import missed_speed
+from quantizer.pipeline.preflight import earlier_run, ready_to_run
+from quantizer.pipeline.progress import Outlook, StageTimer
+from quantizer.pipeline.ranks import from_first_rank, own_place
+from quantizer.pipeline.shared_work import SharedWork
+from quantizer.pipeline.stages import carry_out as carry_out_job
+from quantizer.pipeline.stages import stage_names
+from quantizer.pipeline.workload import Load
+from quantizer.report import RunRecord, Stage, print_record
+from quantizer.report.trackers import print_tracked
+from quantizer.targets import AUTO
+
+RUN, CONVERSION = "run", "conversion"
+"""The kinds of folders, in their markers."""
+
+
+def run(config: RunConfig, output: Path | None, force: bool, console: Console) -> Path:
+    """Carry out a run, and return the folder that was written.
+
+    Of several processes each is given the same arguments; the first one writes and prints.
+    """
+    folder = Path(config.output if output is None else output).absolute()
+    console = console if get_rank() == 0 else Console(quiet=True)
+    with own_place(folder) as place:
+        ready = ready_to_run(config, place, RUN, force=force)
+        for line in (*ready.notes, *filter(None, [ready.estimate])):
+            console.print(line, highlight=False, markup=False)
+        record = _one(config, place, force, console, partial(configured_workload, config, ready.rows))
+    if record is not None:
+        with said_complete(folder):
+            print_record(record, folder, console)
+            print_tracked(config.report.track, record, folder, console)
+    # Told to all, so that no process calls a run incomplete whose folder stands there.
+    if (failed := from_first_rank(partial(_missed, record, folder), str | None)) is not None:
+        raise EngineError(failed)
+    return folder
+
+
+def convert(configs: Sequence[RunConfig], folder: Path, force: bool, console: Console) -> Path:
+    """Carry out a run for each configuration, of one model and one calibration, and return the folder of them all.
+
+    Each has a folder of its own in it, under the name of its backend.
+    """
+    folder, looks = folder.absolute(), Looks()
+    ready = [ready_to_run(config, folder, CONVERSION, force=force, looks=looks) for config in configs]
+    for line in (*ready[0].notes, *filter(None, [ready[0].estimate])):
+        console.print(line, highlight=False, markup=False)
+    resolved = [_resolved(config) for config in configs]
+    records: dict[str, RunRecord] = {}
+    with _resume(folder, resolved) as kept:
+
+        def fill(target: Path) -> None:
+            names = [name for config, among in resolved for name in _names(config, among)]
+            timer = StageTimer(console, Outlook(names, _earlier(resolved, folder)))
+            # In the folder itself, so that after a kill both are removed together.
+            with tempfile.TemporaryDirectory(dir=target) as scratch:
+                shared = SharedWork(Path(scratch), kept.times)
+                for config, among in resolved:
+                    console.print(f"[bold]{config.quantizer.backend}[/bold]") if len(resolved) > 1 else None
+                    place = Path(tempfile.mkdtemp(dir=target))
+                    made = partial(shared.load, config)
+                    record = carry_out_job(Job(config, folder.name, place, kept, timer, made, among, converts=True))
+                    assert record is not None
+                    chosen = str(record.config["quantizer"]["backend"])
+                    place.chmod(0o755)
+                    place.rename(target / chosen)
+                    records[chosen] = record
+
+        write_folder(folder, fill, kind=CONVERSION, replace=force)
+    with said_complete(folder):
+        for name, record in records.items():
+            print_record(record, folder / name, console)
+    failed = [told for name, record in records.items() if (told := _missed(record, folder / name)) is not None]
+    if failed:
+        raise EngineError("; ".join(failed))
+    return folder
+
+
+def carry_out(config: RunConfig, folder: Path, force: bool, console: Console, load: Load) -> RunRecord:
+    """Carry out a run of any workload into a folder in this process, and return its record; see ``run`` for errors."""
+    with alone():
+        record = _one(config, folder, force, console, load)
+    assert record is not None
+    return record
+
+
+def _one(config: RunConfig, folder: Path, force: bool, console: Console, load: Load) -> RunRecord | None:
+    """Carry out a run into a folder, and return its record; None if this process is not the first one."""
+    config, among = _resolved(config)
+    check_run(config)
+    restore_folder(folder)
+    checked_folder(folder, RUN, replace=force)
+    require_sole_writer(folder)
+    made: list[RunRecord | None] = []
+    with _resume(folder, [(config, among)]) as kept:
+
+        def fill(target: Path) -> None:
+            names = list(_names(config, among))
+            timer = StageTimer(console, Outlook(names, earlier_run(config, folder, chooses=among is not None)))
+            made.append(carry_out_job(Job(config, folder.name, target, kept, timer, load, among)))
+
+        write_folder(folder, fill, kind=RUN, replace=force)
+    return made[0]
+
+
+def _resolved(config: RunConfig) -> tuple[RunConfig, Sequence[str] | None]:
+    """Return a configuration that names a backend, and those to choose from; None: the one that it names."""
+    among = config.quantizer.candidates if chooses(config) else None
+    if config.quantizer.backend == AUTO:
+        # The candidates share one calibration, whichever it is for.
+        name = QuantizerConfig().backend if among is None else cpu_candidates(among)[0][0]
+        config = with_backend(config, name)
+    return config, among
+
+
+def _resume(
+    folder: Path, resolved: Sequence[tuple[RunConfig, Sequence[str] | None]]
+) -> AbstractContextManager[ResumeFiles]:
+    """Return the files from which the same command resumes."""
+    configs = [config for config, _ in resolved]
+    # What is given in Python is written to a folder that an interrupt removes.
+    keeps = any(among is not None and config.model.task != MODULE for config, among in resolved)
+    searches = any(one.fallback is not None and one.fallback.max_drop is not None for one in configs)
+    return resume_files(folder, searches=searches, trains=any(one.qat is not None for one in configs), chooses=keeps)
+
+
+def _names(config: RunConfig, among: Sequence[str] | None) -> Iterator[str]:
+    """Return the names of the stages."""
+    return stage_names(Outline.of(config, chooses=among is not None))
+
+
+def _earlier(resolved: Sequence[tuple[RunConfig, Sequence[str] | None]], folder: Path) -> Iterator[Stage]:
+    """Yield the stages of earlier conversions of the same kind into the same folder."""
+    for config, among in resolved:
+        yield from earlier_run(config, folder / config.quantizer.backend, chooses=among is not None)
+
+
+def _missed(record: RunRecord | None, folder: Path) -> str | None:
+    """Return what a run was asked for and its engine does not do; None: it does all, or this process does not know."""
+    if record is None:
+        return None
+    if record.engine_refused is not None:
+        return (
+            f"{refusal(record.engine_refused)}. {folder} holds the report, the quantizer and model.onnx, of which "
+            "`build_engine` makes the engine without a comparison"
+        )
+    missed = missed_speed(record.placement)
+    return None if missed is None else f"{missed}; {folder} holds it"

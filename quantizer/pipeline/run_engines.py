@@ -1,0 +1,256 @@
+"""The two engines of a run in its folder: that of the quantized model, and that of the float model beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from quantizer.config import RunConfig
+from quantizer.engines import BuildOptions, BuildResult, Engine, Inspection, load_engine, observe_engine, runs_here
+from quantizer.engines.candidates import Variant
+from quantizer.export import export_onnx
+from quantizer.pipeline.compare_outputs import OnlySizes
+from quantizer.pipeline.context import RunContext, Runs
+from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
+from quantizer.pipeline.measure import build_options, float_options, run_sizes
+from quantizer.pipeline.shared_results import copy_onnx
+from quantizer.pipeline.time_groups import EngineFiles, Timing
+from quantizer.quantizer import Quantizer
+
+_STEMS = {"float": FLOAT_STEM, "engine": QUANTIZED_STEM}
+"""The name of the files of each engine."""
+
+
+@dataclass(frozen=True)
+class MadeEngine:
+    """An engine that was built and loaded elsewhere, with the file that it was built of."""
+
+    files: EngineFiles
+    built: BuildResult
+    engine: Engine
+
+
+class RunEngines:
+    """Exports and builds the engines of a run, each anew only if its model has changed.
+
+    A model of several graphs has an engine for each; together they count as one.
+
+    Attributes:
+        float_name: the backend and the type of the float engine, such as ``openvino bfloat16``.
+    """
+
+    def __init__(self, context: RunContext, config: RunConfig, folder: Path, graphs: Graphs) -> None:
+        self.float_name = Variant(
+            backend=config.quantizer.backend, dtype=None, precision=config.engine.inference_precision
+        ).name
+        self._context = context
+        self._config = config
+        self._folder = folder
+        self._graphs = graphs
+        self._built: dict[str, dict[str, BuildResult]] = {}
+        self._loaded: dict[str, dict[str, Engine]] = {}
+        self._assembled: dict[str, Runs] = {}
+        self._is_refused = False
+        self._back: frozenset[str] | None = None
+
+    @property
+    def runs_here(self) -> bool:
+        """True if this machine has the device of the engines."""
+        return runs_here(self._config.quantizer.backend)
+
+    @property
+    def built(self) -> dict[str, BuildResult]:
+        """The engines ``engine`` and ``float``, as they were built last; several of one count together."""
+        return {name: _together(list(graphs.values())) for name, graphs in self._built.items()}
+
+    def files_of(self, name: str) -> list[Path]:
+        """Return the engine files of ``engine`` or ``float``."""
+        return [one.path for one in self._built[name].values()]
+
+    @property
+    def timing(self) -> Timing:
+        """Conditions in which the engines are timed."""
+        return Timing(
+            backend=self._config.quantizer.backend,
+            threads=self._config.engine.threads,
+            options=repr(build_options(self._config, self._context)),
+            sizes=run_sizes(self._config, self._context),
+        )
+
+    def files(self, name: str, graph: str | None = None) -> EngineFiles:
+        """Return the files of ``engine`` or ``float``, of the last graph if none is named."""
+        return self._graphs.files(self._folder, _STEMS[name], graph or self._graphs.names[-1])
+
+    def build(self, quantizer: Quantizer, quantized: nn.Module, *, trained: bool = False) -> dict[str, BuildResult]:
+        """Return the engines ``engine`` and ``float``, built of the frozen proxy and of the float model."""
+        chosen = quantizer.chosen_fallback
+        back = None if trained else frozenset(() if chosen is None else chosen.reasons())
+        self._fetch_float()
+        missing = [] if "float" in self._built else ["float"]
+        if "engine" not in self._built or back is None or back != self._back:
+            missing.append("engine")
+        if not missing:
+            return self.built
+        opset, graphs = self._config.export.opset, self._graphs
+        with self._context.timer("export"):
+            for graph in graphs.names if "float" in missing else ():
+                export_float(self._context, graphs, graph, opset, self.files("float", graph).onnx)
+            for graph in graphs.names if "engine" in missing else ():
+                module, axes = graphs.modules(quantized)[graph], graphs.axes(graph)
+                onnx = self.files("engine", graph).onnx
+                quantizer.export(module, onnx, graphs.example(graph), opset=opset, dynamic_axes=axes)
+        self._build_files(missing)
+        if "float" in missing and self._context.floats is not None and not graphs.several:
+            options = float_options(self._config)
+            graph = f"{graphs.names[0]} {_graph_options(opset, torch.float32)}"
+            self._context.floats.keep(options, graph, self.built["float"])
+        self._back = back
+        return self.built
+
+    def build_float(self) -> dict[str, BuildResult]:
+        """Return the engine of the float model as the one to deliver, which is all where nothing is quantized."""
+        if "engine" not in self._built:
+            dtype = self._config.quantizer.target.torch_dtype
+            with self._context.timer("export"):
+                for graph in self._graphs.names:
+                    onnx = self.files("engine", graph).onnx
+                    export_float(self._context, self._graphs, graph, self._config.export.opset, onnx, dtype)
+                    # That of a module was written to see which axes are open.
+                    self.files("float", graph).onnx.unlink(missing_ok=True)
+            self._build_files(["engine"])
+        return self.built
+
+    def _build_files(self, names: list[str]) -> None:
+        """Build engines of their exported files."""
+        with self._context.timer("build the engines"):
+            for name in names:
+                self._forget(name)
+                self._is_refused = self._is_refused and name != "engine"
+                places = {graph: self.files(name, graph) for graph in self._graphs.names}
+                self._built[name] = {
+                    graph: self.build_file(files.onnx, files.engine, graph) for graph, files in places.items()
+                }
+
+    def _forget(self, name: str) -> None:
+        self._loaded.pop(name, None)
+        self._assembled.pop(name, None)
+
+    def inspect(self) -> Inspection:
+        """Return the precisions of the engine's layers, of several engines those of the last graph."""
+        timing, files = self.timing, self.files("engine")
+        sizes = timing.sizes
+        if self._graphs.several and self._context.task.reads != "text":
+            # A graph that reads tokens of its own has no more of them than rows.
+            sizes = replace(sizes, sequence=sizes.batch)
+        return observe_engine(
+            timing.backend,
+            files.engine,
+            files.onnx,
+            threads=timing.threads,
+            sizes=sizes,
+            required=False,
+        )
+
+    def _fetch_float(self) -> None:
+        """Take the engine of the float model from a run before this one, if there was one with the same options."""
+        if "float" not in self._built and self._context.floats is not None and not self._graphs.several:
+            found = self._context.floats.fetch(float_options(self._config), self._folder)
+            self._built |= {} if found is None else {"float": {self._graphs.names[0]: found}}
+
+    def options(self, graph: str | None = None) -> BuildOptions:
+        """Return the options with which the engine of a graph is built."""
+        made = build_options(self._config, self._context)
+        return replace(made, dynamic=self._graphs.dimensions(self._config, graph or self._graphs.names[-1]))
+
+    def build_file(self, onnx: Path, engine: Path, graph: str | None = None) -> BuildResult:
+        """Build an engine with the options of the run."""
+        return self._context.timer.build(self._config.quantizer.backend, onnx, engine, self.options(graph))
+
+    def build_for(self, name: str, only_sizes: OnlySizes) -> tuple[BuildResult, Engine]:
+        """Build the engine of a model of one graph anew of its file, for some sizes alone, and load it."""
+        files, backend, (graph,) = self.files(name), self._config.quantizer.backend, self._graphs.names
+        options = replace(self.options(), only_sizes=only_sizes)
+        built = self._context.timer.build(backend, files.onnx, files.engine, options)
+        self._forget(name)
+        self._built[name] = {graph: built}
+        self._loaded[name] = {graph: load_engine(backend, built.path, threads=self._config.engine.threads)}
+        return built, self._loaded[name][graph]
+
+    def refuse(self) -> None:
+        """Let the quantized engine not be loaded any more: it computes wrongly."""
+        self._is_refused = True
+
+    def graphs_of(self, name: str) -> dict[str, Engine]:
+        """Return the loaded engine of each graph of ``engine`` or ``float``."""
+        if name not in self._loaded:
+            backend, threads = self._config.quantizer.backend, self._config.engine.threads
+            self._loaded[name] = {
+                graph: load_engine(backend, one.path, threads=threads) for graph, one in self._built[name].items()
+            }
+        return self._loaded[name]
+
+    def load(self) -> dict[str, Runs]:
+        """Return the engines that were built, but not a refused one; none if they need a GPU that is not here."""
+        if not self.runs_here:
+            return {}
+        wanted = [name for name in self._built if not (self._is_refused and name == "engine")]
+        for name in wanted:
+            if name not in self._assembled:
+                self._assembled[name] = self._graphs.assembled(self.graphs_of(name))
+        return {name: self._assembled[name] for name in wanted}
+
+    def adopt(self, name: str, made: Mapping[str, MadeEngine]) -> None:
+        """Take engines that were built and loaded elsewhere of the same model, each of its graphs."""
+        self._forget(name)
+        self._built[name], self._loaded[name] = {}, {}
+        for graph, one in made.items():
+            files = self.files(name, graph)
+            for data in one.files.onnx.parent.glob(f"{one.files.onnx.name}?*"):
+                data.replace(files.onnx.parent / data.name)
+            one.files.onnx.replace(files.onnx)
+            one.built.path.replace(files.engine)
+            self._built[name][graph] = replace(one.built, path=files.engine)
+            self._loaded[name][graph] = one.engine
+        self._back = frozenset()
+
+
+def _together(results: list[BuildResult]) -> BuildResult:
+    """Return several engines as one, with the file of the last."""
+    last, warnings = results[-1], tuple(warning for one in results for warning in one.warnings)
+    size, seconds = sum(one.size_bytes for one in results), sum(one.seconds for one in results)
+    return last if len(results) == 1 else BuildResult(last.path, size, seconds, warnings)
+
+
+def export_float(
+    context: RunContext, graphs: Graphs, graph: str, opset: int, path: Path, dtype: torch.dtype = torch.float32
+) -> None:
+    """Write the ONNX file of a graph of the float model, exported or copied from a run before this one."""
+    floats, options = context.floats, f"{graph} {_graph_options(opset, dtype)}"
+    if floats is not None and floats.fetch_graph(options, path):
+        return
+    if (made := context.exported.get(options)) is not None and made.exists():
+        if made != path:
+            copy_onnx(made, path)
+        return
+    module, example, axes = graphs.modules(context.model)[graph], graphs.example(graph), graphs.axes(graph)
+    export_onnx(module, path, example, opset=opset, dtype=dtype, axes=axes)
+    if floats is not None:
+        floats.keep_graph(options, path)
+    context.exported[options] = path
+
+
+def _graph_options(opset: int, dtype: torch.dtype) -> str:
+    """Return all that the ONNX file of the float model depends on besides it, as text."""
+    return f"opset {opset} {dtype}"
+
+
+def nearest_form(engines: Mapping[str, Runs], quantizer: Quantizer, model: nn.Module) -> dict[str, Runs]:
+    """Return the engine; if it cannot run here, a simulation of its half precision, but nothing for float32."""
+    if engines:
+        return {"engine": engines["engine"]} if "engine" in engines else {}
+    half = quantizer.config.target.torch_dtype is not torch.float32
+    return {"simulation": quantizer.simulate(model)} if half else {}

@@ -1,0 +1,325 @@
+"""The prices of a plan's groups: an engine of the plan and one of the float model, timed layer by layer.
+
+A checksum of all in an ONNX file that decides how long its engine takes: operators, shapes and types, no weights.
+
+The stage that prices the groups of a plan by measured time, and finds those that low precision makes slower.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from quantizer.common.data.sizes import DataSizes
+from quantizer.common.optional_import import import_library
+from quantizer.common.paths import regular_file
+from quantizer.common.plain_values import decoded, json_values
+from quantizer.engines import Engine, inspect_engine, interleaved_latency, load_engine, medians
+from quantizer.engines.input_sizes import InputSizes
+from quantizer.engines.inspection import place_times
+from quantizer.engines.measure import working_inputs
+from quantizer.engines.onnx_graph import product_names
+from quantizer.errors import EngineError
+from quantizer.files import whole_file
+from quantizer.plan.site_plan import Plan
+from quantizer.proxy.build import sites_of
+from quantizer.qdq.onnx_file import input_dimensions, read_graph
+from quantizer.quantizer import Quantizer
+from quantizer.report import collect_machine, collect_versions
+from quantizer.report.text import counted
+from quantizer.sensitivity.prices import Prices, prices_from_places
+
+_ROUNDS, _SECONDS = 15, 20.0
+_RUNS, _FEWEST_RUNS, _RUNS_S = 10, 3, 10.0
+"""Runs of which a layer's time is the median: so many, or those that take so long, but never fewer than that."""
+
+_MEASUREMENTS, _MEASUREMENTS_S = 2, 20.0
+"""Measurements of which a layer's time is the lower one; none is begun after so long."""
+
+_LEAST_GAIN = 1.02
+"""A plan with groups put back for the time is taken from this gain on, measured as a whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFiles:
+    """An engine and the file that it was built from."""
+
+    onnx: Path
+    engine: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Conditions in which engines are timed.
+
+    Attributes:
+        backend: their backend.
+        threads: the threads.
+        options: the options of their build, in words.
+        sizes: of the inputs.
+    """
+
+    backend: str
+    sizes: InputSizes
+    threads: int
+    options: str = ""
+
+    def said(self, onnx: Path) -> str:
+        """Return the conditions of engines that were built of such a file, in words."""
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        shape = self.sizes.words(input_dimensions(onnx).values())
+        return f"{self.backend}, {shape}, {threads}"
+
+    def load(self, path: Path) -> Engine:
+        return load_engine(self.backend, path, threads=self.threads, verify=False)
+
+    def of_places(
+        self, engines: Mapping[str, EngineFiles], places: Collection[str], latencies: Mapping[str, float]
+    ) -> dict[str, dict[str, float]]:
+        """Return the time of each place in each engine, in microseconds, the lower of two measurements.
+
+        The engines take turns. What else runs on the machine makes layers slower, and seldom the same ones twice. Where
+        the first measurement takes long, there is no second.
+
+        Args:
+            engines: the engines by name.
+            places: the places.
+            latencies: what each engine takes as a whole, in microseconds.
+        """
+        found: dict[str, dict[str, float]] = {}
+        begin = time.perf_counter()
+        for number in range(_MEASUREMENTS):
+            if number > 0 and time.perf_counter() - begin > _MEASUREMENTS_S:
+                break
+            for name, files in engines.items():
+                runs = max(_FEWEST_RUNS, min(_RUNS, int(1e6 * _RUNS_S / latencies[name])))
+                seen = inspect_engine(
+                    self.backend,
+                    files.engine,
+                    threads=self.threads,
+                    sizes=self.sizes,
+                    runs=runs,
+                )
+                times = place_times(seen, places, product_names(files.onnx))
+                found[name] = {place: min(spent, found.get(name, times)[place]) for place, spent in times.items()}
+        return found
+
+    def latencies(self, paths: Mapping[str, Path]) -> dict[str, float]:
+        """Return the median latency of each engine in microseconds, all in turns, on made-up inputs."""
+        engines = {name: self.load(path) for name, path in paths.items()}
+        calls = {name: partial(engine, working_inputs(engine, self.sizes)) for name, engine in engines.items()}
+        taken = medians(interleaved_latency(calls, rounds=_ROUNDS, seconds=_SECONDS))
+        return {name: 1e6 * seconds for name, seconds in taken.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Times:
+    """Latencies in microseconds, and the time of each place, in the engine of a plan and in that of the float model."""
+
+    low_us: float
+    float_us: float
+    low: Mapping[str, float]
+    plain: Mapping[str, float]
+    faster: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Document:
+    """The content of a file of times: what was measured, by what it was measured on."""
+
+    times: Mapping[str, _Times]
+
+
+class TimeCache:
+    """Times in a JSON file, so that a run that is resumed or repeated takes them from there.
+
+    A file that holds something else is an error: it is not overwritten.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._times: dict[str, _Times] = {}
+        if path is not None and path.exists():
+            try:
+                document: _Document = decoded(_Document, json_values(regular_file(path).read_bytes()), "the file")
+            except (OSError, ValueError) as error:
+                raise EngineError(f"{path} holds no times of engines ({error}); remove it, and run again") from error
+            self._times = dict(document.times)
+
+    def times(self, low: Path, plain: Path, timing: Timing, take: Callable[[], _Times]) -> _Times:
+        """Return the times of the engines of two ONNX files, measured at the first call only."""
+        key = _key(low, plain, timing)
+        if key not in self._times:
+            self._put(key, take())
+        return self._times[key]
+
+    def faster(self, low: Path, plain: Path, timing: Timing, take: Callable[[], bool]) -> bool:
+        """Return whether a plan whose times are known is faster without its slower groups, measured once likewise."""
+        key = _key(low, plain, timing)
+        known = self._times[key].faster
+        if known is None:
+            known = take()
+            self._put(key, replace(self._times[key], faster=known))
+        return known
+
+    def _put(self, key: str, times: _Times) -> None:
+        self._times[key] = times
+        if self.path is not None:
+            with whole_file(self.path, EngineError) as part:
+                part.write_text(json.dumps(asdict(_Document(times=self._times)), indent=1), encoding="utf-8")
+
+
+def price_groups(
+    plan: Plan, quantized: nn.Module, low: EngineFiles, plain: EngineFiles, timing: Timing, cache: TimeCache
+) -> Prices | None:
+    """Return what each group of a plan takes in low precision and in float, in engines of this machine.
+
+    None: the library tells no times of layers.
+    """
+    hosts = {site.path: site.host_path for site in sites_of(quantized)}
+
+    def take() -> _Times:
+        latency = timing.latencies({"low": low.engine, "plain": plain.engine})
+        spent = timing.of_places({"low": low, "plain": plain}, sorted(set(hosts.values())), latency)
+        return _Times(low_us=latency["low"], float_us=latency["plain"], low=spent["low"], plain=spent["plain"])
+
+    times = cache.times(low.onnx, plain.onnx, timing, take)
+    if not sum(times.low.values()) or not sum(times.plain.values()):
+        return None
+    return prices_from_places(
+        plan, hosts, times.low, times.plain, low_us=times.low_us, float_us=times.float_us, where=timing.said(plain.onnx)
+    )
+
+
+def is_faster(placed: EngineFiles, low: EngineFiles, timing: Timing) -> bool:
+    """Return whether the engine ``placed`` is faster than ``low`` by more than noise."""
+    latency = timing.latencies({"placed": placed.engine, "low": low.engine})
+    return latency["low"] >= _LEAST_GAIN * latency["placed"]
+
+
+def _key(low: Path, plain: Path, timing: Timing) -> str:
+    """Return a checksum of the structure of the files, the machine, the libraries, the shape and the options."""
+    machine, versions = collect_machine(), collect_versions()
+    parts = [repr(timing), json.dumps([machine, versions], sort_keys=True), *map(structure_digest, (low, plain))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+_SMALL = 64
+"""Whole numbers up to so many are axes and shapes, whose values count."""
+
+
+def structure_digest(path: Path) -> str:
+    """Return a checksum that two files share if they differ in the values of weights and scales alone.
+
+    Which scales are equal counts, since engines fuse what has one scale; so does whether a zero point is zero.
+    """
+    onnx, model = import_library("onnx", "onnx"), read_graph(path)
+    found, known = hashlib.sha256(), dict[float, int]()
+    for tensor in _tensors(onnx, model.graph):
+        found.update(f"{tensor.name} {_values(onnx, tensor, known)}\n".encode())
+        for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
+            tensor.ClearField(field)
+        # Where data lies in a second file is no matter of time.
+        tensor.ClearField("external_data")
+    found.update(model.SerializeToString(deterministic=True))
+    return found.hexdigest()
+
+
+def _tensors(onnx: Any, graph: Any) -> Iterator[Any]:
+    """Yield the constants of a graph, with those in attributes and inner graphs."""
+    yield from graph.initializer
+    for node in graph.node:
+        for entry in node.attribute:
+            if entry.type == onnx.AttributeProto.TENSOR:
+                yield entry.t
+            for below in (entry.g, *entry.graphs):
+                yield from _tensors(onnx, below)
+
+
+def _values(onnx: Any, tensor: Any, known: dict[float, int]) -> str:
+    """Return as much of the values of a constant as time may depend on."""
+    kind, size = onnx.TensorProto.DataType.Name(tensor.data_type), prod(tensor.dims)
+    if size > _SMALL or tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return ""
+    if kind in ("INT32", "INT64", "BOOL"):
+        return str(onnx.numpy_helper.to_array(tensor).tolist())
+    if size == 1 and kind in ("INT8", "UINT8"):
+        return str(bool(onnx.numpy_helper.to_array(tensor).any()))
+    if size == 1 and kind in ("FLOAT", "FLOAT16"):
+        return str(known.setdefault(float(onnx.numpy_helper.to_array(tensor).reshape(-1)[0]), len(known)))
+    return ""
+
+
+_WORTH_A_TRIAL = 1.01
+"""The gain that the prices of the slower groups have to promise, half of what it has to be when it is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupPlacer:
+    """Prices the groups of a quantizer's plan in the engines of its backend.
+
+    Attributes:
+        model: the float model.
+        example: one batch, to export with.
+        timing: how engines are timed.
+        cache: times that were measured before.
+        build: builds an engine of the backend from an ONNX file.
+        folder: where engines may lie while they are timed.
+        opset: the ONNX opset; None: the target's.
+        axes: the open axes of the inputs; None: by the example.
+        say: called with what was found, in words.
+    """
+
+    model: nn.Module
+    example: Any
+    timing: Timing
+    cache: TimeCache
+    build: Callable[[Path, Path], Any]
+    folder: Path
+    opset: int | None = None
+    axes: DataSizes | None = None
+    say: Callable[[str], None] = lambda words: None
+
+    def prices(self, quantizer: Quantizer, quantized: nn.Module, low: EngineFiles, plain: EngineFiles) -> Prices | None:
+        """Return the prices of all groups of a plan; those by which a group is slower hold for the plan as a whole.
+
+        None: the library tells no times of layers.
+
+        Gains of single groups do not add up exactly. So an engine without the slower groups is built and timed beside
+        the other: if it is not faster, no group counts as slower; nor if all of them together would gain too little.
+        """
+        prices = price_groups(quantizer.plan, quantized, low, plain, self.timing, self.cache)
+        if prices is None or not prices.slower():
+            return prices
+        number = len(prices.slower())
+        what = f"{counted(number, 'group')} {'is' if number == 1 else 'are'} slower in {quantizer.config.dtype}"
+        if prices.low_us < _WORTH_A_TRIAL * prices.time_us(prices.slower()):
+            faster, then = False, f", but too little to put {'it' if number == 1 else 'them'} back"
+        else:
+            faster = self.cache.faster(low.onnx, plain.onnx, self.timing, partial(self._faster, quantizer, prices, low))
+            then = ", put back" if faster else ", but the engine is not faster without them"
+        self.say(f"{what} than in float{then}")
+        return prices if faster else replace(prices, least_loss_us=math.inf)
+
+    def _faster(self, quantizer: Quantizer, prices: Prices, low: EngineFiles) -> bool:
+        with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+            placed = EngineFiles(onnx=Path(scratch) / "placed.onnx", engine=Path(scratch) / "placed.engine")
+            quantizer.fallback(None, prices=prices)
+            try:
+                quantized = quantizer.quantize(self.model)
+                quantizer.export(quantized, placed.onnx, self.example, opset=self.opset, dynamic_axes=self.axes)
+            finally:
+                quantizer.clear_fallback()
+            self.build(placed.onnx, placed.engine)
+            return is_faster(placed, low, self.timing)

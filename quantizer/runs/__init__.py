@@ -1,1 +1,0 @@
-"""The commands ``quantizer run`` and ``quantizer convert``: all stages on a task, timed, resumable and reported."""

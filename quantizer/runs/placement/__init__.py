@@ -1,1 +1,0 @@
-"""Plans by measured time: what each group takes, and the speed that an engine has to reach."""

@@ -1,1 +1,0 @@
-"""The saved folder of a run, the next morning: how its model is called, and the engine that is called so."""
