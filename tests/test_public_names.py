@@ -50,6 +50,7 @@ def test_the_public_names() -> None:
         "from_onnx",
         "functional",
         "load",
+        "load_converted",
         "measured_prices",
         "quantize_model",
     ]
