@@ -11,6 +11,48 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+BOXES = {
+    "FLOOR": ("errors", "reasons", "common", "files", "numerics", "targets"),
+    "PROXY": ("functional", "operations", "rewrite", "patches", "proxy"),
+    "OBSERVE": ("calibrators", "observe", "float16"),
+    "PLAN": ("plan",),
+    "ALGORITHMS": ("calibration", "sensitivity", "qat"),
+    "EXPORT": ("qdq", "export"),
+    "CHECK": ("graph_check",),
+    "CONFIG": ("config",),
+    "QUANTIZER": ("settings", "model_session", "causes", "quantizer"),
+    "ENGINES": ("engines",),
+    "TASKS": ("tasks",),
+    "REPORT": ("report",),
+    "PIPELINE": ("pipeline",),
+    "INTEGRATIONS": ("interop",),
+    "COMMANDS": ("cli", "__main__"),
+}
+"""The boxes of the picture in docs/architecture.md, and the rooms in each."""
+
+_CORE = ("FLOOR", "PROXY", "OBSERVE", "PLAN", "ALGORITHMS", "EXPORT", "CONFIG", "QUANTIZER")
+ARROWS = {
+    "FLOOR": (),
+    "PROXY": ("FLOOR",),
+    "OBSERVE": ("FLOOR", "PROXY"),
+    "PLAN": ("FLOOR", "PROXY", "OBSERVE"),
+    "ALGORITHMS": ("FLOOR", "PROXY", "OBSERVE", "PLAN"),
+    "EXPORT": ("FLOOR", "PROXY", "OBSERVE"),
+    "CHECK": ("FLOOR", "EXPORT"),
+    "CONFIG": ("FLOOR",),
+    "QUANTIZER": ("FLOOR", "PROXY", "OBSERVE", "PLAN", "ALGORITHMS", "EXPORT", "CONFIG", "ENGINES"),
+    "ENGINES": ("FLOOR", "EXPORT"),
+    "TASKS": ("FLOOR", "EXPORT"),
+    "REPORT": ("FLOOR",),
+    "PIPELINE": (*_CORE, "ENGINES", "TASKS", "REPORT"),
+    "INTEGRATIONS": _CORE,
+    "COMMANDS": (*_CORE, "CHECK", "ENGINES", "TASKS", "REPORT", "PIPELINE", "INTEGRATIONS"),
+}
+"""The boxes that each box may import."""
+
+AT_THE_CALL = {("QUANTIZER", "ENGINES")}
+"""Arrows of imports inside functions alone: who quantizes needs no engine until one is asked for."""
+
 PACKAGE = Path(__file__).parents[1] / "quantizer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -121,6 +163,25 @@ def figures() -> Figures:
     )
 
 
+def box_of(room: str) -> str:
+    """The box of a room."""
+    return next(box for box, rooms in BOXES.items() if room in rooms)
+
+
+def arrows_of_boxes() -> dict[tuple[str, str], list[str]]:
+    """The imports from one box into another, each as file and line."""
+    found: dict[tuple[str, str], list[str]] = {}
+    rooms = {room for some in BOXES.values() for room in some}
+    for file in FILES:
+        for line, name in imports(file) if room_of(file) else ():
+            parts = name.split(".")
+            if parts[0] == "quantizer" and len(parts) > 1 and parts[1] in rooms:
+                pair = box_of(room_of(file)), box_of(parts[1])
+                if pair[0] != pair[1]:
+                    found.setdefault(pair, []).append(f"{file.relative_to(PACKAGE)}:{line}")
+    return found
+
+
 def main() -> None:
     """Print the figures."""
     house = figures()
@@ -131,6 +192,11 @@ def main() -> None:
     print(f"statements          {house.statements}")
     print("longest function    {} lines, {}".format(*house.longest_function))
     print(f"lines in all        {house.lines}")
+    arrows = arrows_of_boxes()
+    print(f"boxes               {len(BOXES)}, with {len(arrows)} arrows between them")
+    for box in BOXES:
+        to = [f"{other} {len(places)}" for (one, other), places in arrows.items() if one == box]
+        print(f"  {box:<13} {', '.join(to) or '-'}")
 
 
 if __name__ == "__main__":

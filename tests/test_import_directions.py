@@ -8,72 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from structure import FILES, imports, room_of
-
-# A line may import from lines above it only.
-ORDER = (
-    "errors",
-    "reasons",
-    "common",
-    "files",
-    "targets",
-    "numerics",
-    "functional",
-    "operations",
-    "config",
-    "qdq",
-    "rewrite",
-    "patches",
-    "calibrators",
-    "proxy",
-    "float16",
-    "observe",
-    "plan",
-    "calibration",
-    "sensitivity",
-    "qat",
-    "export",
-    "graph_check",
-    "engines",
-    "tasks",
-    "settings",
-    "causes",
-    "model_session",
-    "quantizer",
-    "report",
-    "pipeline",
-    # Integrations, which nothing imports but the command line and the public names.
-    "interop",
-    "cli",
-    "__main__",
-)
-RANK = {part: rank for rank, part in enumerate(ORDER)}
-
-# Engines take a path or bytes and know no proxy; the schema does not enter the library. A report shows records: what
-# computes them is below it, and knows nothing of it.
-_FLOOR = ("errors", "reasons", "common", "files", "targets")
-FORBIDDEN = {
-    "report": {part for part in ORDER if part not in (*_FLOOR, "report")},
-    "engines": {"proxy", "rewrite", "observe", "plan", "calibration", "export", "sensitivity"},
-    **{
-        part: {"config"}
-        for part in (
-            "qdq",
-            "rewrite",
-            "patches",
-            "calibrators",
-            "proxy",
-            "float16",
-            "observe",
-            "plan",
-            "calibration",
-            "sensitivity",
-            "qat",
-            "export",
-            "engines",
-        )
-    },
-}
+from structure import ARROWS, AT_THE_CALL, BOXES, FILES, arrows_of_boxes, imports, room_of
 
 ROOMS = {
     "tensorrt": {"engines"},
@@ -99,23 +34,25 @@ ROOMS = {
 }
 
 
-def _against_the_order(file: Path) -> Iterator[str]:
-    part = room_of(file)
-    if not part:
-        return
-    if part not in RANK:
-        yield f"{file.name}: give the new part {part} its place in ORDER"
-        return
-    for line, name in imports(file):
-        other = name.split(".")[1] if name.startswith("quantizer.") else part
-        if other == part or other.startswith("__") or other not in RANK:
-            continue
-        if RANK[other] >= RANK[part] or other in FORBIDDEN.get(part, ()):
-            yield f"{file.name}:{line}: {part} must not import {other}"
+def test_each_room_is_in_a_box() -> None:
+    rooms = [room for some in BOXES.values() for room in some]
+    assert sorted(rooms) == sorted({room_of(file) for file in FILES if room_of(file)})
 
 
-def test_imports_go_one_way() -> None:
-    assert not [found for file in FILES for found in _against_the_order(file)]
+def test_boxes_import_what_the_picture_allows() -> None:
+    found = arrows_of_boxes()
+    assert not {pair: places for pair, places in found.items() if pair[1] not in ARROWS[pair[0]]}
+    # An arrow that nothing uses is none of the picture.
+    unused = {(box, other) for box, others in ARROWS.items() for other in others} - found.keys()
+    assert {pair for pair in unused if pair[0] not in ("COMMANDS", "INTEGRATIONS", "PIPELINE")} == set()
+
+
+def test_the_facade_imports_an_engine_only_where_one_is_asked_for() -> None:
+    for pair in AT_THE_CALL:
+        for place in arrows_of_boxes()[pair]:
+            name, line = place.split(":")
+            (found,) = (file for file in FILES if file.as_posix().endswith(f"quantizer/{name}"))
+            assert found.read_text(encoding="utf-8").splitlines()[int(line) - 1].startswith(" "), place
 
 
 OF_ONE_ENGINE = {

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.calibrators.histogram import Histogram, in_memory_order
+from quantizer.calibrators.histogram import Histogram
 from quantizer.common import registry as choices
 from quantizer.common.registry import Registry
 from quantizer.errors import CalibrationError
+from quantizer.numerics.granularity import in_memory_order
 from quantizer.numerics.qtype import QType
 
 CALIBRATORS: Registry[type[Calibrator]] = choices.CALIBRATORS

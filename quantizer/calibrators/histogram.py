@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+from quantizer.numerics.granularity import in_memory_order
 from quantizer.numerics.torch_operators import fake_quantize
 
 BINS = 2048
@@ -118,15 +119,6 @@ class Histogram:
         elif exponent > self.exponent:
             self.counts = _coarsened(self.counts, exponent - self.exponent)
             self.exponent = exponent
-
-
-def in_memory_order(x: Tensor) -> Tensor:
-    """Return x [*] with its axes in memory order if that is contiguous (passes over it are faster), otherwise x."""
-    if x.is_contiguous() or x.layout != torch.strided:
-        return x
-    strides = x.stride()
-    permuted = x.permute(sorted(range(x.dim()), key=lambda axis: -strides[axis]))
-    return permuted if permuted.is_contiguous() else x
 
 
 def _exponent_for(amax: float) -> int:

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.calibrators.histogram import in_memory_order
 from quantizer.common.fingerprint import tensor_version
 from quantizer.common.structure import leaves
 from quantizer.float16.float32_modules import Float32Modules
+from quantizer.numerics.granularity import in_memory_order
 from quantizer.numerics.qtype import FLOAT16_MAX
 
 MASKS = -1e8

@@ -55,3 +55,12 @@ def scale_of_each(scale: Tensor, shape: Sequence[int], axis: int | None, block_s
     scales = torch.ones(*shape, device=scale.device)
     in_blocks(scales, axis, block_size).mul_(beside(scale, len(shape), axis, block_size))
     return scales
+
+
+def in_memory_order(x: Tensor) -> Tensor:
+    """Return x [*] with its axes in memory order if that is contiguous (passes over it are faster), otherwise x."""
+    if x.is_contiguous() or x.layout != torch.strided:
+        return x
+    strides = x.stride()
+    permuted = x.permute(sorted(range(x.dim()), key=lambda axis: -strides[axis]))
+    return permuted if permuted.is_contiguous() else x

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quantizer.calibrators.histogram import in_memory_order
+from quantizer.numerics.granularity import in_memory_order
 from quantizer.proxy.computed.computation import Computation
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from quantizer.calibrators import Calibrator, MaxCalibrator, MseCalibrator, PercentileCalibrator, make_calibrator
 from quantizer.calibrators.base import CALIBRATORS, estimates
-from quantizer.calibrators.histogram import BINS, Histogram, in_memory_order
+from quantizer.calibrators.histogram import BINS, Histogram
 from quantizer.errors import CalibrationError, ConfigError
+from quantizer.numerics.granularity import in_memory_order
 from quantizer.numerics.qtype import QTYPES
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=32)
