@@ -8,7 +8,8 @@ import pytest
 
 from quantizer.config import DatasetConfig
 from quantizer.errors import TaskError
-from quantizer.pipeline.faults import Looks, run_ready
+from quantizer.pipeline import preflight as run_ready
+from quantizer.pipeline.faults import Looks
 from quantizer.tasks.datasets.load import load_rows
 
 
