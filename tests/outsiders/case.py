@@ -18,6 +18,7 @@ from quantizer import Quantizer
 from quantizer.common.structure import leaves
 from quantizer.engines import BuildOptions, build_engine, load_engine
 from quantizer.engines.backends import inspect_file
+from quantizer.engines.input_sizes import InputSizes
 from quantizer.errors import QuantizerError
 from quantizer.graph_check import check_file
 from quantizer.pipeline.engine_module import CallForm, EngineModule
@@ -201,7 +202,7 @@ def reach(case: Case, backend: str, folder: Path) -> Reached:
     form = CallForm.of(model, next(iter(right.values())))
     engine = EngineModule(load_engine(backend, folder / "model.engine"), form)
     sizes = {"batch": max(case.rows)} | ({"sequence": case.lengths[-1]} if case.lengths else {})
-    inspection = inspect_file(folder / "model.engine", backend, **sizes)
+    inspection = inspect_file(folder / "model.engine", backend, sizes=InputSizes(**sizes))
     reached = Reached(
         frozen={size: sqnr(right[size], _call(frozen, batch)) for size, batch in measured.items()},
         engine={size: sqnr(right[size], _call(engine, batch)) for size, batch in measured.items()},
