@@ -36,9 +36,10 @@ torture-faults: $(INSTALLED)
 nightly: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --max-worker-restart=0 --dist loadfile --no-loadscope-reorder -m "nightly and not gpu"
 
-# Rooms, arrows between them, files, statements, lines: figures of the structure of the package.
+# Rooms, boxes and the arrows between them, files, statements, lines; and how deep a user's call lies when work begins.
 structure: $(INSTALLED)
 	@$(BIN)/python tests/structure.py
+	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python tests/frames.py 2>/dev/null | grep "^f[a-z]* at\|^files"
 
 # What quantizing twelve nets gives, and what twelve commands write and print, recorded anew after a change that is
 # meant; read the diff. make goldens CASES="sweep run_qat" records these commands alone.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from quantizer.files.folder import (
     checked_folder,
+    new_folder,
     require_sole_writer,
     restore_folder,
     said_complete,
@@ -28,6 +29,7 @@ __all__ = [
     "checked_file",
     "checked_folder",
     "is_begun",
+    "new_folder",
     "require_room",
     "require_sole_writer",
     "require_writable",

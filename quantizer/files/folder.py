@@ -64,7 +64,15 @@ def require_sole_writer(folder: str | os.PathLike[str]) -> None:
 def write_folder(
     folder: str | os.PathLike[str], fill: Callable[[Path], object], *, kind: str, replace: bool = True
 ) -> Path:
-    """Write a folder atomically: ``fill(path)`` writes into a temporary folder beside it.
+    """Write a folder atomically by ``fill(path)``, as in ``with new_folder(...) as path``; return its place."""
+    with new_folder(folder, kind=kind, replace=replace) as new:
+        fill(new)
+    return Path(folder).absolute()
+
+
+@contextmanager
+def new_folder(folder: str | os.PathLike[str], *, kind: str, replace: bool = True) -> Iterator[Path]:
+    """Write a folder atomically: yield a temporary folder beside it, which takes its place at the end of the block.
 
     A former folder of the same kind is replaced when the new one is complete. After an error nothing is left behind;
     new parent folders are removed too. If the place has something at the end that must not be replaced, the new folder
@@ -80,7 +88,10 @@ def write_folder(
             remove_leftovers(place)
             new.mkdir()
             probe(new)
-        _filled(new, fill, kind, folder)
+        with system_errors_as(f"nothing was written to {folder}", within=new):
+            yield new
+            write_marker(new, kind)
+            settle(new)
         try:
             checked_folder(folder, kind, replace=replace)
             with said_plainly(folder):
@@ -95,7 +106,6 @@ def write_folder(
         for parent in made:
             with suppress(OSError):
                 parent.rmdir()
-    return Path(folder).absolute()
 
 
 @contextmanager
@@ -139,14 +149,6 @@ def _kept_reason(place: Path, kind: str) -> str | None:
 
 def _some(names: list[str]) -> str:
     return ", ".join(map(repr, names[:_SHOWN])) + (" and more" if len(names) > _SHOWN else "")
-
-
-def _filled(new: Path, fill: Callable[[Path], object], kind: str, folder: object) -> None:
-    """Fill a new folder, mark it and sync it to disk."""
-    with system_errors_as(f"nothing was written to {folder}", within=new):
-        fill(new)
-        write_marker(new, kind)
-        settle(new)
 
 
 def _put_in_place(new: Path, place: Path, kind: str) -> None:

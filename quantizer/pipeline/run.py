@@ -20,7 +20,7 @@ from quantizer.config.data_section import MODULE
 from quantizer.config.schema import check_run
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import EngineError
-from quantizer.files import checked_folder, require_sole_writer, restore_folder, said_complete, write_folder
+from quantizer.files import checked_folder, new_folder, require_sole_writer, restore_folder, said_complete
 from quantizer.pipeline.choose_engine import chooses, with_backend
 from quantizer.pipeline.compare_outputs import refusal
 from quantizer.pipeline.configured import configured_workload
@@ -76,26 +76,23 @@ def convert(configs: Sequence[RunConfig], folder: Path, force: bool, console: Co
         console.print(line, highlight=False, markup=False)
     resolved = [_resolved(config) for config in configs]
     records: dict[str, RunRecord] = {}
-    with _resume(folder, resolved) as kept:
-
-        def fill(target: Path) -> None:
-            names = [name for config, among in resolved for name in _names(config, among)]
-            timer = StageTimer(console, Outlook(names, _earlier(resolved, folder)))
-            # In the folder itself, so that after a kill both are removed together.
-            with tempfile.TemporaryDirectory(dir=target) as scratch:
-                shared = SharedWork(Path(scratch), kept.times)
-                for config, among in resolved:
-                    console.print(f"[bold]{config.quantizer.backend}[/bold]") if len(resolved) > 1 else None
-                    place = Path(tempfile.mkdtemp(dir=target))
-                    made = partial(shared.load, config)
-                    record = carry_out_job(Job(config, folder.name, place, kept, timer, made, among, converts=True))
-                    assert record is not None
-                    chosen = str(record.config["quantizer"]["backend"])
-                    place.chmod(0o755)
-                    place.rename(target / chosen)
-                    records[chosen] = record
-
-        write_folder(folder, fill, kind=CONVERSION, replace=force)
+    with _resume(folder, resolved) as kept, new_folder(folder, kind=CONVERSION, replace=force) as target:
+        names = [name for config, among in resolved for name in _names(config, among)]
+        timer = StageTimer(console, Outlook(names, _earlier(resolved, folder)))
+        # In the folder itself, so that after a kill both are removed together.
+        with tempfile.TemporaryDirectory(dir=target) as scratch:
+            shared = SharedWork(Path(scratch), kept.times)
+            for config, among in resolved:
+                if len(resolved) > 1:
+                    console.print(f"[bold]{config.quantizer.backend}[/bold]")
+                place = Path(tempfile.mkdtemp(dir=target))
+                load = partial(shared.load, config)
+                record = carry_out_job(Job(config, folder.name, place, kept, timer, load, among, converts=True))
+                assert record is not None
+                chosen = str(record.config["quantizer"]["backend"])
+                place.chmod(0o755)
+                place.rename(target / chosen)
+                records[chosen] = record
     with said_complete(folder):
         for name, record in records.items():
             print_record(record, folder / name, console)
@@ -120,16 +117,10 @@ def _one(config: RunConfig, folder: Path, force: bool, console: Console, load: L
     restore_folder(folder)
     checked_folder(folder, RUN, replace=force)
     require_sole_writer(folder)
-    made: list[RunRecord | None] = []
-    with _resume(folder, [(config, among)]) as kept:
-
-        def fill(target: Path) -> None:
-            names = list(_names(config, among))
-            timer = StageTimer(console, Outlook(names, earlier_run(config, folder, chooses=among is not None)))
-            made.append(carry_out_job(Job(config, folder.name, target, kept, timer, load, among)))
-
-        write_folder(folder, fill, kind=RUN, replace=force)
-    return made[0]
+    with _resume(folder, [(config, among)]) as kept, new_folder(folder, kind=RUN, replace=force) as target:
+        names, earlier = list(_names(config, among)), earlier_run(config, folder, chooses=among is not None)
+        timer = StageTimer(console, Outlook(names, earlier))
+        return carry_out_job(Job(config, folder.name, target, kept, timer, load, among))
 
 
 def _resolved(config: RunConfig) -> tuple[RunConfig, Sequence[str] | None]:
