@@ -84,7 +84,7 @@ def _tracing(files: set[str]) -> Iterator[None]:
 
 
 def traced(backend: str = "onnxruntime") -> tuple[list[str], list[str], set[str]]:
-    """Return the stacks at a calibrating pass of a run and at a build of ``quantize_model``, and a RunConfig's files."""
+    """Return the stacks at a calibrating pass of a run and at a build, and the files that get a ``RunConfig``."""
     import quantizer
     from quantizer.cli.main import main
     from quantizer.engines import backends

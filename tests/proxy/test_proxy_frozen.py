@@ -389,7 +389,7 @@ def test_saving_onto_a_file(tmp_path: Path) -> None:
         (lambda folder: (folder / "quantizer.yaml").write_text("format: 1\nsites: 5"), "damaged"),
         (
             lambda folder: (folder / "quantizer.yaml").write_text("format: 1\nsites: []"),
-            "config and fallback missing",
+            "config and scales_replaced and fallback and regions and fingerprint missing",
         ),
     ],
 )

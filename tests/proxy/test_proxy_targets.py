@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from calibrated import make_calibrated
-from helpers import Mlp, forget_checksums
-from safetensors.torch import load_file, save_file
+from helpers import Mlp
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -293,18 +291,6 @@ def test_which_operand_is_the_product_s_is_kept(tmp_path: Path) -> None:
     # What was seen later joins what was seen before, whichever the order.
     loaded.calibrate(model, [spiky(10)], resume=True, progress=False)
     assert held(loaded) == PRODUCTS_FLOAT
-    # A folder from before it was kept.
-    forget_checksums(folder)
-    tensors = load_file(folder / "observed.safetensors")
-    document = json.loads(bytes(tensors["document"].tolist()))
-    for site in document["sites"].values():
-        for operand in site["operands"].values():
-            del operand["ends_branch"]
-    tensors["document"] = torch.tensor(list(json.dumps(document).encode()), dtype=torch.uint8)
-    save_file(tensors, folder / "observed.safetensors")
-    old = Quantizer.load(folder).for_backend("tensorrt")
-    old.quantize(model)
-    assert held(old) == EACH_ALONE
 
 
 # -- what a target cannot do is refused before the work ----------------------------------------------------------------

@@ -156,11 +156,11 @@ class _Task:
 def test_other_pixels_under_one_name_are_other_rows(classes: Path) -> None:
     def identity() -> str:
         rows = load_rows("image-folder", path=classes)
-        return TaskMetric(("model",), _Task(), rows, []).reads
+        return TaskMetric(("model",), _Task(), rows, [], lambda model: model).reads
 
     before = identity()
     assert identity() == before
     Picture.new("RGB", (4, 4), (9, 9, 9)).save(classes / "cat" / "0.png")
     assert identity() != before
     with pytest.raises(TaskError, match=r"gone\.png cannot be read: No such file"):
-        TaskMetric((), _Task(), [Image(classes / "gone.png", "cat")], [])
+        TaskMetric((), _Task(), [Image(classes / "gone.png", "cat")], [], lambda model: model)

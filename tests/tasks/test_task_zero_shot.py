@@ -121,8 +121,8 @@ def test_labels_that_do_not_fit(clip: str, tmp_path: Path) -> None:
 
 BAD = {
     "none": ((), "chooses among labels, and none were given"),
-    "one": (("--labels", "cat"), "--labels: got one label alone; expected two labels or more"),
-    "twice": (("--labels", "cat", "cat"), "--labels: got 'cat' twice"),
+    "one": (("--labels", "cat"), "--labels cat: model.labels: got one label alone; expected two labels or more"),
+    "twice": (("--labels", "cat", "cat"), "--labels cat cat: model.labels: got 'cat' twice"),
     "template": (
         ("--labels", "cat", "dog", "--template", "a photo"),
         "got the template 'a photo'; expected",

@@ -17,7 +17,7 @@ import numpy as np
 
 from quantizer import Quantizer
 from quantizer.engines import BuildOptions, InputSizes, build_engine, inspect_engine, load_engine
-from quantizer.engines.engine_file import _NO_SUM, _NOTE, _signature, read_engine, sign_onnx, write_engine
+from quantizer.engines.engine_file import _MARK, _footer, read_engine, sign_onnx, write_engine
 from quantizer.engines.tensorrt.engine import _read_rtx
 from quantizer.targets.tensorrt_rtx import RTX_MAGIC
 from torture import mutations
@@ -72,11 +72,11 @@ def _signed(content: bytes, change: Callable[[bytes], bytes]) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / ENGINE
         path.write_bytes(content)
-        if content.startswith(b"PK") or _NOTE in content:
+        if content.startswith(b"PK") or _MARK in content:
             whole, note = read_engine(path, verify=False)
             write_engine(path, memoryview(change(whole)), note)
         else:
-            path.write_bytes(change(content[: -len(_signature(_NO_SUM))]))
+            path.write_bytes(change(content[: _footer(len(content), content)[0]]))
             sign_onnx(path)
         return path.read_bytes()
 
@@ -92,8 +92,11 @@ def signed_note(content: bytes, pick: random.Random) -> bytes:
         path = Path(folder) / ENGINE
         path.write_bytes(content)
         whole, note = read_engine(path, verify=False)
-        changed = pick.choice((mutations.raw, mutations.text))(note.encode(), pick)
-        write_engine(path, memoryview(whole), changed.decode(errors="replace").replace("\n", " "))
+        ways = (mutations.raw, mutations.text)
+        changed = {
+            name: pick.choice(ways)(str(value).encode(), pick).decode(errors="replace") for name, value in note.items()
+        }
+        write_engine(path, memoryview(whole), changed)
         return path.read_bytes()
 
 
