@@ -127,7 +127,7 @@ processor/, config.json and a report; it is complete when the command ends well,
             (config,) = conversion_configs(given, function=True)
             run(config, None, force, console)
         else:
-            convert(conversion_configs(given), args.output or given["output"], force, console)
+            convert(conversion_configs(given), given["output"], force, console)
         return 0
 
 

@@ -40,7 +40,7 @@ from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
 from quantizer.pipeline.kept_engines import KeptEngines
 from quantizer.pipeline.measure import build_options, run_sizes, timed_batches, times_of
 from quantizer.pipeline.rough_plan import RoughTrials, rough_engine
-from quantizer.pipeline.run_engines import MadeEngine, RunEngines, export_float
+from quantizer.pipeline.run_engines import MadeEngine, RunEngines, export_float, export_quantized
 from quantizer.pipeline.time_groups import EngineFiles
 from quantizer.pipeline.workload import Workload
 from quantizer.quantizer import Quantizer
@@ -267,8 +267,7 @@ class _Maker:
         config, name = self._config, variant.backend
         threads = config.engine.threads
         options = replace(
-            build_options(config, self._context),
-            dynamic=self._graphs.dimensions(config, graph),
+            build_options(config, self._graphs.dimensions(config, graph)),
             inference_precision=variant.precision,
             compiled=variant.compiled,
         )
@@ -321,9 +320,7 @@ class _Maker:
             if variant.dynamic:
                 require_sites(self.quantizers[key])
             proxy = self.quantizers[key].quantize(self._context.model)
-            for graph, file in files.items():
-                module, axes = graphs.modules(proxy)[graph], graphs.axes(graph)
-                self.quantizers[key].export(module, file, graphs.example(graph), opset=opset, dynamic_axes=axes)
+            export_quantized(self.quantizers[key], graphs, proxy, files, opset)
             self._frozen[key] = proxy
         return self._frozen[key], files
 

@@ -265,7 +265,7 @@ def _noisy(model: nn.Module, batch: Batch, names: Sequence[str]) -> list[Outputs
 
 
 def check_engine(
-    engine: Engine, expected: Sequence[Reference], of_float: Sequence[Reference], bound: Tolerance, hint: str = ""
+    engine: Engine, expected: Sequence[Reference], of_float: Sequence[Reference], bound: Tolerance
 ) -> list[OutputCheck]:
     """Compare an engine's outputs with the reference, except at masked tokens."""
     what = f"{engine.name} engine"
@@ -276,8 +276,7 @@ def check_engine(
         assert worst.sqnr_db is not None
         raise WrongEngineError(
             f"{_where(what, worst)}: SQNR {worst.sqnr_db:.1f} dB against PyTorch{_to_float(worst, bound)}; expected an "
-            f"{bound}: the engine does not compute what the model computes{_elsewhere(compared, wrong)}"
-            f"{f'. {hint}' if hint else ''}",
+            f"{bound}: the engine does not compute what the model computes{_elsewhere(compared, wrong)}",
             f"SQNR {worst.sqnr_db:.1f} dB at {worst.size}",
             worst.sqnr_db,
             checks,
@@ -531,7 +530,6 @@ def right_engine(
     models: tuple[nn.Module, nn.Module],
     bound: Tolerance,
     rebuild: Callable[[OnlySizes], tuple[BuildResult, Engine]] | None = None,
-    hint: str = "",
 ) -> RightEngine:
     """Return an engine whose outputs are right at all sizes that it takes.
 
@@ -539,7 +537,7 @@ def right_engine(
     """
     expected, plain = (references.of(model, engine.output_names) for model in models)
     try:
-        return RightEngine(engine, built, tuple(check_engine(engine, expected, plain, bound, hint)))
+        return RightEngine(engine, built, tuple(check_engine(engine, expected, plain, bound)))
     except WrongEngineError as wrong:
         only = _sizes_alone(engine, [one.inputs for one in expected], built)
         if rebuild is None or not only:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from quantizer.config import RunConfig
@@ -45,8 +44,7 @@ def configured_workload(
         },
     )
     graphs = graphs_of(context, config)
-    scored = replace(context, model=graphs.runnable(context.model))
-    scorer = Scoring(scored, rows.evaluation, config.report.bootstrap, folder)
+    scorer = Scoring(graphs.scored(context), rows.evaluation, config.report.bootstrap, folder)
     return workload_of(config, context, graphs, rows, scorer)
 
 

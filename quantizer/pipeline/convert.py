@@ -90,7 +90,9 @@ def conversion_configs(given: Mapping[str, Any], *, function: bool = False) -> l
     for option, key in _KEYS.items():
         if option in given:
             _set(base, key, given[option], option)
-    base.set(("quantize",), bool(given.get("quantization")), "--quantization")
+    if given.get("quantization"):
+        base.set(("quantize",), True, "--quantization")
+    _default(base, "quantize", False)
     if not function:
         _checkpoint(base, given)
     if "max_drop" in given or (function and given.get("quantization")):
@@ -109,16 +111,16 @@ def conversion_configs(given: Mapping[str, Any], *, function: bool = False) -> l
 
 def _base(given: Mapping[str, Any]) -> Draft:
     """Return the keys of ``--config``: those of a whole run, or of its section ``quantizer``."""
-    file = given.get("config")
-    if file is None:
-        draft = Draft({}, "quantizer convert")
-    elif isinstance(told := read_yaml(file).value, dict) and not RunConfig.model_fields.keys().isdisjoint(told):
-        draft = run_draft(file, read_yaml(file))
-    else:
-        settings = quantizer_config(file).model_dump(exclude_unset=True)
-        draft = Draft({"quantizer": settings}, f"--config {fspath(file)}")
+    draft = Draft({}, "quantizer convert") if "config" not in given else _of_file(given["config"])
     draft.set(("model", "source"), given["model"], f"-m {given['model']}")
     return draft
+
+
+def _of_file(file: Path) -> Draft:
+    document = read_yaml(file)
+    if isinstance(document.value, dict) and not RunConfig.model_fields.keys().isdisjoint(document.value):
+        return run_draft(file, document)
+    return Draft({"quantizer": quantizer_config(file).model_dump(exclude_unset=True)}, f"--config {file}")
 
 
 def _checkpoint(draft: Draft, given: Mapping[str, Any]) -> None:

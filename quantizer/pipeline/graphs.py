@@ -7,6 +7,7 @@ calibrated, quantized and scored as one model, and exported, built, compared and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from quantizer.common.data.sizes import BATCH, SEQUENCE
 from quantizer.common.decoder_cache import PAST
 from quantizer.config import RunConfig
 from quantizer.engines import Engine
@@ -88,8 +90,8 @@ class Graphs:
 
     def dimensions(self, config: RunConfig, name: str) -> Mapping[str, Sequence[int]]:
         """Return the least, usual and largest size of each open dimension of a graph."""
-        sizes, dynamic = self.context.feed.sizes, config.export.dynamic
-        return {**({} if sizes is None else sizes.ranges), "batch": dynamic.batch, "sequence": dynamic.sequence}
+        sizes = self.context.feed.sizes
+        return {**({} if sizes is None else sizes.ranges), **open_sizes(config)}
 
     def calibration(self, batches: list[Batch]) -> list[Batch]:
         """Return the batches that calibrate the whole model."""
@@ -114,6 +116,10 @@ class Graphs:
     def runnable(self, model: nn.Module) -> nn.Module:
         """Return the module that is scored for a model."""
         return model
+
+    def scored(self, context: RunContext) -> RunContext:
+        """Return a context whose model is the one that is scored."""
+        return replace(context, model=self.runnable(context.model))
 
     def timed(self, model: Runs) -> Runs:
         """Return what is timed for a model or for assembled engines."""
@@ -246,6 +252,12 @@ class WritingGraphs(Graphs):
         longest = max(map(len, rows))
         filled = [np.pad(row, (0, longest - len(row)), constant_values=np.nan) for row in rows]
         return task.decide(np.stack(filled))
+
+
+def open_sizes(config: RunConfig) -> dict[str, tuple[int, int, int]]:
+    """Return the least, usual and largest number of rows, and of tokens in a row."""
+    dynamic = config.export.dynamic
+    return {BATCH: dynamic.batch, SEQUENCE: dynamic.sequence}
 
 
 def graphs_of(context: RunContext, config: RunConfig) -> Graphs:

@@ -16,7 +16,7 @@ from quantizer.config import RunConfig
 from quantizer.engines import BuildOptions, BuildResult, Engine, InputSizes, interleaved_latency, peak_memory_mib
 from quantizer.errors import EngineError
 from quantizer.pipeline.context import RunContext, Runs, engine_inputs
-from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
+from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs, open_sizes
 from quantizer.report import EngineFile, Latency, MemoryEntry, RunRecord, latency_entries, memory_entries, text
 from quantizer.report.record import EngineChoice
 from quantizer.tasks import Batch, batch_shape
@@ -37,15 +37,10 @@ def run_sizes(config: RunConfig, context: RunContext) -> InputSizes:
     return InputSizes(report.latency_batch, report.latency_sequence, named)
 
 
-def build_options(config: RunConfig, context: RunContext | None = None) -> BuildOptions:
-    """Return the options with which a run builds its engines."""
-    sizes = None if context is None else context.feed.sizes
+def build_options(config: RunConfig, dimensions: Mapping[str, Sequence[int]] | None = None) -> BuildOptions:
+    """Return the options of a build for these sizes of open dimensions; None: rows, and tokens of a text."""
     return BuildOptions(
-        dynamic={
-            **({} if sizes is None else sizes.ranges),
-            BATCH: config.export.dynamic.batch,
-            SEQUENCE: config.export.dynamic.sequence,
-        },
+        dynamic=open_sizes(config) if dimensions is None else dimensions,
         compute_capability=config.engine.compute_capability,
         inference_precision=config.engine.inference_precision,
         strip_weights=config.engine.strip_weights,

@@ -83,10 +83,12 @@ def convert(configs: Sequence[RunConfig], folder: Path, force: bool, console: Co
         with tempfile.TemporaryDirectory(dir=target) as scratch:
             shared = SharedWork(Path(scratch), kept.times)
             for config, among in resolved:
+                # One alone has nobody to share its float engine and its calibration with.
+                load = partial(configured_workload, config, ready[0].rows)
                 if len(resolved) > 1:
                     console.print(f"[bold]{config.quantizer.backend}[/bold]")
+                    load = partial(shared.load, config)
                 place = Path(tempfile.mkdtemp(dir=target))
-                load = partial(shared.load, config)
                 record = carry_out_job(Job(config, folder.name, place, kept, timer, load, among, converts=True))
                 assert record is not None
                 chosen = str(record.config["quantizer"]["backend"])

@@ -77,7 +77,7 @@ class RunEngines:
         return Timing(
             backend=self._config.quantizer.backend,
             threads=self._config.engine.threads,
-            options=repr(build_options(self._config, self._context)),
+            options=repr(self.options()),
             sizes=run_sizes(self._config, self._context),
         )
 
@@ -99,10 +99,9 @@ class RunEngines:
         with self._context.timer("export"):
             for graph in graphs.names if "float" in missing else ():
                 export_float(self._context, graphs, graph, opset, self.files("float", graph).onnx)
-            for graph in graphs.names if "engine" in missing else ():
-                module, axes = graphs.modules(quantized)[graph], graphs.axes(graph)
-                onnx = self.files("engine", graph).onnx
-                quantizer.export(module, onnx, graphs.example(graph), opset=opset, dynamic_axes=axes)
+            if "engine" in missing:
+                places = {graph: self.files("engine", graph).onnx for graph in graphs.names}
+                export_quantized(quantizer, graphs, quantized, places, opset)
         self._build_files(missing)
         if "float" in missing and self._context.floats is not None and not graphs.several:
             options = float_options(self._config)
@@ -163,8 +162,8 @@ class RunEngines:
 
     def options(self, graph: str | None = None) -> BuildOptions:
         """Return the options with which the engine of a graph is built."""
-        made = build_options(self._config, self._context)
-        return replace(made, dynamic=self._graphs.dimensions(self._config, graph or self._graphs.names[-1]))
+        graph = graph or self._graphs.names[-1]
+        return build_options(self._config, self._graphs.dimensions(self._config, graph))
 
     def build_file(self, onnx: Path, engine: Path, graph: str | None = None) -> BuildResult:
         """Build an engine with the options of the run."""
@@ -223,6 +222,15 @@ def _together(results: list[BuildResult]) -> BuildResult:
     last, warnings = results[-1], tuple(warning for one in results for warning in one.warnings)
     size, seconds = sum(one.size_bytes for one in results), sum(one.seconds for one in results)
     return last if len(results) == 1 else BuildResult(last.path, size, seconds, warnings)
+
+
+def export_quantized(
+    quantizer: Quantizer, graphs: Graphs, quantized: nn.Module, places: Mapping[str, Path], opset: int
+) -> None:
+    """Write the ONNX file of each graph of a frozen model to its place."""
+    for graph, place in places.items():
+        module, axes = graphs.modules(quantized)[graph], graphs.axes(graph)
+        quantizer.export(module, place, graphs.example(graph), opset=opset, dynamic_axes=axes)
 
 
 def export_float(

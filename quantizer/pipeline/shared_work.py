@@ -60,8 +60,7 @@ class SharedWork:
         # One file of times for all runs: an engine of the same plan is not timed again.
         kept = replace(kept, times=self._times)
         context = replace(shared.context, timer=timer, resume=kept)
-        scored = replace(context, model=shared.graphs.runnable(context.model))
-        scorer = shared.scorer.for_run(scored, config.report.bootstrap, target)
+        scorer = shared.scorer.for_run(shared.graphs.scored(context), config.report.bootstrap, target)
         made = workload_of(config, context, shared.graphs, shared.rows, scorer)
         return replace(made, calibrations=shared.calibrations, diagnoses=self._diagnoses)
 

@@ -127,7 +127,8 @@ def choose_engine(job: Job) -> None:
             job.quantizer = picked[0].quantizer
     else:
         job.config = RunConfig.model_validate(told)
-        job.quantizer = quantizer_of(job.config, calibrated)
+        if job.config.quantize:
+            job.quantizer = quantizer_of(job.config, calibrated)
     (job.target / "config.yaml").write_text(dump_yaml(job.config), encoding="utf-8")
 
 

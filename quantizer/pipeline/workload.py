@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -80,8 +80,9 @@ class Workload:
     def budget(self, asked: float | None, *, checked: bool) -> EngineBudget:
         """Return the budget of the engine; see ``EngineBudget``."""
         function = self.scorer if isinstance(self.scorer, FunctionScorer) else None
-        context = replace(self.context, model=self.graphs.runnable(self.context.model))
-        return EngineBudget(context, asked, self.rows.tuning, checked=checked, function=function)
+        return EngineBudget(
+            self.graphs.scored(self.context), asked, self.rows.tuning, checked=checked, function=function
+        )
 
     def fit_head(self) -> None:
         """Fit the head of the task on the float model's outputs, if it has one and no run before has done so."""

@@ -615,6 +615,27 @@ def test_ranges_of_a_file_are_those_of_all_engines(
     assert any(variant.dynamic for variant in variants_of(asked, ("onnxruntime",))) is offered
 
 
+@pytest.mark.promise("Every key of a [run](../configuration.md) works here.")
+def test_a_conversion_takes_every_key_of_a_run(
+    place: Place, convert: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    run = "quantizer: {preset: plain}\namp: {batches: 1}\nfallback: {num: 1}\nreport: {latency_shapes: usual}\n"
+    (tmp_path / "run.yaml").write_text(run)
+    words = ["--quantization", "--calibration", place.data("calibration"), "--rows", "12", *SIZES, "-o", "out"]
+    code, said = convert(*words, "--config", "run.yaml", "--set", "quantizer.activations.percentile=99", "deliver=[]")
+    assert (code, said) == (0, "")
+    record = read_record(tmp_path / "out" / "openvino" / "report.json")
+    assert record.fallback is not None
+    assert len(record.fallback.groups) == 1
+    assert record.sensitivity
+    assert record.other_latencies == ()
+    assert record.config["quantizer"]["activations"]["percentile"] == 99
+    assert not (tmp_path / "out" / "openvino" / "config.json").exists()
+    code, said = convert(*words, "--set", "quantizer.presett=plain", "--force")
+    assert code == 1
+    assert "override 'quantizer.presett=plain': quantizer.presett: unknown key" in said
+
+
 def test_problems_are_told_together(convert: Callable[..., tuple[int, str]]) -> None:
     code, said = convert("--threads", "0", "--seq-len", "9", "8", "7")
     assert code == 1

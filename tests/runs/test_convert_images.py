@@ -87,6 +87,7 @@ def _read(path: str | Path) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.promise("To calibrate and to compare outputs, rows need no labels.")
 def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
     for name in MADE:
         folder = place.made(name)
