@@ -21,8 +21,9 @@ from helpers import tiny, user_pages
 from outside import run_script
 
 import quantizer
+from quantizer import Quantizer
 from quantizer.cli.main import _parse, main
-from quantizer.config import load_run
+from quantizer.config import QuantizerConfig, load_run
 from quantizer.config.reference import reference
 from quantizer.config.sweep import read_sweep
 from quantizer.report import read_record
@@ -308,6 +309,35 @@ def test_every_key_of_the_shipped_files_is_described() -> None:
     for path in (REPOSITORY / "configs").glob("*.yaml"):
         for key in keys(yaml.safe_load(path.read_text(encoding="utf-8"))):
             assert f"| `{key}` |" in page, f"{path.name}: {key}"
+
+
+def test_the_core_of_the_architecture_is_what_the_facade_does() -> None:
+    from quantizer.calibration.make_plan import make_observation, make_plan
+    from quantizer.calibration.proxied import proxied_copy
+    from quantizer.plan.apply import frozen_proxy
+    from quantizer.settings import settings_of
+
+    text = _text("docs/architecture.md")
+    (block,) = re.findall(r"^## The core\n\n```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).eval()
+    batches, config = [torch.randn(32, 8) for _ in range(3)], QuantizerConfig(backend="openvino")
+    named = (settings_of, proxied_copy, make_observation, make_plan, frozen_proxy)
+    scope: dict[str, Any] = {one.__name__: one for one in named}
+    with torch.no_grad():
+        exec(block, scope | (told := {"model": model, "batches": batches, "config": config}), told)
+    quantizer = Quantizer(config)
+    quantizer.calibrate(model, batches)
+    assert torch.equal(told["quantized"](batches[0]), quantizer.quantize(model)(batches[0]))
+
+
+def test_the_stages_of_the_architecture_are_those_of_the_pipeline() -> None:
+    from quantizer.pipeline import stages
+
+    text = _text("docs/architecture.md")
+    for name in ("TOGETHER", "ALONE"):
+        (told,) = re.findall(rf"^{name} = \((.*)\)$", text, flags=re.MULTILINE)
+        assert told.split(", ") == [stage.run.__name__ for stage in getattr(stages, name)]
 
 
 def test_rooms_of_the_architecture_exist() -> None:

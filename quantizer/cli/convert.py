@@ -8,7 +8,6 @@ from pathlib import Path
 from rich.console import Console
 
 from quantizer.cli.one_process import require_one_process
-from quantizer.cli.output import OVERRIDES_HELP
 from quantizer.common.paths import is_there
 from quantizer.config.data_section import is_function_name
 from quantizer.errors import ConfigError
@@ -18,6 +17,9 @@ _SIZES = {
     "--batch-size": "rows in a batch (default: 1 8 32, or less where the output holds the vocabulary)",
     "--seq-len": "tokens in a row of text (default: 16 128 512, or less where the model takes less)",
 }
+
+
+_SET = "set keys of the run, as in fallback.num=2 (the value is YAML), or remove one with ~key"
 
 
 class Convert:
@@ -80,7 +82,7 @@ processor/, config.json and a report; it is complete when the command ends well,
             type=Path,
             help="YAML with other keys: of the section quantizer (preset, formats, exclude), or of a whole run",
         )
-        target.add_argument("--set", nargs="+", metavar="KEY=VALUE", help=f"{OVERRIDES_HELP}, such as qat.epochs=1")
+        target.add_argument("--set", nargs="+", metavar="KEY=VALUE", help=_SET)
         for option, meaning in _SIZES.items():
             target.add_argument(option, nargs=3, type=int, metavar=_THREE, help=meaning)
         target.add_argument(
