@@ -358,6 +358,14 @@ class RunConfig(Section):
             reject(*problems)
         return export
 
+    @field_validator("deliver")
+    @classmethod
+    def _is_of_a_checkpoint(cls, deliver: tuple[Delivery, ...], info: ValidationInfo) -> tuple[Delivery, ...]:
+        model = info.data.get("model")
+        if deliver and isinstance(model, ModelConfig) and model.task is None:
+            reject(("", "is for checkpoints; remove it: quantizer.load reads the folder of a module"))
+        return deliver
+
     @field_validator("report")
     @classmethod
     def _latency_is_in_range(cls, report: ReportConfig, info: ValidationInfo) -> ReportConfig:

@@ -53,6 +53,11 @@ def test_a_file_of_functions_needs_no_task_and_no_data(tmp_path: Path, monkeypat
             ],
         ),
         ({"model": {**MODEL, "task": "sentence-similarity"}}, ["model.task: is for checkpoints, "]),
+        ({"model": MODEL, "deliver": ["triton"]}, ["deliver: is for checkpoints; remove it: quantizer.load reads the"]),
+        (
+            {"model": MODEL, "quantize": False, "fallback": {"names": ["a"]}},
+            ["fallback: is for a quantized model, and quantize is false; remove it"],
+        ),
         (
             {"model": {**MODEL, "attention": "sdpa", "max_length": 64}},
             [
