@@ -197,7 +197,7 @@ class Quantizer:
             costs: of groups in float, by name, or ``multiply_adds``: those with the highest error for their cost fall
                 back first; None: for ``max_drop`` the times in ``prices``, else 1 for each.
             prices: what ``measured_prices`` returned for this quantizer.
-            cache: for ``max_drop``: a JSON file of scores, with which an interrupted search continues.
+            cache: for ``max_drop``: a folder for scores, with which an interrupted search continues.
             tell: for ``max_drop``: called after each score, with the groups that were float and the drop.
 
         Raises:

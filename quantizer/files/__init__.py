@@ -4,8 +4,8 @@ place.py       the real place of a path, and checks that it can be written, befo
 temporary.py   temporary folders beside their targets, and removal of those that killed processes left
 marker.py      the marker file of a folder: its kind, and the names of everything written into it
 exchange.py    atomic exchange of two folders, if the system supports it
-whole.py       atomic writing of a file
-folder.py      atomic writing of a folder, which may replace a former one
+folder.py      atomic writing of a file, or of a folder, which may replace a former one
+store.py       results in a folder, each made once by all that it depends on
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from quantizer.files.folder import (
 )
 from quantizer.files.marker import MARKER
 from quantizer.files.place import checked_file, require_room, require_writable
+from quantizer.files.store import NO_STORE, Store
 from quantizer.files.temporary import begun_in, is_begun, scratch, scratch_folder, temporary_beside
 
 __all__ = [
     "MARKER",
+    "NO_STORE",
+    "Store",
     "begun_in",
     "checked_file",
     "checked_folder",

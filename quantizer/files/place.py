@@ -109,14 +109,14 @@ def require_room(folder: Path, size: int, what: str) -> None:
         )
 
 
-def require_writable(folder: Path) -> None:
+def require_writable(folder: Path, error: type[QuantizerError] = QuantizerError) -> None:
     """Raise if a folder cannot be made, by the nearest folder above that exists; nothing is written."""
-    with said_plainly(folder):
+    with said_plainly(folder, error):
         above = next(place for place in (folder, *folder.parents) if place.exists())
     if not above.is_dir():
-        raise QuantizerError(f"{folder} cannot be written: {above} is no folder; choose another folder")
+        raise error(f"{folder} cannot be written: {above} is no folder; choose another folder")
     if not os.access(above, os.W_OK | os.X_OK):
-        raise QuantizerError(f"{folder} cannot be written: {above} is read-only for you; choose another folder")
+        raise error(f"{folder} cannot be written: {above} is read-only for you; choose another folder")
 
 
 def probe(folder: Path) -> None:
@@ -188,15 +188,15 @@ def _homes() -> Iterator[Path]:
 
 
 @contextmanager
-def said_plainly(path: object) -> Iterator[None]:
-    """Turn errors of the operating system into a ``QuantizerError`` about a path that cannot be written."""
+def said_plainly(path: object, error: type[QuantizerError] = QuantizerError) -> Iterator[None]:
+    """Turn errors of the operating system into one about a path that cannot be written."""
     try:
         yield
-    except (FileExistsError, NotADirectoryError) as error:
-        where = error.filename or path
-        raise QuantizerError(f"{path} cannot be written: {where} is no folder; choose another folder") from error
-    except OSError as error:
-        raise QuantizerError(f"{path} cannot be written: {error.strerror}; choose another folder") from error
+    except (FileExistsError, NotADirectoryError) as refused:
+        where = refused.filename or path
+        raise error(f"{path} cannot be written: {where} is no folder; choose another folder") from refused
+    except OSError as refused:
+        raise error(f"{path} cannot be written: {refused.strerror}; choose another folder") from refused
 
 
 @contextmanager

@@ -18,6 +18,8 @@ from quantizer.common.progress import counted
 from quantizer.config import RunConfig
 from quantizer.engines import BuildResult, Engine, Inspection, inspect_engine, load_engine
 from quantizer.engines.candidates import Variant, cpu_candidates
+from quantizer.engines.measure import tried_build
+from quantizer.files import NO_STORE
 from quantizer.pipeline.candidates import (
     FAILURES,
     NO_FASTER,
@@ -37,10 +39,9 @@ from quantizer.pipeline.candidates import (
 from quantizer.pipeline.compare_outputs import OutputCheck, References, check_engine, far_from_float, tolerance
 from quantizer.pipeline.context import RunContext, Runs, as_predictor
 from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
-from quantizer.pipeline.kept_engines import KeptEngines
 from quantizer.pipeline.measure import build_options, run_sizes, timed_batches, times_of
 from quantizer.pipeline.rough_plan import RoughTrials, rough_engine
-from quantizer.pipeline.run_engines import MadeEngine, RunEngines, export_float, export_quantized
+from quantizer.pipeline.run_engines import MadeEngine, RunEngines, built_once, export_float, export_quantized
 from quantizer.pipeline.time_groups import EngineFiles
 from quantizer.pipeline.workload import Workload
 from quantizer.quantizer import Quantizer
@@ -116,7 +117,6 @@ def pick_backend(
     samples: Sequence[Any],
     folder: Path,
     among: Sequence[str],
-    kept: KeptEngines,
     *,
     fastest: bool,
 ) -> Picked:
@@ -129,7 +129,7 @@ def pick_backend(
     variants = variants_of(config, among)
     with tempfile.TemporaryDirectory(dir=folder) as scratch, context.timer("choose the engine"):
         batches = timed_batches(context, config, samples)
-        maker = _Maker(work, config, calibrated, batches[0], samples, Path(scratch), kept)
+        maker = _Maker(work, config, calibrated, batches[0], samples, Path(scratch))
         tried, out = maker.all(variants)
         shapes = _time(tried, out, batches, config.engine.threads, work.graphs)
         choice = bound(
@@ -191,7 +191,6 @@ class _Maker:
         batch: Batch,
         samples: Sequence[Any],
         folder: Path,
-        kept: KeptEngines,
     ) -> None:
         self.quantizers = dict(calibrated)
         self._context = work.context
@@ -200,7 +199,8 @@ class _Maker:
         self._calibrated = next(iter(calibrated.values()), None)
         self._scoring = work.scorer
         self._folder = folder
-        self._kept = kept
+        self._kept = work.context.resume.engines
+        self._scored_rows = work.scored_rows
         self._frozen: dict[tuple[str, bool], nn.Module] = {}
         self._trials = RoughTrials(self._rough, [batch])
         self._references = {
@@ -258,8 +258,10 @@ class _Maker:
             timed += [check for check in checks if check.size == checks[0].size]
         runs, difference = graphs.assembled(engines), None
         if not graphs.several:
-            score = partial(self._scoring.difference, variant.name, runs)
-            difference = self._kept.difference(made[graphs.names[0]].built.path, score)
+            # Of a function's rows nothing is known.
+            kept = self._kept if self._scored_rows is not None else NO_STORE
+            key = ["difference", self._scored_rows, made[graphs.names[0]].built.path]
+            difference = kept.get(key, partial(self._scoring.difference, variant.name, runs))
         found = replace(candidate, sqnr_db=far_from_float(timed), score_difference=difference)
         return _Tried(variant, found, made, runs)
 
@@ -275,7 +277,7 @@ class _Maker:
         if self._graphs.several:
             dynamic = config.export.dynamic
             sizes = replace(sizes, batch=dynamic.batch[0], sequence=dynamic.sequence[0])
-        built = self._kept.build(name, onnx, path, options, threads=threads, sizes=sizes)
+        built = built_once(self._kept, tried_build, name, onnx, path, options, threads=threads, sizes=sizes)
         return built, load_engine(name, built.path, threads=threads)
 
     def _too_slow(self, variant: Variant, tried: Mapping[str, _Tried]) -> str | None:

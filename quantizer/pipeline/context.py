@@ -19,20 +19,17 @@ from quantizer.common.progress import loop
 from quantizer.config import DataConfig, DatasetConfig
 from quantizer.engines import Array, BuildResult, Engine
 from quantizer.errors import QuantizerError, TaskError
-from quantizer.files import said_complete
-from quantizer.pipeline.kept_engines import check_engines, remove_engines
+from quantizer.files import NO_STORE, Store, said_complete
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.ranks import require_room_to_write
-from quantizer.pipeline.shared_results import FloatEngines
 from quantizer.qat.checkpoint import check_checkpoints, remove_checkpoints
 from quantizer.report import ModelInfo, Score, SizeEntry, size_entries
-from quantizer.sensitivity.score_cache import check_scores
 from quantizer.tasks import Batch, Feed, Predictions, Row, Task, build_task, load_model, load_processor, load_rows
 
 Runs: TypeAlias = nn.Module | Engine
 """A model, or what runs in its place: an engine, or a model whose layers are engines."""
 
-_LONGEST_ENDING = ".search.json"
+_LONGEST_ENDING = ".training"
 """Of the files from which a run resumes."""
 
 
@@ -95,57 +92,49 @@ class ResumeFiles:
     """The files beside a run's folder from which it can resume, until the folder is complete.
 
     Attributes:
-        scores: the file with the scores of a search.
+        scores: those of a search.
         training: the folder with the checkpoints of a training.
-        times: the file with the times of engines, which stays, for a run that repeats this one.
-        engines: the folder with the engines of a choice; None: none is kept.
+        times: those of engines, which stay, for a run that repeats this one.
+        engines: those of a choice, and their scores.
     """
 
-    scores: Path
+    scores: Store
     training: Path
-    times: Path
-    engines: Path | None = None
+    times: Store
+    engines: Store
 
 
 @contextmanager
 def resume_files(folder: Path, *, searches: bool, trains: bool, chooses: bool = False) -> Iterator[ResumeFiles]:
     """Yield the files from which the same command resumes, and remove them after the block."""
-    kept = ResumeFiles(
-        scores=folder.with_name(f"{folder.name}.search.json"),
-        training=folder.with_name(f"{folder.name}.training"),
-        times=folder.with_name(f"{folder.name}.times.json"),
-        engines=folder.with_name(f"{folder.name}.engines") if chooses else None,
-    )
     require_names(folder)
-    used = {"scores": kept.scores} if searches else {}
-    used |= {"checkpoints": kept.training} if trains else {}
-    used |= {"engines": kept.engines} if kept.engines is not None else {}
     # These raise now, and not after the calibration or the hours of a search.
-    if searches:
-        check_scores(kept.scores)
+    kept = ResumeFiles(
+        scores=Store(folder.with_name(f"{folder.name}.search") if searches else None),
+        training=folder.with_name(f"{folder.name}.training"),
+        times=Store(folder.with_name(f"{folder.name}.times")),
+        engines=Store(folder.with_name(f"{folder.name}.engines") if chooses else None),
+    )
     if trains:
         check_checkpoints(kept.training)
-    if kept.engines is not None:
-        check_engines(kept.engines)
+    used = {"scores": kept.scores.folder, "checkpoints": kept.training if trains else None}
+    used["engines"] = kept.engines.folder
     try:
         yield kept
     except KeyboardInterrupt as stop:
-        there = [f"the {what} are kept in {path}" for what, path in used.items() if path.exists()]
+        there = [f"the {what} are kept in {path}" for what, path in used.items() if path is not None and path.exists()]
         # An interrupt that has a message came after the work was complete.
         if there and not stop.args:
             raise type(stop)(f"{', and '.join(there)}; the same command goes on with them") from stop
         raise
     except BaseException:
-        if kept.engines is not None:
-            remove_engines(kept.engines)
+        kept.engines.clear()
         raise
     with said_complete(folder):
-        if searches:
-            kept.scores.unlink(missing_ok=True)
+        kept.scores.clear()
         if trains:
             remove_checkpoints(kept.training)
-        if kept.engines is not None:
-            remove_engines(kept.engines)
+        kept.engines.clear()
 
 
 def require_names(folder: Path) -> None:
@@ -206,7 +195,7 @@ class RunContext:
         model: the float model.
         processor: its tokenizer or image processor; None: it has none.
         feed: makes batches from rows.
-        floats: the engines of the model that other runs have built; None: there are no other runs.
+        floats: the ONNX files and engines of the model in float, for other runs on it.
         exported: the ONNX file of the float model, by its graph, the version of its operators and its type.
     """
 
@@ -215,7 +204,7 @@ class RunContext:
     model: nn.Module
     processor: Any
     feed: Feed
-    floats: FloatEngines | None = None
+    floats: Store = NO_STORE
     exported: dict[str, Path] = field(default_factory=dict)
 
     def info(self, source: str, task: str) -> ModelInfo:

@@ -15,6 +15,7 @@ from quantizer.common.data.sizes import BATCH, SEQUENCE
 from quantizer.config import RunConfig
 from quantizer.engines import BuildOptions, BuildResult, Engine, InputSizes, interleaved_latency, peak_memory_mib
 from quantizer.errors import EngineError
+from quantizer.files import NO_STORE
 from quantizer.pipeline.context import RunContext, Runs, engine_inputs
 from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs, open_sizes
 from quantizer.report import EngineFile, Latency, MemoryEntry, RunRecord, latency_entries, memory_entries, text
@@ -46,11 +47,6 @@ def build_options(config: RunConfig, dimensions: Mapping[str, Sequence[int]] | N
         strip_weights=config.engine.strip_weights,
         compiled=config.engine.compiled,
     )
-
-
-def float_options(config: RunConfig) -> str:
-    """Return all that a float engine depends on besides its model, as text."""
-    return f"{config.quantizer.backend} {config.export.model_dump_json()} {config.engine.model_dump_json()}"
 
 
 def engine_file(backend: str, built: BuildResult, *, ran: bool, scored: bool) -> EngineFile:
@@ -168,18 +164,18 @@ def measure_memory(context: RunContext, config: RunConfig, built: Mapping[str, B
     sizes = run_sizes(config, context)
 
     def peak_mib(name: str) -> float:
-        path, threads = built[name].path, config.engine.threads
-        peak = peak_memory_mib(path, config.quantizer.backend, threads=threads, sizes=sizes)
-        return peak.peak_mib - peak.baseline_mib
+        path, threads, backend = built[name].path, config.engine.threads, config.quantizer.backend
 
-    def known_or_measured(name: str) -> float:
-        if name != "float" or context.floats is None:
-            return peak_mib(name)
-        return context.floats.measured(f"{float_options(config)} memory {sizes}", partial(peak_mib, name))
+        def measured() -> float:
+            peak = peak_memory_mib(path, backend, threads=threads, sizes=sizes)
+            return peak.peak_mib - peak.baseline_mib
+
+        known = context.floats if name == "float" else NO_STORE
+        return known.get(["memory", backend, threads, sizes, path], measured)
 
     with context.timer("measure memory"):
         try:
-            peaks = {name: known_or_measured(name) for name in built}
+            peaks = {name: peak_mib(name) for name in built}
         except EngineError as error:
             warnings.warn(f"memory was not measured, and the result is complete without it: {error}", stacklevel=2)
             return ()

@@ -14,8 +14,8 @@ from quantizer.engines.base import BuildOptions
 from quantizer.engines.input_sizes import InputSizes
 from quantizer.errors import EngineError
 from quantizer.export import export_onnx
-from quantizer.files import scratch
-from quantizer.pipeline.time_groups import EngineFiles, GroupPlacer, TimeCache, Timing
+from quantizer.files import Store, scratch
+from quantizer.pipeline.time_groups import EngineFiles, GroupPlacer, Timing
 from quantizer.quantizer import Quantizer
 from quantizer.sensitivity.prices import Prices
 
@@ -42,7 +42,7 @@ def measured_prices(
         batch: rows of the inputs that are timed.
         sequence: size of their other dynamic dimensions.
         threads: threads of the CPU.
-        cache: a JSON file of times, which are taken from there if operators, shapes and machine are the same.
+        cache: a folder for times, which are taken from there if operators, shapes and machine are the same.
 
     Raises:
         EngineError: engines of the backend do not run here, groups fell back already, or an engine fails.
@@ -54,7 +54,7 @@ def measured_prices(
             f"measured_prices() times engines of {name}, which need a GPU that is not here; "
             "call it on a machine with one, or choose groups without times, as by fallback(num=...)"
         )
-    times = TimeCache(None if cache is None else Path(cache))
+    times = Store(cache, EngineError)
     with scratch() as folder:
         quantized, low, plain = _exported_pair(quantizer, model, example, folder)
 
@@ -67,7 +67,7 @@ def measured_prices(
             model=model,
             example=example,
             timing=Timing(backend=name, sizes=InputSizes(batch, sequence), threads=threads),
-            cache=times,
+            times=times,
             build=build,
             folder=folder,
         )

@@ -17,7 +17,7 @@ from quantizer.pipeline.plan_records import placement_record
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.ranks import from_first_rank
 from quantizer.pipeline.run_engines import RunEngines
-from quantizer.pipeline.time_groups import GroupPlacer, TimeCache
+from quantizer.pipeline.time_groups import GroupPlacer
 from quantizer.quantizer import Quantizer
 from quantizer.report.record import Placement, SpeedCheck
 from quantizer.sensitivity.prices import Prices
@@ -36,7 +36,6 @@ class RunPlacement:
         self._config = config
         self._folder = folder
         self._graphs = graphs
-        self._times = TimeCache(context.resume.times)
         self._goal = SpeedGoal(None if config.fallback is None else config.fallback.min_speedup, context.timer)
 
     def price(self, quantizer: Quantizer, engines: RunEngines) -> None:
@@ -57,7 +56,7 @@ class RunPlacement:
             model=self._context.model,
             example=self._context.feed.example(),
             timing=engines.timing,
-            cache=self._times,
+            times=self._context.resume.times,
             build=engines.build_file,
             folder=self._folder,
             opset=self._config.export.opset,

@@ -20,7 +20,7 @@ from quantizer.config.data_section import MODULE
 from quantizer.config.schema import check_run
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import EngineError
-from quantizer.files import checked_folder, new_folder, require_sole_writer, restore_folder, said_complete
+from quantizer.files import Store, checked_folder, new_folder, require_sole_writer, restore_folder, said_complete
 from quantizer.pipeline.choose_engine import chooses, with_backend
 from quantizer.pipeline.compare_outputs import refusal
 from quantizer.pipeline.configured import configured_workload
@@ -31,7 +31,7 @@ from quantizer.pipeline.placement import missed_speed
 from quantizer.pipeline.preflight import earlier_run, ready_to_run
 from quantizer.pipeline.progress import Outlook, StageTimer
 from quantizer.pipeline.ranks import from_first_rank, own_place
-from quantizer.pipeline.shared_work import SharedWork
+from quantizer.pipeline.shared_work import LoadedWork
 from quantizer.pipeline.stages import carry_out as carry_out_job
 from quantizer.pipeline.stages import stage_names
 from quantizer.pipeline.workload import Load
@@ -81,7 +81,7 @@ def convert(configs: Sequence[RunConfig], folder: Path, force: bool, console: Co
         timer = StageTimer(console, Outlook(names, _earlier(resolved, folder)))
         # In the folder itself, so that after a kill both are removed together.
         with tempfile.TemporaryDirectory(dir=target) as scratch:
-            shared = SharedWork(Path(scratch), kept.times)
+            shared = LoadedWork(Store(scratch), kept.times)
             for config, among in resolved:
                 # One alone has nobody to share its float engine and its calibration with.
                 load = partial(configured_workload, config, ready[0].rows)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from quantizer.common.cpu import cpu_flags
+from quantizer.common.native_code import is_untrusted
 from quantizer.config import RunConfig
 from quantizer.engines import BuildOptions, BuildResult, Engine, Inspection, load_engine, observe_engine, runs_here
 from quantizer.engines.candidates import Variant
 from quantizer.export import export_onnx
+from quantizer.files import NO_STORE, Store
+from quantizer.files.store import copy_file
 from quantizer.pipeline.compare_outputs import OnlySizes
 from quantizer.pipeline.context import RunContext, Runs
 from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
-from quantizer.pipeline.measure import build_options, float_options, run_sizes
-from quantizer.pipeline.shared_results import copy_onnx
+from quantizer.pipeline.measure import build_options, run_sizes
 from quantizer.pipeline.time_groups import EngineFiles, Timing
 from quantizer.quantizer import Quantizer
+from quantizer.report import collect_versions
 
 _STEMS = {"float": FLOAT_STEM, "engine": QUANTIZED_STEM}
 """The name of the files of each engine."""
@@ -89,7 +94,6 @@ class RunEngines:
         """Return the engines ``engine`` and ``float``, built of the frozen proxy and of the float model."""
         chosen = quantizer.chosen_fallback
         back = None if trained else frozenset(() if chosen is None else chosen.reasons())
-        self._fetch_float()
         missing = [] if "float" in self._built else ["float"]
         if "engine" not in self._built or back is None or back != self._back:
             missing.append("engine")
@@ -103,10 +107,6 @@ class RunEngines:
                 places = {graph: self.files("engine", graph).onnx for graph in graphs.names}
                 export_quantized(quantizer, graphs, quantized, places, opset)
         self._build_files(missing)
-        if "float" in missing and self._context.floats is not None and not graphs.several:
-            options = float_options(self._config)
-            graph = f"{graphs.names[0]} {_graph_options(opset, torch.float32)}"
-            self._context.floats.keep(options, graph, self.built["float"])
         self._back = back
         return self.built
 
@@ -130,8 +130,9 @@ class RunEngines:
                 self._forget(name)
                 self._is_refused = self._is_refused and name != "engine"
                 places = {graph: self.files(name, graph) for graph in self._graphs.names}
+                kept = self._context.floats if name == "float" else NO_STORE
                 self._built[name] = {
-                    graph: self.build_file(files.onnx, files.engine, graph) for graph, files in places.items()
+                    graph: self.build_file(files.onnx, files.engine, graph, kept) for graph, files in places.items()
                 }
 
     def _forget(self, name: str) -> None:
@@ -154,20 +155,15 @@ class RunEngines:
             required=False,
         )
 
-    def _fetch_float(self) -> None:
-        """Take the engine of the float model from a run before this one, if there was one with the same options."""
-        if "float" not in self._built and self._context.floats is not None and not self._graphs.several:
-            found = self._context.floats.fetch(float_options(self._config), self._folder)
-            self._built |= {} if found is None else {"float": {self._graphs.names[0]: found}}
-
     def options(self, graph: str | None = None) -> BuildOptions:
         """Return the options with which the engine of a graph is built."""
         graph = graph or self._graphs.names[-1]
         return build_options(self._config, self._graphs.dimensions(self._config, graph))
 
-    def build_file(self, onnx: Path, engine: Path, graph: str | None = None) -> BuildResult:
-        """Build an engine with the options of the run."""
-        return self._context.timer.build(self._config.quantizer.backend, onnx, engine, self.options(graph))
+    def build_file(self, onnx: Path, engine: Path, graph: str | None = None, kept: Store = NO_STORE) -> BuildResult:
+        """Build an engine with the options of the run, or take that of an equal build."""
+        backend, options = self._config.quantizer.backend, self.options(graph)
+        return built_once(kept, self._context.timer.build, backend, onnx, engine, options)
 
     def build_for(self, name: str, only_sizes: OnlySizes) -> tuple[BuildResult, Engine]:
         """Build the engine of a model of one graph anew of its file, for some sizes alone, and load it."""
@@ -236,24 +232,46 @@ def export_quantized(
 def export_float(
     context: RunContext, graphs: Graphs, graph: str, opset: int, path: Path, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write the ONNX file of a graph of the float model, exported or copied from a run before this one."""
-    floats, options = context.floats, f"{graph} {_graph_options(opset, dtype)}"
-    if floats is not None and floats.fetch_graph(options, path):
-        return
-    if (made := context.exported.get(options)) is not None and made.exists():
-        if made != path:
-            copy_onnx(made, path)
-        return
-    module, example, axes = graphs.modules(context.model)[graph], graphs.example(graph), graphs.axes(graph)
-    export_onnx(module, path, example, opset=opset, dtype=dtype, axes=axes)
-    if floats is not None:
-        floats.keep_graph(options, path)
-    context.exported[options] = path
+    """Write the ONNX file of a graph of the float model, exported or copied from where it is already."""
+    options = f"{graph} opset {opset} {dtype}"
+
+    def export() -> None:
+        if (made := context.exported.get(options)) is not None and made.exists():
+            if made != path:
+                copy_file(made, path)
+            return
+        module, example, axes = graphs.modules(context.model)[graph], graphs.example(graph), graphs.axes(graph)
+        export_onnx(module, path, example, opset=opset, dtype=dtype, axes=axes)
+        context.exported[options] = path
+
+    context.floats.get([options], export, path)
 
 
-def _graph_options(opset: int, dtype: torch.dtype) -> str:
-    """Return all that the ONNX file of the float model depends on besides it, as text."""
-    return f"opset {opset} {dtype}"
+def built_once(
+    kept: Store,
+    build: Callable[..., BuildResult],
+    backend: str,
+    onnx: Path,
+    engine: Path,
+    options: BuildOptions,
+    **more: Any,
+) -> BuildResult:
+    """Return the engine that ``build`` makes of a file, or a copy of one that would be built alike.
+
+    That depends on the content of the file, the options, the versions of all packages, and the CPU.
+    """
+    key = ["engine", backend, options, more, collect_versions(), sorted(cpu_flags()), onnx]
+
+    def make() -> dict[str, Any]:
+        built = build(backend, onnx, engine, options, **more)
+        return {"size_bytes": built.size_bytes, "seconds": built.seconds, "warnings": built.warnings}
+
+    told = kept.get(key, make, engine)
+    # Native code that an earlier process left is built again rather than trusted.
+    if is_untrusted(engine):
+        kept.drop(key)
+        told = kept.get(key, make, engine)
+    return BuildResult(engine, told["size_bytes"], told["seconds"], tuple(told["warnings"]))
 
 
 def nearest_form(engines: Mapping[str, Runs], quantizer: Quantizer, model: nn.Module) -> dict[str, Runs]:

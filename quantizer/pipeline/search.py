@@ -18,7 +18,7 @@ from quantizer.pipeline.context import RunContext
 from quantizer.pipeline.scores import Metric
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, text
-from quantizer.sensitivity import Evaluation, ScoreCache, fingerprint
+from quantizer.sensitivity import Evaluation, fingerprint
 from quantizer.sensitivity.fallback import fallback_reason
 from quantizer.sensitivity.prices import Prices
 from quantizer.tasks import Batch, rows_at
@@ -84,11 +84,11 @@ def search_fallback(
     prices: Prices | None = None,
 ) -> None:
     """Let groups fall back to float until the score is at most ``max_drop`` worse; reuse scores of a resume file."""
-    timer, cache = context.timer, context.resume.scores
+    timer, scores = context.timer, context.resume.scores
     with timer("search what goes back to float"):
-        known = ScoreCache(cache, fingerprint(quantizer.plan, metric, Fingerprint.of(context.model))).known
+        known = scores.under(fingerprint(quantizer.plan, metric, Fingerprint.of(context.model))).count
         kept = f"going on with {known} scores of" if known else "until the run is complete, each score is kept in"
-        timer.say(f"  {kept} {cache}")
+        timer.say(f"  {kept} {scores.folder}")
         timer.tell(f"target: a drop of at most {max_drop:g}")
         chosen = quantizer.fallback(
             proxy,
@@ -98,7 +98,7 @@ def search_fallback(
             max_evaluations=max_evaluations,
             costs=costs,
             prices=prices,
-            cache=cache,
+            cache=scores.folder,
             tell=_Tries(timer.tell, max_drop),
         )
         timer.tell(f"{text.counted(len(chosen.groups), 'group')} put back to float, {fallback_reason(chosen)}")

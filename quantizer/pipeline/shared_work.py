@@ -8,14 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantizer.config import RunConfig
-from quantizer.files import temporary_beside
+from quantizer.files import Store, temporary_beside
 from quantizer.pipeline.configured import configured_workload, workload_of
 from quantizer.pipeline.context import ResumeFiles, RunRows
 from quantizer.pipeline.progress import StageTimer
-from quantizer.pipeline.shared_results import Calibrations, FloatEngines
-from quantizer.pipeline.workload import Workload
-
-_TIMES = "times.json"
+from quantizer.pipeline.workload import InCommon, Workload
 
 
 def needs(config: RunConfig) -> str:
@@ -24,16 +21,15 @@ def needs(config: RunConfig) -> str:
     return f"{config.model.model_dump_json()} {config.data.model_dump_json()} {sequence}"
 
 
-class SharedWork:
-    """The work of runs that follow one another; only that of the last model and rows is kept."""
+class LoadedWork:
+    """Loads the workloads of runs that follow one another; the model and rows of the last one stay in memory."""
 
-    def __init__(self, scratch: Path, times: Path, *, diagnoses: bool = True) -> None:
-        self._scratch = scratch
+    def __init__(self, floats: Store, times: Store, *, diagnoses: bool = True) -> None:
+        self._floats = floats
         self._times = times
         self._diagnoses = diagnoses
         self._needs: str | None = None
         self._work: Workload | None = None
-        self._loaded = 0
 
     def has(self, config: RunConfig) -> bool:
         """Return whether the model and the rows of a run are loaded."""
@@ -47,26 +43,21 @@ class SharedWork:
         if not self.has(config):
             # The former model goes before the next one comes.
             self._work = self._needs = None
-            work = configured_workload(config, RunRows.of(config.data), timer, kept, target)
-            self._loaded += 1
-            floats = self._scratch / f"model-{self._loaded}"
-            floats.mkdir()
-            self._work = replace(
-                work, context=replace(work.context, floats=FloatEngines(floats)), calibrations=Calibrations()
-            )
+            self._work = configured_workload(config, RunRows.of(config.data), timer, kept, target)
+            self._work = replace(self._work, common=InCommon())
             self._needs = needs(config)
         assert self._work is not None
-        shared = self._work
-        # One file of times for all runs: an engine of the same plan is not timed again.
-        kept = replace(kept, times=self._times)
-        context = replace(shared.context, timer=timer, resume=kept)
-        scorer = shared.scorer.for_run(shared.graphs.scored(context), config.report.bootstrap, target)
-        made = workload_of(config, context, shared.graphs, shared.rows, scorer)
-        return replace(made, calibrations=shared.calibrations, diagnoses=self._diagnoses)
+        work = self._work
+        # The times of all runs are in one place: an engine of the same plan is not timed again.
+        kept, floats = replace(kept, times=self._times), self._floats.under(self._needs)
+        context = replace(work.context, timer=timer, resume=kept, floats=floats)
+        scorer = work.scorer.for_run(work.graphs.scored(context), config.report.bootstrap, target)
+        made = workload_of(config, context, work.graphs, work.rows, scorer)
+        return replace(made, common=work.common, diagnoses=self._diagnoses)
 
 
 @contextmanager
-def shared_work(folder: Path) -> Iterator[SharedWork]:
-    """Yield the work of a sweep's runs, whose shared files are removed at the end, or by the next one after a kill."""
+def shared_work(folder: Path) -> Iterator[LoadedWork]:
+    """Yield what loads a sweep's runs. Files that they share go at the end, or with the next sweep after a kill."""
     with temporary_beside(folder / "shared") as scratch:
-        yield SharedWork(scratch, folder / _TIMES, diagnoses=False)
+        yield LoadedWork(Store(scratch), Store(folder / "times"), diagnoses=False)

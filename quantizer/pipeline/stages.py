@@ -36,7 +36,6 @@ from quantizer.pipeline.deliver import deliver
 from quantizer.pipeline.faults import require_tools
 from quantizer.pipeline.graphs import QUANTIZED_STEM
 from quantizer.pipeline.job import QUANTIZER, Job, Outline
-from quantizer.pipeline.kept_engines import KeptEngines
 from quantizer.pipeline.measure import build_options, measure_latency, measure_memory
 from quantizer.pipeline.open_axes import settle_axes
 from quantizer.pipeline.placement import RunPlacement
@@ -114,9 +113,8 @@ def choose_engine(job: Job) -> None:
     picked: list[Picked] = []
 
     def choose() -> dict[str, Any]:
-        kept = KeptEngines(job.context.resume.engines, job.work.scored_rows)
         work, samples = job.work, job.samples
-        made = pick_backend(work, job.config, calibrated, samples, job.target, among, kept, fastest=job.converts)
+        made = pick_backend(work, job.config, calibrated, samples, job.target, among, fastest=job.converts)
         picked.append(made)
         return picked[0].config.model_dump(mode="json")
 

@@ -52,7 +52,7 @@ from quantizer.pipeline.progress import StageTimer, rounded_time
 from quantizer.pipeline.record import write_reports
 from quantizer.pipeline.run import RUN, carry_out
 from quantizer.pipeline.search import CAUSES, has_causes, with_causes_of
-from quantizer.pipeline.shared_work import SharedWork, needs, shared_work
+from quantizer.pipeline.shared_work import LoadedWork, needs, shared_work
 from quantizer.pipeline.sweep_worker import plain_config
 from quantizer.pipeline.workload import Workload
 from quantizer.quantizer import Quantizer
@@ -80,7 +80,7 @@ def lacks_causes(record: RunRecord, config: RunConfig) -> bool:
     return not looked and has_causes(config) and verdict_of(record).level != USABLE
 
 
-def with_causes(record: RunRecord, config: RunConfig, folder: Path, shared: SharedWork, console: Console) -> RunRecord:
+def with_causes(record: RunRecord, config: RunConfig, folder: Path, shared: LoadedWork, console: Console) -> RunRecord:
     """Look for the causes of a run, and write its reports anew with them; return its record."""
     timer = StageTimer(console)
     with resume_files(folder, searches=False, trains=False) as kept:
@@ -138,7 +138,7 @@ def lacks_only_causes(run: SweepRun, folder: Path) -> bool:
         return False
 
 
-def carry_out_one(run: SweepRun, folder: Path, force: bool, shared: SharedWork, console: Console) -> Outcome:
+def carry_out_one(run: SweepRun, folder: Path, force: bool, shared: LoadedWork, console: Console) -> Outcome:
     """Carry out one run into its folder below ``folder``; whatever it fails of is in what is returned.
 
     Of a run that is done only the causes are looked for, if it lacks them.

@@ -13,7 +13,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -23,15 +23,12 @@ from torch import nn
 
 from quantizer.common.data.sizes import DataSizes
 from quantizer.common.optional_import import import_library
-from quantizer.common.paths import regular_file
-from quantizer.common.plain_values import decoded, json_values
 from quantizer.engines import Engine, inspect_engine, interleaved_latency, load_engine, medians
 from quantizer.engines.input_sizes import InputSizes
 from quantizer.engines.inspection import place_times
 from quantizer.engines.measure import working_inputs
 from quantizer.engines.onnx_graph import product_names
-from quantizer.errors import EngineError
-from quantizer.files import whole_file
+from quantizer.files import Store
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import sites_of
 from quantizer.qdq.onnx_file import input_dimensions, read_graph
@@ -123,65 +120,8 @@ class Timing:
         return {name: 1e6 * seconds for name, seconds in taken.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Times:
-    """Latencies in microseconds, and the time of each place, in the engine of a plan and in that of the float model."""
-
-    low_us: float
-    float_us: float
-    low: Mapping[str, float]
-    plain: Mapping[str, float]
-    faster: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Document:
-    """The content of a file of times: what was measured, by what it was measured on."""
-
-    times: Mapping[str, _Times]
-
-
-class TimeCache:
-    """Times in a JSON file, so that a run that is resumed or repeated takes them from there.
-
-    A file that holds something else is an error: it is not overwritten.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self._times: dict[str, _Times] = {}
-        if path is not None and path.exists():
-            try:
-                document: _Document = decoded(_Document, json_values(regular_file(path).read_bytes()), "the file")
-            except (OSError, ValueError) as error:
-                raise EngineError(f"{path} holds no times of engines ({error}); remove it, and run again") from error
-            self._times = dict(document.times)
-
-    def times(self, low: Path, plain: Path, timing: Timing, take: Callable[[], _Times]) -> _Times:
-        """Return the times of the engines of two ONNX files, measured at the first call only."""
-        key = _key(low, plain, timing)
-        if key not in self._times:
-            self._put(key, take())
-        return self._times[key]
-
-    def faster(self, low: Path, plain: Path, timing: Timing, take: Callable[[], bool]) -> bool:
-        """Return whether a plan whose times are known is faster without its slower groups, measured once likewise."""
-        key = _key(low, plain, timing)
-        known = self._times[key].faster
-        if known is None:
-            known = take()
-            self._put(key, replace(self._times[key], faster=known))
-        return known
-
-    def _put(self, key: str, times: _Times) -> None:
-        self._times[key] = times
-        if self.path is not None:
-            with whole_file(self.path, EngineError) as part:
-                part.write_text(json.dumps(asdict(_Document(times=self._times)), indent=1), encoding="utf-8")
-
-
 def price_groups(
-    plan: Plan, quantized: nn.Module, low: EngineFiles, plain: EngineFiles, timing: Timing, cache: TimeCache
+    plan: Plan, quantized: nn.Module, low: EngineFiles, plain: EngineFiles, timing: Timing, times: Store
 ) -> Prices | None:
     """Return what each group of a plan takes in low precision and in float, in engines of this machine.
 
@@ -189,17 +129,16 @@ def price_groups(
     """
     hosts = {site.path: site.host_path for site in sites_of(quantized)}
 
-    def take() -> _Times:
+    def take() -> dict[str, Any]:
         latency = timing.latencies({"low": low.engine, "plain": plain.engine})
         spent = timing.of_places({"low": low, "plain": plain}, sorted(set(hosts.values())), latency)
-        return _Times(low_us=latency["low"], float_us=latency["plain"], low=spent["low"], plain=spent["plain"])
+        return {"low_us": latency["low"], "float_us": latency["plain"], **spent}
 
-    times = cache.times(low.onnx, plain.onnx, timing, take)
-    if not sum(times.low.values()) or not sum(times.plain.values()):
+    found = times.get(_key("times", low, plain, timing), take)
+    if not sum(found["low"].values()) or not sum(found["plain"].values()):
         return None
-    return prices_from_places(
-        plan, hosts, times.low, times.plain, low_us=times.low_us, float_us=times.float_us, where=timing.said(plain.onnx)
-    )
+    in_all = {"low_us": found["low_us"], "float_us": found["float_us"], "where": timing.said(plain.onnx)}
+    return prices_from_places(plan, hosts, found["low"], found["plain"], **in_all)
 
 
 def is_faster(placed: EngineFiles, low: EngineFiles, timing: Timing) -> bool:
@@ -208,11 +147,11 @@ def is_faster(placed: EngineFiles, low: EngineFiles, timing: Timing) -> bool:
     return latency["low"] >= _LEAST_GAIN * latency["placed"]
 
 
-def _key(low: Path, plain: Path, timing: Timing) -> str:
-    """Return a checksum of the structure of the files, the machine, the libraries, the shape and the options."""
+def _key(what: str, low: EngineFiles, plain: EngineFiles, timing: Timing) -> list[str]:
+    """Return all that times depend on: the structure of the files, machine, libraries, shape and options."""
     machine, versions = collect_machine(), collect_versions()
-    parts = [repr(timing), json.dumps([machine, versions], sort_keys=True), *map(structure_digest, (low, plain))]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    structures = (structure_digest(files.onnx) for files in (low, plain))
+    return [what, repr(timing), json.dumps([machine, versions], sort_keys=True), *structures]
 
 
 _SMALL = 64
@@ -273,7 +212,7 @@ class GroupPlacer:
         model: the float model.
         example: one batch, to export with.
         timing: how engines are timed.
-        cache: times that were measured before.
+        times: those that were measured before.
         build: builds an engine of the backend from an ONNX file.
         folder: where engines may lie while they are timed.
         opset: the ONNX opset; None: the target's.
@@ -284,7 +223,7 @@ class GroupPlacer:
     model: nn.Module
     example: Any
     timing: Timing
-    cache: TimeCache
+    times: Store
     build: Callable[[Path, Path], Any]
     folder: Path
     opset: int | None = None
@@ -299,7 +238,7 @@ class GroupPlacer:
         Gains of single groups do not add up exactly. So an engine without the slower groups is built and timed beside
         the other: if it is not faster, no group counts as slower; nor if all of them together would gain too little.
         """
-        prices = price_groups(quantizer.plan, quantized, low, plain, self.timing, self.cache)
+        prices = price_groups(quantizer.plan, quantized, low, plain, self.timing, self.times)
         if prices is None or not prices.slower():
             return prices
         number = len(prices.slower())
@@ -307,7 +246,8 @@ class GroupPlacer:
         if prices.low_us < _WORTH_A_TRIAL * prices.time_us(prices.slower()):
             faster, then = False, f", but too little to put {'it' if number == 1 else 'them'} back"
         else:
-            faster = self.cache.faster(low.onnx, plain.onnx, self.timing, partial(self._faster, quantizer, prices, low))
+            key = _key("faster without the slower groups", low, plain, self.timing)
+            faster = self.times.get(key, partial(self._faster, quantizer, prices, low))
             then = ", put back" if faster else ", but the engine is not faster without them"
         self.say(f"{what} than in float{then}")
         return prices if faster else replace(prices, least_loss_us=math.inf)

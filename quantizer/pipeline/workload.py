@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from torch import nn
 
+from quantizer.calibration.make_plan import sees_the_same
 from quantizer.config import RunConfig
 from quantizer.pipeline.budget import EngineBudget
 from quantizer.pipeline.context import ResumeFiles, RunContext, RunRows, Runs, as_predictor, bar
 from quantizer.pipeline.graphs import Graphs
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.scores import FunctionScorer, Metric
-from quantizer.pipeline.shared_results import Calibrations
 from quantizer.quantizer import Quantizer
 from quantizer.report import ModelInfo, Score
+from quantizer.settings import settings_of
 from quantizer.tasks import Batch, Row
 from quantizer.tasks.datasets.rows import content_of
 
@@ -42,6 +43,27 @@ def _as_it_is(config: RunConfig) -> RunConfig:
     return config
 
 
+@dataclass
+class InCommon:
+    """What runs on one model and the same batches have in common, in memory.
+
+    No file holds it: a head is fitted into the task, and a ranking belongs to a proxy of the model that is loaded.
+
+    Attributes:
+        has_head: whether the head of the task was fitted, which needs the float model alone.
+        calibrated: quantizers that were only calibrated, so that no fallback of a run is in them.
+        ranked: the amp proxy of a calibrated one, by its place, and the settings with which it was measured.
+    """
+
+    has_head: bool = False
+    calibrated: list[Quantizer] = field(default_factory=list)
+    ranked: dict[int, tuple[str, nn.Module]] = field(default_factory=dict)
+
+    def place(self, quantizer: Quantizer) -> int | None:
+        """Return the place of the calibrated quantizer with an equal configuration; None: there is none."""
+        return next((place for place, one in enumerate(self.calibrated) if one.config == quantizer.config), None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """Model, data and scores of one run.
@@ -55,7 +77,7 @@ class Workload:
         check: raises what would otherwise come after minutes of calibration.
         metric: returns the metric of a search, by the tuning rows that it may see.
         fit: returns the configuration of a run with what it takes from the rows.
-        calibrations: those of other runs on it, with which it is compared; None: it is used once.
+        common: what it shares with other runs on it; None: it is used once.
         diagnoses: whether causes of a loss are looked for; a sweep does so when the folder is in its place.
     """
 
@@ -67,7 +89,7 @@ class Workload:
     check: Callable[[], None]
     metric: Callable[[Sequence[Row]], Metric]
     fit: Callable[[RunConfig], RunConfig] = _as_it_is
-    calibrations: Calibrations | None = None
+    common: InCommon | None = None
     diagnoses: bool = True
 
     @property
@@ -86,12 +108,12 @@ class Workload:
 
     def fit_head(self) -> None:
         """Fit the head of the task on the float model's outputs, if it has one and no run before has done so."""
-        if not self.rows.head or (self.calibrations is not None and self.calibrations.has_head):
+        if not self.rows.head or (self.common is not None and self.common.has_head):
             return
         with self.context.timer("fit the head on float embeddings"), bar("head") as progress:
             self.context.task.fit_head(as_predictor(self.context.model), self.rows.head, progress)
-        if self.calibrations is not None:
-            self.calibrations.has_head = True
+        if self.common is not None:
+            self.common.has_head = True
 
     def write_call(self, folder: Path) -> None:
         """Write into the folder of a run how its model is called, if that is more than names of inputs."""
@@ -99,15 +121,38 @@ class Workload:
             self.scorer.call.write(folder)
 
     def calibrate(self, quantizer: Quantizer, batches: Sequence[Batch]) -> None:
-        """Calibrate a quantizer on the model, or give it what a run before it has seen."""
-        if self.calibrations is None:
-            quantizer.calibrate(self.context.model, batches, split=True)
-        else:
-            self.calibrations.calibrate(quantizer, self.context.model, batches)
+        """Calibrate a quantizer on the model, or give it what a run before it has seen.
+
+        One with the settings of an earlier one gets its plan; one with other settings, such as another backend or
+        percentile, gets the statistics, of which its plan is made as if it had seen the batches itself.
+        """
+        model = self.context.model
+        if self.common is None:
+            quantizer.calibrate(model, batches, split=True)
+            return
+        if (place := self.common.place(quantizer)) is None:
+            own, settings = Quantizer(quantizer.config), settings_of(quantizer.config)
+            # The weight of a convolution has three axes or more.
+            convolves = any(parameter.dim() > 2 for parameter in model.parameters())
+            for known in self.common.calibrated:
+                if sees_the_same(settings_of(known.config), settings, convolves=convolves):
+                    own.inherit(known)
+                    break
+            else:
+                own.calibrate(model, batches)
+            place = len(self.common.calibrated)
+            self.common.calibrated.append(own)
+        quantizer.inherit(self.common.calibrated[place])
 
     def amp(self, quantizer: Quantizer, settings: str, measure: Callable[[Quantizer], nn.Module]) -> nn.Module:
-        """Return the amp proxy of a quantizer after its measurement; see ``Calibrations.amp``."""
-        return measure(quantizer) if self.calibrations is None else self.calibrations.amp(quantizer, settings, measure)
+        """Return the amp proxy of a quantizer, that of an earlier one if its configuration and settings are equal."""
+        common = self.common
+        if common is None or (place := common.place(quantizer)) is None:
+            return measure(quantizer)
+        if place not in common.ranked or common.ranked[place][0] != settings:
+            common.ranked[place] = settings, measure(common.calibrated[place])
+        quantizer.inherit(common.calibrated[place])
+        return common.ranked[place][1]
 
 
 Load: TypeAlias = Callable[[StageTimer, ResumeFiles, Path], Workload]

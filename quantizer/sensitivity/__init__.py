@@ -16,8 +16,7 @@ from quantizer.sensitivity.gradient import Loss
 from quantizer.sensitivity.groups import groups_of
 from quantizer.sensitivity.max_drop_search import Tell, search
 from quantizer.sensitivity.measurement import Measurement
-from quantizer.sensitivity.metric import Metric, Score
-from quantizer.sensitivity.score_cache import ScoreCache, fingerprint
+from quantizer.sensitivity.metric import Metric, Score, fingerprint
 
 __all__ = [
     "Evaluation",
@@ -27,14 +26,13 @@ __all__ = [
     "Measurement",
     "Metric",
     "Score",
-    "ScoreCache",
     "Tell",
     "by_name",
     "by_rank",
     "fallback_for_target",
-    "fingerprint",
     "groups_of",
     "operands_of",
     "per_cost",
     "search",
+    "fingerprint",
 ]

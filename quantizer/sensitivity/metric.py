@@ -1,4 +1,4 @@
-"""The user's metric: a function of a model that gives its score.
+"""The user's metric: a function of a model that gives its score, and what that depends on.
 
 The divergence of a model's output from its float output.
 
@@ -22,15 +22,20 @@ calls of the group's sites. The effect on the rest of the network does not count
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.progress import counted
 from quantizer.errors import LostRankError, SensitivityError
 from quantizer.observe.site_statistics import (
@@ -41,6 +46,7 @@ from quantizer.observe.site_statistics import (
     padding_mask,
     without_padding,
 )
+from quantizer.plan.site_plan import SitePlan, plan_digest
 from quantizer.proxy.restored_state import unmoved, untouched
 from quantizer.proxy.site import Site
 from quantizer.sensitivity.groups import Group, Pending, watched
@@ -77,6 +83,34 @@ class Metric:
     def drop(self, float_score: float, score: float) -> float:
         """Return how much worse ``score`` is than the float model's; negative if it is better."""
         return float_score - score if self.higher_is_better else score - float_score
+
+
+def fingerprint(plan: Mapping[str, SitePlan], metric: Callable[..., object], weights: Fingerprint) -> str:
+    """Return a checksum of what a plan computes and of its groups, of the weights and of the metric's code.
+
+    The data that a metric reads is not part of it: another data set needs another folder, unless the metric names its
+    data in an attribute ``reads`` (a text).
+    """
+    groups = [str(operand.group) for site in plan.values() for operand in site.operands]
+    parts = [*_of_function(metric), json.dumps(weights.plain()), plan_digest(plan), *groups]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _of_function(function: Callable[..., object]) -> list[str]:
+    if isinstance(function, partial):
+        return ["partial", *_of_function(function.func), repr(function.args), repr(sorted(function.keywords.items()))]
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    code = getattr(function, "__code__", None)
+    defaults = repr(getattr(function, "__defaults__", None))
+    wrapped = getattr(function, "__wrapped__", None)
+    inner = [] if wrapped is None else _of_function(wrapped)
+    return [name, str(getattr(function, "reads", "")), defaults, *([] if code is None else _of_code(code)), *inner]
+
+
+def _of_code(code: CodeType) -> list[str]:
+    inner = [part for const in code.co_consts if isinstance(const, CodeType) for part in _of_code(const)]
+    constants = [repr(const) for const in code.co_consts if not isinstance(const, CodeType)]
+    return [code.co_code.hex(), repr(code.co_names), *constants, *inner]
 
 
 _AT_ONCE = 2**20

@@ -12,6 +12,7 @@ from torch import nn
 from quantizer.common.distributed import all_gather_bytes, get_rank
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import SensitivityError
+from quantizer.files import Store
 from quantizer.plan.apply import FrozenTries, apply_plan, store_weights, with_passes
 from quantizer.plan.changed_tensors import watch
 from quantizer.plan.site_plan import Plan, with_fallback
@@ -23,7 +24,6 @@ from quantizer.sensitivity import (
     Loss,
     Measurement,
     Metric,
-    ScoreCache,
     Tell,
     by_name,
     by_rank,
@@ -173,7 +173,7 @@ class SensitivitySession:
     ) -> Callable[[tuple[str, ...] | None], float]:
         """Return a function that gives the score with these groups float (None: of the float model), measured once."""
         search = fingerprint(self.measured_plan, metric.function, Fingerprint.of(self._model))
-        scores = ScoreCache(cache if get_rank() == 0 else None, search)
+        scores = Store(cache if get_rank() == 0 else None, SensitivityError).under(search)
         tries, planned = FrozenTries(self._model), self._begin()
 
         def score(groups: tuple[str, ...] | None) -> float:
@@ -186,10 +186,11 @@ class SensitivitySession:
                 plan = planned(dict.fromkeys(groups, "put back"))
                 return metric.score(tries.of(plan), f"the model with {len(groups)} groups put back")
 
-            # One process reads the file and tells the others: all of them take a score, or none.
-            known = _told(scores.taken(groups))
+            # One process reads the folder and tells the others: all of them take a score, or none.
+            key = [groups is None, *sorted(groups or ())]
+            known = _told(scores.find(key))
             if known is None:
-                known = _told(scores.score(groups, take))
+                known = _told(scores.get(key, take))
             assert known is not None
             return known
 

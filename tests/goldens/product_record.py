@@ -242,7 +242,12 @@ class Place:
     def _written(self) -> list[Path]:
         known = self._inputs or frozenset()
         found = (path for path in self.folder.rglob("*") if path not in known and "__pycache__" not in path.parts)
-        return sorted(found, key=str)
+        return sorted(found, key=self._place)
+
+    def _place(self, path: Path) -> tuple[str, str]:
+        """What a path is sorted by: names of entries of a store differ from one machine to the next."""
+        name, masked = str(path), _masked_text(str(path), self.folder)
+        return masked, "" if masked == name or not path.is_file() else _json(path, self.folder)
 
     def _section(self, title: str, text: str) -> None:
         shown = _masked_text(text, self.folder).rstrip("\n")

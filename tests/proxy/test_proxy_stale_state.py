@@ -90,7 +90,7 @@ def test_scores_of_a_search_belong_to_the_weights(tmp_path: Path) -> None:
         q.calibrate(model, [X])
         measuring = q.amp(model)
         measuring(X)
-        q.fallback(measuring, max_drop=1e-6, metric=metric, cache=tmp_path / "scores.json")
+        q.fallback(measuring, max_drop=1e-6, metric=metric, cache=tmp_path / "scores")
 
     search()
     before = calls

@@ -158,7 +158,7 @@ def test_the_folder_holds_what_a_server_needs(place: Place, monkeypatch: pytest.
         *BACKENDS,
         MARKER,
     }
-    assert not list(place.folder.glob("*.search.json"))
+    assert not list(place.folder.glob("*.search"))
     for backend in BACKENDS:
         folder = place.done / backend
         assert {path.name for path in folder.iterdir()} == {

@@ -24,7 +24,7 @@ from quantizer.engines import BuildOptions, BuildResult, candidates
 from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
 from quantizer.pipeline import candidates as run_variants
-from quantizer.pipeline import kept_engines, measure, rough_plan
+from quantizer.pipeline import choose_engine, measure, rough_plan
 from quantizer.pipeline import load_converted as folders
 from quantizer.pipeline.load_converted import load_converted
 from quantizer.report import RunRecord, read_record
@@ -131,7 +131,7 @@ def test_one_that_is_too_slow_is_not_timed_at_the_largest_size(convert: Callable
 def test_float_is_delivered_where_it_is_faster(
     convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = kept_engines.tried_build
+    build = choose_engine.tried_build
 
     def tried(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
         if engine.parent.name == f"{OPENVINO}-int8":
@@ -139,7 +139,7 @@ def test_float_is_delivered_where_it_is_faster(
             raise EngineError("building it crashed")
         return build(name, onnx, engine, *more, **options)
 
-    monkeypatch.setattr(kept_engines, "tried_build", tried)
+    monkeypatch.setattr(choose_engine, "tried_build", tried)
     code, said = convert({**TIMES, f"{ONNXRUNTIME} int8": 8.0}, "--backend", "auto", OPENVINO, ONNXRUNTIME)
     assert code == 0, said
     record = _record(OPENVINO)
@@ -185,13 +185,13 @@ def test_torch_competes_on_its_eager_road(
     convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     roads: dict[str, bool | None] = {}
-    built = kept_engines.tried_build
+    built = choose_engine.tried_build
 
     def tried(name: str, onnx: Path, engine: Path, options: BuildOptions, **more: Any) -> BuildResult:
         roads[engine.parent.name] = options.compiled
         return built(name, onnx, engine, options, **more)
 
-    monkeypatch.setattr(kept_engines, "tried_build", tried)
+    monkeypatch.setattr(choose_engine, "tried_build", tried)
     code, said = convert({f"{TORCH} float32": 5.0, f"{TORCH} int8": 2.0})
     assert code == 0, said
     assert set(roads.values()) == {False}

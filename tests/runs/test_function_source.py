@@ -220,7 +220,7 @@ def test_a_budget_by_the_function() -> None:
     assert record.fallback.outcome is not None
     assert record.fallback.outcome.verdict == "met"
     # No score is kept beside a complete run.
-    assert not Path("out.search.json").exists()
+    assert not Path("out.search").exists()
 
 
 @pytest.mark.nightly

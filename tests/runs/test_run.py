@@ -125,7 +125,7 @@ def test_the_folder_is_complete(place: Place) -> None:
     assert files == {".quantizer.json", "observed.safetensors", "quantizer.yaml", "ranges.safetensors"}
     left = {path.name for path in place.folder.iterdir()}
     # A run that repeats this one finds the times of its engines.
-    assert left == {"model", "vocab.txt", "calibration.csv", "evaluation.csv", "tiny.yaml", "done", "done.times.json"}
+    assert left == {"model", "vocab.txt", "calibration.csv", "evaluation.csv", "tiny.yaml", "done", "done.times"}
     assert oct(place.done.stat().st_mode)[-3:] == "755"
 
 
@@ -465,7 +465,7 @@ _DAILY = ("load", "calibrate", "save", "build", "page")
 
 def _left(folder: Path) -> list[str]:
     """What a folder holds, without the times of engines, which stay for a run that repeats the one that ended."""
-    return sorted(path.name for path in folder.iterdir() if path.name != "out.times.json")
+    return sorted(path.name for path in folder.iterdir() if path.name != "out.times")
 
 
 def _fail(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) -> None:

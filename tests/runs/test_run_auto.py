@@ -29,7 +29,6 @@ from quantizer.engines import BuildResult, PeakMemory, candidates
 from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
 from quantizer.engines.engine_file import read_engine
 from quantizer.errors import EngineError
-from quantizer.pipeline import kept_engines
 from quantizer.report import read_record
 
 OPENVINO, ONNXRUNTIME, TORCH = sorted(cpu_candidates()[0], key=lambda name: ("torch" in name, "onnx" in name))
@@ -128,14 +127,14 @@ def test_float_wins_and_is_named_in_the_end(
 
 
 def test_only_float_is_right(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    built = kept_engines.tried_build
+    built = pick.tried_build
 
     def crash(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
         if "int8" in engine.parent.name:
             raise EngineError("building it crashed")
         return built(name, onnx, engine, *more, **options)
 
-    monkeypatch.setattr(kept_engines, "tried_build", crash)
+    monkeypatch.setattr(pick, "tried_build", crash)
     _taking(TIMES, monkeypatch)
     assert main(["run", "tiny.yaml"]) == 1
     said = capsys.readouterr().err
@@ -149,7 +148,7 @@ def test_only_float_is_right(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_a_stopped_choice_goes_on(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    built, names = kept_engines.tried_build, []
+    built, names = pick.tried_build, []
 
     def stopped(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
         if len(names) == 2:
@@ -157,19 +156,19 @@ def test_a_stopped_choice_goes_on(
         names.append(engine.parent.name)
         return built(name, onnx, engine, *more, **options)
 
-    monkeypatch.setattr(kept_engines, "tried_build", stopped)
+    monkeypatch.setattr(pick, "tried_build", stopped)
     _taking(TIMES, monkeypatch)
     assert main(["run", "tiny.yaml"]) == 130
     said = capsys.readouterr().err
     assert f"the engines are kept in {at / 'done.engines'}; the same command goes on with them" in said
     first = list(names)
-    assert len(list((at / "done.engines").glob("*.engine"))) == 2
+    assert len(list((at / "done.engines").glob("*/file"))) == 2
 
     def counted(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
         names.append(engine.parent.name)
         return built(name, onnx, engine, *more, **options)
 
-    monkeypatch.setattr(kept_engines, "tried_build", counted)
+    monkeypatch.setattr(pick, "tried_build", counted)
     assert main(["run", "tiny.yaml"]) == 0
     # None is built twice.
     assert len(names) == len(set(names)) == len(TIMES)
@@ -197,7 +196,7 @@ def test_a_list_narrows_the_choice(written: dict[str, Any], at: Path, monkeypatc
     names: list[tuple[str, ...]] = []
 
     def picks(*asked: Any, **_: Any) -> None:
-        names.append(asked[-2])
+        names.append(asked[-1])
         raise EngineError("that is enough")
 
     monkeypatch.setattr(quantizer.pipeline.stages, "pick_backend", picks)
@@ -270,7 +269,7 @@ def test_a_rough_plan_that_fails_says_nothing(at: Path, monkeypatch: pytest.Monk
     times = {f"{OPENVINO} int8": 2.0, f"{ONNXRUNTIME} int8": 9.0, f"{ONNXRUNTIME} int8 dynamic": 1.0}
     _taking(times, monkeypatch)
     built: list[str] = []
-    build = kept_engines.tried_build
+    build = pick.tried_build
 
     def fails(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
         built.append(engine.name)
@@ -278,7 +277,7 @@ def test_a_rough_plan_that_fails_says_nothing(at: Path, monkeypatch: pytest.Monk
             raise EngineError("building it crashed")
         return build(name, onnx, engine, *more, **options)
 
-    monkeypatch.setattr(kept_engines, "tried_build", fails)
+    monkeypatch.setattr(pick, "tried_build", fails)
     settings = ("quantizer.preset=balanced", f"quantizer.candidates=[{OPENVINO},{ONNXRUNTIME}]")
     assert main(["run", "tiny.yaml", *settings]) == 0
     record = read_record(at / "done" / "report.json")

@@ -45,7 +45,7 @@ def test_only_the_checkpoints_go_with_a_training(tmp_path: Path) -> None:
     with resume_files(tmp_path / "out", searches=True, trains=True) as kept:
         for name in ("last", "best"):
             write_checkpoint(kept.training / f"{name}.safetensors", nn.Linear(2, 2), {})
-        kept.scores.write_text('{"scores": {}}')
+        kept.scores.get(["one"], lambda: 0.5)
     assert _names(tmp_path) == ["out.training"]
     assert _names(tmp_path / "out.training") == ["notes"]
     (tmp_path / "out.training" / "notes").unlink()
@@ -60,24 +60,25 @@ def _mine_as_a_checkpoint(folder: Path) -> None:
 
 
 def _mine_as_scores(folder: Path) -> None:
-    (folder / "out.search.json").write_text("mine")
+    (folder / "out.search").mkdir()
+    (folder / "out.search" / "scores.json").write_text("mine")
 
 
 def _a_file_as_the_folder(folder: Path) -> None:
     (folder / "out.training").write_text("mine")
 
 
-def _a_folder_as_the_file(folder: Path) -> None:
-    (folder / "out.search.json").mkdir()
+def _a_file_as_the_scores(folder: Path) -> None:
+    (folder / "out.search").write_text("mine")
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (_mine_as_a_checkpoint, r"best\.safetensors is no checkpoint of a training"),
-        (_mine_as_scores, "holds no scores of a search"),
+        (_mine_as_scores, r"out\.search holds 'scores\.json', which quantizer did not write"),
         (_a_file_as_the_folder, r"out\.training is no folder"),
-        (_a_folder_as_the_file, "is a folder; expected the name of a file"),
+        (_a_file_as_the_scores, r"out\.search is no folder"),
     ],
 )
 def test_what_others_put_there_is_told_before_the_work(tmp_path: Path, make: Any, message: str) -> None:
@@ -90,9 +91,7 @@ def test_what_others_put_there_is_told_before_the_work(tmp_path: Path, make: Any
 
 def _engines(folder: Path, error: type[BaseException] | None) -> None:
     with resume_files(folder / "out", searches=False, trains=False, chooses=True) as kept:
-        assert kept.engines is not None
-        kept.engines.mkdir(exist_ok=True)
-        (kept.engines / f"{'0' * 64}.engine").touch()
+        kept.engines.get(["an engine"], lambda: None)
         if error is not None:
             raise error("stopped") if error is not KeyboardInterrupt else error
 
@@ -111,7 +110,7 @@ def test_engines_are_kept_after_an_interrupt_alone(tmp_path: Path) -> None:
 def test_a_folder_of_others_takes_no_engines(tmp_path: Path) -> None:
     (tmp_path / "out.engines").mkdir()
     (tmp_path / "out.engines" / "thesis.tex").touch()
-    with pytest.raises(QuantizerError, match=r"out\.engines holds 'thesis\.tex', and engines are kept there until"):
+    with pytest.raises(QuantizerError, match=r"out\.engines holds 'thesis\.tex', which quantizer did not write"):
         _engines(tmp_path, None)
     assert _names(tmp_path / "out.engines") == ["thesis.tex"]
 
@@ -119,10 +118,10 @@ def test_a_folder_of_others_takes_no_engines(tmp_path: Path) -> None:
 def test_a_signal_to_end_stays_one(tmp_path: Path) -> None:
     def ended() -> None:
         with resume_files(tmp_path / "out", searches=True, trains=False) as kept:
-            kept.scores.write_text('{"scores": {}}')
+            kept.scores.get(["one"], lambda: 0.5)
             raise Terminated
 
-    with pytest.raises(Terminated, match=r"the scores are kept in .*out\.search\.json; the same command goes on"):
+    with pytest.raises(Terminated, match=r"the scores are kept in .*out\.search; the same command goes on"):
         ended()
 
 
@@ -136,11 +135,11 @@ def test_after_the_work_it_is_not_said_that_nothing_was_written(tmp_path: Path) 
 
 
 def test_a_name_that_is_too_long_for_the_files_beside_it_is_told_first(tmp_path: Path) -> None:
-    with resume_files(tmp_path / ("n" * 243), searches=False, trains=False):
+    with resume_files(tmp_path / ("n" * 246), searches=False, trains=False):
         pass
-    for name in ("n" * 244, "\u00e9" * 122):
+    for name in ("n" * 248, "\u00e9" * 124):
         with (
-            pytest.raises(QuantizerError, match=r"its name has 244 bytes, .*: choose a name of at most 243 bytes"),
+            pytest.raises(QuantizerError, match=r"its name has 248 bytes, .*: choose a name of at most 246 bytes"),
             resume_files(tmp_path / name, searches=False, trains=False),
         ):
             raise AssertionError("work was done")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -167,7 +167,7 @@ def test_a_search_meets_its_budget_and_says_how(search: Search, capsys: pytest.C
     assert float(said[3]) == pytest.approx(search.scores[0], abs=1e-5)
     assert float(said[3]) - float(said[2]) <= 0.02 + 1e-5
     assert any(float(said[2]) == pytest.approx(score, abs=1e-5) for score in search.scores)
-    assert f"until the run is complete, each score is kept in {Path.cwd() / 'out.search.json'}" in out
+    assert f"until the run is complete, each score is kept in {Path.cwd() / 'out.search'}" in out
     assert f"{len(record.fallback.groups)} groups put back to float, {record.fallback.reason}" in out
     # The float model's score has no line of its own.
     row = r"^  try +(\d+): +(\d+) groups in float, score ([\d.]+), drop +(-?[\d.]+), +(ok|not ok), [\d.]+ s$"
@@ -206,12 +206,12 @@ def test_an_interrupted_search_goes_on(
 ) -> None:
     _no_further(monkeypatch)
     _run(code=1)
-    kept, whole, needed = Path.cwd() / "out.search.json", search.found, search.taken
+    kept, whole, needed = Path.cwd() / "out.search", search.found, search.taken
     assert whole is not None
     assert needed >= 6
     # Before the first score, the float model's; after it; in the middle; in the last one.
     for number in range(1, needed + 1) if all_places else (1, 2, needed // 2 + 1, needed):
-        kept.unlink()
+        shutil.rmtree(kept)
         search.taken, search.stop = 0, number
         capsys.readouterr()
         _run(code=130)
@@ -222,8 +222,8 @@ def test_an_interrupted_search_goes_on(
             assert _left() == {"tiny.yaml"}
         else:
             assert said == f"interrupted: the scores are kept in {kept}; the same command goes on with them\n"
-            assert _left() == {"tiny.yaml", "out.search.json"}
-            assert len(json.loads(kept.read_text())["scores"]) == number - 1
+            assert _left() == {"tiny.yaml", "out.search"}
+            assert len(list(kept.rglob("entry.json"))) == number - 1
         search.stop, search.found = 0, None
         _run(code=1)
         assert (f"going on with {number - 1} scores of {kept}" in capsys.readouterr().out) is (number > 1)
@@ -243,7 +243,7 @@ def test_an_error_after_the_search_keeps_its_scores(
         _run(code=1)
     assert capsys.readouterr().err == "error: no engine\n"
     needed = search.taken
-    assert _left() == {"tiny.yaml", "out.search.json"}
+    assert _left() == {"tiny.yaml", "out.search"}
     _run()
     assert search.taken == needed
     assert f"going on with {needed} scores" in _plain(capsys.readouterr().out)
@@ -265,7 +265,7 @@ def test_scores_of_another_run_are_not_taken(
     _run(word, code=1)
     assert "each score is kept in" in _plain(capsys.readouterr().out)
     found = search.found
-    Path("out.search.json").unlink()
+    shutil.rmtree("out.search")
     _run(word, code=1)
     assert search.found == found
 
@@ -296,13 +296,13 @@ def test_a_search_with_another_budget_takes_the_scores_that_are_there(
     assert "going on with 3 scores" in _plain(capsys.readouterr().out)
 
 
-def test_a_damaged_file_of_scores(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("out.search.json").write_text("{}")
+def test_a_folder_of_others_takes_no_scores(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("out.search").mkdir()
+    Path("out.search/notes").touch()
     _run(code=1)
-    told = "out.search.json holds no scores of a search (the file: missing field 'scores'); remove it"
-    assert told in _plain(capsys.readouterr().err)
+    assert "out.search holds 'notes', which quantizer did not write" in _plain(capsys.readouterr().err)
     assert search.taken == 0
-    assert Path("out.search.json").read_text() == "{}"
+    assert list(Path("out.search").iterdir()) == [Path("out.search/notes")]
 
 
 def test_too_few_evaluations(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,7 +333,7 @@ def test_a_search_that_is_killed_goes_on(
         process.communicate(timeout=120)
     finally:
         process.kill()
-    kept = len(json.loads(Path("out.search.json").read_text())["scores"])
+    kept = len(list(Path("out.search").rglob("entry.json")))
     assert kept >= 2
 
     _no_further(monkeypatch)

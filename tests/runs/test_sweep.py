@@ -32,10 +32,9 @@ from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import load_run
 from quantizer.config.sweep import SweepRun
-from quantizer.engines import BuildResult, PeakMemory
+from quantizer.engines import PeakMemory
 from quantizer.errors import EngineError
 from quantizer.pipeline import sweep as launchers
-from quantizer.pipeline.shared_results import FloatEngines
 from quantizer.pipeline.shared_work import shared_work
 from quantizer.pipeline.sweep import Outcome, Pace, ready_to_sweep, time_left
 from quantizer.pipeline.sweep_worker import config_of, plain_config
@@ -104,7 +103,7 @@ def test_what_runs_share_is_made_once(done: Path) -> None:
     first, second = ((done / name / "float.engine").read_bytes() for name in GOOD)
     assert first == second
     # Nothing that was shared is left over.
-    assert {path.name for path in done.iterdir()} == {*GOOD, "comparison.html", "comparison.csv", "times.json"}
+    assert {path.name for path in done.iterdir()} == {*GOOD, "comparison.html", "comparison.csv", "times"}
 
 
 @pytest.mark.promise("A run that fails leaves the others: it is a row with its error, and the exit code is 1")
@@ -467,22 +466,3 @@ def test_a_run_that_cannot_be_is_no_fault_of_its_neighbours(at: Path) -> None:
     ready = ready_to_sweep([SweepRun("wrong", wrong), SweepRun("right", config)])
     assert "fp8" in ready.faults.pop("wrong")
     assert not ready.faults
-
-
-def test_a_float_model_over_2_gb_keeps_the_weights_beside_it(tmp_path: Path) -> None:
-    names = {"float.engine", "float.onnx", "float.onnx.0123456789abcdef.data"}
-    for folder in ("made", "kept", "run"):
-        (tmp_path / folder).mkdir()
-    for name in names:
-        (tmp_path / "made" / name).write_text(name)
-    floats = FloatEngines(tmp_path / "kept")
-    built = BuildResult(path=tmp_path / "made" / "float.engine", seconds=1.0, size_bytes=3)
-    assert not floats.fetch_graph("opset 20", tmp_path / "run" / "float.onnx")
-    floats.keep_graph("opset 20", tmp_path / "made" / "float.onnx")
-    floats.keep("openvino", "opset 20", built)
-    assert floats.fetch_graph("opset 20", tmp_path / "run" / "float.onnx")
-    assert {path.name: path.read_text() for path in (tmp_path / "run").iterdir()} == {
-        name: name for name in names - {"float.engine"}
-    }
-    assert floats.fetch("openvino", tmp_path / "run") is not None
-    assert {path.name for path in (tmp_path / "run").iterdir()} == names

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 from pathlib import Path
 
 from report.report_samples import sample_record
 from rich.console import Console
 from tiny_run import tiny_run
 
+from quantizer.files import Store
 from quantizer.pipeline.convert import conversion_configs
 from quantizer.pipeline.load_converted import load_converted
 from quantizer.pipeline.run import convert
 from quantizer.report import html_from_record, print_summary, read_record, write_record
-from quantizer.sensitivity import ScoreCache
 from torture import mutations
 from torture.kinds import Kind, kind
 
+_KEY, _SCORES = ["a search"], [number / 8 for number in range(5)]
+_ENTRY = f"scores/{hashlib.sha256(json.dumps(_KEY).encode()).hexdigest()}/entry.json"
 _JSON = (mutations.raw, mutations.text, mutations.json_text, mutations.json_text)
 
 
@@ -32,15 +36,13 @@ def _read_report(folder: Path) -> None:
 
 
 def _make_scores(folder: Path) -> None:
-    cache = ScoreCache(folder / "scores.json", "a search")
-    for number in range(5):
-        cache.score((f"group {number}",), lambda value=number / 8: value)
+    Store(folder / "scores").get(_KEY, lambda: _SCORES)
 
 
-def _read_scores(folder: Path) -> float:
-    cache = ScoreCache(folder / "scores.json", "a search")
-    cache.score(("another",), lambda: 0.5)
-    return sum(cache.score((f"group {number}",), lambda: 0.0) for number in range(5))
+def _read_scores(folder: Path) -> list[float]:
+    scores = Store(folder / "scores")
+    scores.get(["another search"], lambda: 0.5)
+    return scores.get(_KEY, lambda: _SCORES)
 
 
 def _make_conversion(folder: Path) -> None:
@@ -58,7 +60,7 @@ def _read_conversion(folder: Path) -> list[str]:
 
 
 kind(Kind(name="report", make=_make_report, files=("report.json",), how=_JSON, read=_read_report))
-kind(Kind(name="scores", make=_make_scores, files=("scores.json",), how=_JSON, read=_read_scores))
+kind(Kind(name="scores", make=_make_scores, files=(_ENTRY,), how=_JSON, read=_read_scores, exact=True))
 kind(
     Kind(
         name="conversion",
