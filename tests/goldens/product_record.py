@@ -246,8 +246,8 @@ class Place:
 
     def _place(self, path: Path) -> tuple[str, str]:
         """What a path is sorted by: names of entries of a store differ from one machine to the next."""
-        name, masked = str(path), _masked_text(str(path), self.folder)
-        return masked, "" if masked == name or not path.is_file() else _json(path, self.folder)
+        name = _masked_text(str(path.relative_to(self.folder)), self.folder)
+        return name, _json(path, self.folder) if path.name == "entry.json" else ""
 
     def _section(self, title: str, text: str) -> None:
         shown = _masked_text(text, self.folder).rstrip("\n")
