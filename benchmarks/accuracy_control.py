@@ -23,7 +23,7 @@ from common import heading, minilm, stsb
 
 from quantizer import Quantizer
 from quantizer.engines import load_engine
-from quantizer.export import export_onnx
+from quantizer.export.exporter import export_onnx
 from quantizer.tasks import Batch, Row, Run, Task
 
 _MAX_DROP = 0.002

@@ -13,7 +13,7 @@ import torch
 from common import calibrated, heading, minilm
 
 from quantizer.engines import BuildOptions, build_engine
-from quantizer.export import export_onnx
+from quantizer.export.exporter import export_onnx
 
 
 def main(capability: str) -> None:

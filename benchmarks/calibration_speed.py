@@ -24,11 +24,11 @@ from common import call, heading, minilm, session_as_written
 from peers import BatchReader, model_optimizer, nncf_model
 
 from quantizer import Quantizer
-from quantizer.calibrators import make_calibrator
-from quantizer.common.child_process import child_environment
 from quantizer.engines import interleaved_latency, load_engine
-from quantizer.export import export_onnx
+from quantizer.export.exporter import export_onnx
+from quantizer.observe.calibrators import make_calibrator
 from quantizer.tasks import Batch
+from quantizer.utils.child_process import child_environment
 
 _CALIBRATORS = ("max", "percentile", "mse", "entropy")
 _NNCF_BATCHES = 8

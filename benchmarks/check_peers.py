@@ -22,8 +22,8 @@ from common import Positional, heading, minilm, stsb
 from peers import BatchReader, model_optimizer, onnxruntime_file
 
 from quantizer import Quantizer
-from quantizer.export import export_onnx
-from quantizer.graph_check import check_file
+from quantizer.check import check_file
+from quantizer.export.exporter import export_onnx
 from quantizer.tasks import Batch, Task
 
 TARGETS = ("tensorrt", "openvino", "onnxruntime")

@@ -20,7 +20,7 @@ import torch
 from common import calibrated, heading, minilm, stsb
 
 from quantizer.engines import BuildOptions, Engine, build_engine, interleaved_latency, load_engine
-from quantizer.export import export_onnx
+from quantizer.export.exporter import export_onnx
 from quantizer.tasks import Predictions, Task
 
 SHAPES = ((1, 16), (1, 128), (8, 128))

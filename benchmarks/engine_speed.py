@@ -25,7 +25,7 @@ from peers import nncf_model
 
 from quantizer.engines import BuildOptions, build_engine, interleaved_latency, load_engine
 from quantizer.engines.openvino.inspect import observed_layers
-from quantizer.export import export_onnx
+from quantizer.export.exporter import export_onnx
 from quantizer.tasks import Run, Task
 
 SHAPES = tuple((batch, sequence) for batch in (1, 8, 32) for sequence in (16, 64, 128, 512))

@@ -32,10 +32,10 @@ from data import smollm2
 
 from quantizer import Quantizer
 from quantizer.engines import BuildOptions, Engine, build_engine, interleaved_latency, load_engine
-from quantizer.export import export_onnx
+from quantizer.export.exporter import export_onnx
 from quantizer.pipeline.compare_outputs import float_noise
 from quantizer.tasks import Plain, Task, build_task, tasks
-from quantizer.tasks.tokens.decode_step import next_cache
+from quantizer.tasks.tokens.text_generation import next_cache
 
 NAME = "text-generation-with-past"
 FLOAT = "ONNX Runtime, float32"

@@ -51,7 +51,7 @@ from common import heading
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.float16.float32_modules import Float32Modules, convert_floats
+from quantizer.observe.float16_modules import Float32Modules, convert_floats
 from quantizer.plan.apply import FrozenTries, frozen_proxy
 from quantizer.plan.site_plan import SitePlan, with_fallback
 
@@ -280,7 +280,7 @@ def _large_of(blocks: int, path: str) -> None:
 def _loaded_of(path: str) -> None:
     import openvino
 
-    from quantizer.graph_check import check_file
+    from quantizer.check import check_file
 
     checked = _peak_mib(lambda: check_file(path, "openvino"))
     known, found = np.load(f"{path}.npz"), []
@@ -308,7 +308,7 @@ def check_rows() -> None:
 def _check_of(path: str) -> None:
     import onnx  # noqa: F401
 
-    from quantizer.graph_check import check_file
+    from quantizer.check import check_file
 
     seconds = [0.0]
 

@@ -32,7 +32,7 @@ from PIL import Image, ImageDraw, ImageFont
 import quantizer
 from quantizer import Quantizer
 from quantizer.engines import BuildOptions, build_engine, interleaved_latency, load_engine
-from quantizer.export import export_onnx
+from quantizer.export.exporter import export_onnx
 
 ROUNDS = 30
 BATCHES = 5

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from quantizer.engines import load_engine
-from quantizer.export import export_onnx
+from quantizer.export.exporter import export_onnx
 from quantizer.tasks import Batch, Run, Task
 
 __all__ = ["DYNAMIC", "PEERS", "BatchReader", "model_optimizer", "nncf_by_default", "nncf_model", "onnxruntime_file"]

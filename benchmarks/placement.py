@@ -24,9 +24,9 @@ from common import heading, stsb
 from data import imagenet_sample
 
 from quantizer import Quantizer, measured_prices
+from quantizer.algorithms.sensitivity.prices import frontier
 from quantizer.engines import BuildOptions, build_engine, interleaved_latency, load_engine, medians
-from quantizer.export import export_onnx
-from quantizer.sensitivity.prices import frontier
+from quantizer.export.exporter import export_onnx
 
 SHARES = (0.85, 0.7, 0.5)
 """Speeds of further plans, between the float model's and that of everything in INT8."""

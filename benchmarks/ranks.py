@@ -30,8 +30,8 @@ from torch import distributed, nn
 from torch.nn import functional
 
 from quantizer import Quantizer
-from quantizer.common.distributed import all_gather_bytes, alone, get_rank, get_world_size, is_mine
 from quantizer.tasks import Batch, Row, Task
+from quantizer.utils.distributed import all_gather_bytes, alone, get_rank, get_world_size, is_mine
 
 _STAGES = ("calibration", "sensitivity", "search")
 _PROCESSES = (1, 2)

@@ -26,11 +26,11 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from quantizer import Quantizer
+from quantizer.algorithms.sensitivity.groups import Pending, groups_of, watched
+from quantizer.algorithms.sensitivity.metric import Divergence
 from quantizer.engines import load_engine
-from quantizer.observe.site_statistics import padding_mask
+from quantizer.observe.statistics import padding_mask
 from quantizer.proxy.build import sites_of
-from quantizer.sensitivity.groups import Pending, groups_of, watched
-from quantizer.sensitivity.metric import Divergence
 
 _WORST, _FIRST = 5, 8
 

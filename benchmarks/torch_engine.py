@@ -31,7 +31,7 @@ from common import Positional, calibrated, heading, minilm, stsb
 
 from quantizer import Quantizer
 from quantizer.engines import BuildOptions, Engine, build_engine, interleaved_latency, load_engine
-from quantizer.export import export_onnx
+from quantizer.export.exporter import export_onnx
 from quantizer.tasks import Task
 
 SHAPES = ((1, 16), (1, 128), (8, 128))

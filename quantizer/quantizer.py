@@ -11,32 +11,31 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from quantizer.calibration.make_plan import make_observation, make_plan
-from quantizer.calibration.proxied import proxied_copy
+from quantizer.algorithms.make_plan import make_observation, make_plan
+from quantizer.algorithms.proxied import proxied_copy
+from quantizer.algorithms.qat import Scales
+from quantizer.algorithms.sensitivity import Fallback, Loss, Metric, Score, Tell
+from quantizer.algorithms.sensitivity.prices import Prices
+from quantizer.algorithms.sensitivity.ranking import Layers, Sensitivity
 from quantizer.causes import Causes, find_causes
-from quantizer.common.data.batches_of import batches_of, doubts_of_calibration, warn_user
-from quantizer.common.data.exported_program import Model, module_of, refuse_compiled
-from quantizer.common.data.sizes import DataSizes
-from quantizer.common.distributed import all_reduce_sum, get_world_size
-from quantizer.common.torch_modes import ordinary_tensors
 from quantizer.config import QuantizerConfig, quantizer_config
 from quantizer.config.schema import check_formats
 from quantizer.errors import CalibrationError, QuantizerError, SensitivityError
-from quantizer.float16.simulate import simulate
 from quantizer.model_session import ModelSession, for_this_cpu
+from quantizer.observe.float16_simulation import simulate
 from quantizer.plan.coverage import Coverage, Ranges
 from quantizer.plan.histograms import OperandHistogram, histogram_of
 from quantizer.plan.replace_scales import scales_of, with_scales
 from quantizer.plan.saved_folder import load_state, save_state
 from quantizer.plan.site_plan import Plan, plan_digest
 from quantizer.proxy.build import build_proxy, source_diff
-from quantizer.proxy.lowered.lower import Kernels, Lowering, kernels_of, lower
-from quantizer.qat import Scales
-from quantizer.sensitivity import Fallback, Loss, Metric, Score, Tell
-from quantizer.sensitivity.layers import Layers
-from quantizer.sensitivity.prices import Prices
-from quantizer.sensitivity.ranking import Sensitivity
+from quantizer.proxy.lower import Kernels, Lowering, kernels_of, lower
 from quantizer.settings import settings_of
+from quantizer.utils.batches import batches_of, doubts_of_calibration, warn_user
+from quantizer.utils.distributed import all_reduce_sum, get_world_size
+from quantizer.utils.exported_program import Model, module_of, refuse_compiled
+from quantizer.utils.sizes import DataSizes
+from quantizer.utils.torch_modes import ordinary_tensors
 
 if TYPE_CHECKING:
     from quantizer.engines import BuildResult
@@ -407,8 +406,8 @@ class Quantizer:
         """
         with ordinary_tensors():
             # Not at the top: nothing else of a quantizer needs the engines.
-            from quantizer.common.cpu import saturates
             from quantizer.engines.candidates import EXACT_QMAX
+            from quantizer.utils.cpu import saturates
 
             widest = EXACT_QMAX if saturates() else None
             lowered = lower(self._session.frozen(module_of(model), fused=True), Lowering(widest=widest))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantizer.calibration.settings import Settings
+from quantizer.algorithms.settings import Settings
 from quantizer.config import QuantizerConfig, SelectionConfig
 from quantizer.config.quantizer_section import WeightsConfig
 from quantizer.config.schema import default_format, rule_formats

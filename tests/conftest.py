@@ -20,7 +20,7 @@ from quick_start import collect_seldom
 from translated import translate_once
 from trials_here import trials_here
 
-from quantizer.targets.base import profiles
+from quantizer.plan.targets.base import profiles
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would the programs that they start and
 # interrupt.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quick_start import collect_seldom
 
-from quantizer.export.exporter_cache import exporter_cache
+from quantizer.export.quick_exporter import exporter_cache
 
 # The server has found this module; the programs that a script starts need not.
 places = os.environ["PYTHONPATH"].split(os.pathsep)

@@ -1,31 +1,31 @@
 """Figures of the package's structure, read from its source: ``make structure`` prints them.
 
-A room is a package or a loose module directly below ``quantizer/``; an arrow is an import from one room into another,
-lazy ones included.
+A room is a package or a loose module directly below ``quantizer/``, and what lies in ``plan/`` that the floor needs; an
+arrow is an import from one room into another, lazy ones included.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 BOXES = {
-    "FLOOR": ("errors", "reasons", "common", "files", "numerics", "targets"),
-    "PROXY": ("functional", "operations", "rewrite", "patches", "proxy"),
-    "OBSERVE": ("calibrators", "observe", "float16"),
+    "FLOOR": ("errors", "utils", "numerics", "plan.targets", "plan.reasons"),
+    "PROXY": ("functional", "rewrite", "proxy"),
+    "OBSERVE": ("observe",),
     "PLAN": ("plan",),
-    "ALGORITHMS": ("calibration", "sensitivity", "qat"),
-    "EXPORT": ("qdq", "export"),
-    "CHECK": ("graph_check",),
+    "ALGORITHMS": ("algorithms",),
+    "EXPORT": ("export",),
+    "CHECK": ("check",),
     "CONFIG": ("config",),
     "QUANTIZER": ("settings", "model_session", "causes", "quantizer"),
     "ENGINES": ("engines",),
     "TASKS": ("tasks",),
     "REPORT": ("report",),
     "PIPELINE": ("pipeline",),
-    "INTEGRATIONS": ("interop",),
+    "INTEGRATIONS": ("integrations",),
     "COMMANDS": ("cli", "__main__"),
 }
 """The boxes of the picture in docs/architecture.md, and the rooms in each."""
@@ -62,6 +62,7 @@ class Figures:
     """Figures of the package; those of several places are in descending order.
 
     Attributes:
+        packages: folders at the top.
         rooms: packages and loose modules at the top.
         arrows: imports from one room into another, each pair counted once.
         rooms_in_a_cycle: rooms that import each other, directly or through others.
@@ -71,6 +72,7 @@ class Figures:
         lines: of all files together.
     """
 
+    packages: int
     rooms: int
     arrows: int
     rooms_in_a_cycle: tuple[str, ...]
@@ -81,9 +83,15 @@ class Figures:
 
 
 def room_of(file: Path) -> str:
-    """The package or file below ``quantizer/`` that a file belongs to; empty for ``quantizer/__init__.py``."""
-    first = file.relative_to(PACKAGE).parts[0]
-    return "" if first == "__init__.py" else first.removesuffix(".py")
+    """The room of a file; empty for ``quantizer/__init__.py``."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return "" if parts == ("__init__",) else room_named(parts)
+
+
+def room_named(parts: Sequence[str]) -> str:
+    """The room of a dotted name below ``quantizer``."""
+    two = ".".join(parts[:2])
+    return two if any(two in rooms for rooms in BOXES.values()) else parts[0]
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:
@@ -107,9 +115,9 @@ def _arrows() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {room_of(file): set() for file in FILES if room_of(file)}
     for file in FILES:
         for _, name in imports(file):
-            parts = name.split(".")
-            if room_of(file) and parts[0] == "quantizer" and len(parts) > 1 and parts[1] in found:
-                found[room_of(file)] |= {parts[1]} - {room_of(file)}
+            parts = [*name.split("."), ""]
+            if room_of(file) and parts[0] == "quantizer" and (room := room_named(parts[1:])) in found:
+                found[room_of(file)] |= {room} - {room_of(file)}
     return found
 
 
@@ -153,6 +161,7 @@ def figures() -> Figures:
     """Return the figures of the package, read from its source."""
     graph = _arrows()
     return Figures(
+        packages=len({file.relative_to(PACKAGE).parts[0] for file in FILES if file.parent != PACKAGE}),
         rooms=len(graph),
         arrows=sum(map(len, graph.values())),
         rooms_in_a_cycle=tuple(_cycles(graph)),
@@ -174,9 +183,9 @@ def arrows_of_boxes() -> dict[tuple[str, str], list[str]]:
     rooms = {room for some in BOXES.values() for room in some}
     for file in FILES:
         for line, name in imports(file) if room_of(file) else ():
-            parts = name.split(".")
-            if parts[0] == "quantizer" and len(parts) > 1 and parts[1] in rooms:
-                pair = box_of(room_of(file)), box_of(parts[1])
+            parts = [*name.split("."), ""]
+            if parts[0] == "quantizer" and (room := room_named(parts[1:])) in rooms:
+                pair = box_of(room_of(file)), box_of(room)
                 if pair[0] != pair[1]:
                     found.setdefault(pair, []).append(f"{file.relative_to(PACKAGE)}:{line}")
     return found
@@ -185,6 +194,7 @@ def arrows_of_boxes() -> dict[tuple[str, str], list[str]]:
 def main() -> None:
     """Print the figures."""
     house = figures()
+    print(f"packages            {house.packages}")
     print(f"rooms               {house.rooms}")
     print(f"arrows              {house.arrows}")
     print(f"rooms in a cycle    {', '.join(house.rooms_in_a_cycle) or 'none'}")

@@ -13,8 +13,8 @@ import quantizer
 from quantizer import functional
 from quantizer.functional import dequantize, fake_quantize, quantize
 from quantizer.numerics import torch_operators as ops
+from quantizer.numerics.formats import QTYPES
 from quantizer.numerics.granularity import scale_shape
-from quantizer.numerics.qtype import QTYPES
 
 X = torch.linspace(-4, 4, 48).reshape(6, 8)
 S = torch.tensor(0.05)

@@ -13,9 +13,9 @@ TORCH_FREE = (
     "quantizer.cli.main",
     "quantizer.config",
     "quantizer.config.schema",
-    "quantizer.graph_check",
+    "quantizer.check",
     "quantizer.report",
-    "quantizer.targets",
+    "quantizer.plan.targets",
 )
 LOOK = "import sys; assert not {'torch', 'transformers', 'onnx'} & set(sys.modules), 'a heavy library was imported'"
 

@@ -18,7 +18,7 @@ MODULES = sorted(
     if module.name != "quantizer.__main__"
 )
 # What only those import who have transformers.
-PLUGIN = ("quantizer.interop.transformers.plugin", "quantizer.interop.transformers.folder")
+PLUGIN = ("quantizer.integrations.transformers.plugin", "quantizer.integrations.transformers.folder")
 
 
 def _visible(module: types.ModuleType) -> set[str]:

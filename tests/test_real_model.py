@@ -14,9 +14,9 @@ from helpers import needs_exact_byte_products
 from torch import nn
 
 from quantizer import Quantizer
+from quantizer.check import check_file
 from quantizer.engines import load_engine
-from quantizer.export import export_onnx
-from quantizer.graph_check import check_file
+from quantizer.export.exporter import export_onnx
 from quantizer.tasks import Predictions, Row, Task, build_task, load_model, load_rows, load_tokenizer
 
 SHARED = Path(__file__).parents[1].parent / "shared"

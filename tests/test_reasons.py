@@ -9,7 +9,7 @@ from string import Formatter
 import pytest
 
 import quantizer
-from quantizer.reasons import ReasonCode, RuleKind
+from quantizer.plan.reasons import ReasonCode, RuleKind
 
 CODES: list[ReasonCode | RuleKind] = [*ReasonCode, *RuleKind]
 SAMPLES = {"why": "put back by fallback(num=2): rank 1", "sizes": "16, 32, 64", "text": "lhs: of no template"}

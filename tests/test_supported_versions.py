@@ -17,7 +17,7 @@ from torch import nn
 
 from quantizer import Quantizer, errors
 from quantizer.errors import DISTRIBUTION, UnsupportedVersionError, require_supported
-from quantizer.tasks.checkpoints.sources import transformers_package
+from quantizer.tasks.checkpoints import transformers_package
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -90,7 +90,7 @@ def test_without_metadata_nothing_is_checked(monkeypatch: pytest.MonkeyPatch) ->
     ("module", "package", "found"),
     [
         ("quantizer", "torch", "2.4.1"),
-        ("quantizer.interop.transformers.plugin", "transformers", "4.57.6"),
+        ("quantizer.integrations.transformers.plugin", "transformers", "4.57.6"),
     ],
 )
 def test_an_import_ends_with_it(tmp_path: Path, module: str, package: str, found: str) -> None:
@@ -118,9 +118,9 @@ def test_a_model_and_a_task_of_transformers_end_with_it(monkeypatch: pytest.Monk
     _installed(monkeypatch, {"transformers": "4.57.6"})
     with pytest.raises(UnsupportedVersionError, match=r"transformers 4\.57\.6"):
         transformers_package()
-    monkeypatch.delitem(sys.modules, "quantizer.qat.callback", raising=False)
+    monkeypatch.delitem(sys.modules, "quantizer.algorithms.qat.callback", raising=False)
     with pytest.raises(UnsupportedVersionError, match=r"transformers 4\.57\.6"):
-        importlib.import_module("quantizer.qat.callback")
+        importlib.import_module("quantizer.algorithms.qat.callback")
     layer = type("Layer", (nn.Linear,), {"__module__": "transformers.models.made_up"})
     quantizer = Quantizer(preset="plain", backend="openvino")
     with pytest.raises(UnsupportedVersionError, match=r"transformers 4\.57\.6"):

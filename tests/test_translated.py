@@ -19,7 +19,7 @@ import onnx_ir
 from translated import translate_once
 
 import quantizer.export.exporter as exporter
-from quantizer.export import export_onnx
+from quantizer.export.exporter import export_onnx
 
 
 class _Net(nn.Module):

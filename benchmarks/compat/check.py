@@ -26,8 +26,8 @@ from zoo_steps import run, unequal
 
 from quantizer import Quantizer, QuantizerConfig
 from quantizer.engines import load_engine
-from quantizer.patches import TORCH_PATCHES, TRANSFORMERS_PATCHES
 from quantizer.rewrite.operator_patches import apply_operator_patches
+from quantizer.rewrite.patches import TORCH_PATCHES, TRANSFORMERS_PATCHES
 from quantizer.tasks.metrics import sqnr_db
 
 _ENOUGH = 20.0  # dB: less between engine and proxy is worth a look, as the verdict of a run says
@@ -67,7 +67,7 @@ def _through(name: str, tell: Tell) -> None:
 
 def _from_pretrained(made: Made) -> None:
     """Float folder, calibrated, quantized, saved and loaded by the plug-in: the same outputs bit for bit."""
-    from quantizer.interop.transformers.plugin import quantizer_of
+    from quantizer.integrations.transformers.plugin import quantizer_of
 
     batch = made.batch(0)
     with tempfile.TemporaryDirectory() as folder:

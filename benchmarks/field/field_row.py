@@ -17,10 +17,10 @@ from in_turns import in_turns
 from subjects import BATCHES, SUBJECTS, Batch, Run, Subject
 from tools import REFERENCE, TOOLS, Made, onnx_session
 
-from quantizer.common.child_process import safe_children
 from quantizer.engines.measure import peak_rss_mib
 from quantizer.report import collect_machine, collect_versions
 from quantizer.tasks import Predictions
+from quantizer.utils.child_process import safe_children
 
 __all__ = ["about", "measured_row"]
 

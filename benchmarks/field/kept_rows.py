@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quantizer.files.folder import whole_file
+from quantizer.utils.files.folder import whole_file
 
 __all__ = ["keep_rows", "kept_rows"]
 

@@ -25,7 +25,7 @@ from torch_engine import pt2e
 
 import quantizer
 from quantizer.engines.candidates import cpu_candidates
-from quantizer.export import export_onnx
+from quantizer.export.exporter import export_onnx
 from quantizer.pipeline.measure import QUANTIZED_STEM
 
 __all__ = ["REFERENCE", "TOOLS", "Made", "Tool", "onnx_session"]

@@ -19,8 +19,8 @@ from cases import CASES, Case
 from common import SHARED
 from page import Result, page
 
-from quantizer.common.child_process import child_environment, python_command
 from quantizer.report import read_record
+from quantizer.utils.child_process import child_environment, python_command
 
 _PAGE = Path(__file__).resolve().parents[2] / "docs" / "tasks.md"
 _BACKENDS = {"run": "openvino", "convert": "onnxruntime"}

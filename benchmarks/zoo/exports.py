@@ -22,10 +22,10 @@ from zoo_models import Made, modality_of, subjects
 from zoo_steps import run
 
 from quantizer import Quantizer
+from quantizer.check import check_file
 from quantizer.engines import BuildOptions, build_engine, load_engine
 from quantizer.errors import QuantizerError
-from quantizer.export import export_onnx, least_opset
-from quantizer.graph_check import check_file
+from quantizer.export.exporter import export_onnx, least_opset
 from quantizer.tasks.metrics import sqnr_db
 
 __all__ = ["CAPABILITY", "STAGES", "exported"]

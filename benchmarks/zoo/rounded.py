@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from quantizer.operations.aten_products import PRODUCTS, is_composite, product_name
+from quantizer.rewrite.torch_products import PRODUCTS, is_composite, product_name
 
 __all__ = ["RoundedShare"]
 

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from quantizer.common.child_process import safe_children
+from quantizer.utils.child_process import safe_children
 
 __all__ = ["Limits", "Work", "rows_of"]
 

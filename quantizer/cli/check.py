@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from quantizer.graph_check import Finding
+    from quantizer.check import Finding
 
 
 _SHOWN = 3
@@ -43,7 +43,7 @@ The exit code is 1 where there is an error, and 0 where there are warnings at mo
 
     def __call__(self, args: Namespace, console: Console) -> int:
         # Imported here because the other verbs need no numpy.
-        from quantizer.graph_check import check_file
+        from quantizer.check import check_file
 
         findings = check_file(args.file, args.target)
         for _, group in groupby(findings, key=lambda finding: (finding.severity, finding.rule)):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from quantizer.cli.one_process import require_one_process
-from quantizer.common.paths import is_there
+from quantizer.cli.output import require_one_process
 from quantizer.config.data_section import is_function_name
 from quantizer.errors import ConfigError
+from quantizer.utils.paths import is_there
 
 _THREE = ("LEAST", "USUAL", "MOST")
 _SIZES = {
@@ -107,8 +107,7 @@ processor/, config.json and a report; it is complete when the command ends well,
     def __call__(self, args: Namespace, console: Console) -> int:
         require_one_process("quantizer convert")
         # Imported here, so that a wrong argument is reported before the seconds that these imports take.
-        from quantizer.pipeline.convert import conversion_configs
-        from quantizer.pipeline.convert_onnx import SUFFIX, convert_onnx
+        from quantizer.pipeline.convert import SUFFIX, conversion_configs, convert_onnx
         from quantizer.pipeline.run import convert, run
 
         given = {name: value for name, value in vars(args).items() if value is not None}

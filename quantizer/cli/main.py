@@ -1,4 +1,4 @@
-"""Signals that end the process, handled like Ctrl-C with the same cleanup.
+"""``quantizer``: the verbs, and the script that completes them in a shell.
 
 Entry point of the command line.
 
@@ -12,24 +12,74 @@ import os
 import signal
 import sys
 import threading
-from argparse import Namespace
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
 
 from quantizer.cli.check import Check
 from quantizer.cli.compare import Compare
-from quantizer.cli.completion import Completion
 from quantizer.cli.convert import Convert
 from quantizer.cli.inspect import Inspect
 from quantizer.cli.output import Verb, parser_of, print_error, standard_output
 from quantizer.cli.run import Run
 from quantizer.cli.show import Show
 from quantizer.cli.validate import Validate
-from quantizer.common.out_of_memory import is_out_of_memory
 from quantizer.errors import QuantizerError
+from quantizer.plan.targets import AUTO, profiles
+from quantizer.utils.out_of_memory import is_out_of_memory
+
+_SHELLS = ("bash", "zsh", "fish", "tcsh")
+
+_FILES = {"config", "overrides", "model", "weights", "calibration", "tuning", "evaluation"}
+"""Arguments that may name a file and are texts."""
+
+
+class Completion:
+    """Verb that prints the completion script of a shell, which shtab makes from the parser."""
+
+    name = "completion"
+    help = "print what makes bash, zsh, fish or tcsh complete verbs, options, files and backends"
+    rest: str | None = None
+    epilog = """\
+example:
+  quantizer completion bash
+
+The line  eval "$(quantizer completion bash)"  in ~/.bashrc loads it into every shell, or with zsh in ~/.zshrc, after
+compinit. With fish, write it to ~/.config/fish/completions/quantizer.fish."""
+
+    def __init__(self, verbs: Sequence[Verb]) -> None:
+        self._verbs = verbs
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("shell", metavar="SHELL", choices=_SHELLS, help=f"one of {', '.join(_SHELLS)}")
+
+    def __call__(self, args: Namespace, console: Console) -> int:
+        # Imported here because no other verb needs it.
+        import shtab
+
+        parser = parser_of([*self._verbs, self])
+        for action in _actions(parser):
+            if action.dest in ("backend", "target"):
+                action.choices = [AUTO, *profiles.names()] if action.dest == "backend" else profiles.names()
+            elif action.type is Path or action.dest in _FILES:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        # Not by the console, which breaks lines at the width of the terminal.
+        print(shtab.complete(parser, args.shell))
+        return 0
+
+
+def _actions(parser: ArgumentParser) -> Iterator[Action]:
+    """Yield the arguments of a parser and of those of its verbs."""
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            for below in action.choices.values():
+                yield from _actions(below)
+        else:
+            yield action
 
 
 class Terminated(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Output of the command line: errors, and a standard output that may be full or lack the characters.
+"""Output of the commands, and their refusal under a launcher of several processes.
 
 The interface of a verb of the command line, and the parser of several verbs.
 """
@@ -17,8 +17,19 @@ from rich.console import Console
 from quantizer import __version__
 from quantizer.errors import QuantizerError
 from quantizer.pipeline.launcher import launched
-from quantizer.report.page.glossary import words_in
+from quantizer.report.page.page import words_in
 from quantizer.report.text import visible
+
+
+def require_one_process(command: str) -> None:
+    """Raise if a launcher such as ``torchrun`` started this process as one of several."""
+    rank, size = launched()
+    if size > 1:
+        raise QuantizerError(
+            f"{command} is one process, and this is rank {rank} of {size}: each would do the whole work, into the same "
+            "folder. Start it without torchrun, under which one  quantizer run CONFIG  works in several processes"
+        )
+
 
 _WORDS = 2
 """How many words of an error are explained at most."""

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from quantizer.cli.one_process import require_one_process
-from quantizer.cli.output import OVERRIDES_HELP
-from quantizer.common.paths import is_file
+from quantizer.cli.output import OVERRIDES_HELP, require_one_process
 from quantizer.config import load_run
 from quantizer.config.sweep import Sweep, read_sweep
 from quantizer.errors import QuantizerError
+from quantizer.utils.paths import is_file
 
 _MANY = 50
 """A sweep of more runs is asked about first."""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from quantizer.common.paths import is_file, is_folder
 from quantizer.errors import QuantizerError
-from quantizer.files import restore_folder
+from quantizer.utils.files import restore_folder
+from quantizer.utils.paths import is_file, is_folder
 
 
 class Show:

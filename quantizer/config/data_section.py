@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from quantizer.common.label_texts import TEMPLATE, label_problem, label_texts
-from quantizer.common.registry import TASKS
 from quantizer.config.describe import Slot
 from quantizer.config.quantizer_section import Expects, OneOf, Section, Text, TextList, reject
+from quantizer.utils.label_texts import TEMPLATE, label_problem, label_texts
+from quantizer.utils.registry import TASKS
 
 _TASKS = OneOf(TASKS)
 MODULE = "module"

@@ -19,14 +19,14 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from quantizer.common.paths import is_there
 from quantizer.config.data_section import MODULE, DataConfig, DatasetConfig, is_function_name
 from quantizer.config.describe import KeyPath, Slot, nearest, path_text, paths_ending_in, slot_at, words_for
 from quantizer.config.quantizer_section import FallbackConfig, QuantizerConfig, Section
 from quantizer.config.schema import RunConfig
 from quantizer.config.yaml_file import Document, parse_yaml, read_yaml
 from quantizer.errors import ConfigError
-from quantizer.targets import AUTO
+from quantizer.plan.targets import AUTO
+from quantizer.utils.paths import is_there
 
 SWEEP = "sweep"
 """The section of a file that makes several runs of it; see ``read_sweep``."""

@@ -25,8 +25,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from quantizer.common.registry import CALIBRATORS, Registry
-from quantizer.targets.base import AUTO, TargetProfile, profile, profiles
+from quantizer.plan.targets.base import AUTO, TargetProfile, profile, profiles
+from quantizer.utils.registry import CALIBRATORS, Registry
 
 
 class Section(BaseModel):
@@ -480,7 +480,7 @@ def _checked_candidates(names: Sequence[Any], key: str = "") -> tuple[str, ...]:
 class QuantizerConfig(Section):
     """The settings of a ``Quantizer``."""
 
-    # With ``to_dict``, the interface that transformers requires: see ``interop/transformers/plugin.py``.
+    # With ``to_dict``, the interface that transformers requires: see ``integrations/transformers/plugin.py``.
     quant_method: ClassVar[str] = "quantizer"
 
     preset: Literal["accurate", "balanced", "fast", "plain"] = Field(

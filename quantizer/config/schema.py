@@ -38,10 +38,9 @@ from quantizer.config.quantizer_section import (
     with_fitted_sizes,
 )
 from quantizer.errors import ConfigError
-from quantizer.numerics.formats import Format, impossible, least_opset_of
-from quantizer.numerics.qtype import UINT8, QType, qtype
-from quantizer.reasons import RuleKind
-from quantizer.targets.base import engine_problems
+from quantizer.numerics.formats import UINT8, Format, QType, impossible, least_opset_of, qtype
+from quantizer.plan.reasons import RuleKind
+from quantizer.plan.targets.base import engine_problems
 
 _HALF_SCALES_OPSET = 19
 """The first opset in which QuantizeLinear accepts half scales."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quantizer.common.inspection import Inspection, Layer, PrecisionShare
 from quantizer.engines import onnxruntime as _onnxruntime
+from quantizer.engines import tensorrt as _tensorrt
 from quantizer.engines.backends import (
     backend,
     backends,
@@ -16,14 +16,13 @@ from quantizer.engines.backends import (
     observe_engine,
     runs_here,
 )
-from quantizer.engines.base import Array, Backend, BuildOptions, BuildResult, Engine, Progress
-from quantizer.engines.input_sizes import InputSizes
+from quantizer.engines.base import Array, Backend, BuildOptions, BuildResult, Engine, InputSizes, Progress
 from quantizer.engines.measure import PeakMemory, interleaved_latency, medians, peak_memory_mib
 from quantizer.engines.onnx_graph import graph_inspection
 from quantizer.engines.openvino import engine as _openvino
-from quantizer.engines.tensorrt import engine as _tensorrt
-from quantizer.engines.torch_engine import backend as _torch
-from quantizer.qdq.onnx_file import TensorSpec
+from quantizer.engines.torch_engine import engine as _torch
+from quantizer.export.qdq.onnx_file import TensorSpec
+from quantizer.utils.records import Inspection, Layer, PrecisionShare
 
 __all__ = [
     "Array",

@@ -12,18 +12,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from quantizer.common.cpu import cpu_instructions
-from quantizer.common.inspection import LEAST_SHARE, LOW_PRECISIONS, Inspection
-from quantizer.common.paths import existing_file
-from quantizer.common.registry import Registry
-from quantizer.engines.base import Backend, BuildOptions, BuildResult, Engine
+from quantizer.engines.base import USUAL_SIZES, Backend, BuildOptions, BuildResult, Engine, InputSizes
 from quantizer.engines.engine_file import built_on, checked_output
-from quantizer.engines.input_sizes import USUAL_SIZES, InputSizes
 from quantizer.engines.inspection import RUNS, is_product, named
 from quantizer.engines.onnx_graph import graph_inspection
 from quantizer.errors import EngineError
-from quantizer.qdq.onnx_file import checked_onnx, read_graph, unreadable_is
-from quantizer.targets import profile, profiles
+from quantizer.export.qdq.onnx_file import checked_onnx, read_graph, unreadable_is
+from quantizer.plan.targets import profile, profiles
+from quantizer.utils.cpu import cpu_instructions
+from quantizer.utils.paths import existing_file
+from quantizer.utils.records import LEAST_SHARE, LOW_PRECISIONS, Inspection
+from quantizer.utils.registry import Registry
 
 _HEAD = 256
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from quantizer.common.cpu import cpu_flags, saturates
 from quantizer.engines.backends import backends
 from quantizer.engines.base import BuildOptions
 from quantizer.errors import EngineError, install_command
-from quantizer.numerics.qtype import UINT8
-from quantizer.qdq.onnx_file import read_graph
-from quantizer.targets import AUTO, profile, profiles
+from quantizer.export.qdq.onnx_file import read_graph
+from quantizer.numerics.formats import UINT8
+from quantizer.plan.targets import AUTO, profile, profiles
+from quantizer.utils.cpu import cpu_flags, saturates
 
 EXACT_QMAX = 2**15 // (2 * UINT8.qmax)
 """The largest code of a weight with which two products of bytes fit into 16 bits."""

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quantizer import files
-from quantizer.common.paths import is_file, regular_file
-from quantizer.common.plain_values import json_values
 from quantizer.errors import EngineError
-from quantizer.qdq.onnx_file import with_length
+from quantizer.export.qdq.onnx_file import with_length
+from quantizer.utils import files
+from quantizer.utils.paths import is_file, regular_file
+from quantizer.utils.plain_values import json_values
 
 _MARK = b"\nquantizer engine: "
 _KEY = "quantizer.engine"
@@ -35,7 +35,7 @@ def checked_output(path: Path, source: Path | None = None) -> Path:
 
 
 def whole_file(path: Path) -> AbstractContextManager[Path]:
-    """Return ``quantizer.files.whole_file``, which raises ``EngineError`` here."""
+    """Return ``quantizer.utils.files.whole_file``, which raises ``EngineError`` here."""
     return files.whole_file(path, EngineError)
 
 

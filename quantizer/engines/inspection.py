@@ -9,7 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from quantizer.common.inspection import LOW_PRECISIONS, Inspection, Layer, PrecisionShare
+from quantizer.utils.records import LOW_PRECISIONS, Inspection, Layer, PrecisionShare
 
 RUNS = 5
 """Runs that the time of a layer is the median of."""

@@ -23,16 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.common.child_process import child_environment, python_command
-from quantizer.common.native_code import built_here, note_digests
-from quantizer.common.optional_import import import_library
 from quantizer.engines.backends import backend as registered
 from quantizer.engines.backends import build_engine, load_engine
-from quantizer.engines.base import Array, BuildOptions, BuildResult, Engine
-from quantizer.engines.input_sizes import USUAL_SIZES, InputSizes
+from quantizer.engines.base import USUAL_SIZES, Array, BuildOptions, BuildResult, Engine, InputSizes
 from quantizer.errors import EngineError, QuantizerError
-from quantizer.qdq.onnx_file import TensorSpec
-from quantizer.targets import profile
+from quantizer.export.qdq.onnx_file import TensorSpec
+from quantizer.plan.targets import profile
+from quantizer.utils.child_process import child_environment, python_command
+from quantizer.utils.cpu import built_here, note_digests
+from quantizer.utils.lazy import import_library
 
 
 def in_own_process(task: str, backend: str, words: Sequence[object], *, doing: str, timeout_s: float) -> Any:

@@ -14,13 +14,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from quantizer.common.inspection import LOW_PRECISIONS, Inspection, Layer, convolution_work, matmul_work
-from quantizer.common.optional_import import import_library
-from quantizer.engines.input_sizes import USUAL_SIZES, InputSizes
+from quantizer.engines.base import USUAL_SIZES, InputSizes
 from quantizer.engines.inspection import inspection_from_layers
 from quantizer.errors import EngineError, QuantizerError
-from quantizer.qdq.onnx_file import input_dimensions, read_graph, unreadable_is
-from quantizer.qdq.operand import MATMULS, MOVES, PRODUCTS
+from quantizer.export.qdq.onnx_file import input_dimensions, read_graph, unreadable_is
+from quantizer.export.qdq.operand import MATMULS, MOVES, PRODUCTS
+from quantizer.utils.lazy import import_library
+from quantizer.utils.records import LOW_PRECISIONS, Inspection, Layer, convolution_work, matmul_work
 
 # Larger constants do not determine shapes: only their own shape is kept.
 _SMALL = 1024

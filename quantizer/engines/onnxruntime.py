@@ -26,21 +26,20 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.common.cpu import cpu_instructions
-from quantizer.common.inspection import Inspection, Layer, convolution_work, matmul_work
-from quantizer.common.optional_import import import_library
 from quantizer.engines.backends import backends
-from quantizer.engines.base import BuildOptions, checked_inputs, in_kind, shown
+from quantizer.engines.base import USUAL_SIZES, BuildOptions, InputSizes, checked_inputs, in_kind, shown
 from quantizer.engines.candidates import saturation_warnings
 from quantizer.engines.engine_file import check_signature, sign_onnx, whole_file
-from quantizer.engines.input_sizes import USUAL_SIZES, InputSizes
 from quantizer.engines.inspection import RUNS, WARMUP, inspection_from_layers, run_note
 from quantizer.engines.measure import working_inputs
 from quantizer.engines.onnx_graph import explain_error
 from quantizer.errors import EngineError
-from quantizer.files import scratch
-from quantizer.qdq.onnx_file import TensorSpec, checked_onnx, read_graph
-from quantizer.qdq.operand import MOVES
+from quantizer.export.qdq.onnx_file import TensorSpec, checked_onnx, read_graph
+from quantizer.export.qdq.operand import MOVES
+from quantizer.utils.cpu import cpu_instructions
+from quantizer.utils.files import scratch
+from quantizer.utils.lazy import import_library
+from quantizer.utils.records import Inspection, Layer, convolution_work, matmul_work
 
 SLOW_FUSIONS = ("SkipLayerNormFusion", "BiasGeluFusion", "MatMulAddFusion")
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.common.data.sizes import BATCH, Axes, DataSizes
 from quantizer.errors import ExportError
+from quantizer.utils.sizes import BATCH, Axes, DataSizes
 
 logger = logging.getLogger(__name__)
 

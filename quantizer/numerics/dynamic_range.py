@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizer.numerics.formats import qtype
 from quantizer.numerics.granularity import in_blocks
-from quantizer.numerics.qtype import qtype
 from quantizer.numerics.torch_operators import fake_quantize
 
 

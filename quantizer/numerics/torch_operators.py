@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.numerics.gradients import keep_for_backward, straight_through
+from quantizer.numerics.formats import qtype
 from quantizer.numerics.granularity import beside, in_blocks
-from quantizer.numerics.qtype import qtype
-from quantizer.numerics.rounding import as_stored, nearest
+from quantizer.numerics.rounding import as_stored, keep_for_backward, nearest, straight_through
 
 
 def _codes(

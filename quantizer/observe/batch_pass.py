@@ -25,26 +25,23 @@ from torch import Tensor, nn
 from torch.utils import _python_dispatch, _pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from quantizer.calibrators import Calibrator
-from quantizer.common.fingerprint import tensor_version
 from quantizer.errors import CalibrationError
-from quantizer.float16.overflow import OverflowTracker, ParameterMagnitudes
+from quantizer.observe.calibrators import Calibrator
 from quantizer.observe.call_operands import CallOperands
-from quantizer.observe.completeness.call_site import callers, innermost_frame
-from quantizer.observe.completeness.product_counter import Explanations, ProductCounter
+from quantizer.observe.completeness import Explanations, ProductCounter, callers, innermost_frame
+from quantizer.observe.float16_overflow import OverflowTracker, ParameterMagnitudes
 from quantizer.observe.range_group import ChannelRange, OperandRecord, RangeGroup
 from quantizer.observe.replay_batches import Batch
-from quantizer.observe.site_statistics import SiteStatistics, merge_dimension, same_weight, why_varies, without_padding
-from quantizer.observe.statistics import Seen
+from quantizer.observe.statistics import Seen, SiteStatistics, merge_dimension, same_weight, why_varies, without_padding
 from quantizer.observe.tensor_origin import Origin, OriginTracker, OutputReaders
-from quantizer.operations.catalogue import kind_of
-from quantizer.operations.gemm_shape import Call
-from quantizer.operations.grouped_product import group_sizes
-from quantizer.proxy.computed.computation import named_tensors
-from quantizer.proxy.local_hook import LocalHook
+from quantizer.plan.reasons import ReasonCode
+from quantizer.proxy.computed_weights import named_tensors
+from quantizer.proxy.model_sharing import LocalHook
 from quantizer.proxy.site import OUTPUT, Place, Site
 from quantizer.proxy.weight import Weight, Weights, non_finite
-from quantizer.reasons import ReasonCode
+from quantizer.rewrite.operations import group_sizes, kind_of
+from quantizer.rewrite.product_sizes import Call
+from quantizer.utils.fingerprint import tensor_version
 
 
 class FiniteParameters:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from quantizer.errors import CalibrationError
 from quantizer.observe.tensor_origin import Origin, OriginTracker
-from quantizer.operations.gemm_shape import labels
-from quantizer.proxy.computed.computation import RANDOM, Computation
+from quantizer.plan.reasons import ReasonCode
+from quantizer.proxy.computed_weights import RANDOM, Computation
 from quantizer.proxy.site import Site
 from quantizer.proxy.weight import Weight, Weights, is_transformed, non_finite
-from quantizer.reasons import ReasonCode
+from quantizer.rewrite.product_sizes import labels
 
 _PRODUCT = 2  # operands of a product
 _MATRIX = 2  # axes of a weight that is multiplied by ``@``

@@ -16,22 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.calibrators import Calibrator
-from quantizer.common.batches import on_own_tensors, written_by
-from quantizer.common.data.batches_of import row_count, warn_user
-from quantizer.common.data.sizes import input_shapes
-from quantizer.common.structure import leaves
 from quantizer.errors import CalibrationError
 from quantizer.observe.batch_pass import Pass, Watched, show_all_experts
-from quantizer.observe.completeness.product_counter import Explanations
+from quantizer.observe.calibrators import Calibrator
+from quantizer.observe.completeness import Explanations
 from quantizer.observe.replay_batches import Enough, ReplayBatches
-from quantizer.observe.site_statistics import read_mask
-from quantizer.observe.statistics import Seen
-from quantizer.operations.gemm_shape import recurrent
+from quantizer.observe.statistics import Seen, read_mask
 from quantizer.proxy.build import UnrewrittenSource, places_of
 from quantizer.proxy.generated_classes import called_through
-from quantizer.proxy.local_hook import LocalHook
+from quantizer.proxy.model_sharing import LocalHook
 from quantizer.proxy.site import Place, Site, SourceCall
+from quantizer.rewrite.product_sizes import recurrent
+from quantizer.utils.batches import on_own_tensors, row_count, warn_user, written_by
+from quantizer.utils.sizes import input_shapes
+from quantizer.utils.structure import leaves
 
 _COPIES_GIVEN = "writes into its inputs ({names}): it was given copies, so that your data stays as it is"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from quantizer.calibrators import Calibrator
+from quantizer.observe.calibrators import Calibrator
 from quantizer.proxy.weight import Weight
 
 MOST_CALLS = 32
@@ -58,7 +58,7 @@ class Migration:
 
     Attributes:
         alpha: the share of the activation, see ``smoothquant.migration_factors``; None: the factors make the weights of
-            two layers alike, see ``numerics/equalization.py``.
+            two layers alike, see ``numerics/weight_codes.py``.
         factors: s, float32 [K].
         axis: the axis of x.
         weight_axis: the axis of W; None: the one that is multiplied with the last axis of x.

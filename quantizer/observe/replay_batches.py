@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantizer.common.batches import copied
-from quantizer.common.distributed import all_gather_bytes, get_rank, get_world_size, is_mine
-from quantizer.common.structure import leaves, mapped
 from quantizer.errors import CalibrationError
+from quantizer.utils.batches import copied
+from quantizer.utils.distributed import all_gather_bytes, get_rank, get_world_size, is_mine
+from quantizer.utils.structure import leaves, mapped
 
 if TYPE_CHECKING:
     from quantizer.observe.statistics import Seen

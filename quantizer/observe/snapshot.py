@@ -22,21 +22,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from quantizer.calibrators import Calibrator
-from quantizer.calibrators.histogram import BINS, Histogram
-from quantizer.common.data.sizes import InputShapes
-from quantizer.common.distributed import all_gather_bytes, get_world_size
-from quantizer.common.plain_values import decoded, json_values
 from quantizer.errors import CalibrationError, QuantizerError
-from quantizer.float16.float32_modules import Float32Modules
-from quantizer.observe.completeness.product_counter import CountedProduct
+from quantizer.observe.calibrators import BINS, Calibrator, Histogram
+from quantizer.observe.completeness import CountedProduct
+from quantizer.observe.float16_modules import Float32Modules
 from quantizer.observe.range_group import ChannelRange, Migration, OperandRecord, RangeGroup
-from quantizer.observe.site_statistics import SiteStatistics
-from quantizer.observe.statistics import Seen
-from quantizer.operations.catalogue import Kind
-from quantizer.proxy.computed.computation import Computation, named_tensors
+from quantizer.observe.statistics import Seen, SiteStatistics
+from quantizer.proxy.computed_weights import Computation, named_tensors
 from quantizer.proxy.site import OUTPUT
 from quantizer.proxy.weight import Weight, WeightView
+from quantizer.rewrite.operations import Kind
+from quantizer.utils.distributed import all_gather_bytes, get_world_size
+from quantizer.utils.plain_values import decoded, json_values
+from quantizer.utils.sizes import InputShapes
 
 _SITE_FIELDS = tuple(
     name for name in SiteStatistics.__slots__ if name not in ("reads", "operands", "experts", "follows")

@@ -1,6 +1,14 @@
-"""The statistics of a proxy: of one pass, of a whole calibration, of another process or of an earlier calibration.
+"""The statistics of a proxy: of a site, of one pass, of a calibration, of several processes.
 
 They can be added in any order: those of a pass to a calibration in the same way as those of another process.
+
+Padding: which tokens are real, and which positions of a tensor belong to them.
+
+The meaning of an ``attention_mask`` depends on the model: 1 for a token and 0 for padding, as tokenizers write it;
+booleans of the opposite meaning; numbers to be added to scores; or which token may attend to which. Positions are left
+out only if the first meaning is certain: leaving out real tokens would spoil ranges, keeping padding costs little.
+
+The floating tensors of a model's output, of whatever structure.
 """
 
 from __future__ import annotations
@@ -9,15 +17,22 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from quantizer.common.data.sizes import InputShapes
-from quantizer.float16.float32_modules import Float32Modules
-from quantizer.observe.completeness.product_counter import CountedProduct
+from quantizer.errors import SensitivityError
+from quantizer.observe.completeness import CountedProduct
+from quantizer.observe.float16_modules import Float32Modules
 from quantizer.observe.range_group import OperandRecord, RangeGroup, RoundedWeight
 from quantizer.observe.replay_batches import ReplayBatches
-from quantizer.observe.site_statistics import SiteStatistics
+from quantizer.plan.reasons import ReasonCode
+from quantizer.proxy.weight import Weight
+from quantizer.rewrite.operations import Kind
+from quantizer.utils.sizes import InputShapes
+from quantizer.utils.structure import leaves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,3 +256,237 @@ class Seen:
     def _operand(self, name: str) -> OperandRecord:
         path, _, operand = name.rpartition(".")
         return self.records[path].operands[operand]
+
+
+@dataclass(kw_only=True, slots=True)
+class SiteStatistics:
+    """The statistics of one site over all its calls.
+
+    The dimensions of the product are None before the first call, and 0 if they vary, as a sequence length does.
+
+    Attributes:
+        kind: the kind of the site, which depends on its operands (None: no call yet).
+        calls: the number of all calls.
+        fit: the number of calls whose operands can be rounded.
+        reasons: why the operands of other calls cannot.
+        reads: the paths of the parameters among its operands.
+        depth: K of the product.
+        width: N of the product.
+        rows: M of the product; 0 also if it includes a batch axis.
+        head: the head size, for a product of an attention.
+        sequence: the length of the longest sequence, for a product of an attention; else 0.
+        multiply_adds: the multiply-adds of all calls together.
+        operands: the records of its operands, by name.
+        experts: how many rows each expert of a grouped product had; empty for any other product.
+        follows: the sites whose operands, or whose results, must be quantized for this one to be: of the result of a
+            convolution that one, of an add the outputs among its operands.
+        left: why the site is left in float, judged by the model's output (None: it is not).
+    """
+
+    kind: Kind | None = None
+    calls: int = 0
+    fit: int = 0
+    reasons: list[str] = field(default_factory=list)
+    reads: set[str] = field(default_factory=set)
+    depth: int | None = None
+    width: int | None = None
+    rows: int | None = None
+    head: int | None = None
+    sequence: int = 0
+    multiply_adds: int = 0
+    operands: dict[str, OperandRecord] = field(default_factory=dict)
+    experts: list[int] = field(default_factory=list)
+    left: str | None = None
+    follows: set[str] = field(default_factory=set)
+
+    def add_experts(self, rows: list[int]) -> None:
+        """Add how many rows each expert had."""
+        self.experts = [sum(pair) for pair in zip_longest(self.experts, rows, fillvalue=0)]
+
+    @property
+    def unreached(self) -> list[int]:
+        """The experts that no row of calibration reached."""
+        return [number for number, rows in enumerate(self.experts) if rows == 0]
+
+    def add(self, other: SiteStatistics) -> None:
+        """Add other statistics of the site, except for the groups of operands, which ``Seen`` joins."""
+        self.kind = self.kind or other.kind
+        self.left = self.left or other.left
+        self.calls += other.calls
+        self.fit += other.fit
+        self.multiply_adds += other.multiply_adds
+        self.reads |= other.reads
+        self.follows |= other.follows
+        self.add_experts(other.experts)
+        self.depth = merge_dimension(self.depth, other.depth)
+        self.width = merge_dimension(self.width, other.width)
+        self.rows = merge_dimension(self.rows, other.rows)
+        self.head = merge_dimension(self.head, other.head)
+        self.sequence = max(self.sequence, other.sequence)
+        reasons = list(other.reasons)
+        for name, operand in other.operands.items():
+            mine = self.operands.setdefault(name, OperandRecord())
+            if operand.weight is None and operand.group is None:
+                continue
+            if mine.weight is None and mine.group is None:
+                mine.weight = operand.weight
+            elif not same_weight(mine.weight, operand.weight):
+                reasons.append(why_varies(mine.weight, operand.weight))
+            mine.add(operand)
+        self.reasons += [reason for reason in dict.fromkeys(reasons) if reason not in self.reasons]
+
+
+def merge_dimension(first: int | None, second: int | None) -> int | None:
+    """Merge a GEMM dimension of two calls: None if unseen, 0 if it varies."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first if first == second else 0
+
+
+def same_weight(first: Weight | None, second: Weight | None) -> bool:
+    """Return whether an operand is the same weight, or no weight, in both calls."""
+    if first is None or second is None:
+        return first is second
+    # An unregistered parameter has no path by which it could be compared across processes.
+    return (first.path is None and second.path is None) or first.is_same(second)
+
+
+def why_varies(*weights: Weight | None) -> str:
+    """Return why a site stays float whose operand is not the same weight in all calls."""
+    if all(weight is not None and weight.computation is not None for weight in weights):
+        return ReasonCode.FROM_PARAMETERS.text(why="and in another way in another call")
+    return ReasonCode.VARIES.text()
+
+
+_NAME = "attention_mask"
+_AXES = 2  # of a mask [B, S]
+
+
+def padding_mask(keywords: Mapping[str, Any], args: tuple[Any, ...] = ()) -> Tensor | None:
+    """Return the mask [B, S] among a model's inputs, True where a token is real; None if no padding is certain."""
+    return read_mask(keywords, args)[0]
+
+
+def read_mask(keywords: Mapping[str, Any], args: tuple[Any, ...] = ()) -> tuple[Tensor | None, str | None]:
+    """Return the mask of ``padding_mask``, and why an ``attention_mask`` is ignored (None: it is used, or masks
+    nothing)."""
+    mask = keywords.get(_NAME)
+    if not isinstance(mask, Tensor) or mask.numel() == 0 or bool((mask == mask.flatten()[0]).all()):
+        # All values are equal: nothing is masked, as every batch has a token.
+        return None, None
+    others = {**{str(place): value for place, value in enumerate(args)}, **keywords}
+    doubt = _doubt(mask, {name: value for name, value in others.items() if isinstance(value, Tensor)})
+    if doubt is None:
+        return mask.bool(), None
+    kind = str(mask.dtype).removeprefix("torch.")
+    return None, (
+        f"{_NAME} ({kind} {list(mask.shape)}) is not certainly 1 for tokens and 0 for padding: {doubt}; so padding, if "
+        "there is any, is observed like all else. Give it as integers [batch, sequence], or batches without padding"
+    )
+
+
+def without_padding(value: Tensor, mask: Tensor | None, *, channels_last: bool = False) -> Tensor:
+    """Return the real positions of an operand [B, .., S, ..]; all positions unless exactly one axis has the length S.
+
+    Values at padding are not used by the model, yet can determine the range.
+
+    Args:
+        value: the operand.
+        mask: [B, S], True where a token is real; None: all are real.
+        channels_last: whether the last axis is known to be no sequence.
+    """
+    axis = _token_axis(value, mask, channels_last)
+    return value if mask is None or axis is None else value.movedim(axis, 1)[mask]
+
+
+def with_zeroed_padding(value: Tensor, mask: Tensor | None, *, channels_last: bool = False) -> Tensor:
+    """Return an operand [B, .., S, ..] with zeros at its padding; which that is, see ``without_padding``."""
+    axis = _token_axis(value, mask, channels_last)
+    if mask is None or axis is None:
+        return value
+    hidden = ~mask.to(value.device)
+    return value.masked_fill(hidden.reshape([*hidden.shape, *[1] * (value.dim() - _AXES)]).movedim(1, axis), 0.0)
+
+
+def _token_axis(value: Tensor, mask: Tensor | None, channels_last: bool) -> int | None:
+    """Return the axis of the tokens of a mask [B, S] in a value; None without a mask, or if it cannot be told."""
+    if mask is None or value.dim() < _AXES + 1 or value.shape[0] != mask.shape[0]:
+        return None
+    axes = [axis for axis in range(1, value.dim() - channels_last) if value.shape[axis] == mask.shape[1]]
+    return axes[0] if len(axes) == 1 else None
+
+
+def has_padding(output: Tensor, mask: Tensor | None) -> bool:
+    """Return whether an output [B, S, ..] has a position for each token of the mask [B, S].
+
+    Logits [B, C] have none, even if there are as many classes as tokens.
+    """
+    return mask is not None and output.dim() > _AXES and output.shape[:2] == mask.shape
+
+
+def output_without_padding(output: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the real positions of an output [B, S, ..]; an output of another shape as it is."""
+    return output[mask] if has_padding(output, mask) else output
+
+
+def _doubt(mask: Tensor, inputs: Mapping[str, Tensor]) -> str | None:
+    """Return why a mask may have another meaning; None if it cannot. ``inputs`` are the model's tensors, by name."""
+    if mask.dtype == torch.bool:
+        return "booleans may be True for either"
+    if mask.is_floating_point() or mask.is_complex():
+        return "its numbers may be added to scores"
+    if mask.dim() != _AXES:
+        return f"it has {mask.dim()} axes"
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        return "it has other numbers"
+    real = mask.bool()
+    changes = (real[:, 1:] != real[:, :-1]).sum(1)
+    left_or_right = bool(real[:, 0].all()) or bool(real[:, -1].all())
+    if not left_or_right or int(changes.max()) > 1:
+        return "not every row has its tokens together, on one side in all rows"
+    return _doubt_beside(real, {name: value for name, value in inputs.items() if not name.endswith("mask")})
+
+
+def _doubt_beside(real: Tensor, inputs: Mapping[str, Tensor]) -> str | None:
+    """Return why the other inputs leave a doubt that ``real`` [B, S] marks the real tokens; None if they do not."""
+    alike = {name: value for name, value in inputs.items() if value.shape[:_AXES] == real.shape}
+    if not alike:
+        return "no other input has that batch and sequence"
+    if any(name.startswith("decoder") for name in alike):
+        return "the decoder's inputs are as long, and whose values are whose cannot be told"
+    values = [value for value in alike.values() if value.shape == real.shape and not value.is_floating_point()]
+    pairs = [(_constant(value[real]), _constant(value[~real])) for value in values]
+    if any(shown and not hidden for shown, hidden in pairs):
+        return "where it is 1 the tokens are all the same one, as padding is"
+    if real.shape[0] == real.shape[1] and not any(hidden and not shown for shown, hidden in pairs):
+        return "it is square, and may say which token sees which"
+    return None
+
+
+def _constant(values: Tensor) -> bool:
+    return bool((values == values[0]).all())
+
+
+_MASK = 1e18
+"""The magnitude from which on a value is a mask, such as that of logits that must not be chosen; its square is finite
+in float32."""
+
+
+def floats(output: Any) -> list[Tensor]:
+    """Return the floating-point tensors of an output, in the order of its structure."""
+    return [leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def is_no_mask(values: Tensor) -> Tensor:
+    """Return which values, bool [*], are results, and no infinities or numbers next to them."""
+    return values.abs() < _MASK
+
+
+def flat_output(output: Any, mask: Tensor | None) -> Tensor:
+    """Return all floating tensors of an output as one float64 vector without padding."""
+    tensors = floats(output)
+    if not tensors:
+        raise SensitivityError(f"the model's output ({type(output).__name__}) holds no floating-point tensor")
+    parts = [output_without_padding(tensor.detach(), mask).double().flatten() for tensor in tensors]
+    # Not copied twice; an output of float64 was not copied once.
+    return parts[0] if len(parts) == 1 and tensors[0].dtype != torch.float64 else torch.cat(parts)

@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from quantizer.common.records import EngineCheck
 from quantizer.pipeline.context import RunContext, Runs, as_predictor, bar
 from quantizer.pipeline.scores import FunctionScorer
 from quantizer.tasks import Row
+from quantizer.utils.records import EngineCheck
 
 _CHANGED = 0.01
 """p before anything ran: an assumption, of which the message tells. The demo's INT8 changes 1.5% of the answers."""

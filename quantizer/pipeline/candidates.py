@@ -12,8 +12,6 @@ from functools import partial
 from itertools import takewhile
 from typing import TypeAlias, TypeVar
 
-from quantizer.common.cpu import cpu_flags, saturates
-from quantizer.common.distributed import alone, get_world_size
 from quantizer.config import RunConfig
 from quantizer.engines import Inspection
 from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
@@ -21,6 +19,8 @@ from quantizer.errors import EngineError, LostRankError, QuantizerError
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_machine, text
 from quantizer.report.record import Candidate, EngineChoice
+from quantizer.utils.cpu import cpu_flags, saturates
+from quantizer.utils.distributed import alone, get_world_size
 
 FAILURES = (QuantizerError, RuntimeError)
 """What takes a candidate out of the choice and leaves the others in it; libraries raise the second."""

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from quantizer.common.data.sizes import BATCH
 from quantizer.config import RunConfig
 from quantizer.pipeline.module_feed import ModuleFeed
 from quantizer.tasks import Batch, Feed, rows_at
 from quantizer.tasks.inputs import TextInputs
+from quantizer.utils.sizes import BATCH
 
 LEAST_SAMPLES = 32
 """How many samples are compared at each size: on a few, chance decides whether an engine looks right."""

@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.common.progress import counted
 from quantizer.config import RunConfig
 from quantizer.engines import BuildResult, Engine, Inspection, inspect_engine, load_engine
 from quantizer.engines.candidates import Variant, cpu_candidates
 from quantizer.engines.measure import tried_build
-from quantizer.files import NO_STORE
 from quantizer.pipeline.candidates import (
     FAILURES,
     NO_FASTER,
@@ -44,10 +42,12 @@ from quantizer.pipeline.rough_plan import RoughTrials, rough_engine
 from quantizer.pipeline.run_engines import MadeEngine, RunEngines, built_once, export_float, export_quantized
 from quantizer.pipeline.time_groups import EngineFiles
 from quantizer.pipeline.workload import Workload
+from quantizer.plan.targets import AUTO
 from quantizer.quantizer import Quantizer
 from quantizer.report.record import Candidate, EngineChoice
-from quantizer.targets import AUTO
 from quantizer.tasks import Batch, batch_shape
+from quantizer.utils.files import NO_STORE
+from quantizer.utils.progress import counted
 
 
 @dataclass(frozen=True)

@@ -32,18 +32,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from quantizer.common.decoder_cache import PRESENT
-from quantizer.common.structure import fields_of, leaves
 from quantizer.engines import BuildResult, Engine
 from quantizer.engines.base import MOST_COPIED_BYTES
 from quantizer.errors import EngineError
 from quantizer.pipeline.context import as_predictor, engine_inputs
+from quantizer.plan.targets import profile
 from quantizer.proxy.restored_state import untouched
 from quantizer.proxy.site import Site
 from quantizer.report.record import ALIKE_DB, FURTHER_DB, OutputDistance, is_no_further
-from quantizer.targets import profile
 from quantizer.tasks import Batch, batch_shape, rows_at
 from quantizer.tasks.metrics import mean_cosine, sqnr_db
+from quantizer.utils.sizes import PRESENT
+from quantizer.utils.structure import fields_of, leaves
 
 HALF_DB = 30.0
 """Float16 has 11 bits: 66 dB for one rounding, and a network has hundreds."""

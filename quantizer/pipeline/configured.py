@@ -9,11 +9,10 @@ from quantizer.pipeline.context import ResumeFiles, RunContext, RunRows, load_co
 from quantizer.pipeline.faults import check_rows
 from quantizer.pipeline.function_source import function_workload
 from quantizer.pipeline.graphs import Graphs, graphs_of
-from quantizer.pipeline.module_workload import scored_workload
+from quantizer.pipeline.open_axes import is_in_parts, with_written_sizes
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.scores import FunctionScorer, Scoring, TaskMetric
-from quantizer.pipeline.workload import Scorer, Workload
-from quantizer.pipeline.written_sizes import is_in_parts, with_written_sizes
+from quantizer.pipeline.workload import Scorer, Workload, scored_workload
 
 
 def configured_workload(

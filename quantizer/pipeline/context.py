@@ -13,18 +13,18 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from quantizer.common.batches import own_tensors
-from quantizer.common.paths import is_folder
-from quantizer.common.progress import loop
+from quantizer.algorithms.qat.checkpoint import check_checkpoints, remove_checkpoints
 from quantizer.config import DataConfig, DatasetConfig
 from quantizer.engines import Array, BuildResult, Engine
 from quantizer.errors import QuantizerError, TaskError
-from quantizer.files import NO_STORE, Store, said_complete
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.ranks import require_room_to_write
-from quantizer.qat.checkpoint import check_checkpoints, remove_checkpoints
 from quantizer.report import ModelInfo, Score, SizeEntry, size_entries
 from quantizer.tasks import Batch, Feed, Predictions, Row, Task, build_task, load_model, load_processor, load_rows
+from quantizer.utils.batches import own_tensors
+from quantizer.utils.files import NO_STORE, Store, said_complete
+from quantizer.utils.paths import is_folder
+from quantizer.utils.progress import loop
 
 Runs: TypeAlias = nn.Module | Engine
 """A model, or what runs in its place: an engine, or a model whose layers are engines."""

@@ -14,18 +14,26 @@ from typing import Any
 
 from quantizer.engines import backend
 from quantizer.engines.engine_file import copy_content
+from quantizer.export.qdq.structure import Signature, read_signature
 from quantizer.pipeline.compare_outputs import Reference, is_cache
-from quantizer.pipeline.gpu_check import GPU_SCRIPT, Expected, write_gpu_check
 from quantizer.pipeline.graphs import FLOAT_STEM, GENERATED, QUANTIZED_STEM
 from quantizer.pipeline.job import Job
 from quantizer.pipeline.load_converted import CONFIG, FORMAT, processor_folder, write_json
 from quantizer.pipeline.measure import NOT_VERIFIED, deployed
 from quantizer.pipeline.time_groups import EngineFiles
-from quantizer.pipeline.triton import CONFIG_NAME, ServedEngine, config_text, link_file, link_onnx
-from quantizer.qdq.structure import Signature, read_signature
+from quantizer.pipeline.triton import (
+    CONFIG_NAME,
+    GPU_SCRIPT,
+    Expected,
+    ServedEngine,
+    config_text,
+    link_file,
+    link_onnx,
+    write_gpu_check,
+)
+from quantizer.plan.targets.base import TritonServer
 from quantizer.report import RunRecord, collect_versions
 from quantizer.report.model_card import loading
-from quantizer.targets.base import TritonServer
 from quantizer.tasks import batch_shape, read_checkpoint, save_processor
 
 _REPOSITORY = "triton"

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.common.paths import regular_file
-from quantizer.common.plain_values import json_values
-from quantizer.common.structure import fields_of, flattened
 from quantizer.engines import Engine
 from quantizer.errors import EngineError, QuantizerError
 from quantizer.pipeline.context import engine_inputs
 from quantizer.pipeline.module_feed import by_name
-from quantizer.report.codec import write_text_atomic
+from quantizer.report.record import write_text_atomic
+from quantizer.utils.paths import regular_file
+from quantizer.utils.plain_values import json_values
+from quantizer.utils.structure import fields_of, flattened
 
 CALL = "call.json"
 """The name of the file in the folder of a run."""

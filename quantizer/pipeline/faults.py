@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from quantizer.engines import BuildOptions, backend
 from quantizer.errors import ConfigError, MissingDependencyError, QuantizerError, install_command
-from quantizer.export import require_exporter
+from quantizer.export.exporter import require_exporter
 from quantizer.report import require_html
 from quantizer.tasks import Row, Sample, Task, tasks
 

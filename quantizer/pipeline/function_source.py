@@ -23,21 +23,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from quantizer.common.out_of_memory import is_out_of_memory
-from quantizer.common.paths import is_file, is_there, regular_file
 from quantizer.config import ModelConfig, RunConfig
 from quantizer.config.describe import nearest
 from quantizer.errors import CalibrationError, QuantizerError, TaskError
 from quantizer.pipeline.context import ResumeFiles
 from quantizer.pipeline.engine_module import CallForm
 from quantizer.pipeline.faults import Faults
-from quantizer.pipeline.module_workload import module_batches, module_workload, output_of
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.ranks import require_room_to_write
 from quantizer.pipeline.scores import FunctionScorer, ScoreFunction
-from quantizer.pipeline.workload import Workload
+from quantizer.pipeline.workload import Workload, module_batches, module_workload, output_of
 from quantizer.proxy.build import is_proxy
 from quantizer.tasks import Batch
+from quantizer.utils.out_of_memory import is_out_of_memory
+from quantizer.utils.paths import is_file, is_there, regular_file
 
 _MACHINERY = (__file__, importlib.__file__, "<frozen ")
 """Files whose lines say nothing about a failed import."""

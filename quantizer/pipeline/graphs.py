@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from quantizer.common.data.sizes import BATCH, SEQUENCE
-from quantizer.common.decoder_cache import PAST
 from quantizer.config import RunConfig
 from quantizer.engines import Engine
 from quantizer.errors import TaskError
@@ -30,6 +28,7 @@ from quantizer.tasks import Batch
 from quantizer.tasks.seq2seq.part_batches import PartBatches, calibration_batches, part_batches
 from quantizer.tasks.seq2seq.parts import DECODER, ENCODER, ENCODER_STEPS, PARTS, dynamic_axes, parts_of
 from quantizer.tasks.seq2seq.writer import Steps, Writer, equal_texts, equal_tokens, in_parts
+from quantizer.utils.sizes import BATCH, PAST, SEQUENCE
 
 FLOAT_STEM, QUANTIZED_STEM = "float", "model"
 """The names of the two files of each engine, without their endings."""

@@ -17,13 +17,13 @@ from quantizer.pipeline.budget import EngineBudget
 from quantizer.pipeline.compare_outputs import OnlySizes, OutputCheck, References, Tolerance, distances_of, tolerance
 from quantizer.pipeline.context import ResumeFiles, RunContext, RunRows
 from quantizer.pipeline.graphs import Graphs
+from quantizer.pipeline.open_axes import is_in_parts
 from quantizer.pipeline.placement import RunPlacement
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.run_engines import RunEngines
 from quantizer.pipeline.scores import Metric
 from quantizer.pipeline.train import TrainingResult
 from quantizer.pipeline.workload import Load, Scorer, Workload
-from quantizer.pipeline.written_sizes import is_in_parts
 from quantizer.quantizer import Quantizer
 from quantizer.report import Latency, MemoryEntry, Score, Stage
 from quantizer.report.record import Agreement, EngineChoice, OutputDistance

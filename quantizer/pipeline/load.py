@@ -7,16 +7,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-from quantizer.common.paths import is_file, is_folder, regular_file
-from quantizer.common.plain_values import yaml_values
 from quantizer.engines import load_engine
 from quantizer.errors import EngineError, QuantizerError
-from quantizer.files import restore_folder
 from quantizer.pipeline.engine_module import CallForm, EngineModule
 from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.pipeline.load_converted import CONFIG
 from quantizer.report import read_record
 from quantizer.tasks.seq2seq.parts import ENCODER
+from quantizer.utils.files import restore_folder
+from quantizer.utils.paths import is_file, is_folder, regular_file
+from quantizer.utils.plain_values import yaml_values
 
 
 def load(

@@ -26,19 +26,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantizer.common.decoder_cache import CACHE, PRESENT
-from quantizer.common.once_property import once_property
-from quantizer.common.paths import regular_file
-from quantizer.common.plain_values import decoded, json_values
 from quantizer.engines import Array, Engine, TensorSpec, backend, load_engine
 from quantizer.errors import QuantizerError
-from quantizer.files import restore_folder
 from quantizer.pipeline.context import engine_inputs
 from quantizer.report import collect_machine
 from quantizer.tasks import Batch, Recordings, Sample, load_processor, read_image, tasks
 from quantizer.tasks.models import empty_model
 from quantizer.tasks.seq2seq.parts import ENCODER, PARTS
 from quantizer.tasks.seq2seq.writer import Writer, in_parts, written_tokens
+from quantizer.utils.files import restore_folder
+from quantizer.utils.lazy import once_property
+from quantizer.utils.paths import regular_file
+from quantizer.utils.plain_values import decoded, json_values
+from quantizer.utils.sizes import CACHE, PRESENT
 
 CONFIG = "config.json"
 ENGINE = "model.engine"

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.common.data.sizes import BATCH, SEQUENCE
 from quantizer.config import RunConfig
 from quantizer.engines import BuildOptions, BuildResult, Engine, InputSizes, interleaved_latency, peak_memory_mib
 from quantizer.errors import EngineError
-from quantizer.files import NO_STORE
 from quantizer.pipeline.context import RunContext, Runs, engine_inputs
 from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs, open_sizes
 from quantizer.report import EngineFile, Latency, MemoryEntry, RunRecord, latency_entries, memory_entries, text
 from quantizer.report.record import EngineChoice
 from quantizer.tasks import Batch, batch_shape
+from quantizer.utils.files import NO_STORE
+from quantizer.utils.sizes import BATCH, SEQUENCE
 
 PYTORCH = "PyTorch float"
 """The name of the float model in PyTorch, where engines are timed beside it."""

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantizer.algorithms.sensitivity.prices import Prices
 from quantizer.engines.backends import build_engine, runs_here
-from quantizer.engines.base import BuildOptions
-from quantizer.engines.input_sizes import InputSizes
+from quantizer.engines.base import BuildOptions, InputSizes
 from quantizer.errors import EngineError
-from quantizer.export import export_onnx
-from quantizer.files import Store, scratch
+from quantizer.export.exporter import export_onnx
 from quantizer.pipeline.time_groups import EngineFiles, GroupPlacer, Timing
 from quantizer.quantizer import Quantizer
-from quantizer.sensitivity.prices import Prices
+from quantizer.utils.files import Store, scratch
 
 
 def measured_prices(

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from quantizer.common.data.batches_of import WITHOUT_VALUES
-from quantizer.common.data.sizes import BATCH, SEQUENCE, Axes, DataSizes
 from quantizer.config import RunConfig
 from quantizer.errors import CalibrationError, QuantizerError
 from quantizer.tasks import Batch
+from quantizer.utils.batches import WITHOUT_VALUES
+from quantizer.utils.sizes import BATCH, SEQUENCE, Axes, DataSizes
 
 
 def named_batches(model: nn.Module, batches: Iterable[Any]) -> list[Batch]:

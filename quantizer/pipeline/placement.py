@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
+from quantizer.algorithms.sensitivity.prices import Prices
 from quantizer.config import RunConfig
 from quantizer.pipeline.context import RunContext
 from quantizer.pipeline.graphs import Graphs
@@ -20,7 +21,6 @@ from quantizer.pipeline.run_engines import RunEngines
 from quantizer.pipeline.time_groups import GroupPlacer
 from quantizer.quantizer import Quantizer
 from quantizer.report.record import Placement, SpeedCheck
-from quantizer.sensitivity.prices import Prices
 
 
 class RunPlacement:

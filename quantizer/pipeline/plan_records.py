@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from quantizer.common.records import GroupSensitivity, GroupTime, Site
+from quantizer.algorithms.sensitivity import Fallback
+from quantizer.algorithms.sensitivity.prices import Prices, frontier
 from quantizer.report.record import Placement, PlacementPoint
-from quantizer.sensitivity import Fallback
-from quantizer.sensitivity.prices import Prices, frontier
+from quantizer.utils.records import GroupSensitivity, GroupTime, Site
 
 
 def site_records(coverage: Iterable[Site]) -> tuple[Site, ...]:

@@ -26,27 +26,34 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quantizer.common.cpu import saturates
 from quantizer.config import DatasetConfig, ModelConfig, RunConfig
 from quantizer.config.quantizer_section import Section
 from quantizer.config.schema import check_run
 from quantizer.engines import backend, runs_here
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import ConfigError, QuantizerError, TaskError
-from quantizer.files import begun_in, checked_folder, is_begun, require_sole_writer, require_writable, restore_folder
 from quantizer.pipeline.budget import budget_warnings, rows_searched
 from quantizer.pipeline.choose_engine import chooses
 from quantizer.pipeline.context import RunRows, require_names
 from quantizer.pipeline.faults import Faults, Looks, check_export_packages, check_packages, require_package
 from quantizer.pipeline.function_source import check_functions
 from quantizer.pipeline.measure import build_options
+from quantizer.pipeline.open_axes import require_possible_run
 from quantizer.pipeline.progress import earlier_stages, rounded_time
-from quantizer.pipeline.written_sizes import require_possible_run
+from quantizer.plan.targets import AUTO, profile
 from quantizer.report import Stage
-from quantizer.targets import AUTO, profile
 from quantizer.tasks import Pair, Row, Sample, Text, read_checkpoint, require_labels, resolve_source, tasks
 from quantizer.tasks.classification import require_classes
-from quantizer.tasks.datasets.load import part_of_rows, whole_data
+from quantizer.tasks.datasets.rows import part_of_rows, whole_data
+from quantizer.utils.cpu import saturates
+from quantizer.utils.files import (
+    begun_in,
+    checked_folder,
+    is_begun,
+    require_sole_writer,
+    require_writable,
+    restore_folder,
+)
 
 _TOKENS_PER_WORD = 1.4
 FORMS = 3

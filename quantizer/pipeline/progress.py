@@ -23,12 +23,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from quantizer.common.paths import regular_file
-from quantizer.common.plain_values import json_values
-from quantizer.common.progress import loop, open_loops, own_display
 from quantizer.engines import BuildOptions, BuildResult, build_engine
 from quantizer.report import Stage
 from quantizer.report.text import print_lines
+from quantizer.utils.paths import regular_file
+from quantizer.utils.plain_values import json_values
+from quantizer.utils.progress import loop, open_loops, own_display
 
 if TYPE_CHECKING:
     from rich.console import Console

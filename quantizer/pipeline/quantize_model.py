@@ -17,11 +17,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from quantizer.common.data.batches_of import warn_user
-from quantizer.common.data.exported_program import refuse_compiled
-from quantizer.common.data.sizes import BATCH, SEQUENCE, DataSizes
-from quantizer.common.once_property import once_property
-from quantizer.common.torch_modes import ordinary_tensors
+from quantizer.algorithms.sensitivity.ranking import Sensitivity
 from quantizer.config import (
     AmpConfig,
     DataConfig,
@@ -39,23 +35,27 @@ from quantizer.config.load import fallback_config
 from quantizer.config.schema import least_opset
 from quantizer.engines import load_engine
 from quantizer.errors import ConfigError, EngineError, QuantizerError
-from quantizer.files import scratch_folder, write_folder
 from quantizer.pipeline.compare_outputs import refusal
 from quantizer.pipeline.engine_module import CallForm, EngineModule
 from quantizer.pipeline.function_source import called
 from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.pipeline.module_feed import fitted
-from quantizer.pipeline.module_workload import module_batches, module_workload, output_of
 from quantizer.pipeline.run import RUN, carry_out
 from quantizer.pipeline.scores import FunctionScorer, ScoreFunction
+from quantizer.pipeline.workload import module_batches, module_workload, output_of
+from quantizer.plan.targets import AUTO
 from quantizer.proxy.build import is_proxy
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, print_record, write_html
-from quantizer.report.codec import GIVEN_IN_PYTHON
+from quantizer.report.record import GIVEN_IN_PYTHON
 from quantizer.report.tables import plain_text
-from quantizer.sensitivity.ranking import Sensitivity
-from quantizer.targets import AUTO
 from quantizer.tasks import Batch
+from quantizer.utils.batches import warn_user
+from quantizer.utils.exported_program import refuse_compiled
+from quantizer.utils.files import scratch_folder, write_folder
+from quantizer.utils.lazy import once_property
+from quantizer.utils.sizes import BATCH, SEQUENCE, DataSizes
+from quantizer.utils.torch_modes import ordinary_tensors
 
 
 class QuantizedModel:

@@ -23,15 +23,15 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import distributed, nn
 
-from quantizer.common.distributed import all_gather_bytes, get_rank, get_world_size, of_first_rank
-from quantizer.common.fingerprint import Fingerprint
-from quantizer.common.plain_values import decoded
-from quantizer.common.progress import own_display
 from quantizer.errors import LostRankError, QuantizerError
-from quantizer.files import require_room, scratch
 from quantizer.pipeline.launcher import launched
 from quantizer.tasks import Row
 from quantizer.tasks.datasets.rows import content_of
+from quantizer.utils.distributed import all_gather_bytes, get_rank, get_world_size, of_first_rank
+from quantizer.utils.files import require_room, scratch
+from quantizer.utils.fingerprint import Fingerprint
+from quantizer.utils.plain_values import decoded
+from quantizer.utils.progress import own_display
 
 Peers: TypeAlias = list[tuple[str, int]]
 """The machine and the number of each process, by rank."""

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from quantizer.algorithms.fallback import fallback_record
 from quantizer.pipeline.context import sizes_of
 from quantizer.pipeline.job import Job
 from quantizer.pipeline.measure import engine_file, with_deployed
@@ -18,7 +19,6 @@ from quantizer.pipeline.plan_records import site_records
 from quantizer.plan.histograms import noisiest
 from quantizer.report import RunRecord, collect_machine, collect_versions, write_html, write_record
 from quantizer.report.model_card import write_run_card
-from quantizer.sensitivity.fallback import fallback_record
 
 _HISTOGRAMS = 6
 

@@ -18,18 +18,18 @@ from typing import Any
 
 from torch import nn
 
-from quantizer.calibration.make_plan import keeps_batches, replays_batches
-from quantizer.common.data.sizes import DataSizes
+from quantizer.algorithms.make_plan import keeps_batches, replays_batches
 from quantizer.config import QuantizerConfig
 from quantizer.engines import Engine, interleaved_latency, medians
 from quantizer.engines.candidates import Variant
 from quantizer.pipeline.candidates import FAILURES, HOPELESS
 from quantizer.pipeline.context import engine_inputs
+from quantizer.plan.targets import profile
 from quantizer.quantizer import Quantizer
 from quantizer.report import text
 from quantizer.settings import settings_of
-from quantizer.targets import profile
 from quantizer.tasks import Batch
+from quantizer.utils.sizes import DataSizes
 
 _FAR = 1.5
 """The least ratio for a backend of which a rough plan tells less."""

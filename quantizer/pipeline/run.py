@@ -14,13 +14,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from quantizer.common.distributed import alone, get_rank
 from quantizer.config import QuantizerConfig, RunConfig
 from quantizer.config.data_section import MODULE
 from quantizer.config.schema import check_run
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import EngineError
-from quantizer.files import Store, checked_folder, new_folder, require_sole_writer, restore_folder, said_complete
 from quantizer.pipeline.choose_engine import chooses, with_backend
 from quantizer.pipeline.compare_outputs import refusal
 from quantizer.pipeline.configured import configured_workload
@@ -35,9 +33,11 @@ from quantizer.pipeline.shared_work import LoadedWork
 from quantizer.pipeline.stages import carry_out as carry_out_job
 from quantizer.pipeline.stages import stage_names
 from quantizer.pipeline.workload import Load
+from quantizer.plan.targets import AUTO
 from quantizer.report import RunRecord, Stage, print_record
 from quantizer.report.trackers import print_tracked
-from quantizer.targets import AUTO
+from quantizer.utils.distributed import alone, get_rank
+from quantizer.utils.files import Store, checked_folder, new_folder, require_sole_writer, restore_folder, said_complete
 
 RUN, CONVERSION = "run", "conversion"
 """The kinds of folders, in their markers."""

@@ -10,14 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.common.cpu import cpu_flags
-from quantizer.common.native_code import is_untrusted
 from quantizer.config import RunConfig
 from quantizer.engines import BuildOptions, BuildResult, Engine, Inspection, load_engine, observe_engine, runs_here
 from quantizer.engines.candidates import Variant
-from quantizer.export import export_onnx
-from quantizer.files import NO_STORE, Store
-from quantizer.files.store import copy_file
+from quantizer.export.exporter import export_onnx
 from quantizer.pipeline.compare_outputs import OnlySizes
 from quantizer.pipeline.context import RunContext, Runs
 from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
@@ -25,6 +21,9 @@ from quantizer.pipeline.measure import build_options, run_sizes
 from quantizer.pipeline.time_groups import EngineFiles, Timing
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_versions
+from quantizer.utils.cpu import cpu_flags, is_untrusted
+from quantizer.utils.files import NO_STORE, Store
+from quantizer.utils.files.store import copy_file
 
 _STEMS = {"float": FLOAT_STEM, "engine": QUANTIZED_STEM}
 """The name of the files of each engine."""

@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
-from quantizer.common.statistics import paired_interval
 from quantizer.errors import TaskError
 from quantizer.pipeline.context import RunContext, Runs, as_predictor, bar, predict, score_record
 from quantizer.pipeline.engine_module import CallForm, EngineModule
@@ -32,6 +31,7 @@ from quantizer.report.compare import Resamples, write_resamples
 from quantizer.tasks import Predictions, Row, Task
 from quantizer.tasks.datasets.rows import content_of
 from quantizer.tasks.metrics import resampled_scores
+from quantizer.utils.statistics import paired_interval
 
 
 class Metric(Protocol):

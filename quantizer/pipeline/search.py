@@ -10,18 +10,18 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from quantizer.common.distributed import is_mine
-from quantizer.common.fingerprint import Fingerprint
-from quantizer.common.progress import counted
+from quantizer.algorithms.fallback import fallback_reason
+from quantizer.algorithms.sensitivity import Evaluation, fingerprint
+from quantizer.algorithms.sensitivity.prices import Prices
 from quantizer.config import RunConfig
 from quantizer.pipeline.context import RunContext
 from quantizer.pipeline.scores import Metric
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, text
-from quantizer.sensitivity import Evaluation, fingerprint
-from quantizer.sensitivity.fallback import fallback_reason
-from quantizer.sensitivity.prices import Prices
 from quantizer.tasks import Batch, rows_at
+from quantizer.utils.distributed import is_mine
+from quantizer.utils.fingerprint import Fingerprint
+from quantizer.utils.progress import counted
 
 _BATCHES, _ROWS = 2, 8
 """On so many rows of so many batches causes are looked for, as each setting that is tried is calibrated on them."""

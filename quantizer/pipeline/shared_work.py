@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantizer.config import RunConfig
-from quantizer.files import Store, temporary_beside
 from quantizer.pipeline.configured import configured_workload, workload_of
 from quantizer.pipeline.context import ResumeFiles, RunRows
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.workload import InCommon, Workload
+from quantizer.utils.files import Store, temporary_beside
 
 
 def needs(config: RunConfig) -> str:

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from quantizer.common.data.batches_of import in_several
-from quantizer.common.distributed import alone, get_rank, get_world_size
 from quantizer.config import AmpConfig, RunConfig, dump_yaml
 from quantizer.errors import EngineError
 from quantizer.pipeline.budget import CHECK_BY_FUNCTION, CHECK_ON_ROWS
@@ -48,6 +46,8 @@ from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord
 from quantizer.report.record import OutputDistance
 from quantizer.tasks import Batch
+from quantizer.utils.batches import in_several
+from quantizer.utils.distributed import alone, get_rank, get_world_size
 
 Value = TypeVar("Value")
 

@@ -1,4 +1,7 @@
-"""Runs of a sweep one after the other in one process, each with a log of its own.
+"""``quantizer sweep``: many runs in one folder, in processes of their own.
+
+``python -m quantizer.pipeline.sweep`` is started by ``sweep.py``. It reads one JSON document, and writes a line
+of JSON for each run. What libraries print goes to stderr.
 
 Causes and cures of a run whose folder is complete without them.
 
@@ -24,7 +27,9 @@ import importlib
 import json
 import os
 import queue
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,16 +37,14 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 
-from quantizer.common.child_process import child_environment, python_command, safe_children
 from quantizer.config import RunConfig, dump_yaml
 from quantizer.config.sweep import SweepRun
 from quantizer.errors import ConfigError, MissingDependencyError, QuantizerError
-from quantizer.files import restore_folder
-from quantizer.files.marker import read_marker
 from quantizer.pipeline.compare_outputs import refusal
 from quantizer.pipeline.context import ResumeFiles, resume_files
 from quantizer.pipeline.faults import Looks, require_package
@@ -53,7 +56,6 @@ from quantizer.pipeline.record import write_reports
 from quantizer.pipeline.run import RUN, carry_out
 from quantizer.pipeline.search import CAUSES, has_causes, with_causes_of
 from quantizer.pipeline.shared_work import LoadedWork, needs, shared_work
-from quantizer.pipeline.sweep_worker import plain_config
 from quantizer.pipeline.workload import Workload
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, read_record, text
@@ -61,6 +63,63 @@ from quantizer.report.compare import ComparedRun, Comparison, compare, failed_ru
 from quantizer.report.compare_shown import write_comparison
 from quantizer.report.trackers import print_tracked
 from quantizer.report.verdict import USABLE, verdict_of
+from quantizer.utils.child_process import child_environment, python_command, safe_children
+from quantizer.utils.files import restore_folder
+from quantizer.utils.files.marker import read_marker
+
+if TYPE_CHECKING:
+    from quantizer.config import RunConfig
+
+
+def main() -> int:
+    """Carry out the runs; 0 also where it was ended, which the process that started this one says."""
+    # Ctrl-C reaches all processes of a terminal; the one that started this one ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
+            os.dup2(2, 1)
+            _carry_out(json.load(sys.stdin), out)
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def plain_config(config: RunConfig) -> dict[str, Any]:
+    """Return a configuration as plain values; ``config_of`` makes an equal one of them, of the same fields set."""
+    return config.model_dump(mode="json", exclude_unset=True)
+
+
+def config_of(plain: dict[str, Any]) -> RunConfig:
+    """Return the configuration of plain values."""
+    from quantizer.config import RunConfig
+
+    return RunConfig.model_validate(plain)
+
+
+def _carry_out(asked: dict[str, Any], out: TextIO) -> None:
+    # Imported here, so that a signal in the seconds that these imports take ends the process quietly.
+    from dataclasses import asdict
+    from pathlib import Path
+
+    import torch
+
+    from quantizer.config.sweep import SweepRun
+
+    torch.set_num_threads(asked["threads"])
+    runs = [SweepRun(name, config_of(plain)) for name, plain in asked["runs"]]
+    for outcome in logged_runs(runs, Path(asked["folder"]), asked["force"]):
+        print(json.dumps(asdict(outcome)), file=out, flush=True)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
 
 LOGS = "logs"
 """The folder with what the processes print, a file for each run."""
@@ -265,7 +324,7 @@ class _Worker(threading.Thread):
     def _carry_out(self) -> None:
         while self._runs and not self._stopped:
             self._process = subprocess.Popen(
-                python_command("quantizer.pipeline.sweep_worker"),
+                python_command("quantizer.pipeline.sweep"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=child_environment(),

@@ -21,21 +21,21 @@ from typing import Any
 
 from torch import nn
 
-from quantizer.common.data.sizes import DataSizes
-from quantizer.common.optional_import import import_library
+from quantizer.algorithms.sensitivity.prices import Prices, prices_from_places
 from quantizer.engines import Engine, inspect_engine, interleaved_latency, load_engine, medians
-from quantizer.engines.input_sizes import InputSizes
+from quantizer.engines.base import InputSizes
 from quantizer.engines.inspection import place_times
 from quantizer.engines.measure import working_inputs
 from quantizer.engines.onnx_graph import product_names
-from quantizer.files import Store
+from quantizer.export.qdq.onnx_file import input_dimensions, read_graph
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import sites_of
-from quantizer.qdq.onnx_file import input_dimensions, read_graph
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_machine, collect_versions
 from quantizer.report.text import counted
-from quantizer.sensitivity.prices import Prices, prices_from_places
+from quantizer.utils.files import Store
+from quantizer.utils.lazy import import_library
+from quantizer.utils.sizes import DataSizes
 
 _ROUNDS, _SECONDS = 15, 20.0
 _RUNS, _FEWEST_RUNS, _RUNS_S = 10, 3, 10.0

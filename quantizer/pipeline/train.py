@@ -15,23 +15,30 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quantizer.common.batches import own_tensors
-from quantizer.common.distributed import all_reduce_sum, all_reduce_tensor, get_world_size
-from quantizer.common.fingerprint import Fingerprint
-from quantizer.common.plain_values import decoded
-from quantizer.common.progress import loop
+from quantizer.algorithms.qat import Distillation, Schedule, parameter_groups
+from quantizer.algorithms.qat.checkpoint import (
+    BEST,
+    LAST,
+    read_checkpoint,
+    read_facts,
+    share_checkpoints,
+    write_checkpoint,
+)
+from quantizer.algorithms.qat.session import has_gradient, own_rows, sum_gradients
+from quantizer.algorithms.sensitivity import fingerprint
 from quantizer.config import QatConfig
 from quantizer.errors import TrainingError
 from quantizer.pipeline.context import RunContext
 from quantizer.pipeline.scores import Metric
-from quantizer.qat import Distillation, Schedule, parameter_groups
-from quantizer.qat.checkpoint import BEST, LAST, read_checkpoint, read_facts, share_checkpoints, write_checkpoint
-from quantizer.qat.session import has_gradient, own_rows, sum_gradients
 from quantizer.quantizer import Quantizer
 from quantizer.report.record import TrainingRun, TrainingScore
-from quantizer.sensitivity import fingerprint
 from quantizer.tasks import Row, Task, rows_at
 from quantizer.tasks.datasets.rows import content_of
+from quantizer.utils.batches import own_tensors
+from quantizer.utils.distributed import all_reduce_sum, all_reduce_tensor, get_world_size
+from quantizer.utils.fingerprint import Fingerprint
+from quantizer.utils.plain_values import decoded
+from quantizer.utils.progress import loop
 
 logger = logging.getLogger(__name__)
 

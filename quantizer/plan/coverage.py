@@ -8,14 +8,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Any
 
-from quantizer.common.records import Operand, Range, Site, UnquantizedProduct
-from quantizer.common.shown import Rows, Shown
-from quantizer.float16.float32_modules import Float32Modules
-from quantizer.observe.completeness.product_counter import CountedProduct, Reason
+from quantizer.observe.completeness import CountedProduct, Reason
+from quantizer.observe.float16_modules import Float32Modules
+from quantizer.plan.reasons import ReasonCode, RuleKind
 from quantizer.plan.site_plan import OperandPlan, Plan, SitePlan
 from quantizer.proxy.build import UnrewrittenSource
-from quantizer.reasons import ReasonCode, RuleKind
 from quantizer.rewrite.operator_patches import OperatorPatch
+from quantizer.utils.records import Operand, Range, Site, UnquantizedProduct
+from quantizer.utils.shown import Rows, Shown
 
 _SITE = ("name", "kind", "host_type", "file", "line", "quantized", "reason", "rule", "multiply_adds")
 _OF_THE_PLAN = {"amax": "largest_amax", "scale": "largest_scale", "channels": "scales"}

@@ -11,20 +11,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from quantizer.calibrators import Calibrator
 from quantizer.errors import ConfigError
-from quantizer.numerics.formats import Format, impossible
-from quantizer.numerics.held_scale import is_normal
-from quantizer.numerics.qtype import INT8, UINT8, QType
+from quantizer.numerics.formats import INT8, UINT8, Format, QType, impossible
+from quantizer.numerics.rounding import is_normal
+from quantizer.observe.calibrators import Calibrator
 from quantizer.observe.range_group import Migration, OperandRecord, RangeGroup
-from quantizer.observe.site_statistics import SiteStatistics
-from quantizer.operations.catalogue import Kind, Operand
+from quantizer.observe.statistics import SiteStatistics
+from quantizer.plan.reasons import ReasonCode
 from quantizer.plan.selection import Selection, matched
 from quantizer.plan.site_plan import CallRange, OperandPlan
+from quantizer.plan.targets import TargetProfile
 from quantizer.plan.weight_scales import ONE_SCALE, ScaledWeights, beyond, scale_of, with_range
 from quantizer.proxy.site import OUTPUT, Site
-from quantizer.reasons import ReasonCode
-from quantizer.targets import TargetProfile
+from quantizer.rewrite.operations import Kind, Operand
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from quantizer.calibrators import Calibrator, estimates
-from quantizer.calibrators.histogram import Histogram as Counts
-from quantizer.common.records import Histogram, RangeCandidate
-from quantizer.common.shown import Rows, Shown
 from quantizer.errors import QuantizerError
-from quantizer.numerics.qtype import QType, qtype
+from quantizer.numerics.formats import QType, qtype
+from quantizer.observe.calibrators import Calibrator, estimates
+from quantizer.observe.calibrators import Histogram as Counts
 from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import judged_as
 from quantizer.plan.site_plan import OperandPlan, Plan
+from quantizer.utils.records import Histogram, RangeCandidate
+from quantizer.utils.shown import Rows, Shown
 
 if TYPE_CHECKING:
     from quantizer.report.notebook import Picture

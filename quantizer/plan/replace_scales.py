@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.errors import CalibrationError
-from quantizer.numerics.held_scale import held_scale, is_normal
-from quantizer.numerics.qtype import qtype
+from quantizer.numerics.formats import qtype
+from quantizer.numerics.rounding import held_scale, is_normal
 from quantizer.plan.site_plan import CallRange, OperandPlan, Plan
 
 

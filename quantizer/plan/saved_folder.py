@@ -31,15 +31,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from quantizer.common.fingerprint import tensors_digest
-from quantizer.common.paths import regular_file
-from quantizer.common.plain_values import decoded, json_values, yaml_values
 from quantizer.errors import QuantizerError
-from quantizer.files import restore_folder, write_folder
-from quantizer.numerics.qtype import QTYPES
-from quantizer.observe.completeness.product_counter import CountedProduct
+from quantizer.numerics.formats import QTYPES
+from quantizer.observe.completeness import CountedProduct
 from quantizer.plan.site_plan import OperandPlan, Plan, SitePlan
 from quantizer.plan.weight_scales import code_faults, codes_of_file, file_of_codes
+from quantizer.utils.files import restore_folder, write_folder
+from quantizer.utils.fingerprint import tensors_digest
+from quantizer.utils.paths import regular_file
+from quantizer.utils.plain_values import decoded, json_values, yaml_values
 
 FORMAT = 1
 _KIND = "saved quantizer"

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from quantizer.errors import ConfigError
-from quantizer.operations.catalogue import Kind
+from quantizer.plan.reasons import RuleKind
 from quantizer.proxy.generated_classes import original_class
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site, SourceCall
-from quantizer.reasons import RuleKind
+from quantizer.rewrite.operations import Kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

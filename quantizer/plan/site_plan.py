@@ -12,11 +12,11 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from quantizer.common.fingerprint import tensors_digest
-from quantizer.numerics.qtype import FLOAT16_MAX, INT8
-from quantizer.proxy.computed.computation import Computation
+from quantizer.numerics.formats import FLOAT16_MAX, INT8
+from quantizer.plan.reasons import ReasonCode, RuleKind
+from quantizer.proxy.computed_weights import Computation
 from quantizer.proxy.weight import WeightView
-from quantizer.reasons import ReasonCode, RuleKind
+from quantizer.utils.fingerprint import tensors_digest
 
 _REMARKS = {"reason", "rule", "note", "bias_note", "smoothing", "rounding", "estimate", "sqnr_db", "clipped"}
 """Fields that say why."""

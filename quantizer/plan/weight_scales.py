@@ -20,16 +20,16 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor, nn
 
-from quantizer.common.fingerprint import TensorStamp
 from quantizer.errors import CalibrationError
 from quantizer.functional import fake_quantize
+from quantizer.numerics.formats import INT8, QTYPES, QType, qtype
 from quantizer.numerics.granularity import in_blocks, scale_shape
-from quantizer.numerics.held_scale import held_scale, is_normal
 from quantizer.numerics.packing import pack_pairs, unpack_pairs
-from quantizer.numerics.qtype import INT8, QTYPES, QType, qtype
+from quantizer.numerics.rounding import held_scale, is_normal
+from quantizer.plan.reasons import ReasonCode
 from quantizer.plan.site_plan import OperandPlan, Plan, summary
 from quantizer.proxy.weight import Weight, operand_of
-from quantizer.reasons import ReasonCode
+from quantizer.utils.fingerprint import TensorStamp
 
 ONE_SCALE = "one scale for all channels, as no axis of it holds them alone (groups of several input channels)"
 """The note on the weight of a transposed convolution if no axis of it is that of the output channels."""

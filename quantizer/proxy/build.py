@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer import patches as _patches
 from quantizer.errors import ProxyError, require_supported
-from quantizer.operations.catalogue import operation
+from quantizer.plan.reasons import ReasonCode
 from quantizer.proxy.eager_attention import use_eager_attention
 from quantizer.proxy.generated_classes import (
     REWRITER,
@@ -29,9 +28,10 @@ from quantizer.proxy.generated_classes import (
 from quantizer.proxy.kept_tensors import memory_of, reached_tensors
 from quantizer.proxy.model_sharing import share
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.recurrence.recurrence import add_recurrences
+from quantizer.proxy.recurrence import add_recurrences
 from quantizer.proxy.site import OUTPUT, Place, Site, SourceCall
-from quantizer.reasons import ReasonCode
+from quantizer.rewrite import patches as _patches
+from quantizer.rewrite.operations import operation
 from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.rewrite.source_file import Key, SourceFile
 from quantizer.rewrite.source_sites import SiteSource

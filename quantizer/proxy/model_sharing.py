@@ -1,4 +1,4 @@
-"""Tensors that a proxy shares with the user's model, and the end of sharing before a cast would change the model.
+"""Tensors that a proxy shares with the user's model, and hooks that stay behind when it is copied.
 
 A proxy in training never stops sharing: changes of its tensors change the model's. A proxy that calibrates, measures or
 is frozen shares no buffers, because a forward pass may write into them.
@@ -9,14 +9,35 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantizer.common.fingerprint import tensor_version
 from quantizer.proxy.kept_tensors import memory_of, replace_tensors, tensors_of_functions
+from quantizer.utils.fingerprint import tensor_version
+
+
+class LocalHook:
+    """A callable hook around a function that observes one proxy.
+
+    Copied or pickled with the proxy, the hook loses the function, so that the objects it refers to (calibrators,
+    dispatch modes) are neither copied nor pickled.
+    """
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self._function is None else self._function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalHook:
+        return LocalHook()
+
+    def __reduce__(self) -> tuple[type[LocalHook], tuple[()]]:
+        return LocalHook, ()
+
 
 _MARK = "_quantizer_shares"
 _TWIN = "_quantizer_twin"

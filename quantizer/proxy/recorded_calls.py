@@ -16,10 +16,10 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from quantizer.common.structure import leaves
 from quantizer.proxy.call_numbers import add_calls, calls_so_far
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import SourceCall
+from quantizer.utils.structure import leaves
 
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.common.batches import given_copies
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import SourceCall
+from quantizer.utils.batches import given_copies
 
 _PLAIN = (bool, int, float, str, type(None))
 

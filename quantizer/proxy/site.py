@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from quantizer.errors import ProxyError
 from quantizer.numerics import torch_operators as ops
-from quantizer.numerics.qtype import UINT8
-from quantizer.operations.catalogue import Operand, Operation, in_graphs, operation
+from quantizer.numerics.formats import UINT8
 from quantizer.proxy.call_numbers import count_call, current_call
 from quantizer.proxy.eager_attention import attention, observed_probabilities
 from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.rewrite.operations import Operand, Operation, in_graphs, operation
 from quantizer.rewrite.source_sites import SiteSource
 
 OUTPUT = "output"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.numerics.granularity import in_memory_order
-from quantizer.proxy.computed.computation import Computation
+from quantizer.proxy.computed_weights import Computation
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from quantizer.common.records import FallbackRecord, GroupSensitivity, Operand, Score, Site
 from quantizer.report.charts.rankings import sensitivity_bars
-from quantizer.report.codec import read_record, write_record, write_text_atomic
 from quantizer.report.machine import collect_machine, collect_versions
 from quantizer.report.page.page import html_from_record, require_html, write_html
 from quantizer.report.record import (
@@ -19,11 +17,15 @@ from quantizer.report.record import (
     Stage,
     latency_entries,
     memory_entries,
+    read_record,
     size_entries,
+    write_record,
+    write_text_atomic,
 )
 from quantizer.report.tables import Column, Table, string_from_table
 from quantizer.report.terminal import print_record, print_summary
 from quantizer.report.verdict import verdict
+from quantizer.utils.records import FallbackRecord, GroupSensitivity, Operand, Score, Site
 
 __all__ = [
     # records

@@ -17,17 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.common.paths import is_file, is_folder, regular_file
-from quantizer.common.plain_values import decoded, json_values
-from quantizer.common.records import Score
-from quantizer.common.statistics import paired_interval
 from quantizer.errors import QuantizerError
-from quantizer.files import restore_folder, whole_file
 from quantizer.report import text
-from quantizer.report.codec import read_record
-from quantizer.report.record import LatencyEntry, RunRecord, SizeEntry
+from quantizer.report.record import LatencyEntry, RunRecord, SizeEntry, read_record
 from quantizer.report.text import noise_sentence
 from quantizer.report.verdict import verdict_of
+from quantizer.utils.files import restore_folder, whole_file
+from quantizer.utils.paths import is_file, is_folder, regular_file
+from quantizer.utils.plain_values import decoded, json_values
+from quantizer.utils.records import Score
+from quantizer.utils.statistics import paired_interval
 
 RESAMPLES = "resamples.json"
 

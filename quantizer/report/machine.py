@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from importlib import metadata
 
 from quantizer import __version__
-from quantizer.common.cpu import cpu_info, cpu_instructions
-from quantizer.targets import profile, profiles
+from quantizer.plan.targets import profile, profiles
+from quantizer.utils.cpu import cpu_info, cpu_instructions
 
 PACKAGES = (
     "torch",

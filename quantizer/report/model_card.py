@@ -14,14 +14,13 @@ from typing import Any
 import yaml
 
 from quantizer import __version__
-from quantizer.common.native_code import native_code
-from quantizer.common.records import Score
 from quantizer.errors import DISTRIBUTION
+from quantizer.plan.targets import profile
 from quantizer.report import text
-from quantizer.report.codec import write_text_atomic
-from quantizer.report.record import RunRecord
+from quantizer.report.record import RunRecord, write_text_atomic
 from quantizer.report.verdict import missed_goals
-from quantizer.targets import profile
+from quantizer.utils.cpu import native_code
+from quantizer.utils.records import Score
 
 CARD = "README.md"
 """The name of the file, by which the hub knows a card."""

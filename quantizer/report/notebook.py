@@ -1,6 +1,6 @@
 """The looks of results: as text in a terminal, as tables and pictures in a notebook.
 
-``common/shown.py`` imports this when a result is shown. A look is a table, perhaps with a picture above it in a
+``utils/shown.py`` imports this when a result is shown. A look is a table, perhaps with a picture above it in a
 notebook; what stands below a result is a result itself.
 """
 
@@ -20,10 +20,8 @@ import rich.table
 from rich import box
 from rich.text import Text
 
-from quantizer.common.layer_rows import FLOAT
-from quantizer.files import whole_file
-from quantizer.reasons import ReasonCode
-from quantizer.report.charts.histograms import histogram_figure, histogram_svg
+from quantizer.plan.reasons import ReasonCode
+from quantizer.report.charts.axes import histogram_figure, histogram_svg
 from quantizer.report.charts.plots import pareto_svg
 from quantizer.report.charts.rankings import sensitivity_bars, sensitivity_heatmap
 from quantizer.report.tables import (
@@ -40,15 +38,16 @@ from quantizer.report.tables import (
 )
 from quantizer.report.terminal import cause_lines, evaluation_caption
 from quantizer.report.text import counted, decibels, magnitude, percent, share, shorten, significant
+from quantizer.utils.files import whole_file
+from quantizer.utils.records import FLOAT
 
 if TYPE_CHECKING:
+    from quantizer.algorithms.sensitivity.ranking import Layers, PutBack, Search
     from quantizer.causes import Causes
-    from quantizer.common.shown import Shown
     from quantizer.plan.coverage import Coverage, Ranges
     from quantizer.plan.histograms import OperandHistogram, RangeCandidates
-    from quantizer.proxy.lowered.lower import Kernels
-    from quantizer.sensitivity.layers import Layers, PutBack
-    from quantizer.sensitivity.ranking import Search
+    from quantizer.proxy.lower import Kernels
+    from quantizer.utils.shown import Shown
 
 _HTML_ROWS = 300
 _WIDTH = 120

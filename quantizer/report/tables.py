@@ -15,13 +15,24 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from quantizer.common.inspection import Inspection
-from quantizer.common.layer_rows import FLOAT, GroupRow, LayerRow, group_rows, layer_rows
-from quantizer.common.records import FallbackRecord, GroupSensitivity, Operand, Range, Site, UnquantizedProduct
-from quantizer.reasons import counted
+from quantizer.plan.reasons import counted
 from quantizer.report import text
 from quantizer.report.record import EngineChoice, Latency, RunRecord, Stage
 from quantizer.report.text import MISSING, error_words, plain, shorten, spread_words, typeset, visible
+from quantizer.utils.records import (
+    FLOAT,
+    FallbackRecord,
+    GroupRow,
+    GroupSensitivity,
+    Inspection,
+    LayerRow,
+    Operand,
+    Range,
+    Site,
+    UnquantizedProduct,
+    group_rows,
+    layer_rows,
+)
 
 STYLE = """<style>
 .qz-table{overflow-x:auto;max-width:100%}

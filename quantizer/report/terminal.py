@@ -13,15 +13,13 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from quantizer.common.inspection import Inspection
-from quantizer.common.records import BudgetOutcome, Cause, FallbackRecord, Score
 from quantizer.errors import QuantizerError
 from quantizer.report import text
-from quantizer.report.codec import is_from_python, read_record, shown_setting
-from quantizer.report.record import EngineChoice, Placement, RunRecord
+from quantizer.report.record import EngineChoice, Placement, RunRecord, is_from_python, read_record, shown_setting
 from quantizer.report.tables import ENGINE_LAYERS, Table, choice_table, latency_table, precision_name, shares_table
 from quantizer.report.text import noise_sentence, print_labelled, print_lines
 from quantizer.report.verdict import verdict_of
+from quantizer.utils.records import BudgetOutcome, Cause, FallbackRecord, Inspection, Score
 
 _SLOWEST = 10
 _LEAST = 0.01

@@ -19,9 +19,9 @@ from typing import Any
 
 from rich.console import Console
 
-from quantizer.common.optional_import import import_library
 from quantizer.report.record import RunRecord, worst_output
 from quantizer.report.verdict import covered_share
+from quantizer.utils.lazy import import_library
 
 _MIB = 2**20
 

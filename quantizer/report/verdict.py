@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantizer.common.inspection import LEAST_SHARE
-from quantizer.common.records import BudgetOutcome, Score
-from quantizer.reasons import counted
+from quantizer.plan.reasons import counted
 from quantizer.report import text
-from quantizer.report.record import (
-    ALIKE_DB,
-    FURTHER_DB,
-    OutputDistance,
-    Placement,
-    RunRecord,
-    reference_words,
-)
+from quantizer.report.record import ALIKE_DB, FURTHER_DB, OutputDistance, Placement, RunRecord, reference_words
 from quantizer.report.tables import multiply_add_share
 from quantizer.report.text import decibels, drop, error, file_size, noise_sentence, percent, score, shape, signed, times
+from quantizer.utils.records import LEAST_SHARE, BudgetOutcome, Score
 
 USABLE, LOOK, NOT = "usable", "look at this", "do not use"
 _ORDER = (USABLE, LOOK, NOT)

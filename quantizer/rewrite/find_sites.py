@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantizer.operations import gemm_shape as einsum
-from quantizer.operations.catalogue import METHODS, OPERATORS, Operation, is_fast_path_switch, operation_of
-from quantizer.reasons import ReasonCode
+from quantizer.plan.reasons import ReasonCode
+from quantizer.rewrite import product_sizes as einsum
 from quantizer.rewrite.host_argument import PASS_HOST, TAKES_APART, VISIBLE, WRITTEN_CLASS, function_source, hands_on
 from quantizer.rewrite.names import FunctionNode, Scope, functions_in, is_literal, is_own, live_edits, why_not_live
+from quantizer.rewrite.operations import METHODS, OPERATORS, Operation, is_fast_path_switch, operation_of
 from quantizer.rewrite.source_sites import Form, FunctionSource, HelperCall, SiteSource
 from quantizer.rewrite.text_edits import Edit, LineIndex, find_symbol
 

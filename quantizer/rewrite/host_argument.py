@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from quantizer.reasons import ReasonCode
+from quantizer.plan.reasons import ReasonCode
 from quantizer.rewrite.closures import rebound
 from quantizer.rewrite.names import FunctionNode
 from quantizer.rewrite.source_sites import FunctionSource

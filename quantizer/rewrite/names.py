@@ -21,7 +21,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch._ops import OpOverloadPacket
 
-from quantizer.reasons import ReasonCode
+from quantizer.plan.reasons import ReasonCode
 from quantizer.rewrite.text_edits import Edit, LineIndex
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quantizer.errors import SourceError
-from quantizer.operations.catalogue import registered_operations
 from quantizer.rewrite.names import FunctionNode, functions_in
+from quantizer.rewrite.operations import registered_operations
 from quantizer.rewrite.text_edits import first_line
 
 

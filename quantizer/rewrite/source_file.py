@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import Any
 
 from quantizer.errors import SourceError
-from quantizer.operations.catalogue import registered_operations
 from quantizer.rewrite.find_sites import find_functions
+from quantizer.rewrite.operations import registered_operations
 from quantizer.rewrite.operator_patches import apply_operator_patches, changes
 from quantizer.rewrite.source_sites import FunctionSource, HelperCall
 from quantizer.rewrite.text_edits import LineIndex, apply_edits, first_line

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from quantizer.tasks import classification as embedding_classification
-from quantizer.tasks import classification as image_classification
-from quantizer.tasks import classification as sequence_classification
-from quantizer.tasks import sentence_similarity
-from quantizer.tasks.audio import audio_classification, speech_recognition
-from quantizer.tasks.audio.audio_inputs import Recordings
-from quantizer.tasks.checkpoints.sources import resolve_source, save_processor
+from quantizer.tasks import audio, classification, sentence_similarity
+from quantizer.tasks.audio import Recordings
+from quantizer.tasks.checkpoints import resolve_source, save_processor
 from quantizer.tasks.datasets import (
     Audio,
     Boxes,
@@ -32,8 +28,8 @@ from quantizer.tasks.datasets import (
     read_texts,
     text_files,
 )
-from quantizer.tasks.image_inputs import read_image
 from quantizer.tasks.images import depth_estimation, object_detection, segmentation, zero_shot
+from quantizer.tasks.images.image_inputs import read_image
 from quantizer.tasks.inputs import Batch, Feed, Sample, batch_shape, rows_at
 from quantizer.tasks.models import (
     load_image_processor,
@@ -44,10 +40,9 @@ from quantizer.tasks.models import (
     require_labels,
 )
 from quantizer.tasks.outputs import first_output
-from quantizer.tasks.seq2seq import speech_to_text, text_to_text
+from quantizer.tasks.seq2seq import tasks as seq2seq_tasks
 from quantizer.tasks.task import Predictions, Progress, Run, Task, build_task, tasks
 from quantizer.tasks.tokens import fill_mask, multiple_choice, question_answering, text_generation, token_classification
-from quantizer.tasks.tokens import text_generation as generation_with_past
 
 __all__ = [
     # rows
@@ -96,23 +91,18 @@ __all__ = [
     "first_output",
     "rows_at",
     "tasks",
-    # modules, one task each
-    "audio_classification",
+    # modules with tasks, which importing them registers
+    "audio",
+    "classification",
     "depth_estimation",
-    "embedding_classification",
     "fill_mask",
-    "generation_with_past",
-    "image_classification",
     "multiple_choice",
-    "question_answering",
     "object_detection",
+    "question_answering",
     "segmentation",
     "sentence_similarity",
-    "sequence_classification",
-    "speech_recognition",
-    "speech_to_text",
+    "seq2seq_tasks",
     "text_generation",
-    "text_to_text",
     "token_classification",
     "zero_shot",
 ]

@@ -25,12 +25,11 @@ import torch
 
 from quantizer.errors import MissingDependencyError, TaskError
 from quantizer.tasks.datasets.rows import Audio, Image, Row, Text, class_number
-from quantizer.tasks.image_inputs import ImageInputs
+from quantizer.tasks.images.image_inputs import ImageInputs
 from quantizer.tasks.inputs import Batch, Inputs, Sample
-from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import accuracy, kl_divergence, label_flips, mean_cosine, sqnr_db
 from quantizer.tasks.outputs import MEAN
-from quantizer.tasks.task import Predictions, Progress, Run, Task, tasks
+from quantizer.tasks.task import Predictions, Progress, Run, Task, rows_of_kind, tasks
 
 if TYPE_CHECKING:
     from quantizer.tasks.task import Predictions

@@ -1,4 +1,7 @@
-"""``from_onnx``: a float ONNX file as a torch module, which is then quantized as any other.
+"""``from_onnx``: a float ONNX file as a module of torch.
+
+They are sites as those of any other model: their source is rewritten. Modules made by ``from_onnx`` name another file
+as theirs, so that the rewriter tells the two sources apart.
 
 The file becomes a graph of aten operators. A product that it computes with a weight of its own becomes a module of
 torch with that weight, as in a model that was written in torch, so that it is found, gets a scale for each output
@@ -27,13 +30,40 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from quantizer.common.optional_import import import_library
 from quantizer.errors import EngineError, TaskError
-from quantizer.qdq.onnx_file import read_graph, unreadable_is
-from quantizer.qdq.onnx_import.graph_builder import OperatorGraph
-from quantizer.qdq.onnx_import.importer import import_graph
-from quantizer.qdq.structure import files_of
-from quantizer.tasks.onnx_operations import Add, Lstm, MatMul
+from quantizer.export.onnx_import.graph_builder import OperatorGraph
+from quantizer.export.onnx_import.importer import import_graph
+from quantizer.export.qdq.onnx_file import read_graph, unreadable_is
+from quantizer.export.qdq.structure import files_of
+from quantizer.utils.lazy import import_library
+
+
+class MatMul(nn.Module):
+    """The matrix product of [..., M, K] and [..., K, N]."""
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return the product [..., M, N]."""
+        return torch.matmul(left, right)
+
+
+class Add(nn.Module):
+    """The sum of two tensors, whose shapes are broadcast."""
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return the sum."""
+        return left + right
+
+
+class Lstm(nn.LSTM):
+    """A recurrent layer whose states are arguments and results of their own, as in a graph."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, hidden: Tensor, cell: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the outputs [T, B, D H] and both states [D, B, H] of x [T, B, I] and the states before."""
+        outputs, (hidden, cell) = super().forward(x, (hidden, cell))
+        return outputs, hidden, cell
+
 
 _QUANTIZED = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger")
 _QUANTIZED_STARTS = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulNBits")

@@ -12,9 +12,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from quantizer.common.data.sizes import DataSizes
-from quantizer.common.decoder_cache import CACHE
 from quantizer.errors import TaskError
+from quantizer.utils.sizes import CACHE, DataSizes
 
 Batch: TypeAlias = dict[str, torch.Tensor]
 """The model's inputs by name: int64 [B x S] for texts, float32 [B x channels x height x width] for images,

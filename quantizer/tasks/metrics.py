@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from quantizer.common.statistics import paired_interval
 from quantizer.errors import MissingDependencyError, TaskError
+from quantizer.utils.statistics import paired_interval
 
 Array: TypeAlias = npt.NDArray[Any]
 Metric: TypeAlias = Callable[[Array, Array], Array]

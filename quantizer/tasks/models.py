@@ -13,22 +13,23 @@ from typing import Any
 import torch
 
 from quantizer.errors import TaskError
-from quantizer.tasks.audio.audio_inputs import require_extractor
-from quantizer.tasks.checkpoints.heads import read_by, task_of
-from quantizer.tasks.checkpoints.sentence_folder import read_pooling
-from quantizer.tasks.checkpoints.sources import (
+from quantizer.tasks.audio import require_extractor
+from quantizer.tasks.checkpoints import (
     classifier_of,
     explained,
     loadable,
+    read_by,
+    read_pooling,
     require_depth,
     require_reachable,
     require_timm,
     resolve_source,
+    task_of,
     transformers_package,
 )
 from quantizer.tasks.classification import class_names, require_one_label
-from quantizer.tasks.image_inputs import require_pillow
-from quantizer.tasks.images.text_tower import has_text_tower
+from quantizer.tasks.images.image_inputs import require_pillow
+from quantizer.tasks.images.zero_shot import has_text_tower
 from quantizer.tasks.inputs import longest_sequence
 from quantizer.tasks.task import tasks
 

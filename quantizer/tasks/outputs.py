@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load, save
 
-from quantizer.common.distributed import all_gather_bytes, get_world_size, is_mine
-from quantizer.common.structure import fields_of
 from quantizer.errors import TaskError
+from quantizer.utils.distributed import all_gather_bytes, get_world_size, is_mine
+from quantizer.utils.structure import fields_of
 
 Chunk = TypeVar("Chunk")
 

@@ -1,6 +1,8 @@
-"""The base of tasks: from texts or images to decisions and a score, for the float model, a proxy or an engine.
+"""Tasks, and the check that rows are of the kind that one needs.
 
 Shapes: N rows, B samples in a batch, S tokens, D width of an embedding, C classes.
+
+Shapes: N rows, R resamples, K counts of a row.
 """
 
 from __future__ import annotations
@@ -10,19 +12,51 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantizer.common.data.sizes import DataSizes
-from quantizer.common.registry import TASKS, Registry
 from quantizer.errors import MissingDependencyError, TaskError
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs
 from quantizer.tasks.metrics import bootstrap_interval, resampled_scores
 from quantizer.tasks.outputs import dealt, first_output, of_all_ranks, stacked
+from quantizer.utils.registry import TASKS, Registry
+from quantizer.utils.sizes import DataSizes
+
+Kind = TypeVar("Kind")
+DATASETS = {
+    "Audio": "'audio-folder', 'audio-csv', 'hf'",
+    "Boxes": "'coco-json'",
+    "Choices": "'choices-jsonl', 'hf'",
+    "Depths": "'image-depths'",
+    "Image": "'image-folder', 'image-csv', 'hf'",
+    "Masked": "'image-masks'",
+    "Pair": "'stsb-csv', 'hf'",
+    "Plain": "'text-lines', 'hf'",
+    "Question": "'squad-json', 'hf'",
+    "Rewritten": "'text-pairs', 'hf'",
+    "Speech": "'transcripts', 'hf'",
+    "Text": "'sst2-text', 'text-csv', 'vader', 'hf'",
+    "Words": "'conll', 'hf'",
+}
+
+
+def rows_of_kind(rows: Sequence[Row], kind: type[Kind], task: str) -> list[Kind]:
+    """Return the rows as a list of one kind."""
+    checked: list[Kind] = []
+    for row in rows:
+        if not isinstance(row, kind):
+            raise TaskError(
+                f"task {task!r} needs rows of kind {kind.__name__}, got {type(row).__name__}: use a data set of such "
+                f"rows, like {DATASETS[kind.__name__]}"
+            )
+        checked.append(row)
+    return checked
+
 
 Run: TypeAlias = Callable[[Batch], object]
 """One call of a model, proxy or engine: takes a batch, returns a ``ModelOutput``, mapping, tuple or tensor."""
@@ -333,3 +367,47 @@ def build_task(
     return tasks[name](
         model, processor, max_length=max_length, batch_size=batch_size, min_length=min_length, seconds=seconds
     )
+
+
+class JudgedTask(Task):
+    """A task that judges each row, and scores what came of that.
+
+    What is slow, such as finding entities or matching boxes, is done once a row, and once for a score, its differences
+    and its intervals.
+    """
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._known: WeakKeyDictionary[Predictions, tuple[list[Row], npt.NDArray[Any]]] = WeakKeyDictionary()
+
+    @abstractmethod
+    def judge(self, predictions: Predictions, rows: Sequence[Row]) -> npt.NDArray[Any]:
+        """Return what ``metric`` takes of each row [N x ...]."""
+
+    def judged(self, predictions: Predictions, rows: Sequence[Row]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Return what came of each row [N x ...], twice: it holds what is right already."""
+        require_rows(predictions, rows)
+        known = self._known.get(predictions)
+        if known is None or known[0] != list(rows):
+            known = (list(rows), self.judge(predictions, rows))
+            self._known[predictions] = known
+        return known[1], known[1]
+
+
+class CountedTask(JudgedTask):
+    """A task that counts in each row, and scores the sums of its counts: entity F1, perplexity, mean IoU."""
+
+    @abstractmethod
+    def counts(self, predictions: Predictions, rows: Sequence[Row]) -> npt.NDArray[np.float64]:
+        """Return what is counted in each row [N x K]."""
+
+    @abstractmethod
+    def ratio(self, sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the scores [...] of sums of counts [... x K]."""
+
+    def judge(self, predictions: Predictions, rows: Sequence[Row]) -> npt.NDArray[Any]:
+        return self.counts(predictions, rows)
+
+    def metric(self, decisions: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the score of counts [N x K], or those of resamples [R x N x K]."""
+        return self.ratio(decisions.sum(axis=-2))

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer import QATCalibrate, Quantizer
-from quantizer.calibration.replay import OutputError
-from quantizer.common.fingerprint import Fingerprint
+from quantizer.algorithms.replay import OutputError
+from quantizer.algorithms.sensitivity import fingerprint
 from quantizer.errors import QuantizerError, TrainingError
-from quantizer.interop.tripy import tripy_scales
+from quantizer.integrations.tripy import tripy_scales
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.site import OUTPUT
-from quantizer.sensitivity import fingerprint
+from quantizer.utils.fingerprint import Fingerprint
 
 BATCHES = 2  # as many as are kept to be run again
 COARSE = {"calibrator": "percentile", "percentile": 90.0}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.numerics.equalization import equalizing_factors
+from quantizer.numerics.weight_codes import equalizing_factors
 from quantizer.plan.apply import apply_plan
 from quantizer.plan.site_plan import SitePlan
 from quantizer.proxy.build import build_proxy

@@ -14,10 +14,10 @@ from helpers import Mlp
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.calibration import range_search, replay
-from quantizer.calibration.make_plan import make_plan
-from quantizer.calibration.replay import OutputError
-from quantizer.calibrators import Estimate
+from quantizer.algorithms import range_search, replay
+from quantizer.algorithms.make_plan import make_plan
+from quantizer.algorithms.replay import OutputError
+from quantizer.observe.calibrators import Estimate
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.site_plan import Plan, plan_digest
 

@@ -11,11 +11,11 @@ from helpers import Mlp
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.calibration import session
-from quantizer.common.fingerprint import TensorStamp
+from quantizer.algorithms import session
 from quantizer.plan import weight_scales
 from quantizer.plan.apply import frozen_proxy
 from quantizer.plan.site_plan import Plan
+from quantizer.utils.fingerprint import TensorStamp
 
 UP = "up.forward.linear_0"
 DOWN = "down.forward.linear_0"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quantizer.calibration.gptq import ProductRows, product_rows
+from quantizer.algorithms.gptq import ProductRows, product_rows
 from quantizer.proxy.build import build_proxy, sites_of
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer
-from quantizer.calibration import reconstruction
-from quantizer.calibration.reconstruction import LearnedCodes, blocks_of
+from quantizer.algorithms import reconstruction
+from quantizer.algorithms.reconstruction import LearnedCodes, blocks_of
 from quantizer.errors import CalibrationError
 from quantizer.plan.apply import apply_plan, switch_on
 from quantizer.plan.site_plan import OperandPlan

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer
-from quantizer.calibration import chosen_codes as progress
+from quantizer.algorithms import chosen_codes as progress
 from quantizer.errors import CalibrationError
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.apply import apply_plan, switch_on

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
 
 from quantizer import Quantizer
-from quantizer.common.distributed import all_gather_bytes, alone, exact_sums, get_rank, get_world_size, of_first_rank
 from quantizer.errors import CalibrationError, LostRankError
+from quantizer.utils.distributed import all_gather_bytes, alone, exact_sums, get_rank, get_world_size, of_first_rank
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "output": {"activations": {"calibrator": "output", "smooth": "auto"}, "bias_correction": True},

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer import QATCalibrate, Quantizer
-from quantizer.calibration import chosen_codes as progress
-from quantizer.calibration import gptq
+from quantizer.algorithms import chosen_codes as progress
+from quantizer.algorithms import gptq
 from quantizer.errors import CalibrationError, ConfigError, QuantizerError
-from quantizer.numerics.gptq import gptq_codes
+from quantizer.numerics.weight_codes import gptq_codes
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.apply import apply_plan, switch_on
 from quantizer.plan.site_plan import OperandPlan

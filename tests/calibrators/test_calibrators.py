@@ -13,12 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quantizer.calibrators import Calibrator, MaxCalibrator, MseCalibrator, PercentileCalibrator, make_calibrator
-from quantizer.calibrators.base import CALIBRATORS, estimates
-from quantizer.calibrators.histogram import BINS, Histogram
 from quantizer.errors import CalibrationError, ConfigError
+from quantizer.numerics.formats import QTYPES
 from quantizer.numerics.granularity import in_memory_order
-from quantizer.numerics.qtype import QTYPES
+from quantizer.observe.calibrators import (
+    BINS,
+    CALIBRATORS,
+    Calibrator,
+    Histogram,
+    MaxCalibrator,
+    MseCalibrator,
+    PercentileCalibrator,
+    estimates,
+    make_calibrator,
+)
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=32)
 ORDINARY = st.floats(min_value=-1000, max_value=1000, width=32)

@@ -13,9 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quantizer.calibrators import Calibrator, EntropyCalibrator, make_calibrator
-from quantizer.calibrators.builtin import divergences, ranges, squared_errors
 from quantizer.errors import CalibrationError
+from quantizer.observe.calibrators import (
+    Calibrator,
+    EntropyCalibrator,
+    divergences,
+    make_calibrator,
+    ranges,
+    squared_errors,
+)
 
 COUNTS = st.lists(st.one_of(st.just(0), st.integers(0, 1000)), min_size=6, max_size=40)
 

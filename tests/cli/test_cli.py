@@ -282,7 +282,7 @@ def test_the_examples_work(
 
 
 def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import quantizer.pipeline.convert_onnx
+    import quantizer.pipeline.convert
     import quantizer.pipeline.run
     from quantizer.pipeline import convert as configs
 
@@ -290,7 +290,7 @@ def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.Mo
     asked: list[Any] = []
     of_functions: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(quantizer.pipeline.convert_onnx, "convert_onnx", lambda given, *_: of_onnx.append(given))
+    monkeypatch.setattr(quantizer.pipeline.convert, "convert_onnx", lambda given, *_: of_onnx.append(given))
     (tmp_path / "photos").mkdir()
     monkeypatch.setattr(quantizer.pipeline.run, "convert", lambda found, *_: asked.append(found))
     monkeypatch.setattr(quantizer.pipeline.run, "run", lambda config, *_: of_functions.append(config))

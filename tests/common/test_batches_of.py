@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from quantizer import Quantizer
-from quantizer.common.data.batches_of import BATCH_ROWS, MOST_ROWS, batches_of, beside, length_of, row_count
 from quantizer.errors import CalibrationError, CalibrationWarning
+from quantizer.utils.batches import BATCH_ROWS, MOST_ROWS, batches_of, beside, length_of, row_count
 
 X = torch.randn(70, 32, generator=torch.Generator().manual_seed(3))
 CLASSES = torch.arange(70) % 10

@@ -16,7 +16,6 @@ from hostile_folder import HostileFolder
 
 import quantizer
 from quantizer.cli.main import main
-from quantizer.common.child_process import child_environment, python_command, safe_children
 from quantizer.config import load_run
 from quantizer.config.sweep import SweepRun
 from quantizer.engines import BuildOptions, InputSizes, load_engine, peak_memory_mib
@@ -24,7 +23,8 @@ from quantizer.engines import measure as trial
 from quantizer.engines.measure import in_own_process, tried_build
 from quantizer.errors import TaskError
 from quantizer.pipeline.sweep import Outcome, in_jobs, in_processes
-from quantizer.tasks.datasets.fetch import fetch_sdist
+from quantizer.tasks.datasets.builtin import fetch_sdist
+from quantizer.utils.child_process import child_environment, python_command, safe_children
 
 PACKAGE = Path(quantizer.__file__).parent
 

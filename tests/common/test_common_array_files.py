@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantizer.common.data.array_files import array_batches
 from quantizer.errors import CalibrationError
+from quantizer.utils.array_files import array_batches
 
 
 def test_a_file_is_cut_into_batches(tmp_path: Path) -> None:

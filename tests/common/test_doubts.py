@@ -11,8 +11,8 @@ from helpers import ConvNet, Mlp
 from torch import Tensor
 
 from quantizer import Quantizer
-from quantizer.common.data.batches_of import FEWEST_ROWS, doubts_of_batch, doubts_of_calibration
 from quantizer.errors import CalibrationWarning
+from quantizer.utils.batches import FEWEST_ROWS, doubts_of_batch, doubts_of_calibration
 
 
 @pytest.fixture(autouse=True)

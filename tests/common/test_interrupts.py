@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import quantizer
 from quantizer.cli.main import Terminated, end_as_on_ctrl_c
-from quantizer.common.child_process import interrupts_end_the_block
+from quantizer.utils.child_process import interrupts_end_the_block
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from quantizer.common.batches import own, own_tensors
-from quantizer.common.structure import fields_of, flattened, leaves, mapped
+from quantizer.utils.batches import own, own_tensors
+from quantizer.utils.structure import fields_of, flattened, leaves, mapped
 
 
 @dataclass

@@ -11,13 +11,13 @@ from torch import nn
 
 import quantizer
 from quantizer import Quantizer, from_onnx
-from quantizer.common.paths import expanded
+from quantizer.check import check_file
 from quantizer.engines import inspect_file, load_engine
 from quantizer.errors import QuantizerError
-from quantizer.files import write_folder
-from quantizer.files.place import real_place
-from quantizer.graph_check import check_file
 from quantizer.tasks import load_model
+from quantizer.utils.files import write_folder
+from quantizer.utils.files.place import real_place
+from quantizer.utils.paths import expanded
 
 DEEP = "/".join("a" * 2000)
 PATHS = {
@@ -75,8 +75,8 @@ def test_a_batch_without_values() -> None:
 def test_weights_that_may_not_be_read_are_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors.torch import save_file
 
-    from quantizer.common.data.array_files import array_batches
     from quantizer.pipeline.function_source import load_weights
+    from quantizer.utils.array_files import array_batches
 
     net, path = nn.Linear(2, 2), tmp_path / "weights.safetensors"
     save_file(dict(net.state_dict()), path)

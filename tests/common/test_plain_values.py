@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from quantizer.common.plain_values import decoded, json_values, yaml_values
+from quantizer.utils.plain_values import decoded, json_values, yaml_values
 
 
 class Colour(Enum):

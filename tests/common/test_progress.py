@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quantizer.common.progress import counted, loop, open_loops, own_display
+from quantizer.utils.progress import counted, loop, open_loops, own_display
 
 
 class Terminal(io.StringIO):

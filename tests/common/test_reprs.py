@@ -8,9 +8,9 @@ import torch
 from helpers import Mlp
 
 from quantizer import Quantizer
+from quantizer.algorithms.sensitivity import Fallback
+from quantizer.algorithms.sensitivity.prices import GroupPrice, Prices
 from quantizer.engines import BuildResult
-from quantizer.sensitivity import Fallback
-from quantizer.sensitivity.prices import GroupPrice, Prices
 
 
 def test_a_quantizer_says_where_it_stands(tmp_path: Path) -> None:

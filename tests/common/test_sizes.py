@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantizer.common.data.sizes import DataSizes
+from quantizer.utils.sizes import DataSizes
 
 
 def ids(*shape: int) -> Tensor:

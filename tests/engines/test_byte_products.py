@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from helpers import BYTE_PRODUCTS_ARE_EXACT
 
-from quantizer.common import cpu
 from quantizer.engines import build_engine
 from quantizer.engines import candidates as int8_saturation
+from quantizer.utils import cpu
 
 onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
 

@@ -7,10 +7,10 @@ from importlib.machinery import ModuleSpec
 import pytest
 import torch
 
-from quantizer.common import cpu
 from quantizer.engines import candidates
 from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
+from quantizer.utils import cpu
 
 VNNI = {"avx2", "avx512f", "avx512_vnni"}
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from quantizer.engines import InputSizes, build_engine, inspect_engine, load_engine
+from quantizer.engines.base import ranges_with_cache
 from quantizer.engines.engine_file import read_engine
-from quantizer.engines.input_sizes import ranges_with_cache
 from quantizer.engines.onnx_graph import graph_inspection
 from quantizer.errors import EngineError
-from quantizer.qdq.onnx_file import input_dimensions
+from quantizer.export.qdq.onnx_file import input_dimensions
 
 onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantizer.common.cpu import cpu_instructions
 from quantizer.engines import BuildOptions, build_engine, detect_backend, inspect_engine, load_engine
 from quantizer.engines.engine_file import built_on, read_engine, sign_onnx, write_engine
 from quantizer.errors import EngineError
-from quantizer.qdq.onnx_file import checked_onnx
+from quantizer.export.qdq.onnx_file import checked_onnx
+from quantizer.utils.cpu import cpu_instructions
 
 backends_file = importlib.import_module("quantizer.engines.backends")
 openvino_engine = importlib.import_module("quantizer.engines.openvino.engine")

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantizer.common.optional_import import import_library
 from quantizer.engines import BuildOptions, backend, backends, build_engine, load_engine
 from quantizer.engines.engine_file import whole_file
 from quantizer.errors import EngineError, MissingDependencyError
+from quantizer.utils.lazy import import_library
 
 
 @pytest.fixture(params=["openvino", "onnxruntime", "tensorrt", "tensorrt-rtx"])

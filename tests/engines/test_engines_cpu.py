@@ -14,7 +14,7 @@ import pytest
 from quantizer.engines import BuildOptions, build_engine, load_engine
 from quantizer.engines.base import checked_inputs
 from quantizer.errors import EngineError, MissingDependencyError
-from quantizer.qdq.onnx_file import TensorSpec
+from quantizer.export.qdq.onnx_file import TensorSpec
 
 onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
 

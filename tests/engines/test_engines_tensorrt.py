@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from quantizer.engines import BuildOptions, build_engine, load_engine
-from quantizer.engines.tensorrt.engine import BuildMonitor, run_monitored
+from quantizer.engines.tensorrt import BuildMonitor, run_monitored
 from quantizer.errors import EngineError, MissingDependencyError
 
 rtx = pytest.mark.skipif(find_spec("tensorrt_rtx_bindings") is None, reason="install enginequant[tensorrt-rtx]")

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantizer.common.inspection import attention_work, convolution_work, matmul_work
 from quantizer.engines import (
     InputSizes,
     Inspection,
@@ -24,8 +23,9 @@ from quantizer.engines import (
     runs_here,
 )
 from quantizer.engines.inspection import inspection_from_layers
-from quantizer.engines.tensorrt.run import layers_from_json
+from quantizer.engines.tensorrt import layers_from_json
 from quantizer.errors import EngineError
+from quantizer.utils.records import attention_work, convolution_work, matmul_work
 
 onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
 

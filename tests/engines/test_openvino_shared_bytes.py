@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from quantizer.engines.openvino import shared_bytes
-from quantizer.engines.openvino.shared_bytes import parts_of, share_bytes
+from quantizer.engines.openvino import compiled_models
+from quantizer.engines.openvino.compiled_models import parts_of, share_bytes
 
 RANDOM = np.random.default_rng(0)
 WEIGHTS = RANDOM.bytes(200_000)
@@ -66,8 +66,8 @@ def test_any_mix_of_pieces_is_found_again() -> None:
 
 
 def test_what_is_far_away_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_bytes, "_AHEAD", 2**15)
-    monkeypatch.setattr(shared_bytes, "_BEHIND", 2**15)
+    monkeypatch.setattr(compiled_models, "_AHEAD", 2**15)
+    monkeypatch.setattr(compiled_models, "_BEHIND", 2**15)
     first = np.random.default_rng(3).bytes(1_000_000)
     other = first[600_000:] + first[:600_000]
     size, found = stored_and_found(first, other)

@@ -21,8 +21,7 @@ from threads import in_threads
 
 from quantizer.engines import BuildOptions, build_engine
 from quantizer.engines.engine_file import read_engine, write_engine
-from quantizer.engines.tensorrt.engine import TensorRTBackend, save_cache, use_cache
-from quantizer.engines.tensorrt.run import TensorRTEngine, weights_note
+from quantizer.engines.tensorrt import TensorRTBackend, TensorRTEngine, save_cache, use_cache, weights_note
 from quantizer.errors import EngineError
 
 RECORDED: dict[str, dict[str, list[str]]] = json.loads(

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from threads import in_threads
 
-from quantizer.common.once_property import once_property
 from quantizer.engines import BuildOptions, Engine, build_engine, load_engine
 from quantizer.engines.base import Pool
+from quantizer.utils.lazy import once_property
 
 pytest.importorskip("onnx", reason="install enginequant[onnx]")
 torch = pytest.importorskip("torch")

@@ -16,7 +16,7 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.engines import BuildOptions, InputSizes, build_engine, inspect_engine, load_engine
 from quantizer.errors import EngineError
-from quantizer.export import export_onnx
+from quantizer.export.exporter import export_onnx
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 pytest.importorskip("onnxruntime", reason="the other library is enginequant[onnxruntime]")

@@ -18,11 +18,11 @@ from torch import nn
 import quantizer
 from quantizer import Quantizer
 from quantizer.cli.main import main
-from quantizer.common import native_code as trust
 from quantizer.engines import BuildOptions, InputSizes, build_engine, inspect_engine, load_engine
 from quantizer.engines.engine_file import read_engine, write_engine
 from quantizer.engines.torch_engine.graph_file import allowed_operator
 from quantizer.errors import EngineError, QuantizerError
+from quantizer.utils import cpu as trust
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 
@@ -219,7 +219,7 @@ def test_every_operator_that_an_import_makes_is_allowed() -> None:
     import re
 
     import quantizer.engines.torch_engine as package
-    import quantizer.qdq.onnx_import as importer
+    import quantizer.export.onnx_import as importer
 
     made = set()
     for file in (file for part in (package, importer) for file in Path(part.__file__).parent.rglob("*.py")):

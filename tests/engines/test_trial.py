@@ -13,7 +13,7 @@ import pytest
 from quantizer.engines import BuildOptions, InputSizes, backends
 from quantizer.engines.measure import tried_build
 from quantizer.errors import EngineError
-from quantizer.targets import profiles
+from quantizer.plan.targets import profiles
 
 MODULE = """
 import os
@@ -22,7 +22,7 @@ import time
 from dataclasses import replace
 
 from quantizer.engines import backends
-from quantizer.targets import profile, profiles
+from quantizer.plan.targets import profile, profiles
 
 
 class Crashing:

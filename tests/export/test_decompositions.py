@@ -16,8 +16,9 @@ from torch.nn import functional
 from torch.onnx._internal.exporter import _decomp, _fx_passes
 
 from quantizer.errors import ExportError
-from quantizer.export import export_onnx, quick_exporter
-from quantizer.export.decompositions import replaced_in_place
+from quantizer.export import quick_exporter
+from quantizer.export.exporter import export_onnx
+from quantizer.export.quick_exporter import replaced_in_place
 
 X = torch.randn(3, 5, 8)
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from quantizer import Quantizer
 from quantizer.errors import ExportError
-from quantizer.export.decompositions import bags_as_reductions, reduced_bag
+from quantizer.export.quick_exporter import bags_as_reductions, reduced_bag
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 

@@ -13,9 +13,9 @@ from helpers import needs_exact_byte_products, openvino_core
 from torch import Tensor, nn
 
 from quantizer import Quantizer
+from quantizer.check import check_file
 from quantizer.engines import BuildOptions, build_engine, inspect_engine, load_engine
 from quantizer.engines.onnx_graph import graph_inspection
-from quantizer.graph_check import check_file
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")

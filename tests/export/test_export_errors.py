@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import quantizer.export.exporter as onnx_file
 from quantizer import Quantizer
 from quantizer.errors import ExportError, MissingDependencyError
-from quantizer.export import export_onnx
+from quantizer.export.exporter import export_onnx
 
 Prepared = tuple[Quantizer, nn.Module, Tensor]
 

@@ -15,11 +15,11 @@ from helpers import ConvNet, Mlp, Snapshot, batch, needs_exact_byte_products, ti
 from torch import Tensor, nn
 
 from quantizer import Quantizer
+from quantizer.check import check_file
 from quantizer.engines import load_engine
 from quantizer.errors import ExportError, ProxyError
-from quantizer.export import export_onnx
-from quantizer.graph_check import check_file
-from quantizer.targets import profile
+from quantizer.export.exporter import export_onnx
+from quantizer.plan.targets import profile
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")

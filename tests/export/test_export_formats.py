@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.errors import ExportError
-from quantizer.export import export_onnx
+from quantizer.export.exporter import export_onnx
 from quantizer.functional import dequantize, fake_quantize, quantize
+from quantizer.numerics.formats import QTYPES
 from quantizer.numerics.granularity import scale_shape
-from quantizer.numerics.qtype import QTYPES
-from quantizer.targets import profile
+from quantizer.plan.targets import profile
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from quantizer import Quantizer
-from quantizer.common.structure import leaves
 from quantizer.engines import BuildOptions, build_engine, load_engine
 from quantizer.errors import ExportError
+from quantizer.utils.structure import leaves
 
 pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
 ort = pytest.importorskip("onnxruntime", reason="running ONNX needs enginequant[onnxruntime]")

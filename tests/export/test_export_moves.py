@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import ExportError
-from quantizer.export import export_onnx
+from quantizer.export.exporter import export_onnx
 from quantizer.export.passes import ConcatsBeforeQuantize, PairsOfCodes, PlainSoftplus, UnfusedRectifiers
 from quantizer.export.passes.base import DropUnreadNodes, NameNodes, run_passes
 from quantizer.export.passes.clamp_masks import ClampMasks
 from quantizer.export.passes.folding import FoldBatchNorm, FoldChannelFactors
 from quantizer.export.passes.quantizers import LayoutBeforeQuantize, ScaleBeforeQuantize, ShareQuantizers
-from quantizer.export.passes.unspread_weights import UnspreadWeights
+from quantizer.export.passes.weights import UnspreadWeights
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")

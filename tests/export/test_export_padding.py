@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer
-from quantizer.export import export_onnx
+from quantizer.export.exporter import export_onnx
 from quantizer.export.passes.folding import FoldPadding
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")

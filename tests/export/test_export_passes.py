@@ -11,10 +11,9 @@ from quantizer.errors import ExportError
 from quantizer.export.passes import PASSES, FoldChannelFactors, UnsignedActivations, run_passes
 from quantizer.export.passes.base import NameNodes
 from quantizer.export.passes.clamp_masks import ClampMasks
-from quantizer.export.passes.store_weights import StoreWeights
-from quantizer.export.passes.weights_as_read import WeightsAsRead
-from quantizer.numerics.qtype import FLOAT16_MASK
-from quantizer.qdq.graph import scalar
+from quantizer.export.passes.weights import StoreWeights, WeightsAsRead
+from quantizer.export.qdq.graph import scalar
+from quantizer.numerics.formats import FLOAT16_MASK
 
 ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")
 

@@ -14,7 +14,7 @@ from quantizer import Quantizer
 from quantizer.engines import load_engine
 from quantizer.export.passes.base import run_passes
 from quantizer.export.passes.einsum import EinsumToMatMul, GemmToMatMul
-from quantizer.targets.base import TargetProfile
+from quantizer.plan.targets.base import TargetProfile
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")
@@ -140,9 +140,9 @@ class Heads(nn.Module):
 def test_a_model_of_einsums_is_exported_as_products(backend: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
     pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
+    from quantizer.check import check_file
     from quantizer.engines import load_engine
-    from quantizer.export import export_onnx
-    from quantizer.graph_check import check_file
+    from quantizer.export.exporter import export_onnx
 
     torch.manual_seed(0)
     model, x = Heads().eval(), torch.randn(2, 16, 32)

@@ -15,7 +15,7 @@ from quantizer import Quantizer
 from quantizer.engines import BuildOptions, build_engine, load_engine
 from quantizer.errors import ExportError
 from quantizer.export.passes import UnfusedReductions, run_passes
-from quantizer.targets import profile
+from quantizer.plan.targets import profile
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")

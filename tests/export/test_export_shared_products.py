@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from quantizer import Quantizer
+from quantizer.check import check_file
 from quantizer.engines import BuildOptions, build_engine, load_engine
 from quantizer.export.passes import BiasesApart, UnfusedProducts, UnsharedProducts, run_passes
-from quantizer.graph_check import check_file
-from quantizer.qdq.openvino import is_shared_product
-from quantizer.targets import profile
+from quantizer.export.qdq.openvino import is_shared_product
+from quantizer.plan.targets import profile
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")

@@ -19,9 +19,9 @@ for _package in ("onnx", "onnxscript", "onnxruntime"):
 import onnx
 from calibrated import make_calibrated
 
+from quantizer.check import check_file
 from quantizer.engines import BuildOptions, build_engine, load_engine
-from quantizer.float16.made_floats import MadeFloats
-from quantizer.graph_check import check_file
+from quantizer.observe.float16_overflow import MadeFloats
 
 ENGINES = [
     pytest.param(name, marks=() if find_spec(library) else pytest.mark.skip(reason=f"install enginequant[{extra}]"))

@@ -14,8 +14,9 @@ from helpers import Mlp
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.export import export_onnx, quick_exporter
-from quantizer.export.exporter_cache import exporter_cache
+from quantizer.export import quick_exporter
+from quantizer.export.exporter import export_onnx
+from quantizer.export.quick_exporter import exporter_cache
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 values = pytest.importorskip("onnxscript.values", reason="exporting needs enginequant[onnx]")

@@ -98,7 +98,7 @@ def test_a_name_is_registered_once(folder: Path) -> None:
         folder,
         PRELUDE
         + """
-from quantizer.calibrators import CALIBRATORS
+from quantizer.observe.calibrators import CALIBRATORS
 
 for name in ("four-sigma", "max"):
     with pytest.raises(ValueError, match=f"calibrator '{name}' is registered twice"):

@@ -21,9 +21,9 @@ from onnx.reference import ReferenceEvaluator
 import square_by_mul
 from quantizer import Quantizer
 from quantizer.errors import ExportError
-from quantizer.export import export_onnx
+from quantizer.export.exporter import export_onnx
 from quantizer.export.passes import graph_passes, passes
-from quantizer.targets import profile
+from quantizer.plan.targets import profile
 
 torch.manual_seed(0)
 net, data = square_by_mul.Net().eval(), [torch.randn(8, 64) for _ in range(4)]

@@ -85,7 +85,7 @@ def test_exported(folder: Path) -> None:
         + """
 import onnx
 from onnx.reference import ReferenceEvaluator
-from quantizer.graph_check import check_file
+from quantizer.check import check_file
 
 q.calibrate(net, data)
 int8 = q.quantize(net)
@@ -136,7 +136,7 @@ def test_what_cannot_be_added_is_refused(folder: Path) -> None:
         + """
 from dataclasses import replace
 
-from quantizer.operations.catalogue import Operand, operation, register_operation, registered_operations
+from quantizer.rewrite.operations import Operand, operation, register_operation, registered_operations
 
 fresh = dict(name="other", functions=("torch.dot",), methods=())
 for change, words in [

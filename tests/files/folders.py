@@ -8,8 +8,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from quantizer.files import MARKER, write_folder
-from quantizer.files.marker import read_marker
+from quantizer.utils.files import MARKER, write_folder
+from quantizer.utils.files.marker import read_marker
 
 KIND = "run"
 
@@ -65,7 +65,7 @@ class Steps:
         sys.settrace(None)
 
     def _call(self, frame: FrameType, event: str, _: Any) -> Any:
-        return self._line if "/quantizer/files/" in frame.f_code.co_filename else None
+        return self._line if "/quantizer/utils/files/" in frame.f_code.co_filename else None
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":

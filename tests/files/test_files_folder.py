@@ -16,9 +16,9 @@ import pytest
 from folders import KIND, fill, names, text_of, write
 
 from quantizer.errors import QuantizerError
-from quantizer.files import MARKER, checked_folder, exchange, restore_folder, write_folder
-from quantizer.files.exchange import exchange as really_exchange
-from quantizer.files.temporary import NEW, OLD, new_name
+from quantizer.utils.files import MARKER, checked_folder, exchange, restore_folder, write_folder
+from quantizer.utils.files.exchange import exchange as really_exchange
+from quantizer.utils.files.temporary import NEW, OLD, new_name
 
 # -- what is kept --------------------------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ def test_an_interruption_after_the_work_says_so(tmp_path: Path, monkeypatch: pyt
         raise KeyboardInterrupt
 
     write(tmp_path / "out", "old")
-    monkeypatch.setattr("quantizer.files.folder.sync_folder", stop)
+    monkeypatch.setattr("quantizer.utils.files.folder.sync_folder", stop)
     with pytest.raises(KeyboardInterrupt, match=r"/out is complete$"):
         write(tmp_path / "out", "new")
     assert text_of(tmp_path / "out") == "new"

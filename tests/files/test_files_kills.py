@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from folders import Steps, names, text_of, write
 
-from quantizer.files import restore_folder, whole_file
+from quantizer.utils.files import restore_folder, whole_file
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 
@@ -48,7 +48,7 @@ def test_ctrl_c_at_every_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool, every: int, former: bool
 ) -> None:
     if not exchanges:
-        monkeypatch.setattr("quantizer.files.exchange.exchange", _no_exchange)
+        monkeypatch.setattr("quantizer.utils.files.exchange.exchange", _no_exchange)
     out = tmp_path / "out"
 
     def stop() -> None:
@@ -93,8 +93,8 @@ from folders import Steps
 from folders import names
 from folders import text_of
 from folders import write
-from quantizer.files import exchange
-from quantizer.files import restore_folder
+from quantizer.utils.files import exchange
+from quantizer.utils.files import restore_folder
 
 os.fsync = lambda _: None
 if sys.argv[3] == "False":
@@ -162,7 +162,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path: Path) -
     script = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from quantizer.files import write_folder\n"
+        "from quantizer.utils.files import write_folder\n"
         "def fill(target):\n"
         "    (target / 'large').write_bytes(bytes(1000))\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -14,7 +14,7 @@ import pytest
 from folders import names, write
 
 from quantizer.errors import QuantizerError
-from quantizer.files import (
+from quantizer.utils.files import (
     begun_in,
     is_begun,
     require_sole_writer,
@@ -23,13 +23,13 @@ from quantizer.files import (
     temporary,
     temporary_beside,
 )
-from quantizer.files.temporary import leftovers, new_name, remove_leftovers
+from quantizer.utils.files.temporary import leftovers, new_name, remove_leftovers
 
 ROOT = str(Path(__file__).parents[2])
 WAITS = (
     "import sys\n"
     "from pathlib import Path\n"
-    "from quantizer.files import write_folder\n"
+    "from quantizer.utils.files import write_folder\n"
     "def fill(target):\n"
     "    (target / 'half').write_text('half')\n"
     "    print(target, flush=True)\n"
@@ -167,7 +167,7 @@ def test_a_folder_that_another_process_writes_is_told(tmp_path: Path) -> None:
 
 _KEPT = """
 import sys, time
-from quantizer.files import scratch_folder
+from quantizer.utils.files import scratch_folder
 folder = scratch_folder()
 (folder / "file").write_text("engine")
 print(folder, flush=True)
@@ -234,7 +234,7 @@ def test_no_temporary_folder_is_left_by_a_killed_process_for_ever() -> None:
         for call in re.findall(r"(?:TemporaryDirectory|mkdtemp|NamedTemporaryFile|mkstemp)\(.*", path.read_text())
         if "dir=" not in call
     ]
-    assert not calls, "use quantizer.files.scratch"
+    assert not calls, "use quantizer.utils.files.scratch"
 
 
 def test_which_targets_of_a_folder_are_begun(tmp_path: Path) -> None:

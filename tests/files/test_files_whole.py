@@ -11,7 +11,7 @@ import pytest
 from folders import names
 
 from quantizer.errors import EngineError, QuantizerError
-from quantizer.files import checked_file, require_room, whole_file
+from quantizer.utils.files import checked_file, require_room, whole_file
 
 
 def _write(path: Path | str, text: str) -> None:

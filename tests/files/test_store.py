@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quantizer.errors import EngineError, QuantizerError
-from quantizer.files import NO_STORE, Store
+from quantizer.utils.files import NO_STORE, Store
 
 KEY = ("engine", 2, {"rows": 3})
 
@@ -150,7 +150,7 @@ def test_a_kill_leaves_no_half_entry(store: Store, tmp_path: Path) -> None:
     """The process ends when the file is copied, before the entry has its name; the next one makes it."""
     killed = f"""
 import os, pathlib
-from quantizer.files import Store, store
+from quantizer.utils.files import Store, store
 store.settle = lambda folder: os._exit(9)
 path = pathlib.Path({str(tmp_path / "engine")!r})
 Store({str(store.folder)!r}).get(["key"], lambda: path.write_text("half"), path)
@@ -222,7 +222,7 @@ def test_a_full_disk_does_not_keep_a_command_from_its_end(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("quantizer.files.store.settle", full)
+    monkeypatch.setattr("quantizer.utils.files.store.settle", full)
     with caplog.at_level(logging.WARNING):
         assert store.get(KEY, Making()) == 0.1
     assert "a result is not kept in" in caplog.text

@@ -23,9 +23,9 @@ from golden_nets import NETS, GoldenNet, Packed
 import quantizer
 from quantizer import Quantizer
 from quantizer.errors import QuantizerError
+from quantizer.plan.targets.base import profiles
 from quantizer.report.page.page import html_from_record
 from quantizer.report.record import RunRecord
-from quantizer.targets.base import profiles
 
 FOLDER = Path(__file__).resolve().parent / "recorded"
 _PACKAGE = Path(quantizer.__file__).parent

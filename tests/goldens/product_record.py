@@ -35,9 +35,9 @@ from trials_here import trials_here
 
 import quantizer.engines.measure as benchmark
 from quantizer.cli.main import main
-from quantizer.common.inspection import Inspection, Layer
 from quantizer.engines.backends import backend
 from quantizer.engines.inspection import inspection_from_layers, is_product
+from quantizer.utils.records import Inspection, Layer
 
 FOLDER = Path(__file__).resolve().parent / "recorded" / "product"
 _REPOSITORY = Path(__file__).resolve().parents[2]

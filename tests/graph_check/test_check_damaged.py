@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from quantizer.check import check_file
 from quantizer.engines import inspect_file
 from quantizer.errors import EngineError, ExportError
-from quantizer.graph_check import check_file
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnx_ir")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import quantizer.graph_check
-from quantizer.graph_check.subject import rules
-from quantizer.targets import profile
+import quantizer.check
+from quantizer.check.subject import rules
+from quantizer.plan.targets import profile
 
 PAGE = (Path(__file__).parents[2] / "docs" / "check.md").read_text(encoding="utf-8")
 ROWS = {
@@ -17,7 +17,7 @@ ROWS = {
     if len(cells) == 6 and cells[0].startswith("`")
 }
 
-assert quantizer.graph_check.__all__  # importing it registers the rules
+assert quantizer.check.__all__  # importing it registers the rules
 
 
 @pytest.mark.parametrize("name", rules.names())

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from qdq_graphs import linear, onnx
 
+from quantizer.check import Finding, check_file
+from quantizer.check import subject as read
 from quantizer.errors import ConfigError, ExportError, MissingDependencyError
-from quantizer.graph_check import Finding, check_file, read
-from quantizer.qdq import onnx_file as light_message
-from quantizer.targets import profile
+from quantizer.export.qdq import onnx_file as light_message
+from quantizer.plan.targets import profile
 
 
 @pytest.fixture

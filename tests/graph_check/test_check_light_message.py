@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from qdq_graphs import onnx
 
+from quantizer.check import check_file
+from quantizer.check import subject as read
 from quantizer.errors import ExportError
-from quantizer.graph_check import check_file, read
-from quantizer.qdq import onnx_file as module
-from quantizer.qdq.onnx_file import light_message
-from quantizer.qdq.structure import structural_fault
-from quantizer.targets import profile
+from quantizer.export.qdq import onnx_file as module
+from quantizer.export.qdq.onnx_file import light_message
+from quantizer.export.qdq.structure import structural_fault
+from quantizer.plan.targets import profile
 
 _SIZE = 320
 

@@ -10,7 +10,7 @@ import torch
 from helpers import ConvNet, Mlp
 
 from quantizer import Quantizer
-from quantizer.graph_check import check_file
+from quantizer.check import check_file
 
 pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")
 pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")

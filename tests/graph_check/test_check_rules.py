@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from qdq_graphs import SCALE, Graph, attention, linear, onnx
 
-from quantizer.graph_check import check_file
-from quantizer.graph_check.subject import rules
-from quantizer.numerics.qtype import FP8
-from quantizer.targets import profile, profiles
+from quantizer.check import check_file
+from quantizer.check.subject import rules
+from quantizer.numerics.formats import FP8
+from quantizer.plan.targets import profile, profiles
 
 TENSORRT, OPENVINO, ONNXRUNTIME = "tensorrt", "openvino", "onnxruntime"
 

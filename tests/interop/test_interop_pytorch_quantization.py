@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError, ConfigError, ProxyError
-from quantizer.interop.pytorch_quantization import calib, quant_modules
-from quantizer.interop.pytorch_quantization import nn as quant_nn
-from quantizer.interop.pytorch_quantization.tensor_quant import QuantDescriptor
+from quantizer.integrations.pytorch_quantization import calib, quant_modules
+from quantizer.integrations.pytorch_quantization import nn as quant_nn
+from quantizer.integrations.pytorch_quantization.tensor_quant import QuantDescriptor
 
 
 class Net(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError, QuantizerError
-from quantizer.interop.toolkit_scales import read_toolkit_scales
+from quantizer.integrations.toolkit_scales import read_toolkit_scales
 from tests.helpers import Mlp, batch, tiny
 
 UP = "up.forward.linear_0"

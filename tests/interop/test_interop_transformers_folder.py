@@ -19,7 +19,7 @@ from quantizer import QuantizerConfig
 from quantizer.errors import ConfigError, ProxyError, QuantizerError
 
 tf = pytest.importorskip("transformers", reason="the plug-in is for transformers: install enginequant[hf]")
-plugin = importlib.import_module("quantizer.interop.transformers.plugin")
+plugin = importlib.import_module("quantizer.integrations.transformers.plugin")
 
 TEXT = batch("bert")
 WEIGHTS = "model.safetensors"

@@ -18,7 +18,7 @@ from quantizer.errors import ProxyError
 tf = pytest.importorskip("transformers", reason="the plug-in is for transformers: install enginequant[hf]")
 pytest.importorskip("jinja2", reason="transformers makes its card with it: install enginequant[report]")
 hub = importlib.import_module("transformers.utils.hub")
-plugin = importlib.import_module("quantizer.interop.transformers.plugin")
+plugin = importlib.import_module("quantizer.integrations.transformers.plugin")
 
 TEXT = batch("bert")
 AUTO = tf.AutoModelForSequenceClassification

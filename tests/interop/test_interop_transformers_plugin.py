@@ -19,7 +19,7 @@ from quantizer.errors import ProxyError
 from quantizer.tasks import build_task, load_rows, load_tokenizer
 
 tf = pytest.importorskip("transformers", reason="the plug-in is for transformers: install enginequant[hf]")
-plugin = importlib.import_module("quantizer.interop.transformers.plugin")
+plugin = importlib.import_module("quantizer.integrations.transformers.plugin")
 quantizer_of = plugin.quantizer_of
 
 SHARED = Path(__file__).parents[2].parent / "shared"
@@ -280,7 +280,7 @@ def test_registering_twice_is_harmless(bert, tmp_path):
     model = ready(bert, backend="openvino")
     frozen = quantized(model)
     frozen.save_pretrained(tmp_path / "one")
-    importlib.import_module("quantizer.interop.transformers.plugin")
+    importlib.import_module("quantizer.integrations.transformers.plugin")
     importlib.reload(plugin)
     # Those from before go on, and what they saved loads.
     assert plugin.quantizer_of(model) is frozen.hf_quantizer.quantizer

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import QuantizerError
-from quantizer.interop.tripy import TripyLinear, tripy_scales, write_tripy_scales
+from quantizer.integrations.tripy import TripyLinear, tripy_scales, write_tripy_scales
 from tests.helpers import Mlp
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quantizer.functional import fake_quantize
-from quantizer.numerics.awq import awq_share, input_factors
+from quantizer.numerics.weight_codes import awq_share, input_factors
 
 ROWS, INPUTS, OUTPUTS = 200, 16, 8
 

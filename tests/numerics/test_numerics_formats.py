@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from quantizer.numerics import torch_operators as ops
+from quantizer.numerics.formats import BLOCKS_OPSET, FP8, INT4, QTYPES, UINT8
 from quantizer.numerics.granularity import beside, in_blocks, scale_shape
-from quantizer.numerics.qtype import BLOCKS_OPSET, FP8, INT4, QTYPES, UINT8
 
 GRANULARITIES = [(None, None), (0, None), (-1, None), (0, 3), (-1, 2)]
 ONE = torch.tensor(1.0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantizer.numerics.gptq import gptq_codes, output_error, output_gains
+from quantizer.numerics.weight_codes import gptq_codes, output_error, output_gains
 
 LOW, HIGH = -8, 7
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from quantizer.numerics import torch_operators as ops
-from quantizer.numerics.gradients import GAIN, learned, trained_scale
+from quantizer.numerics.formats import qtype
 from quantizer.numerics.granularity import in_blocks
-from quantizer.numerics.qtype import qtype
+from quantizer.numerics.rounding import GAIN, learned, trained_scale
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quantizer.numerics import torch_operators as ops
+from quantizer.numerics.formats import QTYPES, qtype
 from quantizer.numerics.granularity import beside, in_blocks, scale_shape
-from quantizer.numerics.qtype import QTYPES, qtype
 
 onnx = pytest.importorskip("onnx", reason="the reference is enginequant[onnx,onnxruntime]")
 ort = pytest.importorskip("onnxruntime", reason="the reference is enginequant[onnx,onnxruntime]")

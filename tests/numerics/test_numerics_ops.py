@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from quantizer.numerics import torch_operators as ops
-from quantizer.numerics.qtype import INT8, qtype
+from quantizer.numerics.formats import INT8, qtype
 
 
 def formula(x: Tensor, scale: Tensor, axis: int | None) -> Tensor:

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quantizer import Quantizer
-from quantizer.common.structure import leaves
+from quantizer.check import check_file
 from quantizer.engines import BuildOptions, build_engine, load_engine
 from quantizer.engines.backends import inspect_file
-from quantizer.engines.input_sizes import InputSizes
+from quantizer.engines.base import InputSizes
 from quantizer.errors import QuantizerError
-from quantizer.graph_check import check_file
 from quantizer.pipeline.engine_module import CallForm, EngineModule
+from quantizer.utils.structure import leaves
 from tests.helpers import BYTE_PRODUCTS_ARE_EXACT, Snapshot
 
 BACKENDS = ("openvino", "onnxruntime", "torch")

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from quantizer import Quantizer, measured_prices
-from quantizer.common.inspection import Inspection, Layer
+from quantizer.algorithms.sensitivity import GroupSensitivity
+from quantizer.algorithms.sensitivity.prices import GroupPrice, Prices, by_speed, frontier, prices_from_places
 from quantizer.engines import InputSizes
 from quantizer.engines.inspection import NOWHERE, place_times
 from quantizer.errors import EngineError, SensitivityError
 from quantizer.pipeline import time_groups as price_groups
-from quantizer.reasons import ReasonCode
-from quantizer.sensitivity import GroupSensitivity
-from quantizer.sensitivity.prices import GroupPrice, Prices, by_speed, frontier, prices_from_places
+from quantizer.plan.reasons import ReasonCode
+from quantizer.utils.records import Inspection, Layer
 
 # -- the time of places --------------------------------------------------------------------------------------------
 

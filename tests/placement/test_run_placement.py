@@ -11,10 +11,10 @@ import torch
 import yaml
 
 import quantizer.pipeline.time_groups as place_groups
+from quantizer.algorithms.sensitivity.prices import GroupPrice, Prices
 from quantizer.cli.main import main
 from quantizer.pipeline.time_groups import GroupPlacer, Timing
 from quantizer.report import RunRecord, read_record
-from quantizer.sensitivity.prices import GroupPrice, Prices
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,report,openvino]")

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantizer import Quantizer
+from quantizer.check import check_file
 from quantizer.engines import BuildOptions, build_engine, load_engine
 from quantizer.errors import CalibrationError
-from quantizer.graph_check import check_file
-from quantizer.operations.grouped_product import grouped_mm
 from quantizer.plan.site_plan import OperandPlan
+from quantizer.rewrite.operations import grouped_mm
 from quantizer.tasks.metrics import sqnr_db
 
 EXPERTS, WIDTH, INNER = 4, 32, 64

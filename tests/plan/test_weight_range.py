@@ -13,9 +13,9 @@ from calibrated import make_calibrated
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.calibration.session import CalibrationSession
+from quantizer.algorithms.session import CalibrationSession
 from quantizer.errors import ConfigError
-from quantizer.numerics.qtype import INT4, INT8, QType
+from quantizer.numerics.formats import INT4, INT8, QType
 from quantizer.plan.weight_scales import weight_amax
 
 GRANULARITIES = [(None, None), (0, None), (1, None), (-1, None), (0, 4), (1, 4)]

@@ -25,7 +25,7 @@ NO_PROMISES = {
     "a file that was made for it may crash them, or worse.": "of libraries of others",
     "without it transformers warns of an unknown quantization type": "what transformers does without us",
     "is a stub that only warns": "of a package of others",
-    "the streaming calibrators in `quantizer/calibrators/` instead of its own": "of a package of others",
+    "the streaming calibrators in `quantizer/observe/calibrators/` instead of its own": "of a package of others",
     "TensorRT-RTX 1.7 refuses to build such an engine without a GPU.": "of a library of others",
     "FP8 and INT4 engines for TensorRT were built, never run": "a limitation",
     "which no folder holds: a loaded quantizer": "a limitation",

@@ -22,7 +22,7 @@ from model_steps import IMAGE, SEQUENCE, SIZES, add_step
 from model_text import ModelText
 from torch import Tensor, nn
 
-from quantizer.targets import profiles
+from quantizer.plan.targets import profiles
 from tests.helpers import imported
 
 # Importing the files registers their steps.

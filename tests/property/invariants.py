@@ -23,16 +23,16 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from quantizer import Quantizer
-from quantizer.common.data.sizes import BATCH, DataSizes
+from quantizer.check import check_file
 from quantizer.engines import BuildOptions, Engine, build_engine, load_engine
 from quantizer.errors import ExportError
-from quantizer.export import export_onnx
-from quantizer.graph_check import check_file
+from quantizer.export.exporter import export_onnx
 from quantizer.pipeline.check_batches import LEAST_SAMPLES
 from quantizer.pipeline.compare_outputs import check_engine, reference_outputs, tolerance
 from quantizer.pipeline.context import engine_inputs
 from quantizer.plan.site_plan import Plan
 from quantizer.tasks import rows_at
+from quantizer.utils.sizes import BATCH, DataSizes
 from tests.helpers import Snapshot, assert_same
 
 Invariant = Callable[[DrawnModel, Path], None]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError, ProxyError
+from quantizer.plan.reasons import ReasonCode
 from quantizer.plan.site_plan import OperandPlan
-from quantizer.reasons import ReasonCode
 
 
 def _operand(q: Quantizer, site: str, name: str) -> OperandPlan:

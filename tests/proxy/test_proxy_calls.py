@@ -295,7 +295,7 @@ def test_training_moves_the_scale_of_each_call(kind: Any) -> None:
         sum(output.square().mean() for output in proxy(*(0.5 * each for each in batch))).backward()
         optimizer.step()
         if kind == "average":
-            from quantizer.qat.moving_average import step
+            from quantizer.algorithms.qat.scales import step
 
             step(quantizers_of(proxy))
     frozen = q.quantize(model.eval())

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from quantizer import Quantizer, quantize_model
 from quantizer.errors import ProxyError, QuantizerError
-from quantizer.observe.completeness.product_counter import CountedProduct, Reason
-from quantizer.operations.aten_products import PRODUCTS
+from quantizer.observe.completeness import CountedProduct, Reason
+from quantizer.rewrite.torch_products import PRODUCTS
 
 LISTED = {reason.value for reason in Reason}
 

@@ -13,8 +13,8 @@ from helpers import ConvNet, Mlp
 from torch import Tensor, nn
 
 from quantizer import Quantizer
+from quantizer.algorithms.qat.scales import MovingAverage
 from quantizer.proxy.build import quantizers_of
-from quantizer.qat.moving_average import MovingAverage
 
 
 def _saved(proxy: nn.Module) -> Any:

@@ -10,7 +10,7 @@ from helpers import ARCHITECTURES, EAGER_ONLY, VISION, Snapshot, assert_same, ba
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.reasons import ReasonCode
+from quantizer.plan.reasons import ReasonCode
 
 pytest.importorskip("transformers", reason="these tests make transformers models: install enginequant[hf]")
 

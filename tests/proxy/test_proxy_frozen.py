@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from quantizer import Quantizer
 from quantizer.errors import QuantizerError
-from quantizer.files.temporary import OLD, new_name
 from quantizer.numerics import torch_operators as ops
-from quantizer.numerics.qtype import QTYPES
+from quantizer.numerics.formats import QTYPES
 from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.utils.files.temporary import OLD, new_name
 
 HERE = Path(__file__).parent
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import ProxyError
-from quantizer.reasons import ReasonCode
+from quantizer.plan.reasons import ReasonCode
 
 X = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
 IDS = [name for name, *_ in NETS]

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizer import Quantizer
 from quantizer.errors import ProxyError, QuantizerError
-from quantizer.float16.float32_modules import Float32Modules
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.torch_operators import dequantize
+from quantizer.observe.float16_modules import Float32Modules
 from quantizer.proxy import operand_quantizer
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 

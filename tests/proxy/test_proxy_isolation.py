@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError, ProxyError
-from quantizer.reasons import ReasonCode
+from quantizer.plan.reasons import ReasonCode
 
 pytest.importorskip("transformers", reason="these tests make transformers models: install enginequant[hf]")
 

@@ -18,8 +18,8 @@ from quantizer import Quantizer
 from quantizer.engines.torch_engine.compiled import missing_compiler
 from quantizer.errors import ProxyError
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.lowered.kernels import StoredWeight
-from quantizer.proxy.lowered.lower import Lowering, lower
+from quantizer.proxy.integer_kernels import StoredWeight
+from quantizer.proxy.lower import Lowering, lower
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 

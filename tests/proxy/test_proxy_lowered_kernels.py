@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from quantizer.engines.candidates import EXACT_QMAX
 from quantizer.numerics import torch_operators as ops
-from quantizer.numerics.byte_codes import spend_deprecation_warning
 from quantizer.numerics.dynamic_range import fake_quantize_dynamic
-from quantizer.proxy.lowered.kernels import (
+from quantizer.numerics.packing import spend_deprecation_warning
+from quantizer.proxy.integer_kernels import (
     Activation,
     IntegerConvolution,
     IntegerLinear,

@@ -11,9 +11,9 @@ from helpers import assert_same
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.calibrators import make_calibrator
 from quantizer.errors import CalibrationError
-from quantizer.targets.base import TargetProfile
+from quantizer.observe.calibrators import make_calibrator
+from quantizer.plan.targets.base import TargetProfile
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)) * 1.0041
 

@@ -15,12 +15,12 @@ from torch.nn import functional
 from torch.nn import functional as F
 
 from quantizer import Quantizer
+from quantizer.plan.reasons import ReasonCode
 from quantizer.plan.site_plan import SitePlan
+from quantizer.plan.targets.base import TargetProfile
 from quantizer.proxy.eager_attention import attention
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.weight import Weights
-from quantizer.reasons import ReasonCode
-from quantizer.targets.base import TargetProfile
 
 sdpa = F.scaled_dot_product_attention
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.observe.site_statistics import flat_output, padding_mask, read_mask, without_padding
+from quantizer.observe.statistics import flat_output, padding_mask, read_mask, without_padding
 
 BATCH, LENGTH = 3, 8
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationWarning, QuantizerError
-from quantizer.interop.toolkit_scales import read_toolkit_scales
-from quantizer.interop.tripy import tripy_scales
+from quantizer.integrations.toolkit_scales import read_toolkit_scales
+from quantizer.integrations.tripy import tripy_scales
 from quantizer.plan.site_plan import OperandPlan
 
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from quantizer import QATCalibrate, Quantizer
-from quantizer.calibrators.histogram import BINS
-from quantizer.common.distributed import all_gather_bytes, all_reduce_sum
 from quantizer.errors import CalibrationError, QuantizerError
+from quantizer.observe.calibrators import BINS
 from quantizer.plan.site_plan import Plan
+from quantizer.utils.distributed import all_gather_bytes, all_reduce_sum
 from tests.helpers import ConvNet, Mlp
 
 CALIBRATORS: dict[str, dict[str, Any]] = {

@@ -12,9 +12,9 @@ from helpers import Mlp, batch, tiny
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.common.records import Site
 from quantizer.errors import ConfigError
 from quantizer.plan.selection import matches
+from quantizer.utils.records import Site
 
 
 class Attention(nn.Module):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from quantizer import Quantizer
+from quantizer.algorithms.qat import parameter_groups
 from quantizer.errors import CalibrationError
-from quantizer.numerics.held_scale import held_scale, is_normal
-from quantizer.qat import parameter_groups
+from quantizer.numerics.rounding import held_scale, is_normal
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -71,7 +71,7 @@ def test_training_rounds_as_the_frozen_model_does(dtype: torch.dtype, backend: s
 @pytest.mark.parametrize("scales", ["learned", "average"])
 @pytest.mark.parametrize("backend", ["openvino", "tensorrt"])
 def test_scales_that_move_are_those_of_the_file_all_along(backend: str, scales: Any) -> None:
-    from quantizer.qat import Schedule
+    from quantizer.algorithms.qat import Schedule
 
     model = _net()
     q = Quantizer(preset="plain", backend=backend, activations={"calibrator": "percentile", "percentile": 99.0})

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer
-from quantizer.calibration.smoothquant import ALPHAS, migration_factors
+from quantizer.algorithms.smoothquant import ALPHAS, migration_factors
 from quantizer.plan.site_plan import OperandPlan
 
 GAIN_DB = 15.0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import ProxyError
-from quantizer.proxy.computed.computation import Computation, Step
+from quantizer.proxy.computed_weights import Computation, Step
 from tests.outsiders.case import sqnr
 
 _SPREAD: dict[str, Callable[[Tensor, int], Tensor]] = {

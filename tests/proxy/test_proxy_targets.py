@@ -17,7 +17,7 @@ from quantizer import Quantizer
 from quantizer.config import RunConfig
 from quantizer.config.schema import check_run
 from quantizer.errors import ConfigError, ExportError
-from quantizer.reasons import ReasonCode
+from quantizer.plan.reasons import ReasonCode
 
 TARGET = "target tensorrt"
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError, ProxyError
-from quantizer.numerics.gradients import GAIN
+from quantizer.numerics.rounding import GAIN
 from quantizer.plan.apply import frozen_proxy, is_frozen_by, require_scales_of
 from quantizer.plan.weight_scales import with_scales_of_weights
 from quantizer.proxy.build import sites_of

@@ -23,7 +23,7 @@ from quantizer.proxy.build import sites_of
 transformers = pytest.importorskip("transformers")
 trainers = pytest.importorskip("trainers")
 
-from quantizer.qat.callback import QATCallback
+from quantizer.algorithms.qat.callback import QATCallback
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from quantizer import Quantizer
-from quantizer.qat import Schedule
+from quantizer.algorithms.qat import Schedule
 
 KINDS = ("fixed", "learned", "average", "first batches")
 

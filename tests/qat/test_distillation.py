@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from quantizer import Quantizer
+from quantizer.algorithms.qat import Distillation
 from quantizer.errors import ProxyError, QuantizerError
-from quantizer.qat import Distillation
 
 
 class Classifier(nn.Module):

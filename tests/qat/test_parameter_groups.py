@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from quantizer import Quantizer
+from quantizer.algorithms.qat import parameter_groups
 from quantizer.errors import QuantizerError
-from quantizer.qat import parameter_groups
 
 
 class Gate(nn.Module):

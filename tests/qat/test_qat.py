@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError, ConfigError, ProxyError
-from quantizer.numerics.gradients import GAIN
+from quantizer.numerics.rounding import GAIN
 from quantizer.proxy.build import sites_of
 
 

@@ -13,12 +13,12 @@ from helpers import ConvNet
 from torch import Tensor, nn
 
 from quantizer import Quantizer
+from quantizer.algorithms.qat import Schedule
+from quantizer.algorithms.qat.scales import MOMENTUM, least_scale
 from quantizer.errors import CalibrationError, ConfigError, ProxyError, QuantizerError
-from quantizer.numerics.qtype import QTYPES
+from quantizer.numerics.formats import QTYPES
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.qat import Schedule
-from quantizer.qat.moving_average import MOMENTUM, least_scale
 
 
 class Residual(nn.Module):

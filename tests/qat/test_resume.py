@@ -13,7 +13,7 @@ from helpers import ConvNet, assert_same
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.qat import Schedule
+from quantizer.algorithms.qat import Schedule
 
 STEPS = 6
 

@@ -15,7 +15,7 @@ from helpers import batch, tiny
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.qat.callback import QATCallback
+from quantizer.algorithms.qat.callback import QATCallback
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-from quantizer.common.inspection import Inspection, Layer
-from quantizer.common.records import Evaluation, GroupTime, Histogram, RangeCandidate, UnquantizedProduct
 from quantizer.engines.inspection import inspection_from_layers
 from quantizer.report import (
     EngineFile,
@@ -30,6 +28,15 @@ from quantizer.report.record import (
     SpeedCheck,
     TrainingRun,
     TrainingScore,
+)
+from quantizer.utils.records import (
+    Evaluation,
+    GroupTime,
+    Histogram,
+    Inspection,
+    Layer,
+    RangeCandidate,
+    UnquantizedProduct,
 )
 
 FILE = "/usr/lib/python3/site-packages/transformers/models/bert/modeling_bert.py"

@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 import pytest
 from report_samples import sample_record, sample_search
 
-from quantizer.common.records import Evaluation, FallbackRecord, GroupSensitivity
 from quantizer.report.charts.plots import pareto_svg
 from quantizer.report.charts.rankings import sensitivity_bars, sensitivity_heatmap
 from quantizer.report.text import MISSING, amount, error, error_words
+from quantizer.utils.records import Evaluation, FallbackRecord, GroupSensitivity
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 SVG = "{http://www.w3.org/2000/svg}"

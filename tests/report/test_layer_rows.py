@@ -8,10 +8,18 @@ from typing import Any
 import pytest
 from report_samples import bare_record, sample_record
 
-from quantizer.common.layer_rows import group_rows, layer_rows
-from quantizer.common.records import Cause, GroupSensitivity, GroupTime, Operand, Site, UnquantizedProduct
 from quantizer.report.page.page import html_from_record
 from quantizer.report.tables import layers_table
+from quantizer.utils.records import (
+    Cause,
+    GroupSensitivity,
+    GroupTime,
+    Operand,
+    Site,
+    UnquantizedProduct,
+    group_rows,
+    layer_rows,
+)
 
 
 def _operand(name: str, group: str, role: str = "activation", **changes: Any) -> Operand:

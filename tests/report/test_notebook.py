@@ -15,13 +15,13 @@ from helpers import Mlp
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.common.records import Site
+from quantizer.algorithms.sensitivity.prices import GroupPrice, Prices
 from quantizer.errors import CalibrationError, QuantizerError
 from quantizer.pipeline.plan_records import site_records
 from quantizer.plan.coverage import Coverage, Ranges
 from quantizer.plan.site_plan import OperandPlan, SitePlan
 from quantizer.report.notebook import Picture
-from quantizer.sensitivity.prices import GroupPrice, Prices
+from quantizer.utils.records import Site
 
 
 class Block(nn.Module):

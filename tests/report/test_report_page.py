@@ -18,9 +18,8 @@ import pytest
 from report_samples import bare_record, sample_choice, sample_histogram, sample_placement, sample_record
 from rich.console import Console
 
-from quantizer.common.records import Cause, Cure, RangeCandidate
 from quantizer.errors import MissingDependencyError, QuantizerError
-from quantizer.reasons import counted
+from quantizer.plan.reasons import counted
 from quantizer.report import (
     Column,
     Score,
@@ -34,12 +33,13 @@ from quantizer.report import (
     write_html,
     write_record,
 )
-from quantizer.report.charts.histograms import histogram_figure
+from quantizer.report.charts.axes import histogram_figure
 from quantizer.report.charts.plots import candidates_svg, frontier_svg
 from quantizer.report.page.page import diff_files
 from quantizer.report.tables import choice_table
 from quantizer.report.terminal import print_choice
 from quantizer.report.text import significant, typeset
+from quantizer.utils.records import Cause, Cure, RangeCandidate
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 VOID = {"meta", "input", "br", "img", "link"}

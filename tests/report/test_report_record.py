@@ -14,7 +14,6 @@ import pytest
 import torch
 from report_samples import bare_record, sample_record
 
-from quantizer.common.records import Cure
 from quantizer.errors import QuantizerError
 from quantizer.report import (
     GroupSensitivity,
@@ -30,9 +29,9 @@ from quantizer.report import (
     write_text_atomic,
 )
 from quantizer.report import record as record_module
-from quantizer.report.codec import mapping_from_record, record_from_mapping
 from quantizer.report.format_page import field_documentation, format_page
-from quantizer.report.record import pair
+from quantizer.report.record import mapping_from_record, pair, record_from_mapping
+from quantizer.utils.records import Cure
 
 RECORDS = [getattr(record_module, name) for name in record_module.__all__ if name != "VERSION"]
 ROOT = Path(__file__).parents[2]

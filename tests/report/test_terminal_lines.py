@@ -11,13 +11,13 @@ import pytest
 from report_samples import sample_record
 from rich.console import Console
 
-from quantizer.common.inspection import Layer, PrecisionShare
 from quantizer.engines import Inspection
 from quantizer.errors import QuantizerError
 from quantizer.report import RunRecord, print_record, write_record
 from quantizer.report.tables import Column, Table, names, numbers, string_from_table
 from quantizer.report.terminal import print_layers
 from quantizer.report.text import print_labelled, wrapped
+from quantizer.utils.records import Layer, PrecisionShare
 
 LONG = "encoder.layer.11.attention.output.dense.site_forward_linear_0/MatMul/MatMulScaleFusion"
 

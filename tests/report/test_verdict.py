@@ -12,8 +12,6 @@ import pytest
 from report_samples import bare_record, sample_record
 from rich.console import Console
 
-from quantizer.common.inspection import Inspection, PrecisionShare
-from quantizer.common.records import BudgetOutcome, Cause, Cure, GroupTime
 from quantizer.report import (
     EngineFile,
     FallbackRecord,
@@ -24,12 +22,12 @@ from quantizer.report import (
     html_from_record,
     latency_entries,
 )
-from quantizer.report.codec import mapping_from_record, record_from_mapping
 from quantizer.report.model_card import write_run_card
-from quantizer.report.record import OutputDistance, Placement, SpeedCheck
+from quantizer.report.record import OutputDistance, Placement, SpeedCheck, mapping_from_record, record_from_mapping
 from quantizer.report.terminal import cause_lines, print_record
 from quantizer.report.text import noise_sentence, spread_words
 from quantizer.report.verdict import verdict, verdict_of
+from quantizer.utils.records import BudgetOutcome, Cause, Cure, GroupTime, Inspection, PrecisionShare
 
 ENGINE = EngineFile(backend="openvino", path="model.engine", build_seconds=1.0, verified="ran here")
 

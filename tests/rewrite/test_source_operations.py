@@ -13,9 +13,9 @@ import torch
 from source_tools import rewritten_body, sites_of, source_file
 from torch.nn import functional
 
-from quantizer.operations.catalogue import CATALOGUE, kind_of, operation, operation_of
-from quantizer.operations.gemm_shape import Call, Geometry, labels
-from quantizer.reasons import ReasonCode
+from quantizer.plan.reasons import ReasonCode
+from quantizer.rewrite.operations import CATALOGUE, kind_of, operation, operation_of
+from quantizer.rewrite.product_sizes import Call, Geometry, labels
 
 
 @pytest.mark.parametrize(

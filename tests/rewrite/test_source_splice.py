@@ -11,7 +11,7 @@ import pytest
 import torch
 from source_tools import rewritten_body, sites_of, source_file, stripped
 
-from quantizer.reasons import ReasonCode
+from quantizer.plan.reasons import ReasonCode
 from quantizer.rewrite.host_argument import HOST
 from quantizer.rewrite.text_edits import Edit, LineIndex, apply_edits, find_symbol
 

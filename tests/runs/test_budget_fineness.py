@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
+from quantizer.algorithms.fallback import budget_outcome
+from quantizer.algorithms.sensitivity import Evaluation, Fallback
 from quantizer.cli.main import main
-from quantizer.common.records import EngineCheck
 from quantizer.pipeline.budget import budget_warnings
 from quantizer.report import Score
 from quantizer.report.terminal import budget_line
-from quantizer.sensitivity import Evaluation, Fallback
-from quantizer.sensitivity.fallback import budget_outcome
+from quantizer.utils.records import EngineCheck
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,report,openvino]")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from quantizer.common import native_code as trust
 from quantizer.engines import BuildOptions, BuildResult, InputSizes
-from quantizer.files import Store
 from quantizer.pipeline.run_engines import built_once
+from quantizer.utils import cpu as trust
+from quantizer.utils.files import Store
 
 
 @pytest.fixture

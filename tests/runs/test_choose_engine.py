@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from quantizer.common import cpu
 from quantizer.engines import Inspection, PrecisionShare
 from quantizer.errors import EngineError
 from quantizer.pipeline import candidates as choose_engine
 from quantizer.pipeline.candidates import bound, choose, require_sites, slow_ones, timed
 from quantizer.report.record import Candidate
 from quantizer.report.terminal import print_choice
+from quantizer.utils import cpu
 
 SHAPES = ("1 x 16", "8 x 128")
 

@@ -21,10 +21,10 @@ from quantizer.cli.main import main
 from quantizer.engines import BuildOptions
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import EngineError, QuantizerError
-from quantizer.files import MARKER
-from quantizer.report.codec import read_record
+from quantizer.report.record import read_record
 from quantizer.report.verdict import verdict_of
 from quantizer.tasks import build_task, load_model, load_rows, load_tokenizer
+from quantizer.utils.files import MARKER
 
 for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onnxruntime"):
     pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,openvino,onnxruntime]")
@@ -32,7 +32,7 @@ for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onn
 from test_right_engines import Wrong
 from tiny_run import tiny_run
 
-import quantizer.calibration.range_search as attention
+import quantizer.algorithms.range_search as attention
 import quantizer.pipeline.context as run_context
 import quantizer.pipeline.run_engines as run_engines
 import quantizer.pipeline.stages as stages

@@ -16,7 +16,7 @@ for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onn
 
 from tiny_run import tiny_run
 
-import quantizer.calibration.range_search as attention
+import quantizer.algorithms.range_search as attention
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import load_run

@@ -29,17 +29,17 @@ from quantizer import Quantizer
 from quantizer.config import RunConfig, load_run
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import QuantizerError, TaskError
-from quantizer.files.temporary import OLD, new_name
 from quantizer.pipeline import graphs, measure, run_engines
 from quantizer.pipeline.convert import conversion_configs
 from quantizer.pipeline.graphs import most_tokens
 from quantizer.pipeline.load_converted import ConvertedParts, load_converted
-from quantizer.pipeline.written_sizes import with_written_sizes
+from quantizer.pipeline.open_axes import with_written_sizes
 from quantizer.report import RunRecord, read_record
 from quantizer.report.compare import read_resamples
 from quantizer.tasks import load_model
 from quantizer.tasks.seq2seq.parts import DECODER, PARTS, WITH_PAST
 from quantizer.tasks.seq2seq.writer import Writer
+from quantizer.utils.files.temporary import OLD, new_name
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 

@@ -14,7 +14,6 @@ from torch import nn
 
 import quantizer.pipeline.run as pipeline
 from quantizer.cli.main import main
-from quantizer.common.records import FallbackRecord
 from quantizer.engines import Engine
 from quantizer.pipeline.budget import EngineBudget
 from quantizer.pipeline.context import RunRows
@@ -24,6 +23,7 @@ from quantizer.report import read_record
 from quantizer.report.terminal import evaluation_caption
 from quantizer.tasks import Row
 from quantizer.tasks.datasets.rows import Text
+from quantizer.utils.records import FallbackRecord
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,report,openvino]")

@@ -18,6 +18,7 @@ from torch import nn
 for _package in ("onnx", "onnxscript", "onnxruntime", "jinja2"):
     pytest.importorskip(_package, reason="a run needs enginequant[onnx,onnxruntime,report]")
 
+from quantizer.algorithms.sensitivity import fingerprint
 from quantizer.cli.main import main
 from quantizer.config import load_run
 from quantizer.engines import load_engine
@@ -26,7 +27,6 @@ from quantizer.pipeline.budget import EngineBudget
 from quantizer.pipeline.scores import FunctionMetric, FunctionScorer
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, read_record
-from quantizer.sensitivity import fingerprint
 
 ONNXRUNTIME = next(name for name in cpu_candidates()[0] if name.startswith("onnxruntime"))
 
@@ -433,7 +433,7 @@ def test_an_engine_that_loses_more_by_the_function_narrows_the_search(folder: Pa
 
 
 def test_kept_scores_are_those_of_the_code_of_a_function() -> None:
-    from quantizer.common.fingerprint import Fingerprint
+    from quantizer.utils.fingerprint import Fingerprint
 
     def first(_: nn.Module) -> float:
         return 1.0

@@ -20,11 +20,10 @@ from torch import nn
 pytest.importorskip("onnx", reason="the files of engines need enginequant[onnx]")
 
 from quantizer.engines.engine_file import read_engine, write_engine
+from quantizer.export.qdq.structure import Signature, Value
 from quantizer.pipeline.compare_outputs import Tolerance, reference_outputs
 from quantizer.pipeline.deliver import write_serving_files
-from quantizer.pipeline.gpu_check import Expected
-from quantizer.pipeline.triton import ServedEngine
-from quantizer.qdq.structure import Signature, Value
+from quantizer.pipeline.triton import Expected, ServedEngine
 
 SHAPES = ((1, 4), (10, 6))
 CASES = ("1x4", "10x6")

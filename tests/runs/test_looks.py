@@ -10,7 +10,7 @@ from quantizer.config import DatasetConfig
 from quantizer.errors import TaskError
 from quantizer.pipeline import preflight as run_ready
 from quantizer.pipeline.faults import Looks
-from quantizer.tasks.datasets.load import load_rows
+from quantizer.tasks.datasets.rows import load_rows
 
 
 def test_data_is_read_once_for_runs_of_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,13 +23,13 @@ from quantizer.config import RunConfig, load_run
 from quantizer.config.sweep import SweepRun
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import MissingDependencyError, QuantizerError, TaskError, install_command
-from quantizer.files import begun_in, temporary
-from quantizer.files.temporary import new_name
 from quantizer.pipeline import preflight as run_ready
 from quantizer.pipeline.context import RunRows
 from quantizer.pipeline.faults import Faults
 from quantizer.pipeline.preflight import ready_to_run, row_passes, run_estimate
 from quantizer.pipeline.sweep import ready_to_sweep
+from quantizer.utils.files import begun_in, temporary
+from quantizer.utils.files.temporary import new_name
 
 
 @pytest.fixture

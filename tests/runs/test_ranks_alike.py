@@ -14,13 +14,13 @@ import torch
 from outside import run_ranks
 from torch import distributed, nn
 
-from quantizer.common.distributed import all_gather_bytes, alone, get_rank
+from quantizer.algorithms.qat.session import sum_gradients
 from quantizer.errors import QuantizerError
 from quantizer.pipeline import ranks as process_group
 from quantizer.pipeline.ranks import require_same_work
 from quantizer.pipeline.scores import Scoring
-from quantizer.qat.session import sum_gradients
 from quantizer.tasks import Predictions, Text
+from quantizer.utils.distributed import all_gather_bytes, alone, get_rank
 
 
 class _Task:

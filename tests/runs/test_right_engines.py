@@ -19,7 +19,7 @@ import quantizer.pipeline.stages as stages
 from quantizer.cli.main import main
 from quantizer.engines import build_engine
 from quantizer.errors import EngineError
-from quantizer.export.passes.per_target import openvino as openvino_passes
+from quantizer.export.passes import openvino as openvino_passes
 from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.report import read_record
 from quantizer.report.verdict import verdict_of

@@ -34,10 +34,10 @@ from quantizer.cli.main import main
 from quantizer.config import load_run
 from quantizer.engines import PeakMemory, load_engine
 from quantizer.errors import EngineError
-from quantizer.files import MARKER, write_folder
 from quantizer.pipeline import progress as stage_timer
 from quantizer.report import read_record, trackers
 from quantizer.tasks import load_model
+from quantizer.utils.files import MARKER, write_folder
 
 for _package in ("transformers", "sklearn", "onnx", "onnxscript", "openvino", "jinja2"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,onnx,openvino,report]")

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from quantizer.algorithms.qat.checkpoint import write_checkpoint
 from quantizer.cli.main import Terminated
 from quantizer.engines import TensorSpec
 from quantizer.errors import QuantizerError
-from quantizer.files import said_complete
 from quantizer.pipeline.context import engine_inputs, resume_files
-from quantizer.qat.checkpoint import write_checkpoint
+from quantizer.utils.files import said_complete
 
 
 def test_an_engine_of_half_precision_takes_images_in_half() -> None:

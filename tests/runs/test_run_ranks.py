@@ -23,14 +23,14 @@ from safetensors.torch import load_file
 from torch import distributed, nn
 
 from quantizer import Quantizer
+from quantizer.algorithms.qat.checkpoint import read_facts
 from quantizer.cli.main import main
-from quantizer.common.distributed import alone, get_rank, get_world_size
 from quantizer.config import RunConfig
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import QuantizerError
 from quantizer.pipeline.candidates import for_all_variants, quantizer_of
 from quantizer.pipeline.context import as_predictor
-from quantizer.qat.checkpoint import read_facts
+from quantizer.utils.distributed import alone, get_rank, get_world_size
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,report,openvino]")
@@ -211,7 +211,7 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 import pytest
 import test_run_ranks
 from quantizer.cli.main import main
-from quantizer.common.distributed import get_rank
+from quantizer.utils.distributed import get_rank
 from quantizer.pipeline.scores import TaskMetric
 
 test_run_ranks.patched(pytest.MonkeyPatch().setattr)

@@ -21,6 +21,7 @@ import yaml
 from daily import some_daily
 
 from quantizer import Quantizer
+from quantizer.algorithms.sensitivity import Fallback
 from quantizer.cli.main import main
 from quantizer.engines import BuildResult, Inspection
 from quantizer.errors import EngineError
@@ -29,7 +30,6 @@ from quantizer.pipeline.run_engines import RunEngines
 from quantizer.pipeline.scores import TaskMetric
 from quantizer.report import RunRecord, read_record
 from quantizer.report.text import shorten
-from quantizer.sensitivity import Fallback
 from quantizer.tasks import Predictions, Row, build_task, load_model, load_rows, load_tokenizer, tasks
 
 for _package in ("transformers", "sklearn", "jinja2"):

@@ -17,14 +17,14 @@ for _package in ("onnx", "onnxscript", "onnxruntime", "jinja2"):
     pytest.importorskip(_package, reason="quantize_model needs enginequant[onnx,onnxruntime,report]")
 
 import quantizer
-from quantizer.common.records import Cause, Cure
 from quantizer.engines import load_engine
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import ConfigError, EngineError, QuantizerError, SensitivityError
 from quantizer.pipeline.engine_module import CALL
 from quantizer.pipeline.scores import FunctionMetric
-from quantizer.report.codec import shown_setting
+from quantizer.report.record import shown_setting
 from quantizer.report.terminal import cause_lines
+from quantizer.utils.records import Cause, Cure
 
 ONNXRUNTIME = next(name for name in cpu_candidates()[0] if name.startswith("onnxruntime"))
 

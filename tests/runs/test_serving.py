@@ -21,9 +21,9 @@ import quantizer.pipeline.triton as linked_files
 from quantizer.engines.engine_file import content_bytes, read_engine, write_engine
 from quantizer.engines.onnxruntime import needs_basic_level
 from quantizer.errors import EngineError
+from quantizer.export.qdq.structure import Signature, Value, external_files, read_signature
 from quantizer.pipeline.deliver import model_name, write_serving_files
 from quantizer.pipeline.triton import ServedEngine, config_text
-from quantizer.qdq.structure import Signature, Value, external_files, read_signature
 
 TEXTS = Signature(
     inputs=tuple(Value(name, "int64", ("batch", "sequence")) for name in ("input_ids", "attention_mask")),

@@ -29,7 +29,7 @@ import onnxruntime as ort
 import openvino as ov
 from tiny_run import tiny_run
 
-import quantizer.calibration.range_search as attention
+import quantizer.algorithms.range_search as attention
 from quantizer.cli.main import main
 from quantizer.pipeline import measure
 from quantizer.pipeline.load_converted import load_converted

@@ -36,8 +36,7 @@ from quantizer.engines import PeakMemory
 from quantizer.errors import EngineError
 from quantizer.pipeline import sweep as launchers
 from quantizer.pipeline.shared_work import shared_work
-from quantizer.pipeline.sweep import Outcome, Pace, ready_to_sweep, time_left
-from quantizer.pipeline.sweep_worker import config_of, plain_config
+from quantizer.pipeline.sweep import Outcome, Pace, config_of, plain_config, ready_to_sweep, time_left
 from quantizer.report import read_record
 from quantizer.report.verdict import Verdict
 from quantizer.tasks.classification import EmbeddingClassification
@@ -171,7 +170,7 @@ def test_killed_and_started_again(
 
 def test_what_a_killed_sweep_shared_goes_with_the_next_one(tmp_path: Path) -> None:
     left = (
-        "import sys; from pathlib import Path; from quantizer.files.temporary import new_name; "
+        "import sys; from pathlib import Path; from quantizer.utils.files.temporary import new_name; "
         "place = new_name(Path(sys.argv[1]) / 'shared'); place.mkdir(); (place / 'float.engine').touch(); print(place)"
     )
     command = [sys.executable, "-c", left, str(tmp_path)]

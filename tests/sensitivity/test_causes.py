@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from quantizer import Quantizer, causes
 from quantizer.causes import with_setting
-from quantizer.common.records import Cause
 from quantizer.errors import CalibrationError
 from quantizer.plan.site_plan import Plan
 from quantizer.report.terminal import cause_lines
+from quantizer.utils.records import Cause
 
 _WIDTH = 64
 

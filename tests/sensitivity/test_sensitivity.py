@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer
+from quantizer.algorithms.sensitivity import Fallback, GroupSensitivity, by_rank
 from quantizer.errors import CalibrationError, ProxyError, SensitivityError
 from quantizer.numerics import torch_operators as ops
-from quantizer.sensitivity import Fallback, GroupSensitivity, by_rank
 
 
 def _quantizer(model: nn.Module, data: list[Any], **options: Any) -> Quantizer:

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer
+from quantizer.algorithms.sensitivity.groups import groups_of
+from quantizer.algorithms.sensitivity.metric import Divergence, output
+from quantizer.algorithms.sensitivity.passes import Reuse
 from quantizer.errors import SensitivityError
 from quantizer.proxy.build import sites_of
-from quantizer.sensitivity.groups import groups_of
-from quantizer.sensitivity.metric import Divergence, output
-from quantizer.sensitivity.passes import Reuse
 
 
 def _quantizer(model: nn.Module, data: list[Any], **options: Any) -> Quantizer:
@@ -105,7 +105,7 @@ def test_rows_of_logits_are_compared_in_parts_to_the_bit(monkeypatch: pytest.Mon
     mask = torch.ones(3, 7, dtype=torch.bool)
     mask[1, 4:] = False
     whole = Divergence({"logits": logits}, mask).of({"logits": other})
-    monkeypatch.setattr("quantizer.sensitivity.metric._AT_ONCE", 4 * 50 + 1)
+    monkeypatch.setattr("quantizer.algorithms.sensitivity.metric._AT_ONCE", 4 * 50 + 1)
     log_p, log_q = (each[mask].double().log_softmax(-1) for each in (logits, other))
     expected = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
     assert Divergence({"logits": logits}, mask).of({"logits": other}) == whole == expected

@@ -13,7 +13,7 @@ from outside import run_ranks
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.sensitivity.measurement import _mean
+from quantizer.algorithms.sensitivity.measurement import _mean
 
 
 def _model() -> nn.Module:

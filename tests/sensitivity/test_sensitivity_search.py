@@ -17,11 +17,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 from quantizer import Quantizer
-from quantizer.common.fingerprint import Fingerprint
+from quantizer.algorithms.fallback import fallback_reason
+from quantizer.algorithms.sensitivity import (
+    Evaluation,
+    Fallback,
+    GroupSensitivity,
+    by_name,
+    fingerprint,
+    per_cost,
+    search,
+)
 from quantizer.errors import SensitivityError
 from quantizer.plan.site_plan import OperandPlan, SitePlan
-from quantizer.sensitivity import Evaluation, Fallback, GroupSensitivity, by_name, fingerprint, per_cost, search
-from quantizer.sensitivity.fallback import fallback_reason
+from quantizer.utils.fingerprint import Fingerprint
 
 
 def _ranking(errors: list[float], multiply_adds: int = 1) -> list[GroupSensitivity]:

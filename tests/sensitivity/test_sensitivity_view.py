@@ -12,9 +12,9 @@ from helpers import Mlp
 from torch import nn
 
 from quantizer import Quantizer
+from quantizer.algorithms.sensitivity import Evaluation, Fallback, GroupSensitivity
+from quantizer.algorithms.sensitivity.ranking import Sensitivity
 from quantizer.errors import SensitivityError
-from quantizer.sensitivity import Evaluation, Fallback, GroupSensitivity
-from quantizer.sensitivity.ranking import Sensitivity
 
 SVG = "{http://www.w3.org/2000/svg}"
 RANKING = [

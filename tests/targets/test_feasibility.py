@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quantizer.targets import profile
-from quantizer.targets.base import engine_problems
+from quantizer.plan.targets import profile
+from quantizer.plan.targets.base import engine_problems
 
 
 def test_each_problem_names_its_setting() -> None:

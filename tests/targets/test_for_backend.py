@@ -16,11 +16,11 @@ from daily import some_daily
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.calibration import replay as output_error
+from quantizer.algorithms import replay as output_error
 from quantizer.engines import load_engine
 from quantizer.errors import CalibrationError, ConfigError
 from quantizer.plan.site_plan import Plan, plan_digest
-from quantizer.targets import profiles
+from quantizer.plan.targets import profiles
 from quantizer.tasks import load_model, load_tokenizer
 from tests.helpers import Mlp, assert_same, batch, tiny
 

@@ -46,7 +46,7 @@ def test_by_class(folder: Path) -> None:
         folder,
         """
 from quantizer.engines import inspect_engine, inspect_file, load_engine, peak_memory_mib
-from quantizer.graph_check import check_file
+from quantizer.check import check_file
 
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16)).eval()

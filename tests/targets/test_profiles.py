@@ -12,7 +12,7 @@ from quantizer import QuantizerConfig
 from quantizer.config.describe import Slot
 from quantizer.engines import backends
 from quantizer.errors import ConfigError
-from quantizer.targets import TargetProfile, profile, profiles
+from quantizer.plan.targets import TargetProfile, profile, profiles
 
 
 def test_names() -> None:
@@ -176,7 +176,7 @@ def test_profiles_import_no_torch() -> None:
         "package = types.ModuleType('quantizer')\n"
         "package.__path__ = list(spec.submodule_search_locations)\n"
         "sys.modules['quantizer'] = package\n"
-        "import quantizer.targets\n"
+        "import quantizer.plan.targets\n"
         "print(sorted({'torch', 'numpy', 'onnx'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,9 +13,9 @@ onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
 pytest.importorskip("onnx_ir", reason="install enginequant[onnx]")
 
 from quantizer import from_onnx
+from quantizer.check import check_file
 from quantizer.engines import build_engine, inspect_file, load_engine
 from quantizer.errors import QuantizerError
-from quantizer.graph_check import check_file
 
 node = onnx.helper.make_node
 

@@ -26,7 +26,7 @@ from quantizer.tasks import (
     read_checkpoint,
     read_recordings,
 )
-from quantizer.tasks.audio.audio_inputs import read_recording
+from quantizer.tasks.audio import read_recording
 
 SECONDS = 1
 MADE = {"wav2vec2": tiny_wav2vec2, "ast": tiny_ast, "ctc": tiny_ctc}

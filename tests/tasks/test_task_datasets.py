@@ -12,7 +12,7 @@ import pytest
 
 from quantizer.errors import ConfigError, TaskError
 from quantizer.tasks import Pair, Text, load_rows
-from quantizer.tasks.datasets import fetch, vader
+from quantizer.tasks.datasets import builtin, vader
 
 SUBSET = "movieReviewSnippets"
 
@@ -142,7 +142,7 @@ def pip(archive, monkeypatch):
         target.write_bytes(archive.read_bytes())
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(fetch.subprocess, "run", run)
+    monkeypatch.setattr(builtin.subprocess, "run", run)
     return calls
 
 
@@ -194,7 +194,7 @@ def test_vader_without_pip_says_what_to_do(archive, tmp_path, monkeypatch):
     def run(command, **options):
         return subprocess.CompletedProcess(command, 1, "", "WARNING: retrying\nERROR: no such network\n")
 
-    monkeypatch.setattr(fetch.subprocess, "run", run)
+    monkeypatch.setattr(builtin.subprocess, "run", run)
     with pytest.raises(TaskError, match=r"pip could not fetch vaderSentiment.*no such network.*copy the file to"):
         vader_rows()
     assert list((tmp_path / "cache" / "quantizer").iterdir()) == []
@@ -204,7 +204,7 @@ def test_vader_slow_index_is_an_error(archive, monkeypatch):
     def run(command, timeout, **options):
         raise subprocess.TimeoutExpired(command, timeout)
 
-    monkeypatch.setattr(fetch.subprocess, "run", run)
+    monkeypatch.setattr(builtin.subprocess, "run", run)
     with pytest.raises(TaskError, match=r"pip did not fetch vaderSentiment==3\.3\.2 within 600 s"):
         vader_rows()
 
@@ -214,7 +214,7 @@ def test_vader_interrupted_leaves_nothing(archive, tmp_path, monkeypatch):
         (Path(command[command.index("--dest") + 1]) / vader.ARCHIVE).write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fetch.subprocess, "run", run)
+    monkeypatch.setattr(builtin.subprocess, "run", run)
     with pytest.raises(KeyboardInterrupt):
         vader_rows()
     assert list((tmp_path / "cache" / "quantizer").iterdir()) == []
@@ -250,4 +250,4 @@ def test_vader_names_its_subsets_and_splits(options, message):
 
 def test_cache_folder_ignores_a_relative_setting(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert fetch.cache_folder() == Path.home() / ".cache" / "quantizer"
+    assert builtin.cache_folder() == Path.home() / ".cache" / "quantizer"

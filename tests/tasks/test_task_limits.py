@@ -14,9 +14,9 @@ from tiny_vision import tiny_vit
 from transformers import BertForSequenceClassification
 
 from quantizer.errors import QuantizerError, TaskError
+from quantizer.export.qdq.onnx_file import TensorSpec
 from quantizer.pipeline.load_converted import Converted
 from quantizer.pipeline.scores import TaskMetric
-from quantizer.qdq.onnx_file import TensorSpec
 from quantizer.tasks import Image, build_task, load_model, load_rows, read_checkpoint, read_image, read_images
 
 # -- labels ----------------------------------------------------------------------------------------------------------

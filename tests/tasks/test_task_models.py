@@ -162,7 +162,7 @@ def test_without_the_hub_a_name_that_is_nowhere_fails_at_once(tmp_path: Path, mo
     (tmp_path / "models/mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("socket.getaddrinfo", nowhere)
-    monkeypatch.setattr("quantizer.tasks.checkpoints.sources.getproxies", dict)
+    monkeypatch.setattr("quantizer.tasks.checkpoints.getproxies", dict)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     said = r"there is no folder .*/modles/mine \(there is './models/mine'\), and as a hub name it cannot be looked up"
     with pytest.raises(TaskError, match=said):

@@ -13,7 +13,7 @@ import transformers
 
 from quantizer.errors import TaskError
 from quantizer.tasks import Pair, Text, build_task, load_model
-from quantizer.tasks.checkpoints.sentence_folder import read_pooling
+from quantizer.tasks.checkpoints import read_pooling
 from quantizer.tasks.outputs import MEAN, MODES, SentencePooling
 
 ROWS = [Pair("a good film", "the film was fine .", 4.0), Pair("a cat", "the plane is very fast", 0.5)]

@@ -14,7 +14,7 @@ from tiny_vision import CLASSES, tiny_images
 from quantizer.cli.main import main
 from quantizer.errors import MissingDependencyError
 from quantizer.tasks import build_task, load_model, load_processor, load_rows, read_checkpoint
-from quantizer.tasks.checkpoints import sources as timm_models
+from quantizer.tasks import checkpoints as timm_models
 
 TASK = "image-classification"
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-from quantizer.files import restore_folder
+from quantizer.utils.files import restore_folder
 from torture.apart import Stop, apart, preload
 from torture.runner import State
 from torture.victims import VICTIMS, Result, Victim

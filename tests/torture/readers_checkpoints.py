@@ -9,7 +9,7 @@ from tiny_run import tiny_run
 from torch import nn
 
 from quantizer import Quantizer
-from quantizer.qat.checkpoint import read_checkpoint, read_facts, write_checkpoint
+from quantizer.algorithms.qat.checkpoint import read_checkpoint, read_facts, write_checkpoint
 from quantizer.tasks import load_model, load_tokenizer
 from torture import mutations
 from torture.kinds import Kind, kind

@@ -18,8 +18,8 @@ import numpy as np
 from quantizer import Quantizer
 from quantizer.engines import BuildOptions, InputSizes, build_engine, inspect_engine, load_engine
 from quantizer.engines.engine_file import _MARK, _footer, read_engine, sign_onnx, write_engine
-from quantizer.engines.tensorrt.engine import _read_rtx
-from quantizer.targets.tensorrt_rtx import RTX_MAGIC
+from quantizer.engines.tensorrt import _read_rtx
+from quantizer.plan.targets.tensorrt import RTX_MAGIC
 from torture import mutations
 from torture.kinds import Kind, kind
 from torture.readers_plans import data, model

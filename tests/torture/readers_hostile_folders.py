@@ -12,7 +12,7 @@ from hostile_folder import HostileFolder
 from quantizer.engines import BuildOptions, InputSizes, peak_memory_mib
 from quantizer.engines.measure import tried_build
 from quantizer.errors import TaskError
-from quantizer.tasks.datasets.fetch import fetch_sdist
+from quantizer.tasks.datasets.builtin import fetch_sdist
 from torture import mutations
 from torture.kinds import Kind, kind
 from torture.readers_engines import exported

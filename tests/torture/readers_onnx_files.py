@@ -14,8 +14,8 @@ from rich.console import Console
 from torch import nn
 
 from quantizer import from_onnx
+from quantizer.check import check_file
 from quantizer.engines import InputSizes, inspect_file
-from quantizer.graph_check import check_file
 from quantizer.report.terminal import print_inspection
 from torture import mutations
 from torture.kinds import Kind, kind

@@ -11,11 +11,11 @@ from report.report_samples import sample_record
 from rich.console import Console
 from tiny_run import tiny_run
 
-from quantizer.files import Store
 from quantizer.pipeline.convert import conversion_configs
 from quantizer.pipeline.load_converted import load_converted
 from quantizer.pipeline.run import convert
 from quantizer.report import html_from_record, print_summary, read_record, write_record
+from quantizer.utils.files import Store
 from torture import mutations
 from torture.kinds import Kind, kind
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from quantizer import Quantizer
 from quantizer.engines import BuildOptions, build_engine, load_engine
 from quantizer.errors import EngineError, ExportError
-from quantizer.export import export_onnx
-from quantizer.patches.transformers_models import TRANSFORMERS_PATCHES
+from quantizer.export.exporter import export_onnx
 from quantizer.rewrite import OperatorPatch, register_operator_patch, unregister_operator_patch
 from quantizer.rewrite.operator_patches import apply_operator_patches
+from quantizer.rewrite.patches import TRANSFORMERS_PATCHES
 
 pytest.importorskip("transformers", reason="install enginequant[hf]")
 pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from quantizer import Quantizer
 from quantizer.plan.coverage import Coverage
-from quantizer.reasons import ReasonCode
+from quantizer.plan.reasons import ReasonCode
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

@@ -20,33 +20,34 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.common.cpu import cpu_instructions
-from quantizer.common.inspection import Inspection
-from quantizer.common.optional_import import import_library
-from quantizer.common.paths import existing_file
-from quantizer.common.plain_values import decoded
 from quantizer.engines.backends import backends
-from quantizer.engines.base import Array, BuildOptions, Pool, checked_inputs, in_kind, shown
+from quantizer.engines.base import USUAL_SIZES, Array, BuildOptions, InputSizes, Pool, checked_inputs, in_kind, shown
 from quantizer.engines.candidates import saturation_warnings
 from quantizer.engines.engine_file import read_engine, write_engine
-from quantizer.engines.input_sizes import USUAL_SIZES, InputSizes
 from quantizer.engines.inspection import RUNS, inspection_from_layers, run_note
 from quantizer.engines.measure import made_up_inputs
 from quantizer.engines.openvino.compiled_models import (
     GROUP,
     Dimensions,
     Models,
+    Ranges,
     checked_precision,
     compile_models,
     kept_signal_stack,
+    parts_of,
     port_name,
     reason,
     shapes_of,
+    share_bytes,
 )
 from quantizer.engines.openvino.inspect import observed_layers
-from quantizer.engines.openvino.shared_bytes import Ranges, parts_of, share_bytes
 from quantizer.errors import EngineError
-from quantizer.qdq.onnx_file import TensorSpec, checked_onnx
+from quantizer.export.qdq.onnx_file import TensorSpec, checked_onnx
+from quantizer.utils.cpu import cpu_instructions
+from quantizer.utils.lazy import import_library
+from quantizer.utils.paths import existing_file
+from quantizer.utils.plain_values import decoded
+from quantizer.utils.records import Inspection
 
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 _EMULATED = "this CPU has no BF16 instructions: OpenVINO emulates them, which is slower than float32"

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from quantizer.common.inspection import LOW_PRECISIONS, Layer, attention_work, convolution_work, matmul_work
 from quantizer.engines.base import Array
 from quantizer.engines.inspection import RUNS, WARMUP
+from quantizer.utils.records import LOW_PRECISIONS, Layer, attention_work, convolution_work, matmul_work
 
 _ROLES = {
     **dict.fromkeys(("FullyConnected", "MatMul", "Convolution", "Deconvolution"), "product"),

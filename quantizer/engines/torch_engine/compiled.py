@@ -31,9 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantizer.common.child_process import interrupts_end_the_block
-from quantizer.common.native_code import note_built
-from quantizer.engines.input_sizes import InputSizes
+from quantizer.engines.base import InputSizes
 from quantizer.engines.measure import made_up_inputs
 from quantizer.engines.torch_engine.lowering import (
     CONVOLUTION_PREPACK,
@@ -46,10 +44,12 @@ from quantizer.engines.torch_engine.lowering import (
     quantize,
 )
 from quantizer.errors import EngineError
-from quantizer.files import scratch
-from quantizer.numerics.byte_codes import byte_codes, spend_deprecation_warning
-from quantizer.qdq.onnx_file import TensorSpec
-from quantizer.qdq.onnx_import.graph_builder import OperatorGraph
+from quantizer.export.onnx_import.graph_builder import OperatorGraph
+from quantizer.export.qdq.onnx_file import TensorSpec
+from quantizer.numerics.packing import byte_codes, spend_deprecation_warning
+from quantizer.utils.child_process import interrupts_end_the_block
+from quantizer.utils.cpu import note_built
+from quantizer.utils.files import scratch
 
 
 @contextmanager

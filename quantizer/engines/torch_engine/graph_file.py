@@ -37,11 +37,11 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import fx
 
-from quantizer.common.native_code import COMPILED
-from quantizer.common.plain_values import decoded, json_values
 from quantizer.errors import EngineError
-from quantizer.qdq.onnx_file import TensorSpec
-from quantizer.qdq.onnx_import.graph_builder import OperatorGraph
+from quantizer.export.onnx_import.graph_builder import OperatorGraph
+from quantizer.export.qdq.onnx_file import TensorSpec
+from quantizer.utils.cpu import COMPILED
+from quantizer.utils.plain_values import decoded, json_values
 
 del _decomposed
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantizer.common.inspection import Inspection, Layer, attention_work, convolution_work, matmul_work
-from quantizer.engines.input_sizes import InputSizes
+from quantizer.engines.base import InputSizes
 from quantizer.engines.inspection import WARMUP, inspection_from_layers, run_note
 from quantizer.engines.measure import working_inputs
 from quantizer.engines.torch_engine.compiled import CompiledGraph, computing_threads, kernel_calls, prepare_eager
@@ -30,7 +29,8 @@ from quantizer.engines.torch_engine.lowering import (
     is_call,
     node_values,
 )
-from quantizer.qdq.onnx_import.graph_builder import OperatorGraph
+from quantizer.export.onnx_import.graph_builder import OperatorGraph
+from quantizer.utils.records import Inspection, Layer, attention_work, convolution_work, matmul_work
 
 _INTEGER = (LINEAR, LINEAR_ADD, CONVOLUTION)
 _PACKS = (LINEAR_PREPACK, CONVOLUTION_PREPACK)

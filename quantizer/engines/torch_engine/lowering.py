@@ -25,12 +25,12 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from quantizer.engines.input_sizes import InputSizes
+from quantizer.engines.base import InputSizes
 from quantizer.engines.measure import made_up_inputs
 from quantizer.errors import EngineError
-from quantizer.qdq.onnx_file import TensorSpec
-from quantizer.qdq.onnx_import.graph_builder import OperatorGraph
-from quantizer.qdq.onnx_import.importer import Imported
+from quantizer.export.onnx_import.graph_builder import OperatorGraph
+from quantizer.export.onnx_import.importer import Imported
+from quantizer.export.qdq.onnx_file import TensorSpec
 
 aten = torch.ops.aten
 decomposed = torch.ops.quantized_decomposed

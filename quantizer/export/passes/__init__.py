@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from quantizer.common.registry import Registry
 from quantizer.export.passes.base import DropUnreadNodes, GraphPass, NameNodes, run_passes
 from quantizer.export.passes.clamp_masks import ClampMasks
+from quantizer.export.passes.codes import BytesFirst, MovesOfCodes, PairsOfCodes, RowsOfCodes, UnsignedActivations
 from quantizer.export.passes.einsum import EinsumToMatMul, EinsumWeights, GemmToMatMul
-from quantizer.export.passes.expert_weights import ExpertWeights
 from quantizer.export.passes.float_types import FloatTypes
 from quantizer.export.passes.folding import FoldBatchNorm, FoldChannelFactors, FoldConvolutionFactors, FoldPadding
-from quantizer.export.passes.per_target.codes import (
-    BytesFirst,
-    MovesOfCodes,
-    PairsOfCodes,
-    RowsOfCodes,
-    UnsignedActivations,
-)
-from quantizer.export.passes.per_target.onnxruntime import PlainSoftplus, UnfusedRectifiers
-from quantizer.export.passes.per_target.openvino import (
+from quantizer.export.passes.onnxruntime import PlainSoftplus, UnfusedRectifiers
+from quantizer.export.passes.openvino import (
     BiasesApart,
     ConcatsBeforeQuantize,
     FactorsBeforeReductions,
@@ -36,11 +28,10 @@ from quantizer.export.passes.quantizers import (
     ScaleBeforeQuantize,
     ShareQuantizers,
 )
-from quantizer.export.passes.store_weights import StoreWeights
-from quantizer.export.passes.unspread_weights import UnspreadWeights
-from quantizer.export.passes.weights_as_read import WeightsAsRead
-from quantizer.qdq.graph import WIDTHS
-from quantizer.targets import TargetProfile
+from quantizer.export.passes.weights import ExpertWeights, StoreWeights, UnspreadWeights, WeightsAsRead
+from quantizer.export.qdq.graph import WIDTHS
+from quantizer.plan.targets import TargetProfile
+from quantizer.utils.registry import Registry
 
 __all__ = [
     "PASSES",

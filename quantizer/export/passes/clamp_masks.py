@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from quantizer.export.passes.base import add_constant
-from quantizer.numerics.qtype import FLOAT16_MASK
-from quantizer.qdq.graph import floats, scalar
-from quantizer.qdq.operand import masks_only
+from quantizer.export.qdq.graph import floats, scalar
+from quantizer.export.qdq.operand import masks_only
+from quantizer.numerics.formats import FLOAT16_MASK
 
 
 class ClampMasks:

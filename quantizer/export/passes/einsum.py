@@ -42,7 +42,7 @@ from quantizer.export.passes.base import (
     insert_transpose,
     replace_node,
 )
-from quantizer.qdq.graph import attribute, block_size, is_dequantized
+from quantizer.export.qdq.graph import attribute, block_size, is_dequantized
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from quantizer.export.passes.base import add_constant, take_out
-from quantizer.qdq.element_types import type_groups
-from quantizer.qdq.graph import element, is_dequantize, maker
+from quantizer.export.qdq.graph import element, is_dequantize, maker, type_groups
 
 _FLOATS = ("DOUBLE", "FLOAT", "FLOAT16", "BFLOAT16")
 _OPERANDS = {"MatMul": 2, "Gemm": 2, "Conv": 2, "ConvTranspose": 2, "Einsum": 2}

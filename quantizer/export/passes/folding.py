@@ -14,7 +14,7 @@ each call: the scales are its own, and calls whose factors have the same signs s
 
 ``FoldChannelFactors`` folds multiplications by one factor a channel, or by one number, into the operators before them.
 
-Legend: f [K] the factors, 1 / s of a migration of outliers (``calibration/smoothquant.py``), or [] the scale of an
+Legend: f [K] the factors, 1 / s of a migration of outliers (``algorithms/smoothquant.py``), or [] the scale of an
 attention; x [.., K] the input of a Q; n the normalized value before its weight w and bias b; q [K', K] the codes of a
 linear's weight with scales t [K].
 
@@ -51,8 +51,8 @@ from typing import Any
 import numpy as np
 
 from quantizer.export.passes.base import MatchPass, add_constant, drop_unread, insert_before, smallest_normal, take_out
-from quantizer.qdq.graph import attribute, floats, is_dequantize, maker, pair_before, scalar
-from quantizer.qdq.operand import MATMULS, operands
+from quantizer.export.qdq.graph import attribute, floats, is_dequantize, maker, pair_before, scalar
+from quantizer.export.qdq.operand import MATMULS, operands
 
 _CHANNELS = {"Conv": 0, "ConvTranspose": 1}
 """The axis of the output channels in a weight, by operator."""

@@ -40,8 +40,8 @@ from typing import Any
 import numpy as np
 
 from quantizer.export.passes.base import MatchPass, add_constant, drop_unread, insert_before, smallest_normal, take_out
-from quantizer.numerics.qtype import UINT8
-from quantizer.qdq.graph import floats, is_dynamic_quantize, is_quantize, pair_before, scalar
+from quantizer.export.qdq.graph import floats, is_dynamic_quantize, is_quantize, pair_before, scalar
+from quantizer.numerics.formats import UINT8
 
 
 class QuantizeOnce(MatchPass[Any]):

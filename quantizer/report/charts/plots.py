@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from quantizer.common.records import Evaluation, FallbackRecord
 from quantizer.report import text
 from quantizer.report.charts.axes import (
     BLUE,
@@ -27,6 +26,7 @@ from quantizer.report.charts.axes import (
 )
 from quantizer.report.record import Candidate, EngineChoice, Placement, PlacementPoint, TrainingRun
 from quantizer.report.text import amount, counted, error, plain, significant
+from quantizer.utils.records import Evaluation, FallbackRecord
 
 _DASHED = line_look(ORANGE, "6 4")
 _LABEL = 15

@@ -13,19 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from quantizer.common.records import GroupSensitivity
-from quantizer.report.charts.axes import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    svg_legend,
-    svg_note,
-    svg_picture,
-    svg_text,
-)
+from quantizer.report.charts.axes import BLUE, GREEN, GREY, ORANGE, PURPLE, svg_legend, svg_note, svg_picture, svg_text
 from quantizer.report.text import MISSING, error, error_words, shorten
+from quantizer.utils.records import GroupSensitivity
 
 # A wide picture also writes the kind beside each bar.
 _COLOURS = {"linear": BLUE, "matmul": ORANGE, "residual_add": PURPLE, "conv": GREEN}

@@ -1,8 +1,8 @@
-"""The rows of a data set, and the registry of data sets.
+"""The rows of a data set, the registry of data sets, and how one is read.
 
 A data set is a function ``(path, split, subset) -> list[Row]`` in a file of its own, registered by name:
 
-    @datasets.add("my-data")
+@datasets.add("my-data")
     def read_my_data(path: Path | None, split: str | None, subset: str | None) -> list[Row]: ...
 
 It returns all rows; ``load_rows`` takes the part that a run asks for.
@@ -11,7 +11,7 @@ Columns of a CSV file with a header, by their names; the objects of a file of JS
 
 The data set ``choices-jsonl``: questions with answers to choose from, one object of JSON a line.
 
-    {"question": "What flies?", "choices": ["a cat", "a plane"], "label": 1}
+{"question": "What flies?", "choices": ["a cat", "a plane"], "label": 1}
 
 A text that the question is about may stand beside it as ``context``. A label is the place of the right choice from 0,
 or its text; it may also be called ``answer``. Other keys are ignored.
@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from quantizer.common.paths import expanded, is_file, is_folder, regular_file
-from quantizer.common.plain_values import json_values
-from quantizer.common.registry import Registry
 from quantizer.errors import TaskError
+from quantizer.utils.paths import expanded, is_file, is_folder, regular_file
+from quantizer.utils.plain_values import json_values
+from quantizer.utils.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -312,3 +312,51 @@ def _place(label: object, choices: list[str]) -> int | None:
     # True is a number of Python, and no place.
     named = class_number(str(label)) if isinstance(label, int | str) and not isinstance(label, bool) else None
     return named if named is not None and named < len(choices) else None
+
+
+def load_rows(
+    name: str,
+    *,
+    path: str | Path | None = None,
+    split: str | None = None,
+    subset: str | None = None,
+    rows: int | None = None,
+    offset: int = 0,
+) -> list[Row]:
+    """Return rows ``offset`` to ``offset + rows`` of a data set, in its own order.
+
+    Args:
+        name: a registered data set ("image-csv", "image-folder", "stsb-csv", "sst2-text", "text-csv", "vader").
+        path: the file or folder, for data sets that read one.
+        split: the split, for data sets that have splits.
+        subset: the subset, for data sets that have subsets.
+        rows: the number of rows; None: all from ``offset`` on.
+        offset: the number of rows to skip at the start.
+
+    Raises:
+        ConfigError: no data set has this name.
+        TaskError: the data cannot be read, a line is malformed, or there are fewer rows than asked for.
+    """
+    if offset < 0 or (rows is not None and rows < 1):
+        raise TaskError(f"data set {name!r}: rows={rows} and offset={offset}, expected rows >= 1 and offset >= 0")
+    return part_of_rows(whole_data(name, path, split, subset), name, path, rows, offset)
+
+
+def whole_data(name: str, path: str | Path | None, split: str | None, subset: str | None) -> list[Row]:
+    """Return all rows of a data set; arguments and errors as those of ``load_rows``."""
+    return datasets[name](None if path is None else Path(path), split, subset)
+
+
+def part_of_rows(found: list[Row], name: str, path: str | Path | None, rows: int | None, offset: int) -> list[Row]:
+    """Return a part of the rows of a whole data set; arguments and errors as those of ``load_rows``."""
+    where = f"data set {name!r}" + (f" ({path})" if path is not None else "")
+    if not found:
+        raise TaskError(f"{where} has no rows: check that this is the right file")
+    if offset >= len(found):
+        raise TaskError(f"{where} has {len(found)} rows, so offset={offset} leaves none: lower it")
+    if rows is not None and offset + rows > len(found):
+        raise TaskError(
+            f"{where} has {len(found)} rows, fewer than offset={offset} and rows={rows} ask for "
+            f"({offset + rows}): lower one of them, or leave 'rows' out to take all"
+        )
+    return found[offset:] if rows is None else found[offset : offset + rows]

@@ -36,7 +36,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from quantizer.common.plain_values import json_values
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import (
     Plain,
@@ -53,6 +52,7 @@ from quantizer.tasks.datasets.rows import (
     refuse_options,
     require_file,
 )
+from quantizer.utils.plain_values import json_values
 
 
 @datasets.add("text-csv")

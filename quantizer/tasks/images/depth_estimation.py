@@ -14,13 +14,11 @@ import numpy.typing as npt
 import torch
 
 from quantizer.errors import TaskError
-from quantizer.tasks.counted import CountedTask
 from quantizer.tasks.datasets.rows import Depths, Image, Row
-from quantizer.tasks.image_inputs import ImageInputs, read_depths, read_size
-from quantizer.tasks.images.places import at_size
+from quantizer.tasks.images.image_inputs import ImageInputs, read_depths, read_size
+from quantizer.tasks.images.segmentation import at_size
 from quantizer.tasks.inputs import Batch, Inputs, Sample
-from quantizer.tasks.kinds import rows_of_kind
-from quantizer.tasks.task import Predictions, tasks
+from quantizer.tasks.task import CountedTask, Predictions, rows_of_kind, tasks
 
 
 @tasks.add("depth-estimation")

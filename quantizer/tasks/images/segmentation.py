@@ -1,4 +1,6 @@
-"""The task ``semantic-segmentation``: a class for each place of an image, scored by mean intersection over union.
+"""The task ``semantic-segmentation``, and values of each place of an image at another size.
+
+Shapes: H and W the height and width that there are, h and w those that are wanted.
 
 Shapes: N rows, B rows of a batch, C classes, h and w the height and width of the logits.
 """
@@ -14,14 +16,20 @@ import torch
 
 from quantizer.errors import TaskError
 from quantizer.tasks.classification import class_names
-from quantizer.tasks.counted import CountedTask
 from quantizer.tasks.datasets.rows import Masked, Row
-from quantizer.tasks.image_inputs import ImageInputs, read_image, read_mask
-from quantizer.tasks.images.places import at_size
+from quantizer.tasks.images.image_inputs import ImageInputs, read_image, read_mask
 from quantizer.tasks.inputs import Batch, Inputs, Sample
-from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import label_flips
-from quantizer.tasks.task import Predictions, tasks
+from quantizer.tasks.task import CountedTask, Predictions, rows_of_kind, tasks
+
+
+def at_size(values: npt.NDArray[Any], size: tuple[int, ...]) -> npt.NDArray[np.float64]:
+    """Return values [H x W] at a size [h x w], each place by the nearest one."""
+    given = torch.from_numpy(values)[None, None].double()
+    # "nearest" takes the place at the upper left, as the resizing of most models does not.
+    found = torch.nn.functional.interpolate(given, size=size, mode="nearest-exact")
+    return np.asarray(found[0, 0].numpy())
+
 
 _IGNORED = 255
 """The class of places that count nowhere, in masks and in image processors of transformers."""

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.common.decoder_cache import CACHE, PRESENT
-from quantizer.common.progress import loop
 from quantizer.tasks import Batch, rows_at
 from quantizer.tasks.seq2seq.parts import DECODER, ENCODER, WITH_PAST
 from quantizer.tasks.seq2seq.writer import read_tokens
+from quantizer.utils.progress import loop
+from quantizer.utils.sizes import CACHE, PRESENT
 
 
 @dataclass(frozen=True)

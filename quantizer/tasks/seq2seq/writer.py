@@ -17,14 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from quantizer.common.decoder_cache import CACHE, PRESENT
-from quantizer.tasks.checkpoints.sources import transformers_package
-from quantizer.tasks.counted import CountedTask
+from quantizer.tasks.checkpoints import transformers_package
 from quantizer.tasks.inputs import Batch
 from quantizer.tasks.outputs import first_output
 from quantizer.tasks.seq2seq.parts import DECODER, ENCODER, WITH_PAST, PartRun, cached, halves, keep, require_parts
-from quantizer.tasks.task import Predictions
+from quantizer.tasks.task import CountedTask, Predictions
 from quantizer.tasks.tokens.parts import whole_numbers
+from quantizer.utils.sizes import CACHE, PRESENT
 
 _LEVEL = threading.Lock()
 _generating = 0

@@ -13,12 +13,10 @@ import numpy.typing as npt
 import torch
 
 from quantizer.errors import TaskError
-from quantizer.tasks.counted import CountedTask
 from quantizer.tasks.datasets.rows import Plain, Row
 from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs
-from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.outputs import first_output
-from quantizer.tasks.task import Predictions, tasks
+from quantizer.tasks.task import CountedTask, Predictions, rows_of_kind, tasks
 from quantizer.tasks.tokens.parts import flips, per_token, whole_numbers
 
 _EVERY = 7

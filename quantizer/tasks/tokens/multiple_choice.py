@@ -17,9 +17,8 @@ import torch
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import Choices, Row
 from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs
-from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import accuracy, kl_divergence, label_flips, sqnr_db
-from quantizer.tasks.task import Predictions, Progress, Run, Task, tasks
+from quantizer.tasks.task import Predictions, Progress, Run, Task, rows_of_kind, tasks
 
 
 class PairInputs(TextInputs):

@@ -13,13 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantizer.tasks.counted import CountedTask
 from quantizer.tasks.datasets.rows import Question, Row
 from quantizer.tasks.inputs import Batch, Inputs, Sample
-from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import label_flips, sqnr_db
 from quantizer.tasks.outputs import first_output
-from quantizer.tasks.task import Predictions, tasks
+from quantizer.tasks.task import CountedTask, Predictions, rows_of_kind, tasks
 from quantizer.tasks.tokens.multiple_choice import PairInputs
 from quantizer.tasks.tokens.parts import is_token, per_token
 

@@ -1,4 +1,6 @@
-"""The task ``text-generation``: the token after each one of a text, scored by perplexity.
+"""The tasks on the next token of a text, with and without a cache of keys and values.
+
+Shapes: B rows, S tokens that are read, P tokens in the cache, H heads of keys, D their width.
 
 Shapes: N rows, B rows of a batch, S tokens, V tokens of the vocabulary.
 
@@ -15,16 +17,130 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor, nn
 
 from quantizer.errors import TaskError
-from quantizer.tasks.counted import CountedTask
+from quantizer.tasks.checkpoints import transformers_package
 from quantizer.tasks.datasets.rows import Plain, Row
-from quantizer.tasks.inputs import Batch, Inputs, Sample
-from quantizer.tasks.kinds import rows_of_kind
+from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs
 from quantizer.tasks.outputs import first_output
-from quantizer.tasks.task import Predictions, Run, tasks
-from quantizer.tasks.tokens.decode_step import CachedInputs, DecodeStep
+from quantizer.tasks.task import CountedTask, Predictions, Run, rows_of_kind, tasks
 from quantizer.tasks.tokens.parts import flips, per_token, whole_numbers
+from quantizer.utils.sizes import CACHE, PRESENT
+
+_KINDS = ("key", "value")
+
+
+class DecodeStep(nn.Module):
+    """A causal language model with its cache as tensors, under the names that the usual runtimes know."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.config = model.config
+        self._cache = transformers_package().DynamicCache
+        cache = self._cache(config=model.config)
+        with torch.no_grad():
+            made = model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+        layers = getattr(made.past_key_values, "layers", ())
+        strange = {type(layer).__name__ for layer in layers if type(layer).__name__ != "DynamicLayer"}
+        if not layers or strange:
+            raise TaskError(
+                f"{type(model).__name__} keeps {', '.join(sorted(strange)) or 'no cache'} of former tokens, expected "
+                "the keys and values of all of them: take task text-generation, which reads a whole text at once"
+            )
+        self.sizes = tuple((tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in layers)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **past: Tensor) -> dict[str, Tensor]:
+        """Return the logits [B x S x V], and keys and values of all tokens [B x H x P + S x D].
+
+        Args:
+            input_ids: the tokens to read [B x S].
+            attention_mask: 1 for a token that is seen, those in the cache first [B x P + S].
+            past: keys and values of the tokens before [B x H x P x D].
+        """
+        cache = self._cache()
+        for layer in range(len(past) // 2):
+            cache.update(past[f"past_key_values.{layer}.key"], past[f"past_key_values.{layer}.value"], layer)
+        made = self.model(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True)
+        outputs = {"logits": made.logits}
+        for number, layer in enumerate(made.past_key_values.layers):
+            outputs[f"present.{number}.key"] = layer.keys
+            outputs[f"present.{number}.value"] = layer.values
+        return outputs
+
+    def empty_cache(self, rows: int) -> Batch:
+        """Return a cache of no tokens."""
+        return {
+            f"{CACHE}.{layer}.{kind}": torch.zeros(rows, size[1], 0, size[3])
+            for layer, sizes in enumerate(self.sizes)
+            for kind, size in zip(_KINDS, sizes, strict=True)
+        }
+
+
+def next_cache(result: Any) -> Batch:
+    """Return the cache for the next step, from what a model, a proxy or an engine gave."""
+    made: Mapping[str, Any] = result
+    names = [name for name in made if name.startswith(f"{PRESENT}.")]
+    return {f"{CACHE}{name.removeprefix(PRESENT)}": first_output(made, name) for name in names}
+
+
+class CachedInputs(TextInputs):
+    """Batches of texts with a cache: empty to calibrate and to score, and of all tokens but the last to check and time.
+
+    What a decoder computes for a token does not depend on what was read before in one call: ranges of texts that are
+    read at once are those of texts that are read token by token.
+    """
+
+    def __init__(self, model: DecodeStep, tokenizer: Any, *, max_length: int, min_length: int) -> None:
+        super().__init__(model, tokenizer, max_length=max_length, min_length=min_length)
+        if "attention_mask" not in self.names:
+            raise TaskError(f"{type(tokenizer).__name__} makes no attention_mask, which tells tokens from padding")
+        self._model = model
+        self._texts = TextInputs(model, tokenizer, max_length=max_length, min_length=min_length)
+        self.names = (*self.names, *model.empty_cache(1))
+
+    def batch(self, texts: Sequence[Any], min_length: int | None = None) -> Batch:
+        """Return one batch of texts [B x S] with an empty cache."""
+        made = self._texts.batch(texts, min_length)
+        return {**made, **self._model.empty_cache(len(made["input_ids"]))}
+
+    def filled(self, texts: Sequence[Any], rows: int, sequence: int | None) -> Batch:
+        """Return the last tokens of a batch [rows x sequence], and the cache of those before; see ``TextInputs``."""
+        return self._last(self._texts.filled(texts, rows, sequence))
+
+    def later_half(self, texts: Sequence[Any], rows: int, sequence: int | None) -> Batch:
+        """Return the later half of the tokens of a batch [rows x sequence], and the cache of those before."""
+        made = self._texts.filled(texts, rows, sequence)
+        return self.split(made, made["input_ids"].shape[1] // 2)
+
+    def random(self, rows: int, sequence: int | None, seed: int = 0) -> Batch:
+        """Return the last of random tokens [rows x sequence], and the cache of those before."""
+        return self._last(self._texts.random(rows, sequence, seed))
+
+    def example(self, texts: Sequence[Any]) -> Batch:
+        """Return the later tokens of two texts, and the cache of those before."""
+        made = self._texts.example(texts)
+        return self.split(made, max(made["input_ids"].shape[1] // 2 - 1, 1))
+
+    def split(self, batch: Batch, kept: int, run: Any = None) -> Batch:
+        """Return the tokens of a batch from ``kept`` on, and the cache of those before.
+
+        Args:
+            batch: a batch [B x S] without a cache, or with an empty one.
+            kept: how many tokens are in the cache.
+            run: gives it; None: the float model does.
+        """
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        cache = self._model.empty_cache(len(ids))
+        if kept:
+            first = {"input_ids": ids[:, :kept], "attention_mask": mask[:, :kept], **cache}
+            with torch.no_grad():
+                cache = next_cache(self._model(**first) if run is None else run(first))
+        return {"input_ids": ids[:, kept:], "attention_mask": mask, **cache}
+
+    def _last(self, batch: Batch) -> Batch:
+        return self.split(batch, batch["input_ids"].shape[1] - 1)
 
 
 @tasks.add("text-generation")

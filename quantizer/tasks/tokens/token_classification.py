@@ -15,12 +15,10 @@ import torch
 
 from quantizer.errors import TaskError
 from quantizer.tasks.classification import class_names, compare_classifiers
-from quantizer.tasks.counted import CountedTask
 from quantizer.tasks.datasets.rows import Row, Words
 from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs
-from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.outputs import first_output
-from quantizer.tasks.task import Predictions, tasks
+from quantizer.tasks.task import CountedTask, Predictions, rows_of_kind, tasks
 from quantizer.tasks.tokens.parts import is_token, per_token
 
 _OUTSIDE = "O"

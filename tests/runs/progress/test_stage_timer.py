@@ -9,8 +9,8 @@ import time
 import pytest
 from rich.console import Console
 
-from quantizer.common.progress import loop, open_loops
 from quantizer.pipeline.progress import Heartbeat, Outlook, StageTimer
+from quantizer.utils.progress import loop, open_loops
 
 
 def _console(*, terminal: bool = False, quiet: bool = False, width: int = 80) -> tuple[Console, io.StringIO]:

@@ -1,0 +1,73 @@
+"""``Algorithm``: a choice that is made by running kept batches again, and ``Work``: what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quantizer.algorithms.proxied import Proxied
+from quantizer.algorithms.replay import OutputError
+from quantizer.algorithms.settings import Settings
+from quantizer.observe.replay_batches import FEW, Enough, ReplayBatches
+from quantizer.observe.statistics import Seen
+from quantizer.plan.decide_operands import PlanSettings
+from quantizer.plan.decide_sites import decide
+from quantizer.plan.site_plan import Plan
+
+
+def _never(settings: Settings) -> bool:
+    return False
+
+
+def _none(settings: Settings) -> tuple[str, ...]:
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Algorithm:
+    """An algorithm that runs kept batches again and notes its choices in the statistics, which decide the plan anew.
+
+    Attributes:
+        wanted: whether settings ask for it.
+        choose: makes the choices.
+        batches: how many batches are kept for it.
+        channels: the kinds of site for whose inputs it needs the range of each channel.
+        needs_batches: whether there is no plan without kept batches; otherwise there is a default.
+    """
+
+    wanted: Callable[[Settings], bool]
+    choose: Callable[[Work], None]
+    batches: Enough = FEW
+    channels: Callable[[Settings], tuple[str, ...]] = _none
+    needs_batches: Callable[[Settings], bool] = _never
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Work:
+    """A calibrated proxy, whose observation is paused, with its statistics.
+
+    Attributes:
+        observed: the statistics, in which choices are noted.
+        error: the error of the model's output with a plan.
+        planned: the settings of a plan.
+    """
+
+    proxy: Proxied
+    observed: Seen
+    error: OutputError
+    planned: PlanSettings = field(repr=False)
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the calibration."""
+        return self.proxy.settings
+
+    @property
+    def kept(self) -> ReplayBatches:
+        """All batches that are kept."""
+        assert self.observed.kept is not None
+        return self.observed.kept
+
+    def plan(self) -> Plan:
+        """Return the plan by the choices so far."""
+        return decide(self.proxy.module, list(self.proxy.sites), self.observed, self.proxy.excluded, self.planned)

@@ -1,0 +1,246 @@
+"""Cross-layer equalisation of consecutive convolutions (Nagel et al. 2019, arXiv:1906.04721), as factors in the plan.
+
+Legend: W1 [C, ..] and W2 the weights of two convolutions, x [B, C, ..] what the second reads, s [C] the factors of
+``numerics/weight_codes.py``.
+
+The quantizer of x divides by s, and W2 * s is rounded. With one scale t for all channels W1 is rounded as W1 / s, so
+the scale of its channel i is t * s_i, which is how the plan holds it. Export moves 1 / s into the first convolution,
+and the file has one scale again. Everything between must treat each channel by itself.
+Where the target rounds the result of the first convolution too, the quantizer of x takes its place: the factors are in
+front of it, and the engine finds one quantizer behind the convolution, as without factors.
+A batch normalization between them is not part of W1 here: its folding gives the first weight a scale for each channel,
+equalized or not.
+
+Pairs are equalized together, in turn until nothing changes, and only where it may help: weights with one scale, or
+inputs whose channels differ so much that one scale leaves most of them a few codes. The error of the model's output on
+kept batches decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantizer.algorithms.algorithm import Algorithm, Work
+from quantizer.algorithms.proxied import Proxied
+from quantizer.algorithms.replay import SiteCall, visit_calls
+from quantizer.algorithms.smoothquant import held_factors, weight_record
+from quantizer.numerics.weight_codes import equalizing_factors
+from quantizer.observe.calibrators import Calibrator
+from quantizer.observe.range_group import ChannelRange, Migration, OperandRecord, RangeGroup
+from quantizer.observe.snapshot import add_over_ranks
+from quantizer.observe.statistics import Seen
+from quantizer.plan.decide_operands import PlanSettings
+from quantizer.plan.reasons import ReasonCode
+from quantizer.plan.site_plan import Plan, SitePlan
+
+_RATIO = 8.0
+"""The largest magnitude of a channel in medians over channels, beyond which one scale leaves half of them 5 bits."""
+
+_ROUNDS = 20
+"""The most rounds over all pairs; the paper repeats them until nothing changes."""
+
+_SETTLED = 1e-3
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Pair:
+    """Two convolutions.
+
+    Attributes:
+        first: the weight of the first.
+        second: the weight of the second.
+        read: what the second reads.
+        site: the second.
+        operand: the name of what it reads.
+        axis: the axis of the channels in the second weight: 1, or 0 if each channel is convolved by itself.
+        channels: the range of each channel of what it reads.
+        results: the sites that round the result of the first, which is x.
+        factors: s [C], float64.
+    """
+
+    first: OperandRecord
+    second: OperandRecord
+    read: OperandRecord
+    site: str
+    operand: str
+    axis: int
+    channels: ChannelRange
+    results: Sequence[str]
+    factors: Tensor
+
+
+def equalize_where_better(work: Work) -> None:
+    """Equalize consecutive convolutions if the model's output comes out better, and record why others are not."""
+    plan, observation, settings = work.plan(), work.observed, work.planned
+    reasons: dict[str, str] = {}
+    pairs = list(_pairs(plan, observation, reasons))
+    if settings.per_channel and all(_ratio(pair.channels) <= _RATIO for pair in pairs):
+        return
+    for path, reason in reasons.items():
+        record = next(record for record in observation.records[path].operands.values() if record.weight is None)
+        record.left = f"not equalized: {reason}"
+    if not pairs:
+        return
+    _solve(pairs)
+    few = work.kept.few()
+    before = work.error.of_all_ranks(plan, few)
+    _take(work.proxy, observation, pairs, work.settings.make_calibrator, settings)
+    if work.error.of_all_ranks(work.plan(), few, before) < before:
+        return
+    for pair in pairs:
+        pair.first.spread = pair.read.smoothed = None
+        for result in pair.results:
+            observation.records[result].left = None
+        pair.read.left = "not equalized: the output of the model comes out better without"
+
+
+def _pairs(plan: Plan, observation: Seen, reasons: dict[str, str]) -> Iterator[_Pair]:
+    """Yield the pairs that can be equalized; put the reason for any other convolution in ``reasons``."""
+    for path, entry in plan.items():
+        if entry.kind != "conv" or not _rounds_both(entry):
+            continue
+        name = next(operand.name for operand in entry.operands if operand.role == "activation")
+        found = _pair(plan, observation, path, name)
+        if isinstance(found, str):
+            reasons[path] = found
+        else:
+            yield found
+
+
+def _pair(plan: Plan, observation: Seen, path: str, name: str) -> _Pair | str:
+    """Return the pair whose second convolution is ``path``, or why there is none."""
+    records = observation.records[path].operands
+    read, second = records[name], weight_record(observation, path)
+    group, before = read.group, read.layer_before
+    sharing = {} if group is None else {other.rpartition(".")[0]: other for other in group.operands}
+    results = [other for other in sharing if other in plan and plan[other].kind == "output"]
+    # What is made of a result is rounded only where that is.
+    behind = (other for other, entry in plan.items() if any(result in entry.follows for result in results))
+    others = [other for other, full in sharing.items() if full != f"{path}.{name}" and other not in results]
+    others += behind
+    if others:
+        return f"{others[0]} reads the same tensor"
+    if not before or any(plan[result].follows != (before,) for result in results):
+        return "no convolution is before it with nothing but operations on single channels between"
+    if before not in plan or not _rounds_both(plan[before]):
+        return f"{before} before it is not in low precision"
+    first = weight_record(observation, before)
+    if first is None or second is None or first.weight is None or second.weight is None:
+        return "the weight of a convolution is computed, and cannot take factors up"
+    rows, shape = first.weight.tensor(), second.weight.tensor().shape
+    if first.axis != 0 or second.axis != 0 or group is None or group.channels is None:
+        return "a convolution is transposed, or the number of its channels changes"
+    channels = len(rows)
+    axis = 1 if shape[1] == channels else 0 if shape[1] == 1 and shape[0] == channels else None
+    if axis is None or len(group.channels.low) != channels:
+        return "its groups have several channels"
+    return _Pair(
+        first=first,
+        second=second,
+        read=read,
+        site=path,
+        operand=name,
+        axis=axis,
+        channels=group.channels,
+        results=results,
+        factors=torch.ones(channels, dtype=torch.float64),
+    )
+
+
+def _rounds_both(entry: SitePlan) -> bool:
+    # Weights in blocks have their scales along the input channels.
+    whole = all(operand.quantized and operand.block_size is None for operand in entry.operands)
+    return entry.quantized and whole
+
+
+def _ratio(channels: ChannelRange) -> float:
+    """Return the largest magnitude of a channel in medians over the channels that are not zeros."""
+    magnitude = channels.magnitude[channels.magnitude > 0]
+    return float(magnitude.max() / magnitude.median()) if len(magnitude) else 1.0
+
+
+def _solve(pairs: Sequence[_Pair]) -> None:
+    """Set the factors of all pairs: a convolution may be the first of one and the second of another."""
+    weights = {id(record): _values(record) for pair in pairs for record in (pair.first, pair.second)}
+    for _ in range(_ROUNDS):
+        largest = 0.0
+        for pair in pairs:
+            first, second = weights[id(pair.first)], weights[id(pair.second)]
+            s = equalizing_factors(_over(first, 0), _over(second, pair.axis))
+            first /= _along(s, first, 0)
+            second *= _along(s, second, pair.axis)
+            pair.factors = pair.factors.to(s.device) * s
+            largest = max(largest, float(s.log().abs().max()))
+        if largest < _SETTLED:
+            return
+
+
+def _values(record: OperandRecord) -> Tensor:
+    assert record.weight is not None
+    return record.weight.tensor().detach().double().abs()
+
+
+def _over(weight: Tensor, axis: int) -> Tensor:
+    """Return the largest magnitude of each index of an axis."""
+    return weight.movedim(axis, 0).flatten(1).amax(1)
+
+
+def _along(factors: Tensor, value: Tensor, axis: int) -> Tensor:
+    return factors.to(value.device).reshape([-1] + [1] * (value.dim() - 1 - axis))
+
+
+def _take(
+    proxy: Proxied, observation: Seen, pairs: Sequence[_Pair], make: Callable[[], Calibrator], settings: PlanSettings
+) -> None:
+    """Use the factors: those of first weights with one scale, and the ranges of x / s of the kept batches."""
+    by_site = {pair.site: (pair, *_group(pair, make, settings)) for pair in pairs}
+
+    def visit(call: SiteCall) -> None:
+        pair, group, factors = by_site[call.site.path]
+        x = call.operand(pair.operand)
+        if isinstance(x, Tensor):
+            divided = x / _along(factors, x, x.dim() + 1 - _weight_axes(pair))
+            group.observe(divided, pair.read.tensor_of(call.number))
+
+    assert observation.kept is not None
+    sites = [site for site in proxy.sites if site.path in by_site]
+    visit_calls(proxy.module, sites, observation.kept.few(), visit, "equalizing")
+    add_over_ranks([each.calibrator for _, group, _ in by_site.values() for each in (group, *group.parts)])
+    for pair, group, factors in by_site.values():
+        if not group.calibrator.count:
+            pair.read.left = "not equalized: no batch that was kept reaches it"
+            continue
+        assert pair.read.group is not None
+        for seen, each in zip((pair.read.group, *pair.read.group.parts), (group, *group.parts), strict=True):
+            if seen.channels is not None and each.calibrator.count:
+                low, high = seen.channels.low / factors, seen.channels.high / factors
+                each.calibrator.widen(float(low.min()), float(high.max()))
+        pair.read.smoothed = group
+        for result in pair.results:
+            observation.records[result].left = ReasonCode.EQUALIZED_BEHIND.text()
+        if not settings.per_channel:
+            pair.first.spread = factors
+
+
+def _group(pair: _Pair, make: Callable[[], Calibrator], settings: PlanSettings) -> tuple[RangeGroup, Tensor]:
+    """Return an empty group for the range of x / s, and s as the target holds it."""
+    factors = held_factors(pair.factors.reciprocal(), settings.scale_dtype)
+    migration = Migration(alpha=None, factors=factors, axis=1 - _weight_axes(pair), weight_axis=pair.axis)
+    assert pair.read.group is not None
+    return pair.read.group.migrated(migration, [f"{pair.site}.{pair.operand}"], make), factors
+
+
+def _weight_axes(pair: _Pair) -> int:
+    assert pair.second.weight is not None
+    return pair.second.weight.tensor().dim()
+
+
+ALGORITHM = Algorithm(
+    wanted=lambda settings: settings.smooth is not None,
+    choose=equalize_where_better,
+    channels=lambda settings: ("conv",),
+)

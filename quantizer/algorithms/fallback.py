@@ -1,0 +1,399 @@
+"""The groups that fall back to float: by rank, by name, or by a search under a budget.
+
+The groups come ranked by a cheap measure; here the metric decides. Bisection finds how many of the first groups must be
+float. Then groups are quantized again while the score allows it, lowest error per cost first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from quantizer.errors import SensitivityError
+from quantizer.plan.reasons import ReasonCode
+from quantizer.plan.selection import matches
+from quantizer.plan.site_plan import Plan
+from quantizer.utils.plain_values import decoded
+from quantizer.utils.progress import loop
+from quantizer.utils.records import BudgetOutcome, EngineCheck, FallbackRecord, GroupSensitivity, Score, quantized_score
+from quantizer.utils.records import Evaluation as Tried
+
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """A score that a search measured.
+
+    Attributes:
+        groups: the groups that were float.
+        score: the value of the metric.
+        drop: how much worse the score is than the float model's.
+        cost: the sum of the costs of ``groups``.
+    """
+
+    groups: tuple[str, ...]
+    score: float
+    drop: float
+    cost: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fallback:
+    """The groups that fall back to float, and how they were chosen.
+
+    Attributes:
+        groups: the groups of the plan that are float for the accuracy, most sensitive first.
+        asked: the arguments of ``fallback()``, as text.
+        ranks: the rank of each group; empty if the groups were chosen by name.
+        evaluations: the scores that a search measured, in order.
+        float_score: the score of the float model; None without a search.
+        max_drop: the drop that the search allowed.
+        slower: other groups that are float because low precision makes them slower, with the reason of each.
+        min_speedup: how many times as fast as in float the plan has to be.
+        speedup: how many times as fast it is predicted to be.
+    """
+
+    groups: tuple[str, ...]
+    asked: str
+    ranks: tuple[int, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+    float_score: float | None = None
+    max_drop: float | None = None
+    slower: Mapping[str, str] = field(default_factory=dict)
+    min_speedup: float | None = None
+    speedup: float | None = None
+
+    def __repr__(self) -> str:
+        parts = [f"{self.asked}: {len(self.groups)} {'group' if len(self.groups) == 1 else 'groups'} in float"]
+        parts += [f"{len(self.slower)} more that would be slower"] if self.slower else []
+        parts += [f"{len(self.evaluations)} scores"] if self.evaluations else []
+        return f"Fallback({', '.join([*parts, *([] if self.met else ['not met'])])})"
+
+    @property
+    def met(self) -> bool:
+        """True, unless the drop exceeds that of the search, or the plan is too slow. All in float drops by 0."""
+        if self.min_speedup is not None:
+            return self.speedup is not None and self.speedup >= self.min_speedup
+        drops = {frozenset(entry.groups): entry.drop for entry in self.evaluations}
+        return self.max_drop is None or drops.get(frozenset(self.groups), 0.0) <= self.max_drop
+
+    def reasons(self) -> dict[str, str]:
+        """Return the reason why each group is float, by group."""
+        ranks = self.ranks or (None,) * len(self.groups)
+        asked = {
+            group: (ReasonCode.FALLBACK if rank is None else ReasonCode.RANKED).text(asked=self.asked, rank=rank)
+            for group, rank in zip(self.groups, ranks, strict=True)
+        }
+        return {**asked, **self.slower}
+
+    def document(self) -> dict[str, Any]:
+        """Return the record as lists, numbers and text, for a file."""
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Fallback:
+        """Return the record whose ``document()`` this is."""
+        try:
+            made: Fallback = decoded(cls, document, "fallback")
+            if made.ranks and len(made.ranks) != len(made.groups):
+                raise ValueError(f"fallback.ranks: {len(made.ranks)} for {len(made.groups)} groups")
+        except ValueError as error:
+            raise SensitivityError(f"the record of a fallback is damaged: {error}") from error
+        return made
+
+    def pareto_front(self) -> tuple[Evaluation, ...]:
+        """Return the evaluations that no other beats in both cost and drop, cheapest first."""
+        front: list[Evaluation] = []
+        for evaluation in sorted(self.evaluations, key=lambda entry: (entry.cost, entry.drop)):
+            if not front or evaluation.drop < front[-1].drop:
+                front.append(evaluation)
+        return tuple(front)
+
+
+def by_rank(ranking: Sequence[GroupSensitivity], *, num: int | None = None, ratio: float | None = None) -> Fallback:
+    """Return the fallback of the first ``num`` groups, or of the share ``ratio`` of all groups (rounded up)."""
+    if ratio is not None:
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
+            raise SensitivityError(f"ratio={ratio!r}: expected a share between 0 and 1")
+        # In floating point 0.07 * 100 is a little more than 7, and must not be rounded up to 8.
+        count, asked = math.ceil(ratio * len(ranking) - _ROUNDING), f"ratio={ratio:g}"
+    else:
+        if isinstance(num, bool) or not isinstance(num, int) or num < 0:
+            raise SensitivityError(f"num={num!r}: expected a whole number of groups, 0 or more")
+        if num > len(ranking):
+            raise SensitivityError(f"num={num}: there are only {len(ranking)} quantized groups to put back")
+        count, asked = num, f"num={num}"
+    return fallback_of(ranking[:count], asked)
+
+
+def fallback_of(entries: Sequence[GroupSensitivity], asked: str) -> Fallback:
+    """Return the fallback of entries of a ranking."""
+    return Fallback(
+        groups=tuple(part for entry in entries for part in entry.parts),
+        asked=asked,
+        ranks=tuple(entry.rank for entry in entries for _ in entry.parts),
+    )
+
+
+def operands_of(plan: Plan) -> dict[str, list[str]]:
+    """Return the quantized operands (``SITE.OPERAND``) of each group of a plan."""
+    operands: dict[str, list[str]] = defaultdict(list)
+    for site in plan.values():
+        for operand in site.operands:
+            if operand.quantized and operand.group is not None:
+                operands[operand.group].append(f"{site.name}.{operand.name}")
+    return operands
+
+
+def fallback_for_target(fallback: Fallback, plan: Plan, backend: str | None, other: Plan) -> Fallback:
+    """Return the fallback of one plan for another plan: that of another backend, or of more calibration data.
+
+    The groups of the two plans differ if the targets do, or if other operands share a range. A group of the other
+    plan falls back as a whole if any of its operands fell back in the first plan. The scores of a search belong to the
+    first plan and are left out, and so do times, with the groups that are float for them.
+    """
+    operands = operands_of(plan)
+    ranks = dict(zip(fallback.groups, fallback.ranks, strict=False))
+    put_back = {name: ranks.get(group) for group in fallback.groups for name in operands.get(group, ())}
+    found: dict[str, int | None] = {}
+    for group, names in operands_of(other).items():
+        hits = [name for name in put_back if name in set(names)]
+        if hits:
+            found[group] = put_back[hits[0]]
+    of_rank = tuple(rank for rank in found.values() if rank is not None)
+    return Fallback(
+        groups=tuple(found),
+        asked=fallback.asked if backend is None else f"{fallback.asked}, chosen for {backend}",
+        ranks=of_rank if len(of_rank) == len(found) else (),
+    )
+
+
+def by_name(operands: Mapping[str, Sequence[str]], names: Sequence[str]) -> Fallback:
+    """Return the fallback of the groups whose operands ``names`` cover."""
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise SensitivityError(f"names={names!r}: expected a list of names")
+    taken: set[str] = set()
+    for name in names:
+        hits = set(operands.get(name, ())) or {
+            operand for members in operands.values() for operand in members if _covers(name, operand)
+        }
+        if not hits:
+            raise SensitivityError(
+                f"names: {name!r} matches no quantized group, module, site or operand; q.coverage lists them"
+            )
+        taken |= hits
+    groups = [group for group, members in operands.items() if taken & set(members)]
+    for group in groups:
+        missing = [operand for operand in operands[group] if operand not in taken]
+        if missing:
+            raise SensitivityError(
+                f"names: this would split the group {group}, which changes precision as a whole: {missing[0]} is not "
+                f"named; name the group, or all of {', '.join(operands[group])}"
+            )
+    return Fallback(groups=tuple(groups), asked=f"names={list(names)}")
+
+
+def per_cost(
+    ranking: Sequence[GroupSensitivity], costs: str | Mapping[str, float] | None
+) -> list[tuple[GroupSensitivity, float]]:
+    """Return the groups with their costs, highest error per cost first."""
+    if costs is None:
+        return [(entry, 1.0) for entry in ranking]
+    if isinstance(costs, str):
+        if costs != "multiply_adds":
+            raise SensitivityError(f"costs={costs!r}: expected 'multiply_adds' or a mapping of groups to numbers")
+        costs = {entry.group: float(entry.multiply_adds) for entry in ranking}
+    names = {entry.group for entry in ranking}
+    strange, missing = sorted(set(costs) - names), sorted(names - set(costs))
+    if strange or missing:
+        what = f"{strange[0]!r} is no group" if strange else f"the group {missing[0]!r} has no cost"
+        raise SensitivityError(f"costs: {what}; expected one number for each of the {len(names)} groups")
+    for name, cost in costs.items():
+        if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 <= cost < math.inf:
+            raise SensitivityError(f"costs: {name!r} has {cost!r}; expected a number, 0 or more")
+    # A residual add has no multiply-adds: groups that cost nothing come first.
+    ordered = sorted(
+        ranking, key=lambda entry: -(entry.error / costs[entry.group] if costs[entry.group] > 0 else math.inf)
+    )
+    return [(entry, float(costs[entry.group])) for entry in ordered]
+
+
+def _covers(pattern: str, operand: str) -> bool:
+    """Return whether a pattern matches an operand's path or the first segments of it."""
+    segments = operand.split(".")
+    return any(matches(pattern, ".".join(segments[:end])) for end in range(1, len(segments) + 1))
+
+
+def fallback_record(
+    chosen: Fallback,
+    max_drop: float | None = None,
+    checks: Sequence[EngineCheck] = (),
+    scores: Sequence[Score] = (),
+) -> FallbackRecord:
+    """Return the record of a fallback: its groups, the reason, and all scores of the search if there was one."""
+    front = chosen.pareto_front()
+    return FallbackRecord(
+        groups=chosen.groups,
+        reason=fallback_reason(chosen),
+        evaluations=tuple(
+            Tried(**asdict(tried), front=tried in front, chosen=set(tried.groups) == set(chosen.groups))
+            for tried in chosen.evaluations
+        ),
+        float_score=chosen.float_score,
+        max_drop=chosen.max_drop if max_drop is None else max_drop,
+        checks=tuple(checks),
+        outcome=budget_outcome(chosen, max_drop, checks, scores),
+    )
+
+
+def budget_outcome(
+    chosen: Fallback, max_drop: float | None, checks: Sequence[EngineCheck], scores: Sequence[Score]
+) -> BudgetOutcome | None:
+    """Return whether a budget is met in the end; None if there was none. Arguments as of ``fallback_record``."""
+    asked = chosen.max_drop if max_drop is None else max_drop
+    if asked is None:
+        return None
+    drops = {frozenset(tried.groups): tried.drop for tried in chosen.evaluations}
+    # Only the fallback of all groups may lack a score: it is the float model.
+    tuning = drops.get(frozenset(chosen.groups), 0.0)
+    scored = quantized_score(scores)
+    if scored is None or scored.difference is None:
+        last = checks[-1].drop if checks else tuning
+        return BudgetOutcome(asked=asked, tuning=tuning, verdict="met" if last <= asked else "not met")
+    # The difference of scores is a gain where more is better.
+    sign = -1 if scored.higher_is_better else 1
+    drop = sign * scored.difference
+    low, high = sorted(sign * end for end in scored.interval or (scored.difference, scored.difference))
+    verdict = "met" if drop <= asked else "not met"
+    noisy = low <= asked < high
+    return BudgetOutcome(
+        asked=asked,
+        tuning=tuning,
+        which=scored.which,
+        evaluation=drop,
+        interval=None if scored.interval is None else (low, high),
+        verdict=f"{verdict}, within noise" if noisy else verdict,
+    )
+
+
+def fallback_reason(chosen: Fallback) -> str:
+    """Return the reason for the groups: the arguments of ``fallback()``, and the result of a search."""
+    if chosen.float_score is None:
+        return f"chosen by fallback({chosen.asked})"
+    scores = {frozenset(evaluation.groups): evaluation.score for evaluation in chosen.evaluations}
+    # Only the fallback of all groups may lack a score: it is the float model.
+    reached = scores.get(frozenset(chosen.groups), chosen.float_score)
+    missed = "" if chosen.met else "; the budget is not met, and this is the best plan found"
+    return (
+        f"found by fallback({chosen.asked}) in {1 + len(chosen.evaluations)} evaluations: {reached:.5f} on the "
+        f"tuning rows, where the float model has {chosen.float_score:.5f}{missed}"
+    )
+
+
+Candidate = tuple[GroupSensitivity, float]
+
+Tell = Callable[[Evaluation], object]
+"""A function that is told each score of a search, with the groups that were float."""
+
+
+def search(
+    candidates: Sequence[Candidate],
+    float_score: float,
+    score: Callable[[tuple[str, ...]], float],
+    *,
+    max_drop: float,
+    higher_is_better: bool,
+    max_evaluations: int,
+    tell: Tell | None = None,
+) -> Fallback:
+    """Return the smallest fallback that it finds within ``max_drop``; if it finds none, that with the smallest drop.
+
+    The float model itself has a drop of 0, so a budget of 0 or more is met; one below 0 may not be.
+    """
+    _check(max_drop, max_evaluations, len(candidates))
+    sign = 1 if higher_is_better else -1
+    found: list[Evaluation] = []
+    known: dict[tuple[str, ...], bool] = {}
+
+    # Most searches end long before the largest number of scores: a bar towards it would not tell when.
+    with loop("search", unit="score", done=1) as progress:
+
+        def meets(kept: Sequence[Candidate]) -> bool:
+            groups = tuple(part for entry, _ in kept for part in entry.parts)
+            if groups not in known:
+                value = score(groups)
+                drop = sign * (float_score - value)
+                found.append(Evaluation(groups=groups, score=value, drop=drop, cost=sum(cost for _, cost in kept)))
+                known[groups] = drop <= max_drop
+                progress.step()
+                if tell is not None:
+                    tell(found[-1])
+            return known[groups]
+
+        needed = _prefix(candidates, meets)
+        kept = _without_needless(list(candidates[:needed]), meets, lambda: max_evaluations - 1 - len(found))
+    if max_drop < 0 and not any(known.values()):
+        best = min(found, key=lambda entry: (entry.drop, entry.cost))
+        # Otherwise all are kept: that is the float model, which drops by 0.
+        if best.drop <= 0:
+            kept = [candidate for candidate in candidates if set(candidate[0].parts) <= set(best.groups)]
+    record = fallback_of(sorted((entry for entry, _ in kept), key=lambda entry: entry.rank), f"max_drop={max_drop:g}")
+    return replace(record, evaluations=tuple(found), float_score=float_score, max_drop=float(max_drop))
+
+
+def _check(max_drop: float, max_evaluations: int, groups: int) -> None:
+    if isinstance(max_drop, bool) or not isinstance(max_drop, int | float) or not math.isfinite(max_drop):
+        raise SensitivityError(f"max_drop={max_drop!r}: expected a number")
+    least = 2 + math.ceil(math.log2(groups + 1))
+    if isinstance(max_evaluations, bool) or not isinstance(max_evaluations, int) or max_evaluations < least:
+        raise SensitivityError(
+            f"max_evaluations={max_evaluations!r}: bisecting {groups} groups takes up to {least} evaluations; expected "
+            f"{least} or more"
+        )
+
+
+def _prefix(candidates: Sequence[Candidate], meets: Callable[[Sequence[Candidate]], bool]) -> int:
+    """Return how many of the first groups must be float with all others quantized, by bisection."""
+    if meets(candidates[:0]):
+        return 0
+    # With all groups float it is the float model, whose score is known.
+    too_few, enough = 0, len(candidates)
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if meets(candidates[:middle]):
+            enough = middle
+        else:
+            too_few = middle
+    return enough
+
+
+def _without_needless(
+    kept: list[Candidate], meets: Callable[[Sequence[Candidate]], bool], left: Callable[[], int]
+) -> list[Candidate]:
+    """Return the groups that must stay float: remove half of them at a time, and halves of a half that is needed.
+
+    The last half comes first, since it has the lowest error per cost. All of it is repeated after a removal, since
+    a score need not improve with more float groups.
+    """
+    before = -1
+    while len(kept) != before:
+        before = len(kept)
+        waiting = _halves(kept)
+        while waiting and left() > 0:
+            part = waiting.pop()
+            fewer = [candidate for candidate in kept if candidate not in part]
+            if fewer and meets(fewer):
+                kept = fewer
+            elif len(part) > 1:
+                waiting += _halves(part)
+    return kept
+
+
+def _halves(part: list[Candidate]) -> list[list[Candidate]]:
+    middle = (len(part) + 1) // 2
+    return [half for half in (part[:middle], part[middle:]) if half]

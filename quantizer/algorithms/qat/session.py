@@ -1,0 +1,171 @@
+"""The stage behind ``Quantizer.qat``: a proxy that rounds its operands and is trained.
+
+A check of the gradients of a step.
+
+Steps of a training that several processes take together, each with its rows of the batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from quantizer.algorithms.qat import Scales, changed_scales, kinds_of, prepare_state_dict, set_up_scales
+from quantizer.errors import CalibrationError, TrainingError
+from quantizer.plan.apply import apply_plan, switch_on, with_passes
+from quantizer.plan.replace_scales import with_given_weights, with_scales
+from quantizer.plan.site_plan import Plan, with_fallback
+from quantizer.proxy.build import build_proxy, own_copy, sites_of
+from quantizer.proxy.model_sharing import LocalHook, hand_back_buffers, share_for_good
+from quantizer.utils.distributed import all_reduce_tensor, get_rank, get_world_size
+
+logger = logging.getLogger(__name__)
+
+_FIRST_BATCHES = 8
+"""The number of batches that give the ranges if nothing was calibrated."""
+
+
+class QatSession:
+    """A model in quantization-aware training.
+
+    Attributes:
+        model: the model whose parameters are trained.
+        proxy: the proxy that rounds; its parameters are the model's and the learned scales.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan | None,
+        groups: Mapping[str, str],
+        scales: Scales,
+        scale_dtype: torch.dtype,
+        *,
+        own: bool,
+    ) -> None:
+        self.model = own_copy(model) if own else model
+        self._scale_dtype = scale_dtype
+        self.proxy = build_proxy(self.model, eager_attention=True)
+        share_for_good(self.proxy, self.model)
+        self._plan = plan
+        self._replaced: Plan | None = None
+        self.proxy.register_forward_hook(LocalHook(self._hand_back_buffers))
+        if plan is None:
+            kinds = kinds_of({}, scales)
+            if scales != "fixed":
+                raise CalibrationError(
+                    f"scales={scales!r} starts from calibrated ones, and nothing was calibrated yet: run data through "
+                    "calib(model), or call calibrate(model, batches), before qat()"
+                )
+        else:
+            trained = with_fallback(plan, groups)
+            kinds = kinds_of(trained, scales)
+            self._apply(trained)
+            set_up_scales(self.proxy, trained, kinds, scale_dtype)
+        if not any(parameter.requires_grad for parameter in self.proxy.parameters()):
+            raise TrainingError(
+                f"no parameter of this {type(model).__name__} requires a gradient, so there is nothing to train: call "
+                "requires_grad_() on the model, or on the part of it that is to be trained, before qat()"
+            )
+        prepare_state_dict(self.proxy, kinds)
+
+    def calibrate_first(self, observing: nn.Module, decided: Callable[[], Plan]) -> None:
+        """Calibrate with the first batches: each goes through ``observing`` before the proxy rounds it."""
+        logger.warning("qat(): nothing was calibrated, so ranges come from the first %d batches", _FIRST_BATCHES)
+        seen = 0
+
+        def observe(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            nonlocal seen
+            with torch.no_grad():
+                observing(*args, **keywords)
+            self._plan = decided()
+            self._apply(self._plan)
+            seen += 1
+            if seen == _FIRST_BATCHES:
+                handle.remove()
+                logger.info("qat(): ranges are those of the first %d batches", _FIRST_BATCHES)
+
+        handle = self.proxy.register_forward_pre_hook(LocalHook(observe), with_kwargs=True)
+
+    def learned_plan(self) -> Plan:
+        """Return the plan of calibration with the proxy's current scales in the target's float type.
+
+        The scales differ from the plan's if training moved them, or if a checkpoint was loaded.
+        """
+        if self._plan is None:
+            raise CalibrationError("nothing was calibrated, and no batch went through the proxy of qat() yet")
+        if self._replaced is not None:
+            return self._replaced
+        changed = changed_scales(self.proxy, self._applied)
+        plan = with_scales(self._plan, changed, self._scale_dtype, keep_zero_points=True) if changed else self._plan
+        return with_given_weights(plan, self.model)
+
+    def replace(self, plan: Plan) -> None:
+        """Let ``learned_plan`` return this plan, whatever the proxy's scales."""
+        self._replaced = plan
+
+    def _hand_back_buffers(self, proxy: nn.Module, args: Any, result: Any) -> None:
+        """Assign buffers that a pass replaced in the proxy to the model; layers of torch write into theirs instead."""
+        for module in proxy.modules():
+            hand_back_buffers(module)
+
+    def require_weights_of(self, model: nn.Module) -> None:
+        """Raise unless the parameters of a model are still those that were trained."""
+        now = dict(model.named_parameters())
+        replaced = [
+            path for path, parameter in self.proxy.named_parameters() if path in now and now[path] is not parameter
+        ]
+        if replaced:
+            raise TrainingError(
+                f"{len(replaced)} parameters of the model were replaced since qat(), the first is {replaced[0]}: its "
+                "scales are those of what was trained, and the proxy has that still; load into the parameters in place "
+                "(load_state_dict without assign), or call qat() again"
+            )
+
+    def _apply(self, plan: Plan) -> None:
+        self._applied = plan
+        # After more batches, the plan may leave an operand float that it rounded before.
+        for site in sites_of(self.proxy):
+            site.reset()
+        with_passes(self.proxy, plan)
+        apply_plan(self.proxy, plan)
+        switch_on(self.proxy, plan)
+
+
+def has_gradient(parameters: Iterable[Tensor]) -> bool:
+    """Return whether any parameter has a gradient that is not all zeros."""
+    return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters)
+
+
+Row = TypeVar("Row")
+
+
+def own_rows(rows: Sequence[Row]) -> tuple[Sequence[Row], float]:
+    """Return this process's rows of a batch, and their share of it; of fewer rows than processes each has all."""
+    size = get_world_size()
+    if len(rows) < size:
+        return rows, 1 / size
+    mine = rows[get_rank() :: size]
+    return mine, len(mine) / len(rows)
+
+
+def sum_gradients(parameters: Sequence[Tensor], share: float) -> None:
+    """Replace gradients by their sums over all processes, each times its share; all processes must call this.
+
+    A parameter that has no gradient in any process keeps none.
+    """
+    if get_world_size() == 1:
+        return
+    with torch.no_grad():
+        reached = all_reduce_tensor(torch.tensor([float(parameter.grad is not None) for parameter in parameters]))
+        used = [parameter for parameter, count in zip(parameters, reached, strict=True) if count]
+        if not used:
+            return
+        mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in used]
+        summed = all_reduce_tensor(torch.cat([gradient.flatten() * share for gradient in mine]))
+        for parameter, part in zip(used, torch.split(summed, [p.numel() for p in used]), strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype, copy=True)

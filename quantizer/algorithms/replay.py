@@ -1,0 +1,394 @@
+"""Batches that run through a proxy again: whole, or up to the calls of one module after another.
+
+Legend: y the float output of a batch, all floating tensors of it together and without padding; z the output with the
+operands rounded. The error of a plan is the sum over batches of |z - y|^2 / |y|^2, without those values of y that are
+masks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from quantizer.algorithms.proxied import Proxied
+from quantizer.observe.replay_batches import Batch, ReplayBatches
+from quantizer.observe.statistics import flat_output, floats, is_no_mask, padding_mask, without_padding
+from quantizer.plan.apply import apply_plan, switch_on
+from quantizer.plan.site_plan import Plan, plan_digest
+from quantizer.proxy.call_numbers import current_call, numbered
+from quantizer.proxy.eager_attention import attention_of, observed_probabilities
+from quantizer.proxy.recorded_calls import RecordedCall, RecordedCalls
+from quantizer.proxy.restored_state import unmoved
+from quantizer.proxy.site import CallOverride, Site
+from quantizer.utils.batches import copied
+from quantizer.utils.distributed import exact_sums
+from quantizer.utils.fingerprint import tensors_digest
+from quantizer.utils.progress import counted
+
+Called = TypeVar("Called", bound=nn.Module)
+
+Visit = Callable[[Any, Any, Any, Tensor | None], None]
+"""A function of a call: its site or module, its arguments, and the mask [B, S] of real tokens (None: all)."""
+
+
+def run(proxy: nn.Module, batch: Batch, override: CallOverride | None = None, sites: Collection[Site] = ()) -> Any:
+    """Return the output for a copy of a batch; ``override`` takes the calls of some sites, active or not."""
+    args, keywords = copied(*batch)
+    # forward() instead of a call: the hooks of the proxy are for calibration.
+    with _overridden(sites, override), unmoved(proxy), numbered(proxy):
+        return proxy.forward(*args, **keywords)
+
+
+@contextmanager
+def _overridden(sites: Collection[Site], override: CallOverride | None) -> Iterator[None]:
+    """Let ``override`` take the calls of sites; None: they compute in float."""
+    active = {site: site.active for site in sites}
+    try:
+        for site in sites:
+            # An active site asks no judge.
+            site.active, site.judge = False, override
+        yield
+    finally:
+        for site, was in active.items():
+            site.active, site.judge = was, None
+
+
+@contextmanager
+def quantized(proxy: Proxied, plan: Plan) -> Iterator[None]:
+    """Apply a plan to the proxy, with weights as float parameters; switch all quantizers off again afterwards."""
+    apply_plan(proxy.module, plan)
+    try:
+        switch_on(proxy.module, plan)
+        yield
+    finally:
+        for site in proxy.sites:
+            site.reset()
+
+
+class Replay:
+    """Some batches, of which each pass goes on to the calls of one more site or module.
+
+    What ended before these calls is recorded and not computed again in later passes, so that all passes together cost
+    little more than one. In memory are the outputs of the outermost modules that have ended, of every batch; a model
+    that hands objects from module to module, such as a cache, has those of the innermost ones.
+
+    Attributes:
+        batches: the batches.
+    """
+
+    def __init__(self, proxy: Proxied, batches: Iterable[Batch]) -> None:
+        self.batches = list(batches)
+        self._proxy, self._sites = proxy.module, proxy.sites
+        self._calls: list[Counter[nn.Module]] = []
+        self._ended: dict[tuple[int, bool], EndedCalls] = {}
+
+    def in_order(self, modules: Collection[Called], *, in_float: bool = False) -> list[Called]:
+        """Return those sites or modules that the batches call, in the order of their first calls."""
+        order: list[Called] = []
+        for batch in self.batches:
+            # The proxy itself is not called: its hooks are for calibration.
+            called = [module for module in modules if module is self._proxy]
+            self._pass(batch, modules, lambda module, *_, called=called: called.append(module), in_float)
+            self._calls.append(Counter(called))
+            # A module that no earlier batch reached follows the one that was called before it.
+            place = 0
+            for module in dict.fromkeys(called):
+                if module not in order:
+                    order.insert(place, module)
+                place = order.index(module) + 1
+        return order
+
+    def calls(self, place: int, module: nn.Module) -> int:
+        """Return how often a batch, by its place, calls a module that was in ``in_order``."""
+        return self._calls[place][module]
+
+    def stop_at(self, place: int, module: nn.Module, visit: Visit, *, in_float: bool = False) -> None:
+        """Call ``visit`` with the calls of a module, in a pass of the batch at a place that ends with the last of them.
+
+        Call ``in_order`` first, and then this in that order. Whatever the module depends on must not change any more.
+        """
+        left = self.calls(place, module)
+        if left == 0:
+            return
+        ended = self._ended.setdefault((place, in_float), EndedCalls(self._proxy))
+
+        def counted(module: nn.Module, args: Any, keywords: Mapping[str, Any], mask: Tensor | None) -> None:
+            nonlocal left
+            ended.reached = True
+            visit(module, args, keywords, mask)
+            left -= 1
+            if left == 0:
+                raise Reached
+
+        with ended, suppress(Reached):
+            self._pass(self.batches[place], [module], counted, in_float)
+
+    def in_float(self) -> AbstractContextManager[None]:
+        """Return a context in which all sites compute in float."""
+        return _overridden(self._sites, None)
+
+    def visit(self, module: nn.Module, visit: Visit) -> None:
+        """Call ``stop_at`` for every batch."""
+        for place in range(len(self.batches)):
+            self.stop_at(place, module, visit)
+
+    def _pass(self, batch: Batch, modules: Collection[nn.Module], visit: Any, in_float: bool) -> None:
+        """Run a batch; sites that are visited compute by their quantizers, and without any sites in float if asked."""
+        mask = padding_mask(batch[1], batch[0])
+        sites = [module for module in modules if isinstance(module, Site)]
+        others = [module for module in modules if not isinstance(module, Site)]
+
+        def judge(site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
+            visit(site, args, keywords, mask)
+            return site.rounded(function, args, keywords)
+
+        def hook(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            visit(module, args, keywords, mask)
+
+        handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in others]
+        try:
+            with self.in_float() if in_float else nullcontext():
+                run(self._proxy, batch, judge, sites)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+_ROWS = 512
+"""The number of rows of a linear's input that are tried: enough to tell ranges apart, and cheaper than all."""
+
+_BATCHED = 3  # the number of axes from which the first one is taken for the batch
+
+_ITEMS = 4
+"""The number of items of a batch that are tried if rows depend on each other."""
+
+
+class SiteCall:
+    """One call of a site, with its real operands.
+
+    Legend: y the site's float output, as rows; y_c the output with those operands rounded that the caller switched on.
+    The error is the mean over rows of |y_c - y|^2 / |y|^2. It is relative to each row, because in the absolute error a
+    few rows with huge values would outweigh all others. A row is the last axis; for a convolution it is one image.
+
+    Attributes:
+        site: the site that is called.
+        number: which of the site's calls in its pass this is, from 0.
+    """
+
+    def __init__(
+        self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any], mask: Tensor | None
+    ) -> None:
+        self.site = site
+        self._function = function
+        self._all = (args, keywords, mask)
+        self.number = current_call(site.path)
+
+    def operand(self, name: str) -> Any:
+        """Return the operand before rounding, without padding."""
+        args, keywords, mask = self._all
+        place = [entry.name for entry in self.site.operation.operands].index(name)
+        if self.site.operation.operands[place].index is None:
+            # Fused attention computes its probabilities itself; their last two axes are no tokens to leave out.
+            return observed_probabilities(args, keywords)
+        value = self.site.argument(place, args, keywords)
+        last = self.site.operation.name == "linear"
+        return without_padding(value, mask, channels_last=last) if isinstance(value, Tensor) else value
+
+    @cached_property
+    def expected(self) -> Tensor | None:
+        """The rows of the float output, float64; None if it is no tensor. Read it before any quantizer is on."""
+        return self._rows()
+
+    def error(self) -> float:
+        """Return the relative error of the output with the site's current quantizers; read ``expected`` first."""
+        expected, rows = self.expected, self._rows()
+        assert expected is not None
+        assert rows is not None
+        power = expected.square().sum(1)
+        error = (rows - expected).square().sum(1)
+        return float((error[power > 0] / power[power > 0]).mean()) if bool((power > 0).any()) else 0.0
+
+    @cached_property
+    def _some(self) -> tuple[list[Any], dict[str, Any], Tensor | None]:
+        return _sample(self.site, *self._all)
+
+    def _rows(self) -> Tensor | None:
+        args, keywords, mask = self._some
+        output = self.site.rounded(self._function, args, keywords)
+        if not isinstance(output, Tensor):
+            return None
+        values = without_padding(output, mask, channels_last=self.site.operation.name == "linear")
+        by_image = self.site.operation.kind == "conv" and values.dim() > 1
+        return (values.flatten(1) if by_image else values.reshape(-1, values.shape[-1] if values.dim() else 1)).double()
+
+
+def visit_calls(
+    proxy: nn.Module, sites: Collection[Site], batches: Iterable[Batch], visit: Callable[[SiteCall], None], title: str
+) -> None:
+    """Run batches through a proxy in float and pass every call of ``sites`` to ``visit``."""
+    with torch.no_grad(), counted(list(batches), title, unit="batch") as steps:
+        for batch in steps:
+            mask = padding_mask(batch[1], batch[0])
+
+            def watch(site: Site, function: Any, args: list[Any], keywords: dict[str, Any], mask: Any = mask) -> Any:
+                visit(SiteCall(site, function, args, keywords, mask))
+                # A call in place writes into the tensor itself, since other code may hold the same tensor.
+                return function(*args, **keywords)
+
+            run(proxy, batch, watch, sites)
+
+
+def _sample(
+    site: Site, args: list[Any], keywords: dict[str, Any], mask: Tensor | None
+) -> tuple[list[Any], dict[str, Any], Tensor | None]:
+    """Return a part of a call's operands that is enough to compare ranges, and the mask [B, S] of that part."""
+    if site.operation.name == "linear" and args and isinstance(args[0], Tensor):
+        rows = without_padding(args[0], mask, channels_last=True).reshape(-1, args[0].shape[-1])
+        return [rows[:: max(1, len(rows) // _ROWS)], *args[1:]], keywords, None
+    if site.operation.kind == "conv" and args and isinstance(args[0], Tensor):
+        weight = args[1] if len(args) > 1 else keywords.get("weight")
+        # A single image has no batch axis.
+        batched = isinstance(weight, Tensor) and args[0].dim() == weight.dim()
+        return [args[0][:_ITEMS] if batched else args[0], *args[1:]], keywords, None
+    tensors = [value for value in (*args, *keywords.values()) if isinstance(value, Tensor)]
+    alike = len({(tensor.dim(), tensor.shape[0] if tensor.dim() else 0) for tensor in tensors}) == 1
+    # In an einsum the equation names the axes, and the first need not be the batch.
+    if not alike or tensors[0].dim() < _BATCHED or site.operation.equation:
+        return args, keywords, mask
+
+    def first(value: Any) -> Any:
+        return value[:_ITEMS] if isinstance(value, Tensor) else value
+
+    some = {name: first(value) for name, value in keywords.items()}
+    return [first(value) for value in args], some, mask if mask is None else mask[:_ITEMS]
+
+
+class Reached(BaseException):
+    """The end of a pass that needs to go no further; no error, so that a model that catches errors lets it through."""
+
+
+class EndedCalls(RecordedCalls):
+    """The module calls of one batch that ended before the last stage.
+
+    Attributes:
+        reached: whether this pass has reached its stage, so that what ends from now on is not final.
+    """
+
+    def __init__(self, proxy: nn.Module) -> None:
+        super().__init__(proxy)
+        self.reached = False
+        self._calls: dict[tuple[nn.Module, int], RecordedCall] = {}
+
+    def __enter__(self) -> EndedCalls:
+        super().__enter__()
+        self.reached = False
+        self._number.clear()
+        return self
+
+    @property
+    def _records(self) -> bool:
+        return not self.reached
+
+    def _recorded(self, module: nn.Module, number: int) -> RecordedCall | None:
+        call = self._calls.get((module, number))
+        return call if call is not None and call.holds else None
+
+    def _keep(self, module: nn.Module, number: int, call: RecordedCall) -> None:
+        if self.reached or not call.usable:
+            return
+        for inner, count in call.inside.items():
+            after = self._number[inner]
+            for place in range(after - count, after):
+                # This call is taken as a whole.
+                self._calls.pop((inner, place), None)
+        self._calls[module, number] = call
+
+
+_OTHER = 0.01
+"""From this error on, two implementations of attention compute something else: bfloat16 makes 0.0001."""
+
+
+class OutputError:
+    """The error of quantized models on batches; float outputs, and the errors of a plan, are computed once a batch.
+
+    A plan of another backend may be the same, and its error is known then: for the same float output, to the bit.
+    """
+
+    def __init__(self, proxy: Proxied, known: dict[tuple[str, Hashable, str], float] | None = None) -> None:
+        """
+        Args:
+            proxy: the calibrated proxy, its sites inactive and unobserved.
+            known: errors by plan, batch and float output, to which new ones are added; None: none.
+        """
+        self._proxy = proxy
+        self._expected: dict[Hashable, Tensor] = {}
+        self._digests: dict[Hashable, str] = {}
+        self._known = {} if known is None else known
+
+    def of(self, plan: Plan, batches: Mapping[Hashable, Batch]) -> float:
+        """Return the error of the model quantized by a plan; the proxy is float again afterwards."""
+        return math.fsum(self._terms(plan, batches))
+
+    def of_all_ranks(self, plan: Plan, kept: ReplayBatches, limit: float = math.inf) -> float:
+        """Return the error by the batches of all ranks, with the bits of one process that has all of them.
+
+        Beyond ``limit`` it is that of some of the batches.
+        """
+        (error,) = exact_sums([self._terms(plan, kept.mine(), limit)])
+        return error
+
+    def _terms(self, plan: Plan, batches: Mapping[Hashable, Batch], limit: float = math.inf) -> list[float]:
+        terms: list[float] = []
+        digest = plan_digest(plan)
+        with torch.no_grad():
+            for name in [name for name in batches if name not in self._expected]:
+                self._expected[name] = _output(self._proxy.module, batches[name])
+                self._digests[name] = tensors_digest({"output": self._expected[name]})
+            with quantized(self._proxy, plan):
+                for name, batch in batches.items():
+                    key = digest, name, self._digests[name]
+                    if key not in self._known:
+                        self._known[key] = _error(_output(self._proxy.module, batch), self._expected[name])
+                    terms.append(self._known[key])
+                    if math.fsum(terms) > limit:
+                        break
+        return terms
+
+
+def other_attention_error(model: nn.Module, proxy: nn.Module, batch: Batch) -> float | None:
+    """Return the error of a proxy's output, if the attention which its model is set to computes something else.
+
+    Returns:
+        None where both give the same but for the rounding of float types, or there is nothing to compare: outputs of
+        other shapes, or others each time.
+    """
+    with torch.no_grad():
+        with attention_of(model, proxy) as other:
+            if not other or not floats(expected := run(proxy, batch)):
+                return None
+        given = _output(proxy, batch)
+        expected = flat_output(expected, padding_mask(batch[1], batch[0]))
+        error = _error(given, expected) if given.shape == expected.shape else 0.0
+        return error if error > _OTHER and torch.equal(_output(proxy, batch), given) else None
+
+
+def _output(proxy: nn.Module, batch: Batch) -> Tensor:
+    return flat_output(run(proxy, batch), padding_mask(batch[1], batch[0]))
+
+
+def _error(output: Tensor, expected: Tensor) -> float:
+    seen = is_no_mask(expected)
+    if not bool(seen.all()):
+        expected, output = expected[seen], output[seen]
+    # In place, as the logits of a decoder are 200 MB a batch.
+    power, error = float(expected.square().sum()), float((output - expected).square_().sum())
+    if math.isnan(error):
+        return math.inf
+    return error / power if power else 0.0

@@ -1,0 +1,152 @@
+"""The measure ``gradient``: a second-order estimate of the output's divergence, for all groups by one backward pass.
+
+Legend: y the output; d_s [.., C] the change of a site's output if a group is rounded, d_st its rows; J_st the
+derivative of y by such a row; v a random direction at the output whose covariance is H, the Hessian of the divergence
+(see ``divergence.py``).
+
+To second order a change J d of the output costs |J d|^2 in the metric H. One backward pass gives g_st = v J_st, and
+E (g_st . d_st)^2 is that cost (Hutchinson's estimator). The estimate for a group is the sum of (g_st . d_st)^2 over the
+rows of its sites. It takes the errors of rows as independent, so that thousands of rows average out the variance of a
+single random direction. With a loss, g is the gradient of the loss, and the estimate that of the empirical Fisher
+matrix.
+
+Autograd keeps only what a block gets: on the way back a block is computed again, so that memory does not grow with the
+layers but by their inputs.
+
+The result leaves out three kinds of groups. No gradient reaches the first: they stand before a rounding, an argmax or a
+block without gradients. The changes of the second are not small: a range clips a few rows on which the rest of the
+network depends (the first token of many decoders). There the second order is no estimate: the true cost is bounded, or
+far larger. The operands of the third are overwritten by the model before the backward pass, which computes the changes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantizer.algorithms.sensitivity.groups import Changes, Group, Pending, watched
+from quantizer.algorithms.sensitivity.metric import Divergence, Probe
+from quantizer.algorithms.sensitivity.passes import RepeatedCalls, overwritten, pass_of
+from quantizer.errors import SensitivityError
+from quantizer.observe.statistics import padding_mask
+from quantizer.proxy.restored_state import unmoved
+from quantizer.proxy.site import Site
+
+_SMALL = 0.25
+"""The largest share that the square of a row's change may have of the row's own square."""
+
+Loss = Callable[[Any], Tensor]
+"""A function of the model's output that gives a scalar."""
+
+
+def gradient(
+    proxy: nn.Module,
+    groups: Sequence[Group],
+    args: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    result: Any,
+    loss: Loss | None = None,
+) -> dict[str, float]:
+    """Return the estimate for each group on one batch, by name; ``result`` is the float output."""
+    divergence = Divergence(result, padding_mask(keywords, args))
+    run = partial(pass_of, proxy, args, keywords)
+    numbered = {group.block for group in groups if group.block.rpartition(".")[2].isdigit()}
+    blocks = RepeatedCalls(module for path, module in proxy.named_modules() if path in numbered)
+    with unmoved(proxy), blocks:
+        costs = _costs(run, groups, divergence, loss, later=True)
+    if blocks.held:
+        return costs
+    try:
+        return _costs(run, groups, divergence, loss, later=False)
+    except RuntimeError as error:
+        if loss is not None or not overwritten(error):
+            raise
+        # The model changes in place what its own backward pass would need: it has no gradient.
+        return {}
+
+
+def _costs(
+    run: Callable[[], Any], groups: Sequence[Group], divergence: Divergence, loss: Loss | None, *, later: bool
+) -> dict[str, float]:
+    """Return the estimates by a pass forward and one backward; ``later`` as in ``watched``."""
+    costs: dict[str, float] = defaultdict(float)
+    large: set[str] = set()
+    anchor = torch.zeros((), requires_grad=True)
+
+    def add(changes: Changes, gradient: Tensor) -> None:
+        for name, change in changes.by_group.items():
+            if loss is None and not _is_small(change, changes.output, gradient):
+                large.add(name)
+            product = gradient * change
+            costs[name] += float((product.sum(-1) if product.dim() else product).double().square().sum())
+
+    def visit(site: Site, output: Tensor, pending: Pending) -> Tensor:
+        if not site.source.in_place:
+            given = (output, anchor, add, pending.compute, *pending.tensors)
+            passed: Tensor = _Watch.apply(*given)  # type: ignore[no-untyped-call]
+            return passed
+        # Other code holds this very tensor: a copy would not change with it.
+        if output.requires_grad:
+            output.register_hook(partial(add, pending.changes()))  # type: ignore[no-untyped-call]
+        return output
+
+    # The backward pass repeats calls, in which the sites must do as in the first pass.
+    with torch.enable_grad(), watched(groups, visit, later=later):
+        output = run()
+        probe = divergence.probe(output) if loss is None else _of_loss(loss, output)
+        reached = [pair for pair in zip(probe.tensors, probe.directions, strict=True) if pair[0].requires_grad]
+        if reached:
+            # The gradient of the anchor is 0. On the way to it autograd passes every site and computes no parameter's.
+            tensors, directions = zip(*reached, strict=True)
+            torch.autograd.grad(tensors, [anchor], directions, allow_unused=True)
+    return {name: cost * probe.factor for name, cost in costs.items() if name not in large}
+
+
+def _is_small(change: Tensor, value: Tensor, gradient: Tensor) -> bool:
+    """Return whether no row changes by much that has at least the mean power and on which the output depends."""
+    if value.dim() == 0:
+        return True
+    power = value.square().sum(-1)
+    counts = (power >= power.mean()) & gradient.ne(0).any(-1)
+    return not bool((counts & (change.square().sum(-1) > _SMALL * power)).any())
+
+
+class _Watch(torch.autograd.Function):
+    """The identity, which calls a function with changes and with the gradient on its way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        anchor: Tensor,
+        show: Callable[[Changes, Tensor], None],
+        compute: Callable[..., Changes],
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.show, ctx.compute = show, compute
+        # Not as attributes: where a call is repeated, autograd frees what it saved and saves it anew.
+        ctx.save_for_backward(*tensors)
+        # A copy, since autograd forbids in-place changes of an input that a function returns.
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # Asked for once: each time would repeat the call.
+        tensors = ctx.saved_tensors
+        ctx.show(ctx.compute(*tensors), gradient)
+        return gradient, torch.zeros(()), None, None, *[None] * len(tensors)
+
+
+def _of_loss(loss: Loss, output: Any) -> Probe:
+    value = loss(output)
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise SensitivityError(f"loss(output) gave {shown}; expected one floating-point number as a tensor")
+    if not value.requires_grad:
+        raise SensitivityError("loss(output) does not depend on the model's output by anything torch can differentiate")
+    return Probe(tensors=[value], directions=[torch.ones_like(value)], factor=0.5)

@@ -1,0 +1,250 @@
+"""The user's metric: a function of a model that gives its score, and what that depends on.
+
+The divergence of a model's output from its float output.
+
+Legend: y the float output, z another output, p and q the softmax of logits y and z, [.., C].
+
+- Logits: the Kullback-Leibler divergence, the mean over positions of sum p (log p - log q).
+- Any other output: the inverse of the SQNR, |z - y|^2 / |y|^2, over all floating tensors of the output together.
+
+Both are relative, so that batches can be averaged. If an ``attention_mask`` [B, S] certainly marks padding, the padded
+positions of outputs [B, S, ..] do not count: nobody reads them, and on short texts they can be most of the output.
+
+The measure ``output``: the divergence of the model's output with one group rounded at a time.
+
+It is exact on these batches. It costs a pass for each group, of which the part before the group is not computed again.
+
+The measure ``local``: the relative error at the outputs of a group's sites, by two to three float passes in all.
+
+Legend: y a site's float output, d its change if the group is rounded. The error is |d|^2 / |y|^2, the mean over the
+calls of the group's sites. The effect on the rest of the network does not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantizer.algorithms.sensitivity.groups import Group, Pending, watched
+from quantizer.algorithms.sensitivity.passes import Reuse, pass_of
+from quantizer.errors import LostRankError, SensitivityError
+from quantizer.observe.statistics import (
+    flat_output,
+    floats,
+    has_padding,
+    output_without_padding,
+    padding_mask,
+    without_padding,
+)
+from quantizer.plan.site_plan import SitePlan, plan_digest
+from quantizer.proxy.restored_state import unmoved, untouched
+from quantizer.proxy.site import Site
+from quantizer.utils.fingerprint import Fingerprint
+from quantizer.utils.progress import counted
+
+Score = Callable[[nn.Module], float]
+"""A function of a model, called like the user's own, that gives one number."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """A score, and the direction that is better."""
+
+    function: Score
+    higher_is_better: bool = True
+
+    def score(self, model: nn.Module, which: str) -> float:
+        """Return the score of a model, without gradients; ``which`` names the model in errors."""
+        try:
+            with torch.no_grad(), untouched(model):
+                value = self.function(model)
+        except LostRankError:
+            raise
+        except Exception as error:
+            raise SensitivityError(f"the metric raised {type(error).__name__} for {which}: {error}") from error
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        # NumPy's scalars are numbers to Python as well.
+        if isinstance(number, bool | Tensor) or not hasattr(number, "__float__"):
+            raise SensitivityError(f"the metric gave {type(value).__name__} for {which}; expected one number")
+        if not math.isfinite(number):
+            raise SensitivityError(f"the metric gave {float(number)} for {which}; expected a finite number")
+        return float(number)
+
+    def drop(self, float_score: float, score: float) -> float:
+        """Return how much worse ``score`` is than the float model's; negative if it is better."""
+        return float_score - score if self.higher_is_better else score - float_score
+
+
+def fingerprint(plan: Mapping[str, SitePlan], metric: Callable[..., object], weights: Fingerprint) -> str:
+    """Return a checksum of what a plan computes and of its groups, of the weights and of the metric's code.
+
+    The data that a metric reads is not part of it: another data set needs another folder, unless the metric names its
+    data in an attribute ``reads`` (a text).
+    """
+    groups = [str(operand.group) for site in plan.values() for operand in site.operands]
+    parts = [*_of_function(metric), json.dumps(weights.plain()), plan_digest(plan), *groups]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _of_function(function: Callable[..., object]) -> list[str]:
+    if isinstance(function, partial):
+        return ["partial", *_of_function(function.func), repr(function.args), repr(sorted(function.keywords.items()))]
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    code = getattr(function, "__code__", None)
+    defaults = repr(getattr(function, "__defaults__", None))
+    wrapped = getattr(function, "__wrapped__", None)
+    inner = [] if wrapped is None else _of_function(wrapped)
+    return [name, str(getattr(function, "reads", "")), defaults, *([] if code is None else _of_code(code)), *inner]
+
+
+def _of_code(code: CodeType) -> list[str]:
+    inner = [part for const in code.co_consts if isinstance(const, CodeType) for part in _of_code(const)]
+    constants = [repr(const) for const in code.co_consts if not isinstance(const, CodeType)]
+    return [code.co_code.hex(), repr(code.co_names), *constants, *inner]
+
+
+_AT_ONCE = 2**20
+"""So many logits are compared at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Probe:
+    """Random directions at an output: for a small change d of ``tensors``, the divergence is the expectation of
+    ``factor`` (directions . d)^2."""
+
+    tensors: list[Tensor]
+    directions: list[Tensor]
+    factor: float
+
+
+class Divergence:
+    """The float output of one batch, with which other outputs of the same batch are compared.
+
+    Args:
+        reference: the float output, of whatever structure.
+        mask: which tokens are real, [B, S]; None: all.
+    """
+
+    def __init__(self, reference: Any, mask: Tensor | None) -> None:
+        self._mask = mask
+        logits = _logits(reference)
+        self._log_p = None if logits is None else [*map(_log_softmax, _parts(logits, mask))]
+        self._y = flat_output(reference, mask) if logits is None else None
+        self._power = 1.0 if self._y is None else float(self._y.square().sum())
+        if self._power == 0:
+            raise SensitivityError("the model's output is all zeros on this batch: no relative error can be taken")
+
+    def of(self, output: Any) -> float:
+        """Return the divergence of another output of the same batch; 0 if the two are equal."""
+        if self._log_p is None:
+            assert self._y is not None
+            return float((flat_output(output, self._mask) - self._y).square().sum()) / self._power
+        logits = _logits(output)
+        assert logits is not None
+        pairs = zip(self._log_p, _parts(logits, self._mask), strict=True)
+        return float(torch.cat([_of_rows(log_p, part) for log_p, part in pairs]).mean())
+
+    def probe(self, output: Any) -> Probe:
+        """Return random directions for an output that can be differentiated; the same for the same shapes.
+
+        For logits their covariance is H = diag(p) - p p^T, the Hessian of the Kullback-Leibler divergence, which to
+        second order is d^T H d / 2. For any other output they are normal.
+        """
+        logits = _logits(output)
+        if logits is not None:
+            root = logits.detach().softmax(-1).sqrt()
+            xi = _normal(root)
+            direction = root * xi - root.square() * (root * xi).sum(-1, keepdim=True)
+            positions = len(_rows(direction, self._mask))
+            return Probe(tensors=[logits], directions=[_zero_padding(direction, self._mask)], factor=0.5 / positions)
+        tensors = floats(output)
+        directions = [_zero_padding(_normal(tensor.detach()), self._mask) for tensor in tensors]
+        return Probe(tensors=tensors, directions=directions, factor=1 / self._power)
+
+
+def _logits(output: Any) -> Tensor | None:
+    """Return the ``logits`` of an output, [.., C] of two classes or more; None if there are none."""
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    usable = isinstance(found, Tensor) and found.is_floating_point() and found.dim() > 1 and found.shape[-1] > 1
+    return found if usable else None
+
+
+def _parts(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the rows [N, C] in parts that stay in a processor's cache, as those of a decoder are 200 MB a batch."""
+    rows = _rows(logits.detach(), mask)
+    return torch.split(rows, max(1, _AT_ONCE // rows.shape[-1]))
+
+
+def _log_softmax(rows: Tensor) -> Tensor:
+    return rows.double().log_softmax(-1)
+
+
+def _of_rows(log_p: Tensor, logits: Tensor) -> Tensor:
+    """Return the divergence of each row."""
+    log_q, p = _log_softmax(logits), log_p.exp()
+    # A logit of -inf in one output is -inf in the other too, and -inf - -inf is NaN.
+    return torch.where(p > 0, p * (log_p - log_q), 0).sum(-1)
+
+
+def _rows(logits: Tensor, mask: Tensor | None) -> Tensor:
+    return output_without_padding(logits, mask).reshape(-1, logits.shape[-1])
+
+
+def _zero_padding(value: Tensor, mask: Tensor | None) -> Tensor:
+    if not has_padding(value, mask):
+        return value
+    assert mask is not None
+    return value * mask.reshape(*mask.shape, *[1] * (value.dim() - 2))
+
+
+def _normal(like: Tensor) -> Tensor:
+    """Return normal numbers, the same at each call: the order of batches must not change the result."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(like.shape, generator=generator).to(like)
+
+
+def output(
+    proxy: nn.Module, groups: Sequence[Group], args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any
+) -> dict[str, float]:
+    """Return the divergence due to each group on one batch, by name; ``result`` is the float output."""
+    divergence = Divergence(result, padding_mask(keywords, args))
+    errors: dict[str, float] = {}
+    with torch.no_grad(), Reuse(proxy) as reuse:
+        with unmoved(proxy):
+            pass_of(proxy, args, keywords)
+        with counted(groups, "sensitivity", unit="group") as steps:
+            for group in steps:
+                with group.rounding(), reuse.until(group.sites), unmoved(proxy):
+                    errors[group.name] = divergence.of(pass_of(proxy, args, keywords))
+    return errors
+
+
+def local(
+    proxy: nn.Module, groups: Sequence[Group], args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any
+) -> dict[str, float]:
+    """Return the error of each group on one batch, by name."""
+    del result
+    mask = padding_mask(keywords, args)
+    errors: dict[str, list[float]] = defaultdict(list)
+
+    def visit(site: Site, output: Tensor, pending: Pending) -> Tensor:
+        last = site.operation.name == "linear"
+        power = float(without_padding(output, mask, channels_last=last).double().square().sum())
+        for name, change in pending.changes().by_group.items():
+            error = float(without_padding(change, mask, channels_last=last).double().square().sum())
+            errors[name].append(error / power if power > 0 else 0.0)
+        return output
+
+    with torch.no_grad(), watched(groups, visit):
+        pass_of(proxy, args, keywords)
+    return {name: sum(values) / len(values) for name, values in errors.items()}

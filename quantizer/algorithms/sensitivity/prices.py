@@ -1,0 +1,209 @@
+"""The time of each group in low precision and in float, in one engine on one machine.
+
+The most accurate plan that is fast enough: groups go back to float while the predicted time allows it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from quantizer.algorithms.fallback import Fallback, fallback_of, per_cost
+from quantizer.errors import SensitivityError
+from quantizer.plan.reasons import ReasonCode
+from quantizer.plan.site_plan import Plan
+from quantizer.utils.records import GroupSensitivity
+
+_LEAST_GAIN = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPrice:
+    """The time of one group, in microseconds.
+
+    Attributes:
+        group: its name in the plan.
+        low_us: with the group in low precision, conversions that it causes included.
+        float_us: in float.
+        is_table: whether it is a table of an embedding, which is in low precision to take less memory.
+    """
+
+    group: str
+    low_us: float
+    float_us: float
+    is_table: bool = False
+
+    @property
+    def gain_us(self) -> float:
+        """Microseconds that low precision wins; below 0 it loses."""
+        return self.float_us - self.low_us
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prices:
+    """The times of all groups of a plan in the engines of one backend.
+
+    Attributes:
+        groups: one entry for each group of the plan, by name.
+        low_us: the time of the engine with all groups in low precision.
+        float_us: the time of the engine of the float model.
+        where: the backend, the shape and how the times were found, in words.
+        least_loss_us: a group counts as slower from such a loss on; what is less may be noise.
+    """
+
+    groups: Mapping[str, GroupPrice]
+    low_us: float
+    float_us: float
+    where: str
+    least_loss_us: float = 30.0
+
+    def __repr__(self) -> str:
+        times = f"{self.low_us / 1000:.2f} ms in low precision, {self.float_us / 1000:.2f} ms in float"
+        return f"Prices({len(self.groups)} groups, {times}, {self.where})"
+
+    def time_us(self, back: Collection[str]) -> float:
+        """Return the time that is predicted with these groups in float.
+
+        The gains of groups are added; a conversion between two groups counts for one of them.
+        """
+        if strange := [group for group in back if group not in self.groups]:
+            raise SensitivityError(f"{strange[0]!r} has no price; the groups that have are {', '.join(self.groups)}")
+        return self.low_us + sum(self.groups[group].gain_us for group in set(back))
+
+    def speedup(self, back: Collection[str]) -> float:
+        """Return how many times as fast as the float engine the plan is that has these groups in float."""
+        return self.float_us / self.time_us(back)
+
+    def slower(self) -> dict[str, str]:
+        """Return the groups that low precision makes slower, by more than noise, with the reason in words."""
+        return {
+            name: ReasonCode.SLOWER.text(low=f"{price.low_us:.0f}", float=f"{price.float_us:.0f}", where=self.where)
+            for name, price in self.groups.items()
+            if price.gain_us < -self.least_loss_us and price.float_us > 0 and not price.is_table
+        }
+
+    def gains(self, parts: Mapping[str, Collection[str]]) -> dict[str, float]:
+        """Return what low precision wins in microseconds, by name, and a tenth of the mean for what wins less.
+
+        Gains near 0 are noise. Errors divided by them would put groups first that hardly cost accuracy.
+        """
+        found = {name: max(sum(self.groups[part].gain_us for part in groups), 0.0) for name, groups in parts.items()}
+        least = _LEAST_GAIN * sum(found.values()) / max(len(found), 1)
+        return {name: max(gain, least) for name, gain in found.items()}
+
+
+def prices_from_places(
+    plan: Plan,
+    hosts: Mapping[str, str],
+    low: Mapping[str, float],
+    plain: Mapping[str, float],
+    *,
+    low_us: float,
+    float_us: float,
+    where: str,
+) -> Prices:
+    """Return the prices of a plan's groups from the times of places in two engines.
+
+    Layers are timed one by one, which takes longer than the engine does: each engine's times are scaled to its own
+    latency. A place that several groups share is split by their multiply-adds. What neither engine spends in a place of
+    a group cancels out of predictions, as far as it is the same in both.
+
+    Args:
+        plan: the plan, with all groups quantized.
+        hosts: the place of each site of the plan.
+        low: the time of each place in the engine of the plan.
+        plain: the same in the engine of the float model.
+        low_us: the latency of the engine of the plan, in microseconds.
+        float_us: that of the engine of the float model.
+        where: the backend and the shape, in words.
+    """
+    shares = _shares(plan, hosts)
+    low, plain = _scaled(low, low_us), _scaled(plain, float_us)
+    times: dict[str, list[float]] = {group: [0.0, 0.0] for groups in shares.values() for group in groups}
+    for place, groups in shares.items():
+        for group, share in groups.items():
+            times[group][0] += share * low.get(place, 0.0)
+            times[group][1] += share * plain.get(place, 0.0)
+    computed = {operand.group for site in plan.values() if site.kind != "embedding" for operand in site.operands}
+    priced = {
+        group: GroupPrice(group=group, low_us=taken[0], float_us=taken[1], is_table=group not in computed)
+        for group, taken in times.items()
+    }
+    return Prices(groups=priced, low_us=low_us, float_us=float_us, where=where)
+
+
+def _scaled(times: Mapping[str, float], whole: float) -> dict[str, float]:
+    total = sum(times.values())
+    return {place: time * whole / total for place, time in times.items()} if total else {}
+
+
+def _shares(plan: Plan, hosts: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """Return the groups of each place, with the share of the place's work that is theirs; shares add up to 1."""
+    work: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for site in plan.values():
+        found = (operand.group for operand in site.operands if operand.quantized and operand.group is not None)
+        groups = dict.fromkeys(found)
+        for group in groups:
+            # A residual add multiplies nothing, and still takes time where it is alone.
+            work[hosts[site.name]][group] += max(site.multiply_adds, 1) / len(groups)
+    return {
+        place: {group: amount / sum(groups.values()) for group, amount in groups.items()}
+        for place, groups in work.items()
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanPoint:
+    """A plan between everything in low precision and everything in float.
+
+    Attributes:
+        back: how many groups are float.
+        time_us: its predicted time, in microseconds.
+        error: the sum of the errors of the groups that stay quantized.
+    """
+
+    back: int
+    time_us: float
+    error: float
+
+
+def frontier(ranking: Sequence[GroupSensitivity], prices: Prices) -> tuple[PlanPoint, ...]:
+    """Return the plans that put one group more back at a time, highest error per microsecond first.
+
+    Errors of groups add up in the measures ``gradient`` and ``local``, and do so closely in the others.
+    """
+    ordered = [entry for entry, _ in per_cost(ranking, _costs(ranking, prices))]
+    back: list[str] = []
+    rest = sum(entry.error for entry in ordered)
+    points = [PlanPoint(back=0, time_us=prices.time_us(()), error=rest)]
+    for entry in ordered:
+        back += entry.parts
+        rest -= entry.error
+        points.append(PlanPoint(back=len(back), time_us=prices.time_us(back), error=max(rest, 0.0)))
+    return tuple(points)
+
+
+def by_speed(ranking: Sequence[GroupSensitivity], prices: Prices, min_speedup: float) -> Fallback:
+    """Return the fallback with the least error among those that it finds at least ``min_speedup`` times as fast.
+
+    The groups of ``prices.slower()`` are float already. The others go back by their error per microsecond, each if the
+    time allows it. If everything in low precision is too slow, what comes back is the fastest plan, and its ``met`` is
+    False.
+    """
+    if isinstance(min_speedup, bool) or not isinstance(min_speedup, int | float) or not 0 < min_speedup < math.inf:
+        raise SensitivityError(f"min_speedup={min_speedup!r}: expected a number above 0, such as 2.0")
+    allowed = prices.float_us / min_speedup
+    chosen: list[GroupSensitivity] = []
+    back = list(prices.slower())
+    for entry, _ in per_cost(ranking, _costs(ranking, prices)):
+        if prices.time_us([*back, *entry.parts]) <= allowed:
+            chosen.append(entry)
+            back += entry.parts
+    made = fallback_of(sorted(chosen, key=lambda entry: entry.rank), f"min_speedup={min_speedup:g}")
+    return replace(made, min_speedup=float(min_speedup), speedup=prices.speedup(back))
+
+
+def _costs(ranking: Sequence[GroupSensitivity], prices: Prices) -> dict[str, float]:
+    return prices.gains({entry.group: entry.parts for entry in ranking})

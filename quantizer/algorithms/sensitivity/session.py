@@ -1,0 +1,210 @@
+"""The stage behind ``Quantizer.amp`` and ``Quantizer.fallback``: a proxy that measures, and the groups chosen by it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from torch import nn
+
+from quantizer.algorithms.sensitivity import (
+    Fallback,
+    GroupSensitivity,
+    Loss,
+    Measurement,
+    Metric,
+    Tell,
+    by_name,
+    by_rank,
+    fingerprint,
+    groups_of,
+    operands_of,
+    per_cost,
+    search,
+)
+from quantizer.algorithms.sensitivity.prices import Prices, by_speed
+from quantizer.errors import SensitivityError
+from quantizer.plan.apply import FrozenTries, apply_plan, store_weights, watch, with_passes
+from quantizer.plan.site_plan import Plan, with_fallback
+from quantizer.proxy.build import build_proxy, sites_of
+from quantizer.proxy.model_sharing import OwnBuffers
+from quantizer.utils.distributed import all_gather_bytes, get_rank
+from quantizer.utils.files import Store
+from quantizer.utils.fingerprint import Fingerprint
+
+Costs = str | Mapping[str, float] | None
+
+
+class SensitivitySession:
+    """The amp proxy of a plan, which measures the plan's groups and chooses among them.
+
+    Attributes:
+        proxy: the amp proxy, which returns float outputs and measures.
+        measured_plan: the plan of calibration.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        measure: str,
+        granularity: str,
+        loss: Loss | None,
+        metric: Metric | None,
+        *,
+        alone: Plan | None = None,
+        tries: Callable[[], Callable[[Mapping[str, str]], Plan]] | None = None,
+    ) -> None:
+        """
+        Args:
+            model: the model.
+            plan: the plan of calibration.
+            measure, granularity, loss, metric: as in ``Quantizer.amp``.
+            alone: the plan with biases corrected for one group quantized alone, as groups are measured; None: ``plan``.
+            tries: returns, for one search, a function from groups to the plan that is frozen with these in float; None:
+                ``plan`` without these.
+        """
+        alone = plan if alone is None else alone
+        self.proxy = build_proxy(model, eager_attention=True).eval()
+        OwnBuffers(self.proxy, model)
+        with_passes(self.proxy, alone)
+        apply_plan(self.proxy, alone)
+        store_weights(self.proxy, alone)
+        # The proxy shares the model's float weights, but its codes are of the weights as they are now.
+        watch(self.proxy, "amp", lambda parameter: True)
+        self._model = model
+        self.measured_plan = plan
+        self._loss = loss
+        self._begin = tries or (lambda: partial(with_fallback, plan))
+        self._measurement = Measurement(
+            self.proxy, groups_of(sites_of(self.proxy), plan, granularity), measure, loss, metric
+        )
+
+    @property
+    def measure(self) -> str:
+        """The name of the measure; ``loss`` for the gradients of the user's loss."""
+        return self._measurement.measure if self._loss is None else "loss"
+
+    @property
+    def by_output(self) -> list[GroupSensitivity]:
+        """The groups by what each does to the model's output, highest first; empty: that was not measured.
+
+        Of several processes all must ask.
+        """
+        told = self.measure in ("gradient", "output") and self._measurement.batches_of_all()
+        return self.ranking() if told else []
+
+    def ranking(self) -> list[GroupSensitivity]:
+        """Return all groups, highest error first."""
+        return self._measurement.ranking()
+
+    def fallback(
+        self,
+        *,
+        num: int | None,
+        ratio: float | None,
+        names: Sequence[str] | None,
+        max_drop: float | None,
+        metric: Metric | None,
+        max_evaluations: int,
+        costs: Costs,
+        min_speedup: float | None,
+        prices: Prices | None,
+        cache: str | os.PathLike[str] | None,
+        tell: Tell | None,
+    ) -> Fallback:
+        """Return the groups that fall back to float; arguments as in ``Quantizer.fallback``."""
+        _one_of(num=num, ratio=ratio, names=names, max_drop=max_drop, min_speedup=min_speedup)
+        slower = {} if prices is None else prices.slower()
+        if names is not None:
+            return replace(by_name(operands_of(self.measured_plan), names), slower=slower)
+        ranking = [entry for entry in self.ranking() if not slower.keys() >= set(entry.parts)]
+        if prices is not None and isinstance(costs, Mapping):
+            raise SensitivityError("fallback() takes costs= or prices=, which hold the costs of the same groups")
+        if min_speedup is not None:
+            if prices is None:
+                raise SensitivityError("fallback(min_speedup=...) needs prices=: the measured times of the groups")
+            return replace(by_speed(ranking, prices, min_speedup), slower=slower)
+        if max_drop is None:
+            # The ranking that was shown; times order it only for what is asked for in score or time.
+            chosen = by_rank([entry for entry, _ in per_cost(ranking, costs)], num=num, ratio=ratio)
+            return replace(chosen, slower=slower)
+        if metric is None:
+            raise SensitivityError(
+                "fallback(max_drop=...) needs metric=: a function that takes a model and gives a score"
+            )
+        if prices is not None and costs is None:
+            costs = prices.gains({entry.group: entry.parts for entry in ranking})
+        candidates = per_cost(ranking, costs)
+        found = self._searched(candidates, slower, max_drop, metric, max_evaluations, cache, tell)
+        return replace(found, slower=slower)
+
+    def _searched(
+        self,
+        candidates: list[tuple[GroupSensitivity, float]],
+        slower: Mapping[str, str],
+        max_drop: float,
+        metric: Metric,
+        max_evaluations: int,
+        cache: str | os.PathLike[str] | None,
+        tell: Tell | None,
+    ) -> Fallback:
+        """Return what a search finds with the groups of ``slower`` in float anyway."""
+        taken = self._scores(metric, cache)
+
+        def score(groups: tuple[str, ...] | None) -> float:
+            return taken(None if groups is None else (*groups, *slower))
+
+        return search(
+            candidates,
+            score(None),
+            score,
+            max_drop=max_drop,
+            higher_is_better=metric.higher_is_better,
+            max_evaluations=max_evaluations,
+            tell=tell,
+        )
+
+    def _scores(
+        self, metric: Metric, cache: str | os.PathLike[str] | None
+    ) -> Callable[[tuple[str, ...] | None], float]:
+        """Return a function that gives the score with these groups float (None: of the float model), measured once."""
+        search = fingerprint(self.measured_plan, metric.function, Fingerprint.of(self._model))
+        scores = Store(cache if get_rank() == 0 else None, SensitivityError).under(search)
+        tries, planned = FrozenTries(self._model), self._begin()
+
+        def score(groups: tuple[str, ...] | None) -> float:
+            def take() -> float:
+                if groups is None:
+                    # A copy in eval mode: in train mode the user's model would apply dropout and update its statistics.
+                    proxy = build_proxy(self._model, eager_attention=False).eval()
+                    OwnBuffers(proxy, self._model)
+                    return metric.score(proxy, "the float model")
+                plan = planned(dict.fromkeys(groups, "put back"))
+                return metric.score(tries.of(plan), f"the model with {len(groups)} groups put back")
+
+            # One process reads the folder and tells the others: all of them take a score, or none.
+            key = [groups is None, *sorted(groups or ())]
+            known = _told(scores.find(key))
+            if known is None:
+                known = _told(scores.get(key, take))
+            assert known is not None
+            return known
+
+        return score
+
+
+def _one_of(**given: object) -> None:
+    """Raise unless exactly one of the arguments is given."""
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) != 1:
+        shown = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise SensitivityError(f"fallback() takes one of {', '.join(given)}; got {shown}")
+
+
+def _told(score: float | None) -> float | None:
+    """Return the score of the first process, so that all processes decide alike; None if it has none."""
+    told = all_gather_bytes(b"" if score is None else score.hex().encode())[0].decode()
+    return float.fromhex(told) if told else None

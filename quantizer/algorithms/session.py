@@ -1,0 +1,385 @@
+"""A calibration session: the proxy that observes a model, and the plan from the statistics of all processes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantizer.algorithms.bias_correction import BiasCorrection
+from quantizer.algorithms.make_plan import make_observation, make_plan, needs_batches, replays_batches
+from quantizer.algorithms.proxied import Proxied, proxied_copy
+from quantizer.algorithms.replay import OutputError, other_attention_error
+from quantizer.algorithms.settings import Settings
+from quantizer.algorithms.smoothquant import fit_migrations
+from quantizer.errors import CalibrationError
+from quantizer.observe.completeness import CountedProduct
+from quantizer.observe.float16_modules import Float32Modules
+from quantizer.observe.observation import Observation
+from quantizer.observe.replay_batches import Batch, DealtBatches, ReplayBatches, in_types
+from quantizer.observe.snapshot import restored, snapshot
+from quantizer.observe.statistics import Seen
+from quantizer.plan.site_plan import Plan
+from quantizer.proxy.computed_weights import named_tensors
+from quantizer.proxy.model_sharing import LocalHook, OwnBuffers
+from quantizer.utils.batches import copied, warn_user
+from quantizer.utils.distributed import all_gather_bytes, get_rank, get_world_size
+from quantizer.utils.fingerprint import Fingerprint, changed_types, tensor_version, warn_of_other_weights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Decided:
+    """A plan, with the statistics that it was made from, and how often torch wrote into its ranges and scales.
+
+    ``corrected`` has the plan with its biases corrected for some groups in float, by these groups.
+    """
+
+    seen: Seen
+    batches: int
+    plan: Plan
+    versions: tuple[int, ...]
+    corrected: dict[frozenset[str], Plan] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, seen: Seen, plan: Plan) -> _Decided:
+        return cls(seen, seen.batches, plan, _versions(plan))
+
+    def is_of(self, seen: Seen) -> bool:
+        return self.seen is seen and self.batches == seen.batches
+
+
+_SHOWN = 3
+"""So many operands a warning names."""
+
+
+class CalibrationSession:
+    """The statistics of all batches that went through ``proxy``, and the plan from them.
+
+    Under ``torch.distributed`` every rank calibrates on its own data. The first call that needs the result gathers the
+    statistics of all ranks, so every rank must make it. They are gathered again after ``resume()``, and after more data
+    on every rank. Each rank then has the plan that one process would have made of all the data.
+
+    Attributes:
+        proxy: the proxy, which returns float outputs and observes.
+        weights: the scales of weights that plans were made with.
+        fingerprint: the checksum of the weights in calibration; None before the first batch.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: nn.Module,
+        earlier: bytes | None = None,
+        *,
+        anew: bool = False,
+        kept: ReplayBatches | None = None,
+        fingerprint: Fingerprint | None = None,
+    ) -> None:
+        """
+        Args:
+            settings: the settings of the quantizer.
+            model: the float model.
+            earlier: the statistics with which to continue, as ``seen`` returns them.
+            anew: whether what was chosen by running batches is chosen again, for another target or other parameters.
+            kept: the batches for that choice; without any the former choice stays, if there can be one.
+            fingerprint: the checksum of the weights with which ``earlier`` was observed.
+
+        Raises:
+            ConfigError: a rule matches nothing in the model.
+            CalibrationError: ``earlier`` is of another model.
+        """
+        self._proxied = proxied_copy(settings, model)
+        self.proxy, self.weights = self._proxied.module, self._proxied.weights
+        self._model = weakref.ref(model)
+        self.fingerprint = fingerprint
+        self._weights_noted = False
+        self._pending: Fingerprint | None = None
+        self._first: Batch | None = None
+        self.proxy.register_forward_pre_hook(LocalHook(self._look_at_first), with_kwargs=True)
+        self.proxy.register_forward_hook(LocalHook(self._note_weights))
+        self._observation = make_observation(self._proxied)
+        # Every rank has read the same folder, whose statistics must count once.
+        if earlier is not None and get_rank() == 0:
+            self._observation.seen.add(_restored(earlier, self.proxy, self._observation))
+        if anew:
+            self._choose_anew(kept)
+        self._began_with = self._observation.seen.batches
+        # The model may be trained between batches: the proxy copies its current buffers.
+        self._buffers = OwnBuffers(self.proxy, model)
+        self._observation.attach(self.proxy, self._proxied.sites, self._buffers.refresh)
+        self._gathered: tuple[int, Seen] | None = None
+        self._decided: _Decided | None = None
+        self._warned = False
+        self._told_constants: set[str] = set()
+
+    def _choose_anew(self, kept: ReplayBatches | None) -> None:
+        seen, settings = self._observation.seen, self._proxied.settings
+        # This rank's part may be empty where that of another is not.
+        some = kept is not None and kept.everywhere > 0
+        if kept is not None and some:
+            seen.kept = kept.copy()
+        if some or needs_batches(settings) or not replays_batches(settings):
+            seen.forget_choices()
+            return
+        logger.warning(
+            "ranges are not chosen for %s, as a folder keeps no batch to choose on: the choice that was saved is used",
+            settings.backend,
+        )
+        fit_migrations(seen, settings.target.torch_dtype)
+
+    def dealt(self) -> DealtBatches:
+        """Return what deals out batches that all ranks are given alike."""
+        return DealtBatches(lambda: self._observation.seen.kept)
+
+    @property
+    def has_new(self) -> bool:
+        """True if there may be a new batch since the session began, on this or on any other rank."""
+        return get_world_size() > 1 or self._observation.seen.batches > self._began_with
+
+    @property
+    def has_any(self) -> bool:
+        """True if there are statistics on any rank, of this calibration or of the earlier one that it continues."""
+        return self.observation().batches > 0
+
+    @property
+    def has_begun(self) -> bool:
+        """True if this process has statistics, found without communication between ranks."""
+        return self._gathered is not None or self._observation.seen.batches > 0
+
+    def resume(self) -> None:
+        """Prepare for more data, on one rank or on all of them."""
+        self._gathered = None
+        self._weights_noted = False
+
+    def has_weights_of(self, model: nn.Module) -> bool:
+        """Return whether the proxy's parameters are those that ``model`` has now."""
+        now = dict(model.named_parameters(remove_duplicate=False))
+        mine = self.proxy.named_parameters(remove_duplicate=False)
+        return all(now.get(path) is parameter for path, parameter in mine)
+
+    def _look_at_first(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Keep the first batch, and compute the checksum: it costs a pass over the weights, which stay the same."""
+        if not self._weights_noted:
+            self._pending, self._first = Fingerprint.of(proxy), copied(args, keywords)
+
+    def _note_weights(self, proxy: nn.Module, args: Any, result: Any) -> None:
+        """Store the checksum of the weights after a complete batch, and warn if it differs from the earlier one."""
+        if self._pending is None:
+            return
+        now, self._pending, self._weights_noted = self._pending, None, True
+        if self.fingerprint is not None:
+            warn_of_other_weights(self.fingerprint, now)
+        self.fingerprint = now
+
+    def _compare_attention(self) -> None:
+        """Warn if the model's own attention computes something else than the proxy, which no pass may observe now."""
+        (batch, self._first), model = (self._first, None), self._model()
+        if batch is None or model is None:
+            return
+        error = other_attention_error(model, self.proxy, batch)
+        if error is not None:
+            decibels = -10 * math.log10(error)
+            warnings.warn(
+                f"with attention by separate products, as a quantized model computes it, {type(model).__name__} gives "
+                f"other outputs than with the attention that it is set to ({decibels:.1f} dB on the first batch): one "
+                "of them leaves out a mask. Quantized is what it computes after set_attn_implementation('eager'): see "
+                "whether that is what you want, or report it to its authors",
+                stacklevel=4,
+            )
+
+    def _renew_weights(self, whole: Seen) -> None:
+        """Update the recorded weights to those that the model has now, as a parameter may have been replaced."""
+        model = self._model()
+        if model is None:
+            return
+        now = named_tensors(model)
+        for path, record in whole.records.items():
+            for seen in record.operands.values():
+                known = seen.weight
+                if known is None or all(now.get(n) is p for n, p in zip(known.paths, known.parameters, strict=False)):
+                    continue
+                for name, former in zip(known.paths, known.parameters, strict=True):
+                    tensor = now.get(name)
+                    if tensor is None or tensor.shape != former.shape:
+                        raise CalibrationError(
+                            f"the model changed since it was calibrated: {name} of {path} had the shape "
+                            f"{list(former.shape)}, and "
+                            + ("is gone" if tensor is None else f"has {list(tensor.shape)} now")
+                            + "; calibrate it again"
+                        )
+                seen.weight = replace(known, parameters=tuple(now[name] for name in known.paths))
+
+    def decide(self, in_float: Mapping[str, str] | None = None, correction: BiasCorrection | None = None) -> Plan:
+        """Return the plan for all sites; it is made once, and again only for new batches and for what changed since.
+
+        With ``in_float`` its biases are corrected for these groups being float; ``correction`` keeps what several such
+        plans share.
+        """
+        plan = self._decide()
+        if not in_float:
+            return dict(plan)
+        assert self._decided is not None
+        known, key = self._decided.corrected, frozenset(in_float)
+        if key not in known:
+            correction = correction or self.correction()
+            if correction is None:
+                return dict(plan)
+            with self._observation.paused(self._proxied.sites), torch.no_grad():
+                known[key] = correction.with_fallback(plan, in_float)
+        return dict(known[key])
+
+    def of_single_sites(self, plan: Plan) -> Plan:
+        """Return a plan with the biases corrected as if each site alone were quantized, where it corrects them."""
+        correction = self.correction()
+        if correction is None:
+            return plan
+        with self._observation.paused(self._proxied.sites):
+            return correction.of_single_sites(plan)
+
+    def correction(self) -> BiasCorrection | None:
+        """Return the correction of biases on the kept batches; None if there is none."""
+        whole, settings = self.observation(), self._proxied.settings
+        if not settings.bias_correction or whole.kept is None or not whole.kept.everywhere:
+            return None
+        error = OutputError(self._proxied, whole.kept.known.errors)
+        return BiasCorrection(self._proxied, whole.kept.few(), error, settings.target.torch_dtype)
+
+    def _decide(self) -> Plan:
+        whole = self.observation()
+        if whole.batches == 0:
+            raise CalibrationError(
+                "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
+            )
+        if whole.only_zeros and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"every input of all {whole.batches} calibration batches is zero, so that no range says anything about "
+                "real data: calibrate with real data",
+                stacklevel=3,
+            )
+        self.warn_of_constants()
+        needed = needs_batches(self._proxied.settings) and whole.chosen_at != whole.batches
+        if needed and get_world_size() == 1 and not whole.kept:
+            raise CalibrationError(
+                "with a list of percentiles, calibrator 'auto', a share for smooth or rounding by data, each target's "
+                "ranges and codes come from running batches, and a folder keeps none: call for_backend() before "
+                "save(), or calibrate(model, batches, resume=True) with a few batches"
+            )
+        self._renew_weights(whole)
+        known, same = self._decided, self.weights.look_at(_weights(whole))
+        if known is not None and _versions(known.plan) != known.versions:
+            self.weights.forget()
+        elif known is not None and same and known.is_of(whole):
+            return known.plan
+        self._decided = None
+        self._follow_types(whole)
+        # This runs the proxy, which must not observe these passes.
+        with self._observation.paused(self._proxied.sites):
+            self._compare_attention()
+            plan = make_plan(self._proxied, whole)
+        self._decided = _Decided.of(whole, plan)
+        return plan
+
+    def _follow_types(self, whole: Seen) -> None:
+        """Give the proxy its batches in the types that the model has now, which may have been cast since."""
+        if self.fingerprint is None or whole.kept is None:
+            return
+        types = changed_types(self.fingerprint, Fingerprint.of(self.proxy, self.fingerprint))
+        whole.kept.set_types(types)
+        if types:
+            self._buffers.refresh()
+            self._first = None if self._first is None else in_types(self._first, types)
+
+    def warn_of_constants(self) -> None:
+        """Warn of activations that had one value in all batches; of each once, and of none where all inputs are 0.
+
+        Of several ranks all must call it.
+        """
+        whole = self.observation()
+        if whole.only_zeros:
+            return
+        for value, names in sorted(whole.constant_operands().items()):
+            new = [name for name in names if name not in self._told_constants]
+            self._told_constants.update(new)
+            if new:
+                warn_user([_of_constants(value, new)])
+
+    def extent(self) -> tuple[int, int, int]:
+        """Return how many batches and rows this process has seen, and the number of sites."""
+        seen = self._observation.seen
+        return seen.batches, seen.rows, len(seen.records)
+
+    def products(self) -> tuple[CountedProduct, ...]:
+        """Return the products that torch computed."""
+        return self.observation().counted()
+
+    def regions(self) -> Float32Modules:
+        """Return the modules whose values float16 cannot hold."""
+        return self.observation().regions
+
+    def seen(self) -> bytes:
+        """Return the statistics of all ranks as bytes, to be saved."""
+        return snapshot(self.observation())
+
+    def observation(self) -> Seen:
+        """Return the statistics of all ranks."""
+        batches = self._observation.seen.batches
+        if self._gathered is None or self._gathered[0] != batches:
+            whole = merge_across_ranks(self._proxied, self._observation)
+            self._gathered = (batches, whole)
+        return self._gathered[1]
+
+
+def _of_constants(value: float, names: list[str]) -> str:
+    """Return the warning of activations that were ``value`` throughout."""
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    if value == 0:
+        return (
+            f"all values of {shown} were 0 in calibration, so that no range is known and it stays in floating point; "
+            "calibrate with data that uses this part of the model"
+        )
+    return (
+        f"all values of {shown} were {value:g} in calibration, so that the range ends there; if the model sees other "
+        "values, calibrate with data that has them"
+    )
+
+
+def merge_across_ranks(proxy: Proxied, observation: Observation) -> Seen:
+    """Return the merged statistics of all ranks, all of which must call this; a single process gets its own."""
+    mine = observation.seen
+    if get_world_size() == 1:
+        return mine
+    configs = all_gather_bytes(proxy.settings.text.encode())
+    for rank, other in enumerate(configs):
+        if other != configs[0]:
+            raise CalibrationError(f"rank {rank} calibrates with another configuration than rank 0; give all the same")
+    whole = Seen.of_sites(mine.records, None if mine.kept is None else mine.kept.shared())
+    for seen in all_gather_bytes(snapshot(mine)):
+        whole.add(_restored(seen, proxy.module, observation))
+    return whole
+
+
+def _weights(seen: Seen) -> list[Tensor]:
+    """Return the parameters that operands are made of, each once, and in the order of the sites."""
+    operands = (operand for record in seen.records.values() for operand in record.operands.values())
+    weights = (operand.weight for operand in operands if operand.weight is not None)
+    return list(dict.fromkeys(parameter for weight in weights for parameter in weight.parameters))
+
+
+def _versions(plan: Plan) -> tuple[int, ...]:
+    operands = (operand for entry in plan.values() for operand in entry.operands)
+    tensors = (tensor for operand in operands for tensor in (operand.amax, operand.scale) if tensor is not None)
+    return tuple(map(tensor_version, tensors))
+
+
+def _restored(data: bytes, proxy: nn.Module, observation: Observation) -> Seen:
+    return restored(data, proxy, observation.seen.records.keys(), observation.make)

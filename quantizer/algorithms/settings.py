@@ -1,0 +1,106 @@
+"""The settings of calibration, plain values that the facade makes of a configuration; warnings about a plan."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantizer.numerics.formats import Format
+from quantizer.observe.calibrators import CANDIDATES, OF_FORMAT, Calibrator, Estimate, make_calibrator
+from quantizer.observe.float16_modules import Float32Modules
+from quantizer.plan.decide_operands import FormatRule
+from quantizer.plan.reasons import ReasonCode
+from quantizer.plan.selection import Selection
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.targets import TargetProfile
+
+logger = logging.getLogger(__name__)
+
+_BY_OUTPUT = tuple(entry for entry in CANDIDATES if entry.label not in ("percentile 99.9", "entropy"))
+"""These two were worse in every measurement (docs/explain/calibration.md)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """The settings of one quantizer's calibration and plan; the fields are the keys of ``QuantizerConfig``.
+
+    Attributes:
+        default: the format of sites that no rule matches.
+        rules: the rules of ``formats``.
+        switches: ``sites``: whether each kind of site is quantized.
+        percentiles: the percentiles to compare, one without a search.
+        weight_estimate: the calibrator of weights; None: max.
+        text: the whole configuration as JSON.
+        alike: the same without the backend and its candidates.
+    """
+
+    backend: str
+    target: TargetProfile
+    dtype: str
+    default: Format
+    rules: tuple[FormatRule, ...]
+    include: Selection
+    exclude: Selection
+    switches: Mapping[str, bool | str] = field(hash=False)
+    calibrator: str
+    percentiles: tuple[float, ...]
+    smooth: float | str | None
+    zero_point: bool
+    all_experts: bool
+    per_channel: bool
+    weight_estimate: str | None
+    rounding: str
+    act_order: bool
+    bias_correction: bool
+    text: str
+    alike: str
+
+    @property
+    def off(self) -> list[str]:
+        """The kinds of site that are switched off, which need no observation."""
+        return [kind for kind, switch in self.switches.items() if switch is False]
+
+    @property
+    def estimates(self) -> tuple[Estimate, ...]:
+        """The estimates of ranges among which the model's output decides, the default first."""
+        if self.calibrator == "output":
+            return _BY_OUTPUT
+        if self.calibrator == "percentile":
+            # If errors are equal, the larger range.
+            ordered = sorted(self.percentiles, reverse=True)
+            return tuple(Estimate(name="percentile", options={"percentile": value}) for value in ordered)
+        return (Estimate(name=self.calibrator),)
+
+    def make_calibrator(self, histogram: bool = False) -> Calibrator:
+        """Return a calibrator of activations; with ``histogram`` it has a histogram in any case."""
+        # Before a choice of ranges: an estimate that needs only the values.
+        name = {"auto": "mse", "output": "max"}.get(self.calibrator, self.calibrator)
+        histogram = histogram or self.calibrator == "output"
+        options: dict[str, Any] = {}
+        if name == "percentile":
+            options["percentile"] = self.percentiles[0]
+        elif name in OF_FORMAT:
+            options["dtype"] = self.dtype
+        return make_calibrator(name, histogram=histogram, **options)
+
+
+def warn_of_float32(target: TargetProfile, regions: Float32Modules) -> None:
+    """Warn of the modules that stay float32 on the target, if there are any."""
+    if regions.applies_to(target.torch_dtype):
+        warnings.warn(f"{regions.text()}; fallback_dtype: bfloat16 holds such values", stacklevel=3)
+
+
+def tell_where_nothing_is_quantized(plan: Plan) -> None:
+    """Log a warning if a plan quantizes no site, so that the result is the float model."""
+    if any(entry.quantized for entry in plan.values()):
+        return
+    reasons = Counter(
+        entry.reason for entry in plan.values() if ReasonCode.of(entry.reason) is not ReasonCode.NEVER_RAN
+    )
+    most = "; ".join(f"{count} of {len(plan)} sites: {reason}" for reason, count in reasons.most_common(3))
+    why = most or ("no site was reached" if plan else "no quantizable operation was found in its source")
+    logger.warning("nothing is quantized: what quantize() gives is the float model (%s); see q.coverage", why)

@@ -1,0 +1,43 @@
+"""Check of any Q/DQ file against the rules of a target: what it refuses or runs slowly or inexactly, and the remedy."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from quantizer.check import rules as _rules
+from quantizer.check.subject import Finding, read_subject, rules
+from quantizer.errors import ExportError
+from quantizer.export.qdq.onnx_file import unreadable_is
+from quantizer.plan.targets.base import profile
+
+__all__ = ["Finding", "check_file"]
+
+# Importing the files of rules registers them.
+del _rules
+
+
+def check_file(path: str | os.PathLike[str], target: str) -> list[Finding]:
+    """Check an ONNX file, whichever tool wrote it, against the rules of a target.
+
+    Args:
+        path: the file. External data is read from its own folder alone.
+        target: a backend, such as ``tensorrt``.
+
+    Returns:
+        One finding for each place where a rule is broken, errors first; empty where there is none.
+
+    Raises:
+        ConfigError: no such target.
+        ExportError: the file cannot be read as ONNX.
+        MissingDependencyError: onnx or onnx-ir is not installed.
+    """
+    limits = profile(target)
+    with unreadable_is(ExportError, Path(path)):
+        subject = read_subject(Path(path), limits)
+        found = [
+            Finding(name, severity, fault.node, fault.problem, fault.advice)
+            for name, severity in subject.limits.severities.items()
+            for fault in rules[name](subject)
+        ]
+    return sorted(found, key=lambda finding: finding.severity)

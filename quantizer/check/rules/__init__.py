@@ -1,0 +1,7 @@
+"""Rules, one family a file. Importing this package registers them."""
+
+from __future__ import annotations
+
+from quantizer.check.rules import attention, formats, operators, pairs, placement
+
+__all__ = ["attention", "formats", "operators", "pairs", "placement"]

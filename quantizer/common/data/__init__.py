@@ -1,1 +1,0 @@
-"""Data as people have it, read as the batches of a model."""

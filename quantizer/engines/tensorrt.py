@@ -1,0 +1,700 @@
+"""Engines of TensorRT: build with progress and a timing cache, load, run on a GPU.
+
+Timing cache of TensorRT: kernel times on this GPU, kept in a file from one build to the next.
+
+Untested on a GPU.
+
+TensorRT and TensorRT-RTX: one builder, two modules that share an API.
+
+TensorRT-RTX builds ahead of time for a named GPU generation on a machine that has no GPU; TensorRT builds for the GPU
+that it finds. Types come from the graph alone (strongly typed networks), so there is no precision to choose here.
+
+Engines without weights are smaller files, which take them from the ONNX file when they are loaded. The engine file
+holds the name and SHA-256 of that ONNX file: TensorRT checks only names and sizes of weights, and with other values an
+engine's results mean nothing. TensorRT-RTX 1.7 strips no weights without a GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import statistics
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from quantizer.engines.backends import backends
+from quantizer.engines.base import (
+    USUAL_SIZES,
+    Array,
+    BuildOptions,
+    InputSizes,
+    Progress,
+    checked_inputs,
+    in_kind,
+    ranges_with_cache,
+    shown,
+)
+from quantizer.engines.engine_file import checked_output, read_engine, whole_file, write_engine
+from quantizer.engines.inspection import RUNS, WARMUP, inspection_from_layers, run_note
+from quantizer.engines.measure import made_up_inputs
+from quantizer.engines.onnx_graph import hint_for, named_node
+from quantizer.errors import EngineError
+from quantizer.export.qdq.onnx_file import TensorSpec, checked_onnx
+from quantizer.plan.targets import profile
+from quantizer.plan.targets.tensorrt import RTX_MAGIC
+from quantizer.utils.lazy import import_library
+from quantizer.utils.paths import existing_file
+from quantizer.utils.records import Inspection, Layer, convolution_work, matmul_work
+
+T = TypeVar("T")
+
+_POLL_S = 0.05
+
+
+@dataclass
+class _Phase:
+    parent: str | None
+    steps: int
+    done: int = 0
+
+
+class BuildMonitor:
+    """Progress of a builder's phases; written by the builder's thread, read by the waiting one.
+
+    Attributes:
+        latest: the share that is done, in [0, 1] and never falling, and the name of the phase that moved last. One
+            tuple, replaced as a whole, so that a reader needs no lock.
+        cancelled: if set, the builder stops at its next step.
+    """
+
+    def __init__(self) -> None:
+        self.latest: tuple[float, str] = (0.0, "start")
+        self.cancelled = False
+        self._phases: dict[str, _Phase] = {}
+
+    def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+        """Begin a phase of ``steps`` steps inside the current step of ``parent``."""
+        self._phases[name] = _Phase(parent, max(steps, 1))
+        self._update(name)
+
+    def step_complete(self, name: str, step: int) -> bool:
+        """Count step ``step`` of a phase, from 0, as done; return False to stop the builder."""
+        if name in self._phases:
+            phase = self._phases[name]
+            phase.done = max(phase.done, min(step + 1, phase.steps))
+            self._update(name)
+        return not self.cancelled
+
+    def phase_finish(self, name: str) -> None:
+        """End a phase, whether all of its steps are done or not."""
+        if name in self._phases:
+            self._phases[name].done = self._phases[name].steps
+            self._update(name)
+            del self._phases[name]
+
+    def _update(self, name: str) -> None:
+        roots = [phase for phase, state in self._phases.items() if state.parent not in self._phases]
+        share = max((self._share(root) for root in roots), default=0.0)
+        self.latest = (max(self.latest[0], min(share, 1.0)), name)
+
+    def _share(self, name: str) -> float:
+        phase = self._phases[name]
+        inner = max((self._share(child) for child, state in self._phases.items() if state.parent == name), default=0.0)
+        return min(phase.done + inner, phase.steps) / phase.steps
+
+
+def trt_monitor(trt: Any, state: BuildMonitor) -> Any:
+    """Return ``state`` as an ``IProgressMonitor`` of the module ``trt``, whose class only exists after its import."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+            state.phase_start(name, parent, steps)
+
+        def step_complete(self, name: str, step: int) -> bool:
+            return state.step_complete(name, step)
+
+        def phase_finish(self, name: str) -> None:
+            state.phase_finish(name)
+
+    return Monitor()
+
+
+def run_monitored(build: Callable[[], T], state: BuildMonitor, progress: Progress | None) -> T:
+    """Run ``build`` in a thread and wait for it here, reporting the progress of ``state`` to ``progress``.
+
+    A builder that holds this thread in native code would delay Ctrl-C until its end. After an exception here, Ctrl-C or
+    one of ``progress``, the builder is asked to stop and waited for, and the exception is raised again; a second Ctrl-C
+    does not wait.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+    # Not Thread.join: if Ctrl-C interrupts it, the thread is marked as ended while it still runs (CPython 3.11).
+    finished = threading.Event()
+
+    def work() -> None:
+        try:
+            results.append(build())
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            errors.append(error)
+        finally:
+            finished.set()
+
+    threading.Thread(target=work, name="engine build", daemon=True).start()
+    try:
+        told: tuple[float, str] | None = None
+        while not finished.wait(_POLL_S):
+            if progress and state.latest != told:
+                told = state.latest
+                progress(*told)
+    except BaseException:
+        state.cancelled = True
+        finished.wait()
+        raise
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def use_cache(config: Any, path: Path) -> None:
+    """Give the cache in ``path`` to a builder's configuration; an empty one if there is no such file."""
+    cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
+    # With ignore_mismatch a cache of another GPU would be accepted, with wrong times.
+    if cache is None or not config.set_timing_cache(cache, False):
+        raise EngineError(f"{path} is no timing cache of this TensorRT and this GPU: delete it, or name another file")
+
+
+def save_cache(config: Any, path: Path) -> None:
+    """Write the cache of a configuration after a build, whole or not at all."""
+    with whole_file(path) as part:
+        part.write_bytes(memoryview(config.get_timing_cache().serialize()))
+
+
+_HEAD = 24
+
+
+class TensorRTBackend:
+    """Backend for one module of the TensorRT family."""
+
+    device = "cuda"
+
+    def __init__(self, name: str, modules: Sequence[str]) -> None:
+        self.name = name
+        self._modules = tuple(modules)
+
+    def check(self, options: BuildOptions) -> None:
+        """Raise for an unknown GPU generation, a missing library, or a missing GPU where the builder needs one."""
+        options.check_for(self)
+        trt = self._import()
+        for name in options.capabilities:
+            self._capability(trt, name)
+        self._check_cache(trt, options.timing_cache)
+        self._builder(trt, TrtLog())
+
+    def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> Sequence[str]:
+        """Parse the ONNX file, build for ``options.dynamic`` and ``options.compute_capability``, write the engine."""
+        note = weights_note(onnx_path, engine_path) if options.strip_weights else {}
+        trt = self._import()
+        capabilities = [self._capability(trt, name) for name in options.capabilities]
+        self._check_cache(trt, options.timing_cache)
+        log = TrtLog()
+        builder = self._builder(trt, log)
+        # Strong typing is the only mode of newer releases, which accept the flag and ignore it.
+        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        config = builder.create_builder_config()
+        # Without it the inspector reports names and no types.
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+        if capabilities:
+            config.num_compute_capabilities = len(capabilities)
+        for index, found in enumerate(capabilities):
+            config.set_compute_capability(found, index)
+        if options.strip_weights:
+            strip_weights(trt, config)
+        if options.timing_cache is not None:
+            use_cache(config, options.timing_cache)
+        parser = _parse(self.name, trt, network, log, onnx_path)
+        for capability in options.capabilities:
+            _refuse_fp8(self.name, capability, onnx_path, _narrow_nodes(trt, network))
+        _add_ranges(builder, config, network, options.dynamic)
+        state = BuildMonitor()
+        config.progress_monitor = trt_monitor(trt, state)
+        log.errors.clear()
+        plan = run_monitored(lambda: builder.build_serialized_network(network, config), state, options.progress)
+        if plan is None:
+            raise EngineError(
+                f"{self.name} could not build {onnx_path}: {log.reason()}{_named(trt, network, log)}"
+                f"{hint_for(log.reason())}{stripping_hint(log.reason()) if options.strip_weights else ''}"
+            )
+        # The network refers to weights that the parser owns.
+        del parser
+        write_engine(engine_path, memoryview(plan), note)
+        if options.timing_cache is not None:
+            save_cache(config, options.timing_cache)
+        if options.progress:
+            options.progress(1.0, "written")
+        return list(dict.fromkeys(log.warnings))
+
+    def load(self, path: Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> TensorRTEngine:
+        """Load an engine onto the GPU; ``threads`` is ignored, ``verify`` compares the file's checksum.
+
+        Raises:
+            EngineError: there is no NVIDIA GPU with a driver here, or the engine was built for another GPU or release.
+        """
+        existing_file(path)
+        content, note = _read_rtx(path, verify) if self.name == "tensorrt-rtx" else read_engine(path, verify=verify)
+        return TensorRTEngine(self.name, self._import(), path, content, note)
+
+    def inspect(
+        self,
+        path: Path,
+        *,
+        threads: int = 1,
+        sizes: InputSizes = USUAL_SIZES,
+        runs: int = RUNS,
+        trust: bool = False,
+    ) -> Inspection:
+        """Run an engine on the GPU under a profiler and read its inspector."""
+        engine = self.load(path, threads=threads)
+        layers = engine.observed_layers(made_up_inputs(engine.inputs, sizes), runs)
+        note = run_note(sizes.words([spec.shape for spec in engine.inputs]), threads, runs)
+        return inspection_from_layers(self.name, layers, verified=True, note=note)
+
+    def _import(self) -> Any:
+        return import_library(self.name, *self._modules)
+
+    def _builder(self, trt: Any, log: TrtLog) -> Any:
+        try:
+            return trt.Builder(trt_log(trt, log))
+        except TypeError as error:
+            # The bindings' error for a null pointer: TensorRT needs a GPU for its builder already.
+            raise EngineError(
+                f"{self.name} cannot build on this machine: {log.reason()}; backend tensorrt-rtx builds without a GPU"
+            ) from error
+
+    def _check_cache(self, trt: Any, path: Path | None) -> None:
+        if path is not None and hasattr(trt, "ComputeCapability"):
+            raise EngineError(
+                f"backend {self.name} measures no kernels when it builds: leave out timing_cache, or use tensorrt"
+            )
+        if path is not None:
+            checked_output(path)
+
+    def _capability(self, trt: Any, name: str) -> Any:
+        if not hasattr(trt, "ComputeCapability"):
+            raise EngineError(
+                f"backend {self.name} builds for the GPU of this machine: leave out compute_capability {name!r}, "
+                "or use backend tensorrt-rtx"
+            )
+        known = {key.lower(): value for key, value in trt.ComputeCapability.__members__.items() if key.startswith("SM")}
+        if name.lower() not in known:
+            raise EngineError(f"unknown compute capability {name!r} for {self.name}; known: {', '.join(known)}")
+        return known[name.lower()]
+
+
+def _read_rtx(path: Path, verify: bool) -> tuple[bytes, dict[str, Any]]:
+    """Read an engine of TensorRT-RTX and its note; raise before a GPU gets anything else.
+
+    As 1.7 writes it, an engine begins with four letters, twelve bytes and its own size in eight more.
+    """
+    with path.open("rb") as stream:
+        head = stream.read(_HEAD)
+    if not head.startswith(RTX_MAGIC):
+        raise EngineError(f"{path} is no engine of tensorrt-rtx: build it again from its ONNX file")
+    size, told = path.stat().st_size, int.from_bytes(head[16:_HEAD], "little")
+    if len(head) < _HEAD or size < told:
+        raise EngineError(f"{path} is cut short: it has {size} bytes of {told}; copy it again, or build it again")
+    content, note = read_engine(path, verify=verify)
+    if len(content) != told:
+        raise EngineError(
+            f"{path} is cut short: it has {size} bytes of an engine of {told} and the line with its checksum, which is "
+            "not whole; copy it again, or build it again"
+        )
+    return content, note
+
+
+def _parse(name: str, trt: Any, network: Any, log: TrtLog, onnx_path: Path) -> Any:
+    """Fill ``network`` and return the parser, which owns its weights."""
+    parser = trt.OnnxParser(network, trt_log(trt, log))
+    if parser.parse_from_file(str(onnx_path)):
+        return parser
+    problems = []
+    for index in range(parser.num_errors):
+        error = parser.get_error(index)
+        where = f"{named_node(error.node_name(), error.node_operator())}: " if error.node_operator() else ""
+        # For an unknown operator the parser only reports that no plugin of that name was found.
+        told = "neither an operator of it nor a plugin" if "Plugin not found" in error.desc() else error.desc()
+        problems.append(f"  - {where}{told}{hint_for(error.desc())}")
+    raise EngineError(f"{name} refused {onnx_path}:\n" + "\n".join(problems or [f"  - {log.reason()}"]))
+
+
+def _add_ranges(builder: Any, config: Any, network: Any, dynamic: Mapping[str, Sequence[int]]) -> None:
+    """Set the range of each dynamic dimension of each input, found by its name in the ONNX file."""
+    profile = builder.create_optimization_profile()
+    missing = []
+    found = False
+    tensors = [network.get_input(index) for index in range(network.num_inputs)]
+    dynamic = ranges_with_cache(
+        dynamic, [[tensor.get_dimension_name(axis) for axis in range(len(tensor.shape))] for tensor in tensors]
+    )
+    for tensor in tensors:
+        ranges: list[tuple[int, ...]] = []
+        for axis, size in enumerate(tuple(tensor.shape)):
+            name = tensor.get_dimension_name(axis)
+            if size != -1:
+                ranges.append((size, size, size))
+            elif name in dynamic:
+                ranges.append(tuple(dynamic[name]))
+            else:
+                missing.append(f"input {tensor.name!r}, axis {axis} ({name or 'no name'})")
+        if -1 in tuple(tensor.shape) and len(ranges) == len(tensor.shape):
+            profile.set_shape(tensor.name, *zip(*ranges, strict=True))
+            found = True
+    if missing:
+        raise EngineError(
+            f"dynamic dimensions without a range: {'; '.join(missing)}; ranges were given for: "
+            f"{', '.join(dynamic) or 'none'}. Give each one [smallest, usual, largest] under its name"
+        )
+    if found:
+        config.add_optimization_profile(profile)
+
+
+def _refuse_fp8(name: str, capability: str, onnx_path: Path, nodes: Sequence[str]) -> None:
+    """Raise if FP8 is asked for on a GPU generation that lacks it."""
+    first = profile(name).fp8_from
+    if nodes and first is not None and int(capability.lower().removeprefix("sm")) < first:
+        more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+        raise EngineError(
+            f"{name} cannot build {onnx_path} for {capability}, which has no FP8: it came with sm{first}, and the file "
+            f"has it at node {nodes[0]!r}{more}; build for sm{first} or later, or quantize with dtype int8"
+        )
+
+
+def _narrow_nodes(trt: Any, network: Any) -> list[str]:
+    """Return the names of the nodes that make FP8 or FP4."""
+    narrow = {getattr(trt, name) for name in ("fp8", "fp4") if hasattr(trt, name)}
+    layers = (network.get_layer(index) for index in range(network.num_layers))
+    return [
+        layer.name
+        for layer in layers
+        if any(layer.get_output(index).dtype in narrow for index in range(layer.num_outputs))
+    ]
+
+
+def _named(trt: Any, network: Any, log: TrtLog) -> str:
+    """Return those nodes in words, if the builder complained of types that a GPU generation lacks."""
+    names = _narrow_nodes(trt, network) if "datatypes" in log.reason() else []
+    return f"; nodes with such types: {', '.join(names)}" if names else ""
+
+
+backends.add("tensorrt")(TensorRTBackend("tensorrt", ["tensorrt"]))
+backends.add("tensorrt-rtx")(TensorRTBackend("tensorrt-rtx", ["tensorrt_rtx_bindings", "tensorrt_rtx"]))
+
+
+# Longest first: "FP8" is no part of another word, "Float" is.
+_PRECISIONS = (
+    ("bfloat16", "bf16"),
+    ("bf16", "bf16"),
+    ("e4m3", "fp8"),
+    ("fp8", "fp8"),
+    ("float8", "fp8"),
+    ("fp4", "fp4"),
+    ("int4", "int4"),
+    ("int8", "int8"),
+    ("half", "fp16"),
+    ("fp16", "fp16"),
+    ("float16", "fp16"),
+    ("fp32", "fp32"),
+    ("tf32", "fp32"),
+    ("float", "fp32"),
+    ("int32", "index"),
+    ("int64", "index"),
+    ("bool", "index"),
+)
+_PRODUCTS = (
+    "gemm",
+    "matrixmultiply",
+    "matrix_multiply",
+    "convolution",
+    "correlation",
+    "fullyconnected",
+    "deconvolution",
+)
+_ROLES = (
+    ("reformat", "reformat"),
+    ("cast", "cast"),
+    ("quantize", "quantizer"),
+    ("softmax", "softmax"),
+    ("shuffle", "move"),
+    ("normalization", "normalization"),
+)
+_ONNX_LAYER = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
+
+
+def layers_from_json(text: str, times_us: Mapping[str, float] | None = None) -> list[Layer]:
+    """Return the layers in ``EngineInspector.get_engine_information``'s result for ``LayerInformationFormat.JSON``."""
+    try:
+        entries = json.loads(text)["Layers"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise EngineError(f"the engine's inspector gave no list of layers: {error!r}") from error
+    if not all(isinstance(entry, Mapping) for entry in entries):
+        raise EngineError(
+            "the engine tells the names of its layers only: build it with detailed profiling verbosity, "
+            "as this package does"
+        )
+    return list(_layers(entries, times_us or {}))
+
+
+def _layers(entries: Sequence[Mapping[str, Any]], times_us: Mapping[str, float]) -> Iterator[Layer]:
+    readers = defaultdict(list)
+    for entry in entries:
+        for tensor in entry.get("Inputs", []):
+            readers[tensor.get("Name")].append(entry["Name"])
+    for entry in entries:
+        inputs = [_tensor(tensor) for tensor in entry.get("Inputs", [])]
+        outputs = [_tensor(tensor) for tensor in entry.get("Outputs", [])]
+        role = _role(entry)
+        yield Layer(
+            name=entry["Name"],
+            type=str(entry.get("LayerType", "unknown")),
+            role=role,
+            precision=inputs[0][0] if inputs else "unknown",
+            writes=outputs[0][0] if outputs else "unknown",
+            nodes=tuple(dict.fromkeys(_ONNX_LAYER.findall(str(entry.get("Metadata", ""))))),
+            readers=tuple(
+                dict.fromkeys(name for tensor in entry.get("Outputs", []) for name in readers[tensor.get("Name")])
+            ),
+            multiply_adds=_work(entry, inputs, outputs) if role == "product" else None,
+            time_us=times_us.get(entry["Name"]),
+        )
+
+
+def _role(entry: Mapping[str, Any]) -> str:
+    kind, name = str(entry.get("LayerType", "")).lower(), str(entry["Name"]).lower()
+    tactic = str(entry.get("TacticName", "")).lower()
+    if "mha" in name or "mha" in tactic or kind == "attention":
+        return "attention"
+    if any(word in kind for word in _PRODUCTS) or "gemm" in tactic:
+        return "product"
+    if kind == "elementwise" and "add" in name:
+        return "addition"
+    return next((role for word, role in _ROLES if word in kind), "")
+
+
+def _tensor(entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+    """Return precision and shape; some releases write type and layout in one field, some in two."""
+    words = f"{entry.get('Format/Datatype', '')} {entry.get('Datatype', '')} {entry.get('Format', '')}".lower()
+    precision = next((precision for word, precision in _PRECISIONS if word in words), "unknown")
+    return precision, tuple(int(size) for size in entry.get("Dimensions", []))
+
+
+def _work(
+    entry: Mapping[str, Any],
+    inputs: Sequence[tuple[str, tuple[int, ...]]],
+    outputs: Sequence[tuple[str, tuple[int, ...]]],
+) -> int | None:
+    """Return the multiply-adds at the shapes of the execution context; None without one, where sizes are -1."""
+    if not inputs or not outputs or min((*inputs[0][1], *outputs[0][1]), default=-1) < 0:
+        return None
+    count = entry.get("Weights", {}).get("Count") if isinstance(entry.get("Weights"), Mapping) else None
+    if count and len(outputs[0][1]) > 2 and "conv" in str(entry.get("LayerType", "")).lower():
+        return convolution_work((int(count),), outputs[0][1][1], outputs[0][1])
+    return matmul_work(inputs[0][1], outputs[0][1])
+
+
+def strip_weights(trt: Any, config: Any) -> None:
+    """Set a builder's configuration to leave the weights out."""
+    config.set_flag(trt.BuilderFlag.STRIP_PLAN)
+    # Refitting restores the same weights, so kernels may be chosen for their values, as without stripping.
+    config.set_flag(trt.BuilderFlag.REFIT_IDENTICAL)
+
+
+def stripping_hint(reason: str) -> str:
+    """Return a remedy if ``reason`` is a builder's refusal to strip weights; empty for any other reason."""
+    if "CUDA_SUCCESS" not in reason:
+        return ""
+    return "; without a GPU it strips no weights: leave out strip_weights, or build where there is an NVIDIA GPU"
+
+
+def weights_note(onnx_path: Path, engine_path: Path) -> dict[str, Any]:
+    """Return an engine file's note on the ONNX file that holds its weights."""
+    if onnx_path.resolve().parent != engine_path.resolve().parent:
+        raise EngineError(
+            f"strip_weights: {engine_path} would look for {onnx_path.name} in its own folder, and it is in "
+            f"{onnx_path.parent}; build it beside its ONNX file"
+        )
+    return {"weights": {"name": onnx_path.name, "sha256": _sha256(onnx_path)}}
+
+
+def refit(trt: Any, engine: Any, logger: Any, path: Path, note: Mapping[str, Any]) -> None:
+    """Give an engine its weights."""
+    told = note.get("weights")
+    name = told.get("name") if isinstance(told, dict) else None
+    if not isinstance(told, dict) or not isinstance(name, str) or not name or Path(name).name != name:
+        raise EngineError(
+            f"{path} takes its weights from an ONNX file and does not say from which: it is cut short, or was not "
+            "built by this package; build it again"
+        )
+    onnx_path = path.parent / name
+    if not onnx_path.is_file():
+        raise EngineError(
+            f"{path} was built without its weights, and {onnx_path} is not there: keep that file beside it, or build "
+            "the engine without strip_weights"
+        )
+    if _sha256(checked_onnx(onnx_path)) != told.get("sha256"):
+        raise EngineError(
+            f"{path} was built without its weights, and {onnx_path} is not the file that it was built from (its "
+            "SHA-256 differs): put that back, or build the engine again"
+        )
+    refitter = trt.Refitter(engine, logger)
+    parser = trt.OnnxParserRefitter(refitter, logger)
+    if not parser.refit_from_file(str(onnx_path)):
+        reasons = " ".join(parser.get_error(index).desc() for index in range(parser.num_errors))
+        raise EngineError(f"{path} did not take its weights from {onnx_path}: {reasons or 'no reason given'}")
+    if not refitter.refit_cuda_engine():
+        missing = ", ".join(refitter.get_missing_weights())
+        raise EngineError(f"{path} did not take all weights from {onnx_path}; missing: {missing or 'not told'}")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+# Logged after every other message if there is no driver, also when all goes well.
+_NOISE = "catchCudaError"
+
+
+class TrtLog:
+    """Log of a library of the TensorRT family, errors and warnings apart; nothing is printed."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+        self.warnings: list[str] = []
+
+    def reason(self) -> str:
+        """Return the errors as one line."""
+        told = [message for message in self.errors if _NOISE not in message] or self.errors
+        return " ".join(dict.fromkeys(told)) or "no reason given"
+
+
+def trt_log(trt: Any, log: TrtLog) -> Any:
+    """Return ``log`` as an ``ILogger`` of the module ``trt``, whose class only exists after its import."""
+
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.ERROR:
+                log.errors.append(message)
+            elif severity == trt.ILogger.WARNING:
+                log.warnings.append(message)
+
+    return Logger()
+
+
+def trt_profiler(trt: Any, times_ms: dict[str, list[float]]) -> Any:
+    """Return an ``IProfiler`` of the module ``trt`` that adds the time of each layer to ``times_ms``."""
+
+    class Profiler(trt.IProfiler):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProfiler.__init__(self)
+
+        def report_layer_time(self, layer_name: str, ms: float) -> None:
+            times_ms[layer_name].append(ms)
+
+    return Profiler()
+
+
+class TensorRTEngine:
+    """Deserialized engine with one execution context on the current GPU. Untested without a GPU.
+
+    Calls from several threads take turns: a further context would need the memory of all activations again, and the GPU
+    runs one call after the other anyway.
+    """
+
+    device = "cuda"
+    __repr__ = shown
+
+    def __init__(self, name: str, trt: Any, path: Path, content: bytes, note: Mapping[str, Any]) -> None:
+        import torch
+
+        self.name = name
+        self._trt = trt
+        if not torch.cuda.is_available():
+            raise EngineError(
+                f"cannot run {path}: no NVIDIA GPU with a driver here, or a PyTorch without CUDA. "
+                "The engine was built ahead of time: run it on a machine with an NVIDIA GPU"
+            )
+        log = TrtLog()
+        self._logger = trt_log(trt, log)
+        self._runtime = trt.Runtime(self._logger)
+        self._engine = self._runtime.deserialize_cuda_engine(content)
+        if self._engine is None:
+            raise EngineError(
+                f"{name} cannot load {path}: {log.reason()}; "
+                "an engine belongs to the release and the GPU generation that it was built for"
+            )
+        if note or self._engine.refittable:
+            refit(trt, self._engine, self._logger, path, note)
+        self._context = self._engine.create_execution_context()
+        self._turn = threading.Lock()
+        # Each thread has a current GPU of its own, which need not be the engine's.
+        self._gpu = torch.cuda.current_device()
+        names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
+        is_input = {tensor: self._engine.get_tensor_mode(tensor) == trt.TensorIOMode.INPUT for tensor in names}
+        self._dtypes = {tensor: np.dtype(trt.nptype(self._engine.get_tensor_dtype(tensor))) for tensor in names}
+        self.inputs = tuple(self._spec(tensor) for tensor in names if is_input[tensor])
+        self.input_names = tuple(spec.name for spec in self.inputs)
+        self.output_names = tuple(tensor for tensor in names if not is_input[tensor])
+
+    def _spec(self, name: str) -> TensorSpec:
+        shape = tuple(None if size == -1 else int(size) for size in self._engine.get_tensor_shape(name))
+        return TensorSpec(name, self._dtypes[name], shape)
+
+    def __call__(self, inputs: Any) -> dict[str, Any]:
+        """Copy the inputs to the GPU, run once, and copy the outputs back; they belong to the caller."""
+        import torch
+
+        arrays = checked_inputs(self.name, self.inputs, inputs)
+        with self._turn, torch.cuda.device(self._gpu):
+            results = self._run(arrays)
+        return in_kind(inputs, self.output_names, results)
+
+    def _run(self, arrays: Mapping[str, Array]) -> list[Array]:
+        import torch
+
+        # The dictionary keeps the tensors alive until the run is over: the context holds bare addresses.
+        tensors = {name: torch.from_numpy(array).cuda() for name, array in arrays.items()}
+        for name, tensor in tensors.items():
+            if not self._context.set_input_shape(name, tuple(tensor.shape)):
+                raise EngineError(
+                    f"{self.name}: input {name!r} of shape {list(tensor.shape)} is outside the engine's ranges"
+                )
+        for name in self.output_names:
+            shape = tuple(self._context.get_tensor_shape(name))
+            tensors[name] = torch.from_numpy(np.empty(shape, self._dtypes[name])).cuda()
+        for name, tensor in tensors.items():
+            self._context.set_tensor_address(name, tensor.data_ptr())
+        stream = torch.cuda.current_stream()
+        if not self._context.execute_async_v3(stream.cuda_stream):
+            raise EngineError(f"{self.name} could not run the engine")
+        stream.synchronize()
+        return [tensors[name].cpu().numpy() for name in self.output_names]
+
+    def observed_layers(self, inputs: Mapping[str, Array], runs: int = RUNS) -> list[Layer]:
+        """Return the layers that the inspector reports at the shapes of ``inputs``, with the times of a profiler."""
+        for _ in range(WARMUP):
+            self(inputs)
+        times: dict[str, list[float]] = defaultdict(list)
+        profiler = trt_profiler(self._trt, times)
+        self._context.profiler = profiler
+        for _ in range(runs):
+            self(inputs)
+        inspector = self._engine.create_engine_inspector()
+        inspector.execution_context = self._context
+        told = inspector.get_engine_information(self._trt.LayerInformationFormat.JSON)
+        return layers_from_json(told, {name: 1000 * statistics.median(taken) for name, taken in times.items()})

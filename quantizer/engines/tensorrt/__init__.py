@@ -1,1 +1,0 @@
-"""Engines of TensorRT and of TensorRT-RTX."""

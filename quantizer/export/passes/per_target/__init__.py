@@ -1,1 +1,0 @@
-"""Passes for the files of some targets, as their profiles ask."""

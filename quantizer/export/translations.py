@@ -1,0 +1,396 @@
+"""Translations of our torch operators to ONNX: quantization and recurrences.
+
+The types are in the graph: scale, input and output of a Q/DQ pair share one float type. ``QuantizeLinear`` always has a
+zero point, because its type is the type of the codes; ``DequantizeLinear`` has one if the format does.
+
+An activation whose range is taken at run time has a ``DynamicQuantizeLinear`` in place of the ``QuantizeLinear``.
+
+torch holds INT4 codes as int8: a Cast converts between the two. ``StoreWeights`` evaluates the Casts of weights.
+
+Legend: as in ``numerics/recurrence.py``. Gates are in torch's order in a Scan, whose body is ours; those of ONNX are
+input, output, forget, cell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quantizer.errors import ExportError
+from quantizer.numerics.formats import BLOCKS_OPSET, INT8, QType, qtype
+from quantizer.numerics.recurrence import CELLS
+
+_INT64 = 7  # in ONNX's list of element types
+
+
+def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Return the table that ``torch.onnx.export`` takes as ``custom_translation_table``."""
+    spelling = _Spelling(opset)
+
+    def fake_quantize(
+        x: Any,
+        scale: Any,
+        dtype: str = "int8",
+        axis: int | None = None,
+        block_size: int | None = None,
+        zero_point: Any = None,
+    ) -> Any:
+        kind, where = spelling.format(dtype, axis, block_size)
+        wide, wide_scale = spelling.in_one_type(x, scale)
+        zero = spelling.zeros(scale, kind) if zero_point is None else zero_point
+        codes = spelling.op.QuantizeLinear(wide, wide_scale, zero, **where)
+        return spelling.like(x, spelling.op.DequantizeLinear(codes, wide_scale, zero_point, **where), wide)
+
+    def quantize(
+        x: Any,
+        scale: Any,
+        dtype: str = "int8",
+        axis: int | None = None,
+        block_size: int | None = None,
+        zero_point: Any = None,
+    ) -> Any:
+        kind, where = spelling.format(dtype, axis, block_size)
+        zero = spelling.zeros(scale, kind) if zero_point is None else zero_point
+        codes = spelling.op.QuantizeLinear(*spelling.in_one_type(x, scale), zero, **where)
+        return spelling.op.Cast(codes, to=_element(INT8)) if kind.is_packed else codes
+
+    def dequantize(
+        q: Any,
+        scale: Any,
+        dtype: str = "int8",
+        axis: int | None = None,
+        block_size: int | None = None,
+        zero_point: Any = None,
+    ) -> Any:
+        kind, where = spelling.format(dtype, axis, block_size)
+        codes = spelling.op.Cast(q, to=_element(kind)) if kind.is_packed else q
+        wide, _ = spelling.in_one_type(scale, scale)
+        return spelling.like(scale, spelling.op.DequantizeLinear(codes, wide, zero_point, **where), wide)
+
+    def fake_quantize_dynamic(x: Any, dtype: str = "uint8", block_size: int | None = None) -> Any:
+        # Blocks are rounded by the engine itself: what it reads is a weight alone in codes.
+        return spelling.op.Identity(x) if block_size is not None else spelling.rounded_at_run_time(x)
+
+    operators = torch.ops.quantizer
+    # What transformers calls while a graph is traced, where no site is.
+    theirs = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
+    return {
+        **({} if theirs is None else {theirs.default: _of_experts(spelling)}),
+        operators.grouped_mm.default: _of_experts(spelling),
+        operators.fake_quantize.default: fake_quantize,
+        operators.fake_quantize_dynamic.default: fake_quantize_dynamic,
+        operators.quantize.default: quantize,
+        operators.dequantize.default: dequantize,
+        **recurrence_translations(spelling.op, lambda scale, dtype: spelling.zeros(scale, qtype(dtype))),
+    }
+
+
+class _Spelling:
+    """Common parts of the translations, for one opset.
+
+    ``where`` are the attributes of both ONNX operators that say what the scale belongs to.
+    """
+
+    def __init__(self, opset: int) -> None:
+        import onnxscript
+
+        self.opset = opset
+        self.op: Any = onnxscript.values.Opset("", opset)
+
+    def format(self, dtype: str, axis: int | None, block_size: int | None) -> tuple[QType, dict[str, int]]:
+        """Return the format, and ``where``."""
+        kind, where = qtype(dtype), {}
+        if self.opset < kind.onnx_opset:
+            raise ExportError(f"opset={self.opset}: {dtype} needs opset {kind.onnx_opset} or later")
+        if axis is not None:
+            where["axis"] = axis
+        if block_size is not None:
+            if self.opset < BLOCKS_OPSET:
+                raise ExportError(f"opset={self.opset}: scales of blocks need opset {BLOCKS_OPSET} or later")
+            where["block_size"] = block_size
+        return kind, where
+
+    def in_one_type(self, x: Any, scale: Any) -> tuple[Any, Any]:
+        """Return both in float32 if they differ, or if ``QuantizeLinear`` does not take their type."""
+        import onnx_ir
+
+        if x.dtype == scale.dtype != onnx_ir.DataType.DOUBLE:
+            return x, scale
+        return tuple(
+            value if value.dtype == onnx_ir.DataType.FLOAT else self.op.Cast(value, to=onnx_ir.DataType.FLOAT)
+            for value in (x, scale)
+        )
+
+    def like(self, original: Any, result: Any, wide: Any) -> Any:
+        """Return the result in the type that ``original`` had before it became ``wide``."""
+        return result if wide is original else self.op.Cast(result, to=original.dtype)
+
+    def rounded_at_run_time(self, x: Any) -> Any:
+        """Return x rounded with its own range, whose scale is always float32."""
+        import onnx_ir
+
+        wide = x if x.dtype == onnx_ir.DataType.FLOAT else self.op.Cast(x, to=onnx_ir.DataType.FLOAT)
+        return self.like(x, self.op.DequantizeLinear(*self.op.DynamicQuantizeLinear(wide)), wide)
+
+    def grouped_product(self, rows: Any, experts: Any, ends: Any) -> Any:
+        """Return [S, N], the rows [S, K] of each expert multiplied by its matrix of [E, K, N], one after the other."""
+        op, first = self.op, self.numbers([0])
+        start, made = first, []
+        plain, again = self._before_rounding(rows)
+        for number in range(experts.shape[0]):
+            end = op.Cast(op.Slice(ends, self.numbers([number]), self.numbers([number + 1]), first), to=_INT64)
+            matrix = op.Gather(experts, op.Squeeze(self.numbers([number]), first), axis=0)
+            made.append(op.MatMul(again(op.Slice(plain, start, end, first)), matrix))
+            start = end
+        return op.Concat(*made, axis=0)
+
+    def _before_rounding(self, value: Any) -> tuple[Any, Callable[[Any], Any]]:
+        """Return what was rounded with one scale, and what rounds a part of it alike: a product reads its DQ itself.
+
+        A value that is not rounded, or by its own range, is returned as it is.
+        """
+        dequantize: Any = value.producer()
+        quantize: Any = dequantize.inputs[0].producer() if _is(dequantize, "DequantizeLinear") else None
+        if not _is(quantize, "QuantizeLinear") or len(quantize.inputs[1].shape):
+            return value, lambda part: part
+
+        def again(part: Any) -> Any:
+            codes = self.op.QuantizeLinear(part, *quantize.inputs[1:])
+            return self.op.DequantizeLinear(codes, *dequantize.inputs[1:])
+
+        return quantize.inputs[0], again
+
+    def numbers(self, values: list[int]) -> Any:
+        """Return whole numbers as a constant."""
+        import onnx
+
+        return self.op.Constant(value=onnx.helper.make_tensor("numbers", _INT64, [len(values)], values))
+
+    def zeros(self, scale: Any, kind: QType) -> Any:
+        """Return zero points of a format, of the scale's shape: a constant if the shape is known."""
+        import onnx
+
+        if not scale.shape.is_static():
+            # Not ConstantOfShape, which ONNX Runtime 1.31 has for neither FP8 nor INT4.
+            return self.op.Cast(self.op.Sub(scale, scale), to=_element(kind))
+        shape = scale.shape.numpy()
+        raw = bytes(-(-math.prod(shape) * kind.bits // 8))
+        return self.op.Constant(value=onnx.helper.make_tensor("zero", _element(kind), shape, raw, raw=True))
+
+
+def _of_experts(spelling: _Spelling) -> Callable[..., Any]:
+    """Return the translation of a grouped product: the exporter takes functions, and no methods."""
+
+    def grouped_mm(rows: Any, experts: Any, ends: Any) -> Any:
+        return spelling.grouped_product(rows, experts, ends)
+
+    return grouped_mm
+
+
+def _is(node: Any, operator: str) -> bool:
+    """Return whether a node, or None, is of an operator."""
+    return node is not None and node.op_type == operator
+
+
+def _element(kind: QType) -> int:
+    """Return the number of a format in ONNX's list of element types."""
+    import onnx
+
+    number: int = onnx.TensorProto.DataType.Value(kind.onnx_type)
+    return number
+
+
+_GATES = CELLS["lstm"].gates
+_OURS = "com.microsoft"
+
+
+def recurrence_translations(op: Any, zeros: Callable[[Any, str], Any]) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Return the entries of recurrences for ``custom_translation_table``.
+
+    Args:
+        op: the opset of ONNX.
+        zeros: gives the zero points of a format, of a scale's shape.
+    """
+
+    operators = torch.ops.quantizer
+    names = [argument.name for argument in operators.recurrence.default._schema.arguments]
+
+    def recurrence(*given: Any) -> Any:
+        found = dict(zip(names, given, strict=True))
+        kind = found["kind"]
+        for scale, zero in (("scale", "zero_point"), ("projected_scale", "projected_zero_point")):
+            if found[scale] is not None and found[zero] is None:
+                found[zero] = zeros(found[scale], found["dtype"])
+        states = [found["hidden"], found["cell"]][: 1 + CELLS[kind].has_cell]
+        return _scan(kind, found["given"], states, found)
+
+    def dynamic_lstm(*given: Any) -> Any:
+        return _dynamic_lstm(op, zeros, *given)
+
+    return {operators.recurrence.default: recurrence, operators.dynamic_lstm.default: dynamic_lstm}
+
+
+def _dynamic_lstm(
+    op: Any,
+    zeros: Callable[[Any, str], Any],
+    x: Any,
+    hidden: Any,
+    cell: Any,
+    input_codes: Any,
+    input_scale: Any,
+    codes: Any,
+    scale: Any,
+    bias: Any,
+    backward: bool,
+) -> Any:
+    """Return the outputs of a DynamicQuantizeLSTM and its states, of the arguments of ``numerics.recurrence``."""
+    first = op.Constant(value_ints=[0])
+    units, weights = codes.shape[1], []
+    for values, factor in ((input_codes, input_scale), (codes, scale)):
+        turned = op.Transpose(_in_order(op, values, units), perm=[1, 0])
+        weights.append((op.Unsqueeze(turned, first), op.Unsqueeze(_in_order(op, factor, units), first)))
+    (given, given_scale), (own, own_scale) = weights
+    zero = op.Unsqueeze(zeros(scale, "int8"), first)
+    both = None
+    if bias is not None:
+        halves = _parts(op, bias, 2, _GATES * units)
+        both = op.Unsqueeze(op.Concat(*(_in_order(op, half, units) for half in halves), axis=0), first)
+    states = [op.Unsqueeze(state, first) for state in (hidden, cell)]
+    outputs, last, last_cell = _nodes(
+        "DynamicQuantizeLSTM",
+        x,
+        given,
+        own,
+        both,
+        None,
+        *states,
+        None,
+        given_scale,
+        zero,
+        own_scale,
+        zero,
+        hidden_size=units,
+        direction="reverse" if backward else "forward",
+        outputs=3,
+        domain=_OURS,
+    )
+    one = op.Constant(value_ints=[1])
+    return op.Squeeze(outputs, one), op.Squeeze(last, first), op.Squeeze(last_cell, first)
+
+
+def _parts(op: Any, values: Any, count: int, size: int) -> list[Any]:
+    """Return parts of one size of values, along their first axis; not by Split, which the optimizer does not fold."""
+    ends = [op.Constant(value_ints=[place * size]) for place in range(count + 1)]
+    axis = op.Constant(value_ints=[0])
+    return [op.Slice(values, ends[place], ends[place + 1], axis) for place in range(count)]
+
+
+def _in_order(op: Any, values: Any, units: int) -> Any:
+    """Return values [4 H, ...] of the gates input, forget, cell, output as input, output, forget, cell; H ``units``."""
+    admit, forget, new, output = _parts(op, values, _GATES, units)
+    return op.Concat(admit, output, forget, new, axis=0)
+
+
+def _nodes(operator: str, *inputs: Any, outputs: int, domain: str = "", **attributes: Any) -> Any:
+    """Add a node with several outputs to the graph that is recorded, which ``onnxscript`` does for its own alone."""
+    import onnx_ir
+    from onnxscript import evaluator
+
+    node = onnx_ir.node(operator, inputs, attributes=attributes, domain=domain, num_outputs=outputs)
+    recorder: Any = evaluator.default()
+    recorder.nodes.append(node)
+    return node.outputs
+
+
+def _scan(kind: str, given: Any, states: list[Any], found: dict[str, Any]) -> Any:
+    """Return the outputs of a Scan over ``given`` and the states after it, two of them in any case."""
+    import onnx_ir
+
+    body = _Body(kind, given, states, found)
+    backward = [int(found["backward"])]
+    *last, outputs = _nodes(
+        "Scan",
+        *states,
+        given,
+        body=onnx_ir.Graph(body.inputs, body.outputs(), nodes=body.nodes, name=f"{kind}_steps"),
+        num_scan_inputs=1,
+        scan_input_directions=backward,
+        scan_output_directions=backward,
+        outputs=len(states) + 1,
+    )
+    return outputs, last[0], last[-1]
+
+
+class _Body:
+    """The graph of one step."""
+
+    def __init__(self, kind: str, given: Any, states: list[Any], found: dict[str, Any]) -> None:
+        import onnx_ir
+
+        self.nodes: list[Any] = []
+        self._kind = kind
+        self._found = found
+        self.inputs = [
+            onnx_ir.Value(name=f"{kind}_state_{place}", shape=state.shape, type=onnx_ir.TensorType(state.dtype))
+            for place, state in enumerate(states)
+        ]
+        shape, of = onnx_ir.Shape(given.shape[1:]), onnx_ir.TensorType(given.dtype)
+        self.inputs.append(onnx_ir.Value(name=f"{kind}_given", shape=shape, type=of))
+
+    def outputs(self) -> list[Any]:
+        """Return the states after the step, and the hidden state once more, for the outputs of all steps."""
+        found = self._found
+        hidden, given, cell = self.inputs[0], self.inputs[-1], self.inputs[-2]
+        recurrent = self._product(hidden, "scale", "zero_point", "weight", "weight_scale")
+        if found["bias"] is not None:
+            recurrent = self._add("Add", recurrent, found["bias"])
+        state = {"lstm": self._lstm, "gru": self._gru}.get(self._kind, self._plain)(given, recurrent, cell)
+        if found["projection"] is not None:
+            state[0] = self._product(
+                state[0], "projected_scale", "projected_zero_point", "projection", "projection_scale"
+            )
+        made = [*state, self._add("Identity", state[0])]
+        for value, like in zip(made, [*self.inputs[:-1], self.inputs[0]], strict=True):
+            value.shape, value.type = like.shape, like.type
+        return made
+
+    def _add(self, operator: str, *inputs: Any, outputs: int = 1, **attributes: Any) -> Any:
+        import onnx_ir
+
+        node = onnx_ir.node(operator, inputs, attributes=attributes, num_outputs=outputs)
+        self.nodes.append(node)
+        return node.outputs[0] if outputs == 1 else node.outputs
+
+    def _product(self, x: Any, scale: str, zero_point: str, weight: str, weight_scale: str) -> Any:
+        """Return the product of an operand, rounded, and a stored weight [N, K]."""
+        found = self._found
+        codes = self._add("QuantizeLinear", x, found[scale], found[zero_point])
+        rounded = self._add("DequantizeLinear", codes, found[scale], found[zero_point])
+        where = {} if found["weight_axis"] is None else {"axis": found["weight_axis"]}
+        values = self._add("DequantizeLinear", found[weight], found[weight_scale], **where)
+        return self._add("MatMul", rounded, self._add("Transpose", values, perm=[1, 0]))
+
+    def _split(self, value: Any, parts: int) -> Any:
+        return self._add("Split", value, outputs=parts, axis=-1, num_outputs=parts)
+
+    def _lstm(self, given: Any, recurrent: Any, cell: Any) -> list[Any]:
+        admit, forget, new, output = self._split(self._add("Add", given, recurrent), 4)
+        kept = self._add("Mul", self._add("Sigmoid", forget), cell)
+        added = self._add("Mul", self._add("Sigmoid", admit), self._add("Tanh", new))
+        cell = self._add("Add", kept, added)
+        return [self._add("Mul", self._add("Sigmoid", output), self._add("Tanh", cell)), cell]
+
+    def _gru(self, given: Any, recurrent: Any, hidden: Any) -> list[Any]:
+        given_reset, given_update, given_new = self._split(given, 3)
+        reset, update, new = self._split(recurrent, 3)
+        opened = self._add("Sigmoid", self._add("Add", given_reset, reset))
+        candidate = self._add("Tanh", self._add("Add", given_new, self._add("Mul", opened, new)))
+        kept = self._add("Sigmoid", self._add("Add", given_update, update))
+        return [self._add("Add", candidate, self._add("Mul", kept, self._add("Sub", hidden, candidate)))]
+
+    def _plain(self, given: Any, recurrent: Any, hidden: Any) -> list[Any]:
+        made = self._add("Add", given, recurrent)
+        return [self._add("Tanh" if self._kind == "rnn_tanh" else "Relu", made)]

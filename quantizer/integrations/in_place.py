@@ -1,0 +1,147 @@
+"""``QATCalibrate``: in-place quantization of the models that are built inside a ``with`` block."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import nn
+
+from quantizer.algorithms.make_plan import make_observation, make_plan
+from quantizer.algorithms.proxied import Proxied, proxied
+from quantizer.algorithms.session import merge_across_ranks
+from quantizer.config import quantizer_config
+from quantizer.errors import CalibrationError, ConfigError, ProxyError
+from quantizer.observe.completeness import CountedProduct
+from quantizer.observe.observation import Observation
+from quantizer.plan.apply import apply_plan, switch_on, with_passes
+from quantizer.plan.coverage import Coverage
+from quantizer.plan.site_plan import Plan
+from quantizer.proxy.build import instrument, is_proxy
+from quantizer.proxy.eager_attention import use_eager_attention
+from quantizer.rewrite.constructor_patch import Source, patched
+from quantizer.settings import settings_of
+from quantizer.utils.exported_program import refuse_compiled
+from quantizer.utils.torch_modes import ordinary_tensors
+
+_METHODS = {"histogram": "percentile"}
+"""Names of NVIDIA's toolkit, with our calibrators; any other method is the name of a calibrator."""
+
+
+class QATCalibrate:
+    """A block in which models are built with Q/DQ and calibrated; they round their operands when the block closes.
+
+    Inside ``with QATCalibrate(method="histogram", percentile=99.99) as qat:`` build a model, call
+    ``qat.setup_model_qat(model)`` and run data through it. Before ``setup_model_qat`` the model behaves bit for bit as
+    if it were built outside. After the block it rounds its operands and keeps float weights, and can be trained or
+    exported with ``Quantizer.export``. Unlike ``Quantizer.calib`` this changes the model itself. Models that are built
+    outside the block, or by other threads, stay float.
+
+    Args:
+        sources: the Python modules whose models are instrumented, each as a module, its name, or one of its classes;
+            none: every imported module.
+        method: ``histogram`` (a percentile) or the name of a calibrator.
+        percentile: percent of the absolute values that a range covers; used by ``histogram`` and ``percentile``.
+        settings: other fields of ``QuantizerConfig``, such as ``exclude``.
+
+    Attributes:
+        config: the resolved ``QuantizerConfig``.
+
+    Raises:
+        ConfigError: a setting is wrong, or it chooses codes of weights, which stay float here.
+        SourceError: a source is no module, or is torch's own.
+    """
+
+    def __init__(
+        self,
+        *sources: Source,
+        method: Literal["histogram", "percentile", "max", "mse", "entropy", "auto"] = "histogram",
+        percentile: float = 99.99,
+        **settings: Any,
+    ) -> None:
+        activations = {"calibrator": _METHODS.get(method, method), "percentile": percentile}
+        # As in NVIDIA's toolkit one pass gives the ranges, and no batch is kept to choose among others.
+        self.config = quantizer_config(None, activations=activations, **{"preset": "plain", **settings})
+        rounding = self.config.weights.rounding
+        if rounding != "nearest":
+            raise ConfigError(
+                [
+                    f"weights.rounding: got {rounding!r}; expected 'nearest', as the model keeps float weights, which "
+                    "may be trained; Quantizer.quantize() chooses codes"
+                ]
+            )
+        self._patch = patched(*sources, built=instrument)
+        self._open = 0
+        self._calibrating: list[tuple[Proxied, Observation]] = []
+        self._plans: list[tuple[Proxied, Plan, tuple[CountedProduct, ...]]] = []
+
+    def __enter__(self) -> QATCalibrate:
+        self._patch.__enter__()
+        self._open += 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        with ordinary_tensors():
+            self._patch.__exit__(kind, *rest)
+            self._open -= 1
+            if self._open:
+                return
+            calibrating, self._calibrating = self._calibrating, []
+            for proxy, observation in calibrating:
+                observation.detach(proxy.sites)
+            if kind is not None:
+                return
+            empty = [proxy.module for proxy, observation in calibrating if observation.seen.batches == 0]
+            if empty:
+                raise CalibrationError(
+                    f"no data went through the {type(empty[0]).__name__} after setup_model_qat(): run at least one "
+                    "batch through it inside the block"
+                )
+            # All plans are made before any model changes: if one fails, no model rounds.
+            decided = [_decided(*entry) for entry in calibrating]
+            for proxy, plan, _ in decided:
+                with_passes(proxy.module, plan)
+                apply_plan(proxy.module, plan)
+            for proxy, plan, products in decided:
+                switch_on(proxy.module, plan)
+                self._plans.append((proxy, plan, products))
+
+    def setup_model_qat(self, model: nn.Module) -> None:
+        """Start calibrating ``model``, in eval mode and with eager attention, until the block closes.
+
+        Raises:
+            ProxyError: no block is open, ``model`` is no module, or it was set up before.
+            ConfigError: a rule of the configuration matches nothing in the model.
+        """
+        with ordinary_tensors():
+            if not self._open:
+                raise ProxyError("setup_model_qat() belongs inside the with block of its QATCalibrate")
+            if not isinstance(model, nn.Module):
+                raise ProxyError(f"a torch.nn.Module is needed, got {type(model).__name__}")
+            refuse_compiled(model)
+            if any(known.module is model for known, _ in self._calibrating):
+                raise ProxyError(f"this {type(model).__name__} is being calibrated already")
+            if not is_proxy(model):
+                # Built before the block, or from modules that are not among the sources.
+                instrument(model)
+            proxy = proxied(settings_of(self.config), model)
+            use_eager_attention(model)
+            model.eval()
+            observation = make_observation(proxy)
+            observation.attach(model, proxy.sites)
+            self._calibrating.append((proxy, observation))
+
+    def coverage(self, model: nn.Module) -> Coverage:
+        """Return the coverage of a model that was calibrated in the block: every site, quantized or with the reason.
+
+        Raises:
+            CalibrationError: the model was not calibrated in the block, or the block is still open.
+        """
+        for proxy, plan, products in self._plans:
+            if proxy.module is model:
+                return Coverage(plan, proxy.skipped, products, patches=proxy.patches)
+        raise CalibrationError("the ranges of this model were not loaded yet: they are when the block closes")
+
+
+def _decided(proxy: Proxied, observation: Observation) -> tuple[Proxied, Plan, tuple[CountedProduct, ...]]:
+    seen = merge_across_ranks(proxy, observation)
+    return proxy, make_plan(proxy, seen), seen.counted()

@@ -1,0 +1,146 @@
+"""``TensorQuantizer``, and the places where the toolkit's users set default descriptors."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from quantizer.errors import CalibrationError
+from quantizer.integrations.pytorch_quantization.calib import HistogramCalibrator, MaxCalibrator, amax_of
+from quantizer.integrations.pytorch_quantization.tensor_quant import QuantDescriptor
+from quantizer.numerics import torch_operators as ops
+from quantizer.numerics.formats import INT8
+from quantizer.proxy.operand_quantizer import OperandQuantizer
+
+
+class TensorQuantizer(OperandQuantizer):
+    """The quantizer of one operand, switched by hand: it calibrates, rounds, both or neither.
+
+    Without a loaded range it rounds with the range of its current input, as the toolkit's does.
+    """
+
+    def __init__(self, quant_desc: QuantDescriptor | None = None) -> None:
+        super().__init__()
+        descriptor = quant_desc or QuantDescriptor()
+        self.axis = descriptor.channel_axis
+        self.enabled = True
+        self._collecting = False
+        self._collected = False
+        self._calibrator: MaxCalibrator | HistogramCalibrator = (
+            HistogramCalibrator() if descriptor.calib_method == "histogram" else MaxCalibrator(self.axis)
+        )
+        if descriptor.amax is not None:
+            self._set_amax(torch.tensor(descriptor.amax, dtype=torch.float32))
+
+    def enable_calib(self) -> None:
+        """Start to collect the values of inputs."""
+        self._collecting = self._collected = True
+
+    def disable_calib(self) -> None:
+        """Stop collecting."""
+        self._collecting = False
+
+    def enable_quant(self) -> None:
+        """Round inputs."""
+        self.enabled = True
+
+    def disable_quant(self) -> None:
+        """Return inputs unrounded."""
+        self.enabled = False
+
+    def enable(self) -> None:
+        """Round inputs, and stop collecting."""
+        self.enabled, self._collecting = True, False
+
+    def disable(self) -> None:
+        """Stop rounding and collecting."""
+        self.enabled = self._collecting = False
+
+    def load_calib_amax(self, *args: Any, strict: bool = True, **keywords: Any) -> None:
+        """Set the range from the collected values; arguments as for the calibrator's ``compute_amax``.
+
+        A quantizer that had no input while it collected (a branch not taken) stays without a range.
+        """
+        amax = self._calibrator.compute_amax(*args, **keywords)
+        if amax is not None:
+            self._set_amax(amax)
+        elif strict and not self._collected:
+            raise CalibrationError("load_calib_amax(): nothing was collected: enable_calib() and run data first")
+
+    @property
+    def amax(self) -> Tensor | None:
+        """The loaded range [] or [C]; None if none was loaded."""
+        return None if self.scale is None else self.scale * INT8.qmax
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._collecting:
+            self._calibrator.collect(x)
+        result: Tensor
+        if not self.enabled or self.scale is not None:
+            result = super().forward(x)
+        else:
+            result = ops.fake_quantize(x, _scale(amax_of(x, self.axis)), self.dtype, self.axis)
+        return result
+
+    def _set_amax(self, amax: Tensor) -> None:
+        rounding = self.enabled
+        self.set_scale(_scale(amax), self.dtype, self.axis)
+        self.enabled = rounding
+
+
+def _scale(amax: Tensor) -> Tensor:
+    scale = amax / INT8.qmax
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+class _Defaults:
+    """The default descriptors of a kind of layer, under the name of the toolkit's hand-written layer."""
+
+    default_quant_desc_input: ClassVar[QuantDescriptor] = QuantDescriptor()
+    default_quant_desc_weight: ClassVar[QuantDescriptor] = QuantDescriptor(axis=(0,))
+
+    @classmethod
+    def set_default_quant_desc_input(cls, value: QuantDescriptor) -> None:
+        """Set the descriptor of the inputs of models that are built from now on."""
+        cls.default_quant_desc_input = value
+
+    @classmethod
+    def set_default_quant_desc_weight(cls, value: QuantDescriptor) -> None:
+        """Set the descriptor of the weights of models that are built from now on."""
+        cls.default_quant_desc_weight = value
+
+
+class QuantLinear(_Defaults):
+    """Defaults of linear layers, and of products of two activations."""
+
+
+class QuantConv1d(_Defaults):
+    """Defaults of ``F.conv1d``."""
+
+
+class QuantConv2d(_Defaults):
+    """Defaults of ``F.conv2d``."""
+
+
+class QuantConv3d(_Defaults):
+    """Defaults of ``F.conv3d``."""
+
+
+class QuantConvTranspose1d(_Defaults):
+    """Defaults of ``F.conv_transpose1d``, whose weight has its output channels on axis 1."""
+
+    default_quant_desc_weight: ClassVar[QuantDescriptor] = QuantDescriptor(axis=(1,))
+
+
+class QuantConvTranspose2d(_Defaults):
+    """Defaults of ``F.conv_transpose2d``, whose weight has its output channels on axis 1."""
+
+    default_quant_desc_weight: ClassVar[QuantDescriptor] = QuantDescriptor(axis=(1,))
+
+
+class QuantConvTranspose3d(_Defaults):
+    """Defaults of ``F.conv_transpose3d``, whose weight has its output channels on axis 1."""
+
+    default_quant_desc_weight: ClassVar[QuantDescriptor] = QuantDescriptor(axis=(1,))

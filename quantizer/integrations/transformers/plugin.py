@@ -1,0 +1,218 @@
+"""The plug-in for ``transformers``: ``from_pretrained(path, quantization_config=QuantizerConfig(...))``.
+
+Importing this module registers the plug-in. A float checkpoint is loaded as the float model, for calibration by the
+``Quantizer`` that ``quantizer_of`` returns. ``save_pretrained`` saves the result of its ``quantize(model)``, weights as
+integers, and ``from_pretrained`` of that folder, without a config, returns the same quantized model, bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
+
+from quantizer.config import QuantizerConfig, quantizer_config
+from quantizer.errors import ProxyError, QuantizerError
+from quantizer.integrations.transformers.folder import (
+    METHOD,
+    STATE,
+    SavedConfig,
+    read_state,
+    require_loaded,
+    require_sites,
+)
+from quantizer.numerics.formats import qtype
+from quantizer.numerics.packing import pack_pairs, packed_size, unpack_pairs
+from quantizer.observe.float16_simulation import is_simulation
+from quantizer.plan.apply import add_planned_outputs, dropped_parameters, frozen_skeleton, is_frozen_by
+from quantizer.plan.saved_folder import state_bytes, state_of_bytes
+from quantizer.plan.site_plan import Plan
+from quantizer.proxy.build import instrument, is_proxy, sites_of
+from quantizer.proxy.eager_attention import use_eager_attention
+from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.quantizer import Quantizer
+
+if TYPE_CHECKING:
+    from transformers.modeling_utils import PreTrainedModel
+
+
+logger = logging.getLogger(__name__)
+
+_WAY = "save what quantize(model) of its Quantizer gives"
+
+
+class TransformersQuantizer(HfQuantizer):
+    """The hooks of ``from_pretrained`` and ``save_pretrained``; the attribute ``hf_quantizer`` of loaded models.
+
+    Attributes:
+        quantizer: the ``Quantizer`` of the model; if the model was loaded quantized, with its plan.
+        frozen: True if the folder has a quantized model.
+    """
+
+    def __init__(self, quantization_config: QuantizerConfig | SavedConfig, **keywords: Any) -> None:
+        if isinstance(quantization_config, QuantizerConfig):
+            quantization_config = SavedConfig(quantization_config)
+        super().__init__(quantization_config, **keywords)
+        self._settings = quantization_config.settings
+        self.quantizer = Quantizer(self._settings)
+        self.frozen = self.pre_quantized and quantization_config.quantized
+        # State while a model is loaded: its file, its dropped parameters, the shapes of weights of less than a byte.
+        self._place, self._dropped = Path(), list[str]()
+        self._shapes: dict[OperandQuantizer, torch.Size] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TransformersQuantizer:
+        # A proxy is a copy of the model, and must share the model's Quantizer, which has the plan.
+        return self
+
+    def __reduce__(self) -> Any:
+        session = self.quantizer._session
+        state = _state(session.refitted(), self.quantizer, []) if session.has_plan else None
+        return _restored, (self._settings, self.frozen, state)
+
+    # -- loading ---------------------------------------------------------------------------------------------------
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **keywords: Any
+    ) -> None:
+        files = [Path(file) for file in checkpoint_files or () if Path(file).suffix == ".safetensors"]
+        place, data = read_state(files)
+        if not self.frozen:
+            if data is not None:
+                raise QuantizerError(
+                    f"{place} holds a quantized model, and the config.json beside it does not say so; restore the "
+                    "quantization_config that save_pretrained() wrote there"
+                )
+            return
+        if data is None:
+            raise QuantizerError(
+                f"{place}: its config.json says that it holds a quantized model, and no .safetensors file there has "
+                f"the tensor {STATE!r}; load a folder that save_pretrained() wrote for a quantized model, or remove "
+                "quantization_config from config.json to load a float one"
+            )
+        # from_pretrained has set the meta device here, on which new tensors would be made.
+        with torch.device("cpu"):
+            dropped = self._take(data, place)
+            instrument(model)
+            use_eager_attention(model)
+            add_planned_outputs(model, self.quantizer.plan)
+            require_sites(model, self.quantizer.plan, place)
+            frozen_skeleton(model, self.quantizer.plan, dropped)
+            self.quantizer._session.scan_source(model)
+        for _, quantizer, stored in _packed(model):
+            self._shapes[quantizer] = stored.shape
+            quantizer.stored = stored.new_empty(packed_size(stored.numel()), dtype=torch.uint8)
+        for owner in _owners(model, dropped):
+            # Otherwise transformers would initialize the weights that it expects there.
+            vars(owner)["_is_hf_initialized"] = True
+        self._place, self._dropped = place, dropped
+        known = model._keys_to_ignore_on_load_unexpected
+        known = [] if known is None else known
+        # A list in the first versions of transformers 5, and a set since.
+        model._keys_to_ignore_on_load_unexpected = type(known)([*known, rf"{STATE}$"])
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **keywords: Any) -> None:
+        # transformers takes any model with a quantization_config for quantized, and would refuse to train or cast it.
+        vars(model)["is_quantized"] = self.frozen
+        # push_to_hub() writes them into the model card: whoever finds the model learns what loads it.
+        model.add_model_tags([METHOD, self._settings.dtype])
+        if not self.frozen:
+            return
+        require_loaded([*sites_of(model), *_owners(model, self._dropped)], self._place)
+        for quantizer, shape in self._shapes.items():
+            assert quantizer.stored is not None
+            quantizer.stored = unpack_pairs(quantizer.stored, shape)
+        self._shapes.clear()
+
+    def _take(self, data: bytes, place: Path) -> list[str]:
+        """Restore the saved state of the Quantizer, and return the names of the dropped parameters."""
+        plan, products, document = state_of_bytes(data, place)
+        missing = {"config", "fallback", "dropped"} - set(document)
+        if missing:
+            raise QuantizerError(f"{place} is damaged: {', '.join(sorted(missing))} is missing in its {STATE}")
+        if quantizer_config(document["config"]) != self.quantizer.config:
+            raise QuantizerError(
+                f"{place.parent / 'config.json'}: its quantization_config is not the one that {place.name} was "
+                "quantized with; restore it, or load the float model and calibrate again"
+            )
+        self.quantizer._session.load(plan, products, document)
+        dropped: list[str] = document["dropped"]
+        return dropped
+
+    # -- saving ----------------------------------------------------------------------------------------------------
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """Return the state dict and metadata that ``save_pretrained`` writes; None: the model's own state dict."""
+        session = self.quantizer._session
+        quantized = is_proxy(model) and not (session.trainable is not None and model is session.trainable.proxy)
+        state: dict[str, Tensor] | None = None
+        if quantized:
+            plan = self.quantizer.plan
+            if is_simulation(model) or not is_frozen_by(model, plan):
+                raise ProxyError(
+                    "save_pretrained() takes what quantize(model) gave, and this proxy is another, or the Quantizer's "
+                    f"decisions changed since; {_WAY} now"
+                )
+            data = bytearray(_state(session.refitted(), self.quantizer, dropped_parameters(model, plan)))
+            packed = {name: pack_pairs(stored) for name, _, stored in _packed(model)}
+            state = {**model.state_dict(), **packed, STATE: torch.frombuffer(data, dtype=torch.uint8)}
+        elif session.has_plan and not is_proxy(model):
+            logger.warning("this model is saved in float, without its calibration; %s to have it quantized", _WAY)
+        model.config.quantization_config = SavedConfig(self._settings, quantized=quantized)
+        return state, {}
+
+    # -- properties that transformers reads ------------------------------------------------------------------------
+
+    def is_serializable(self) -> bool:
+        """Return True: models can be saved in float, in training and quantized."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True for a float model; a quantized one has no weights to train."""
+        return not self.frozen
+
+
+def quantizer_of(model: PreTrainedModel) -> Quantizer:
+    """Return the ``Quantizer`` of a model loaded with a ``QuantizerConfig`` or from a folder that holds one."""
+    found = getattr(getattr(model, "hf_quantizer", None), "quantizer", None)
+    if not isinstance(found, Quantizer):
+        raise ProxyError(
+            f"this {type(model).__name__} has no Quantizer: load it with from_pretrained(path, quantization_config="
+            "QuantizerConfig(...)), or use Quantizer(...) on it as it is"
+        )
+    return found
+
+
+def _state(decided: Plan, quantizer: Quantizer, dropped: list[str]) -> bytes:
+    session = quantizer._session
+    return state_bytes(decided, session.products(), {**session.document(), "dropped": dropped})
+
+
+def _packed(model: PreTrainedModel) -> Iterator[tuple[str, OperandQuantizer, Tensor]]:
+    """Yield tensor name, quantizer and stored weight of each weight whose elements are smaller than a byte."""
+    for path, module in model.named_modules():
+        if isinstance(module, OperandQuantizer) and module.stored is not None and qtype(module.dtype).is_packed:
+            yield f"{path}.stored", module, module.stored
+
+
+def _owners(model: PreTrainedModel, parameters: Sequence[str]) -> list[nn.Module]:
+    """Return the modules that have, or had, these parameters."""
+    return [model.get_submodule(path.rpartition(".")[0]) for path in parameters]
+
+
+def _restored(settings: QuantizerConfig, frozen: bool, state: bytes | None) -> TransformersQuantizer:
+    found = TransformersQuantizer(SavedConfig(settings, quantized=frozen), pre_quantized=frozen)
+    if state is not None:
+        found._take(state, Path("the pickled model"))
+    return found
+
+
+# The register functions of transformers raise on a second call, such as when this module is loaded again.
+AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = SavedConfig
+AUTO_QUANTIZER_MAPPING[METHOD] = TransformersQuantizer

@@ -1,1 +1,0 @@
-"""Counts of every product that a pass computes, in sites or not, with the call that made it."""

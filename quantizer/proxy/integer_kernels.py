@@ -1,0 +1,480 @@
+"""Kernels of torch for a product of an activation and a weight that is stored as codes.
+
+Legend: x [.., K] the activation; w [N, K] the weight, with one scale t_n a row; a the codes of x, with scale s and zero
+point z (see ``activation.py``); b [N] the bias.
+
+    y = s (a - z) w^T t + b,  all sums in integers
+
+oneDNN subtracts z by the sums of the rows of w, and adds b, inside the kernel. ``aten::_int_mm`` does neither: what it
+returns is corrected afterwards, in operations that a compiler fuses. ``aten::_scaled_mm`` multiplies FP8 by FP8.
+
+``quantizer::integer_linear``, oneDNN's integer linear as one operator of a compiled graph.
+
+Inductor takes oneDNN's own operator only where it prepacks the weight itself, from a constant of a frozen graph, and
+stops with an assertion elsewhere. This operator takes the weight as it is stored and packs it at the first call, so
+that graphs need not be frozen. Legend as in ``kernels.py``; s [] and z [] are tensors, which a range of each call makes
+in the graph.
+
+The codes of an activation for an integer kernel.
+
+Legend: x [.., K] the activation; s its scale; z its zero point; q [.., K] the codes, x' = (q - z) s.
+
+Kernels of CPUs take unsigned bytes, those of GPUs signed ones. An INT8 code plus 128 is an unsigned one with the zero
+point 128, and a UINT8 code minus 128 a signed one, so both take both. A range of each call is that of the tensor, or,
+where a block is as long as a row, of each row: then x is divided by the scales of its rows first and the product
+multiplied by them afterwards.
+
+A weight that is in its site as codes, and that code outside of the site may read as floats.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, MutableMapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils import _pytree
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from quantizer.numerics.dynamic_range import block_scales, dynamic_range
+from quantizer.numerics.formats import INT8, UINT8, qtype
+from quantizer.numerics.packing import byte_codes
+from quantizer.proxy.operand_quantizer import OperandQuantizer, is_recorded
+
+Window = tuple[Any, ...]
+"""Stride, padding, dilation and groups of a convolution, as its call gives them; empty for other products."""
+
+
+class Kernel(Protocol):
+    """The computation of the calls of a site.
+
+    Attributes:
+        name: the operator of torch.
+    """
+
+    name: str
+
+    def of_calls(self, number: int) -> list[Kernel]:
+        """Return the kernels of the first calls of a pass, which share the weight."""
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, window: Window, out: torch.dtype = torch.float32
+    ) -> Tensor | None:
+        """Return the result in the type ``out``, of x and b in float32; None if the kernel cannot make this call."""
+
+
+class _Product:
+    """A product of an activation, whose calls may have ranges of their own."""
+
+    _activation: Activation
+
+    def of_calls(self, number: int) -> list[Kernel]:
+        """Return the kernels of the first calls of a pass, which share the weight."""
+        made: list[Any] = [copy.copy(self) for _ in range(number)]
+        for call, kernel in enumerate(made):
+            kernel._activation = self._activation.of_call(call)
+        return made
+
+
+class IntegerLinear(_Product):
+    """oneDNN's linear, for CPUs."""
+
+    name = "onednn::qlinear_pointwise"
+
+    def __init__(self, weight: Tensor, scales: Tensor, activation: Activation) -> None:
+        self._weight, self._scales, self._activation = weight, scales, activation
+        self._zeros = torch.zeros(len(scales), dtype=torch.int64)
+        self._packed = torch.ops.onednn.qlinear_prepack(weight, None)
+        self._call: Any = torch.ops.onednn.qlinear_pointwise.default
+
+    def __call__(self, x: Tensor, bias: Tensor | None, window: Window, out: torch.dtype = torch.float32) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._compiled(x, bias).to(out)
+        if x.dim() == 1:
+            return self(x[None], bias, window, out)[0]
+        codes, scale, point, rows = self._activation.unsigned(x)
+        if not codes.is_contiguous():
+            codes = codes.contiguous()
+        inside = bias if rows is None else None
+        result: Tensor = self._call(
+            *(codes, scale, point, self._packed, self._scales, self._zeros, inside),
+            *(1.0, 0, torch.float32, "none", [], ""),
+        )
+        if rows is not None:
+            result.mul_(rows)
+            if bias is not None:
+                result.add_(bias)
+        return result.to(out)
+
+    def _compiled(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the result by operations that Inductor fuses, around one that it calls."""
+        codes, scale, point, rows = self._activation.fusible(x, signed=False)
+        assert point is not None
+        inside = bias if rows is None else None
+        result = integer_linear(codes, scale, point, self._weight, self._scales, inside)
+        if rows is None:
+            return result
+        return result * rows if bias is None else result * rows + bias
+
+
+class IntegerConvolution(_Product):
+    """oneDNN's convolution over one or two axes, for CPUs.
+
+    The weight is packed for the strides and borders of a call when it is first made with them.
+
+    Args:
+        weight: int8 [N, K, *window].
+        scales: t, float32.
+        activation: makes a.
+    """
+
+    name = "onednn::qconv_pointwise"
+
+    def __init__(self, weight: Tensor, scales: Tensor, activation: Activation) -> None:
+        self._weight, self._scales, self._activation = weight, scales, activation
+        self._zeros = torch.zeros(len(scales), dtype=torch.int64)
+        self._packed: dict[Window, tuple[Tensor, tuple[Any, ...]] | None] = {}
+        self._call: Any = torch.ops.onednn.qconv_pointwise.default
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, window: Window, out: torch.dtype = torch.float32
+    ) -> Tensor | None:
+        if x.dim() != self._weight.dim() or torch.compiler.is_compiling():
+            return None
+        key = tuple(tuple(part) if isinstance(part, list) else part for part in window)
+        if key not in self._packed:
+            self._packed[key] = self._pack(key)
+        found = self._packed[key]
+        if found is None:
+            return None
+        packed, places = found
+        codes, scale, point, _ = self._activation.unsigned(x)
+        made: Tensor = self._call(
+            *(codes, scale, point, packed, self._scales, self._zeros, bias, *places),
+            *(1.0, 0, torch.float32, "none", [], ""),
+        )
+        # What follows may take a view, which the layout of the kernel, channels last, does not allow.
+        return (made.contiguous() if x.is_contiguous() else made).to(out)
+
+    def _pack(self, window: Window) -> tuple[Tensor, tuple[Any, ...]] | None:
+        axes = self._weight.dim() - 2
+        stride, padding, dilation = (part if isinstance(part, str) else _spread(part, axes) for part in window[:3])
+        if isinstance(padding, str):
+            width = [0] * axes if padding == "valid" else _around(self._weight.shape[2:], dilation)
+            if width is None:
+                return None
+            padding = width
+        places = (stride, padding, dilation, window[3])
+        # Scale and zero point only tell that there may be one.
+        packed = torch.ops.onednn.qconv_prepack(self._weight, self._scales, 1.0, 1, *places, None)
+        return packed, places
+
+
+def _in_steps(weight: Tensor, step: int) -> tuple[Tensor, int]:
+    """Return a weight with zeros up to whole steps of N and K, and how many were added to K."""
+    extra = -weight.shape[1] % step
+    # Zero is the same byte in both formats, and torch pads no FP8.
+    padded = functional.pad(weight.view(torch.uint8), (0, extra, 0, -len(weight) % step))
+    return padded.contiguous().view(weight.dtype), extra
+
+
+class IntegerMatmul(_Product):
+    """``torch._int_mm`` with its corrections, for GPUs. cuBLAS wants more than 16 rows, and K and N in eights."""
+
+    name = "aten::_int_mm"
+
+    def __init__(self, weight: Tensor, scales: Tensor, activation: Activation) -> None:
+        self._columns, self._scales, self._activation = len(weight), scales, activation
+        self._weight, self._extra = _in_steps(weight, _EIGHT)
+        self._sums = weight.sum(1, dtype=torch.int32)
+
+    def __call__(self, x: Tensor, bias: Tensor | None, window: Window, out: torch.dtype = torch.float32) -> Tensor:
+        codes, scale, point, rows = self._activation.fusible(x, signed=True)
+        flat = codes.reshape(-1, codes.shape[-1])
+        missing = max(0, _ROWS - len(flat))
+        if missing or self._extra:
+            # What is added meets rows and columns of zeros, or is cut off below.
+            flat = functional.pad(flat, (0, self._extra, 0, missing))
+        sums = torch._int_mm(flat, self._weight.t())[: flat.shape[0] - missing, : self._columns]
+        if point is not None:
+            sums = sums - point * self._sums
+        result = sums * (self._scales * scale)
+        result = result.reshape(*x.shape[:-1], self._columns)
+        if rows is not None:
+            result = result * rows
+        return (result if bias is None else result + bias).to(out)
+
+
+class ScaledMatmul(_Product):
+    """``torch._scaled_mm`` of FP8 codes, for GPUs from compute capability 8.9 on, which want K and N in sixteens."""
+
+    name = "aten::_scaled_mm"
+
+    def __init__(self, weight: Tensor, scales: Tensor, activation: Activation) -> None:
+        self._columns, self._scales, self._activation = len(weight), scales, activation
+        self._weight, self._extra = _in_steps(weight, _SIXTEEN)
+        self._one = torch.ones((), device=weight.device)
+
+    def __call__(self, x: Tensor, bias: Tensor | None, window: Window, out: torch.dtype = torch.float32) -> Tensor:
+        values, scale = self._activation.floating(x)
+        flat = values.reshape(-1, values.shape[-1])
+        if self._extra:
+            flat = functional.pad(flat, (0, self._extra))
+        codes = flat.to(self._activation.storage)
+        if out is torch.bfloat16:
+            return self._scaled_inside(codes, scale, bias).reshape(*x.shape[:-1], self._columns)
+        one = self._one
+        sums = torch._scaled_mm(codes, self._weight.t(), one, one, out_dtype=torch.float32)[:, : self._columns]
+        result = (sums * (self._scales * scale)).reshape(*x.shape[:-1], self._columns)
+        return (result if bias is None else result + bias).to(out)
+
+    def _scaled_inside(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the result in bfloat16, for which the kernel itself takes a scale for each row and channel, and b.
+
+        Sums stay in the matrix unit, which keeps 14 bits of them and not 24: what is added is codes of 4 bits, and the
+        result has 8. It takes 4 to 7 hundredths from a whole model's time, and up to a fifth from a product's.
+        """
+        extra = len(self._weight) - self._columns
+        scales = functional.pad(self._scales, (0, extra))[None]
+        rows = scale.expand(len(codes), 1).contiguous()
+        added = None if bias is None else functional.pad(bias.bfloat16(), (0, extra))
+        made = torch._scaled_mm(
+            codes, self._weight.t(), rows, scales, bias=added, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+        return made[:, : self._columns]
+
+
+class TableLookup:
+    """The rows of a table of embeddings that are asked for, dequantized.
+
+    Args:
+        weight: int8 [N, K].
+        scales: float32 [N].
+    """
+
+    name = "aten::embedding"
+
+    def __init__(self, weight: Tensor, scales: Tensor) -> None:
+        self._weight, self._scales = weight, scales[:, None]
+
+    def of_calls(self, number: int) -> list[Kernel]:
+        """Return itself for each call: a lookup has no activation."""
+        return [self] * number
+
+    def __call__(self, x: Tensor, bias: Tensor | None, window: Window, out: torch.dtype = torch.float32) -> Tensor:
+        return (functional.embedding(x, self._weight) * functional.embedding(x, self._scales)).to(out)
+
+
+_EIGHT, _SIXTEEN = 8, 16
+_ROWS = 17
+
+
+def _spread(value: Any, axes: int) -> list[int]:
+    """Return a number, or a sequence of one, as one number for each axis."""
+    values = [value] if isinstance(value, int) else list(value)
+    return values * axes if len(values) == 1 else values
+
+
+def _around(window: Any, dilation: Any) -> list[int] | None:
+    """Return the padding on each side that keeps the size; None if one side needs more than the other."""
+    whole = [step * (size - 1) for size, step in zip(window, dilation, strict=True)]
+    return None if any(width % 2 for width in whole) else [width // 2 for width in whole]
+
+
+_NAME = "quantizer::integer_linear"
+_PACKED: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
+
+torch.library.define(_NAME, "(Tensor codes, Tensor s, Tensor z, Tensor weight, Tensor t, Tensor? bias) -> Tensor")
+
+
+@torch.library.impl(_NAME, "CPU")
+def _integer_linear(codes: Tensor, s: Tensor, z: Tensor, weight: Tensor, t: Tensor, bias: Tensor | None) -> Tensor:
+    held = _PACKED.get(weight)
+    if held is None:
+        packed = torch.ops.onednn.qlinear_prepack(weight, None)
+        held = _PACKED[weight] = packed, torch.zeros(len(weight), dtype=torch.int64)
+    call: Any = torch.ops.onednn.qlinear_pointwise.default
+    given = (codes.contiguous(), float(s), int(z), held[0], t, held[1], bias)
+    result: Tensor = call(*given, 1.0, 0, torch.float32, "none", [], "")
+    return result
+
+
+def _without_data(codes: Tensor, s: Tensor, z: Tensor, weight: Tensor, t: Tensor, bias: Tensor | None) -> Tensor:
+    return codes.new_empty((*codes.shape[:-1], len(weight)), dtype=torch.float32)
+
+
+torch.library.register_fake(_NAME, _without_data)
+
+
+def integer_linear(codes: Tensor, s: Tensor, z: Tensor, weight: Tensor, t: Tensor, bias: Tensor | None) -> Tensor:
+    """Return y [.., N], float32, of codes a [.., K], uint8, and the weight w [N, K], int8."""
+    made: Tensor = torch.ops.quantizer.integer_linear(codes, s, z, weight, t, bias)
+    return made
+
+
+Codes = tuple[Tensor, "float | Tensor", "int | Tensor", "Tensor | None"]
+"""q, s, z, and the scales of the rows [.., 1], by which the product has yet to be multiplied; None: by none."""
+
+
+class Activation:
+    """The quantizer of an activation, with all that does not depend on the values computed in advance."""
+
+    def __init__(self, quantizer: OperandQuantizer, device: torch.device | None = None) -> None:
+        self._set(quantizer, quantizer, device)
+        self._calls = [Activation.__new__(Activation) for _ in quantizer.calls]
+        for number, call in enumerate(self._calls):
+            call._set(quantizer, quantizer.of_call(number), device)
+
+    def of_call(self, number: int | None) -> Activation:
+        """Return the activation with the range of a call by its number in the pass."""
+        return self if number is None or number >= len(self._calls) else self._calls[number]
+
+    def _set(self, factored: OperandQuantizer, quantizer: OperandQuantizer, device: torch.device | None) -> None:
+        self._kind = qtype(quantizer.dtype)
+        self._quantizer = factored
+        self._factored = factored.factor is not None
+        self._dynamic = quantizer.dynamic
+        self._by_row = quantizer.dynamic and quantizer.block_size is not None
+        self._scale = 1.0 if quantizer.scale is None else float(quantizer.scale)
+        self._point = 0 if quantizer.zero_point is None else int(quantizer.zero_point)
+        self._to_unsigned = UINT8.qmin - self._kind.qmin
+        self._to_signed = INT8.qmin - self._kind.qmin
+        # Numbers would be constants of a compiled graph, which a block that a model repeats then has for each layer.
+        if device is None and quantizer.scale is not None:
+            device = quantizer.scale.device
+        self._step = torch.tensor(self._scale, device=device)
+        self._points = {
+            signed: torch.tensor(self._point + shift, dtype=torch.int32, device=device)
+            for signed, shift in ((True, self._to_signed), (False, self._to_unsigned))
+        }
+        self._centered = self._point + self._to_signed == 0
+
+    def unsigned(self, x: Tensor) -> Codes:
+        """Return UINT8 codes of float32 values on the CPU, in one pass over them where the range is fixed."""
+        if self._factored:
+            x = self._quantizer.multiplied(x)
+        if not self._dynamic:
+            point = self._point + self._to_unsigned
+            return byte_codes(x, self._scale, point), self._scale, point, None
+        if self._by_row:
+            rows = block_scales(x, self._kind.name, x.shape[-1])
+            return byte_codes(x / rows, 1.0, self._to_unsigned), 1.0, self._to_unsigned, rows
+        scale, zero = dynamic_range(x, self._kind.name)
+        step, point = float(scale), int(zero) + self._to_unsigned
+        return byte_codes(x, step, point), step, point, None
+
+    def fusible(self, x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return codes by operations that a compiler fuses with those before, on any device; INT8 or UINT8 ones.
+
+        s [] and z [] are tensors, and z is None where it is zero whatever the values are.
+        """
+        if self._factored:
+            x = self._quantizer.multiplied(x)
+        made = INT8 if signed else UINT8
+        scale, rows = self._step, None
+        point = None if signed and self._centered else self._points[signed]
+        if self._by_row:
+            rows = block_scales(x, self._kind.name, x.shape[-1])
+        elif self._dynamic:
+            scale, zero = dynamic_range(x, self._kind.name)
+            point = zero.int() + (self._to_signed if signed else self._to_unsigned)
+        steps = (x / (scale if rows is None else rows)).round()
+        codes = (steps if point is None else steps + point).clamp(made.qmin, made.qmax).to(made.storage)
+        return codes, scale, point, rows
+
+    def floating(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return codes in the range of a floating-point format, in float32, and s []."""
+        if self._factored:
+            x = self._quantizer.multiplied(x)
+        return (x / self._step).clamp(self._kind.qmin, self._kind.qmax), self._step
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The torch type of the format's codes."""
+        return self._kind.storage
+
+
+class StoredWeight(Tensor):
+    """A tensor with the shape, type and place of a weight, whose values are made when something computes with it.
+
+    A module's ``F.linear(x, self.weight)`` reads its weight at each call, and the site then computes with the codes:
+    values that were made for the read would be made for nothing.
+    """
+
+    _read: Callable[[], Tensor]
+
+    @staticmethod
+    def of(like: Tensor, dtype: torch.dtype, read: Callable[[], Tensor]) -> StoredWeight:
+        """Return the weight of the shape and place of ``like``, whose values ``read`` returns."""
+        make: Any = Tensor._make_wrapper_subclass
+        made: StoredWeight = make(StoredWeight, like.shape, dtype=dtype, device=like.device, requires_grad=False)
+        made._read = read
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            # As a parameter it stays what it is.
+            return StoredWeight.of(args[0], args[0].dtype, args[0]._read)
+        args, kwargs = _pytree.tree_map(_values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self._read().clone()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array, as ``Tensor.numpy`` does."""
+        return self._read().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self._read().__array__(dtype)  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"StoredWeight({self._read()!r})"
+
+
+def _values(value: Any) -> Any:
+    return value._read() if isinstance(value, StoredWeight) else value
+
+
+class LazyWeight(OperandQuantizer):
+    """A stored weight that is dequantized only where something other than its site computes with it.
+
+    Attributes:
+        shown: what the module reads as its weight; None: it was not read yet.
+    """
+
+    shown: StoredWeight | None
+
+    @staticmethod
+    def of(quantizer: OperandQuantizer) -> None:
+        """Turn the quantizer of a stored weight into a lazy one."""
+        quantizer.__class__ = LazyWeight
+        vars(quantizer)["shown"] = None
+
+    def as_parameter(self) -> Tensor:
+        """Return the weight, whose values are made when they are needed; in a compiled graph, what makes them."""
+        if is_recorded():
+            return super().as_parameter()
+        shown = self.shown
+        if shown is None:
+            assert self.stored is not None
+            shown = self.shown = StoredWeight.of(self.stored, self.stored_dtype, super().as_parameter)
+        return shown
+
+    def forward(self, x: Any) -> Any:
+        # A lookup that limits norms writes to the rows that it reads: to values, which are made once.
+        return _values(super().forward(x))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.shown = None
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without what the module reads, which refers to this very object."""
+        return {**super().__getstate__(), "shown": None}  # type: ignore[no-untyped-call]

@@ -1,0 +1,441 @@
+"""Lowered proxies: the kernel of each frozen site, or the reason why there is none, and the sites that call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantizer.errors import ProxyError
+from quantizer.numerics.formats import qtype
+from quantizer.numerics.packing import spend_deprecation_warning
+from quantizer.proxy.build import sites_of
+from quantizer.proxy.call_numbers import count_call, next_call
+from quantizer.proxy.integer_kernels import (
+    Activation,
+    IntegerConvolution,
+    IntegerLinear,
+    IntegerMatmul,
+    Kernel,
+    LazyWeight,
+    ScaledMatmul,
+    TableLookup,
+    Window,
+)
+from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.site import Site
+from quantizer.utils.shown import Rows
+
+# ruff: noqa: A002 - the names of torch's arguments
+
+
+Arguments = tuple[Any, Any, Any, Window] | None
+"""The activation, the weight, the bias or None, and the window; None for a call that no kernel makes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """An operation that kernels compute.
+
+    Attributes:
+        activation: the name of the operand that is quantized at each call; None: it is no number to quantize.
+        weight: the name of the operand that is stored.
+        channels: the axis of the weight that becomes the channels of the result.
+        arguments: sorts the arguments of a call.
+    """
+
+    activation: str | None
+    weight: str
+    channels: int
+    arguments: Callable[..., Arguments]
+
+
+def _linear(input: Any, weight: Any, bias: Any = None) -> Arguments:
+    return input, weight, bias, ()
+
+
+def _matmul(input: Any, other: Any, *, out: Any = None) -> Arguments:
+    return None if out is not None else (input, other, None, ())
+
+
+def _mm(input: Any, mat2: Any, *, out: Any = None) -> Arguments:
+    return None if out is not None else (input, mat2, None, ())
+
+
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> Arguments:
+    return None if out is not None or beta != 1 or alpha != 1 else (mat1, mat2, input, ())
+
+
+def _convolution(
+    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1
+) -> Arguments:
+    return input, weight, bias, (stride, padding, dilation, groups)
+
+
+def _embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: Any = None,
+    max_norm: Any = None,
+    norm_type: Any = 2.0,
+    scale_grad_by_freq: Any = False,
+    sparse: Any = False,
+) -> Arguments:
+    return None if max_norm is not None else (input, weight, None, ())
+
+
+CALLS: dict[str, Call] = {
+    "linear": Call(activation="input", weight="weight", channels=0, arguments=_linear),
+    "matmul": Call(activation="lhs", weight="rhs", channels=1, arguments=_matmul),
+    "mm": Call(activation="lhs", weight="rhs", channels=1, arguments=_mm),
+    "addmm": Call(activation="lhs", weight="rhs", channels=1, arguments=_addmm),
+    "conv1d": Call(activation="input", weight="weight", channels=0, arguments=_convolution),
+    "conv2d": Call(activation="input", weight="weight", channels=0, arguments=_convolution),
+    "embedding": Call(activation=None, weight="weight", channels=0, arguments=_embedding),
+}
+"""The operations by their names in the catalogue."""
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""The types of values that kernels take and return; they compute in float32 what they do not compute in codes."""
+
+_CPU, _GPU = "cpu", "cuda"
+_SPATIAL = {"conv1d": 1, "conv2d": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """Settings of the choice of kernels, beside the site itself.
+
+    Attributes:
+        widest: the largest code of a weight whose products this CPU adds without saturating; None: any.
+        kernels: ``cpu`` or ``cuda``, whose kernels to take; None: those of the device where the weight is.
+    """
+
+    widest: int | None = None
+    kernels: str | None = None
+
+
+def choose(site: Site, lowering: Lowering) -> Kernel | str:
+    """Return the kernel that computes a site, or why it keeps the rounding of the frozen proxy."""
+    call = CALLS.get(site.source.operation)
+    if call is None:
+        return f"torch has no kernel for {site.source.operation} of codes"
+    if site.source.in_place:
+        return "it writes into its operand"
+    held = site.quantizer_of(call.weight)
+    if held.stored is None:
+        return "no kernel multiplies two activations" if call.channels else "its weight stays float"
+    axes = held.stored.dim() - 2
+    if axes != _SPATIAL.get(site.source.operation, 0):
+        return f"no kernel takes a weight of {axes + 2} axes"
+    scales = _scales(held, call)
+    if scales is None:
+        return f"no kernel takes weights of {held.dtype} with these scales"
+    if held.stored_dtype not in FLOATS:
+        return f"no kernel returns {str(held.stored_dtype).removeprefix('torch.')}, the type of the weight"
+    if call.activation is None:
+        whole = qtype(held.dtype).storage is torch.int8
+        return TableLookup(held.stored, scales) if whole else f"no lookup in codes of {held.dtype}"
+    given = site.quantizer_of(call.activation)
+    reason = _unfit(given, held.stored.shape[1 - call.channels])
+    return reason if reason is not None else _product(call, held, scales, given, lowering)
+
+
+def _scales(held: OperandQuantizer, call: Call) -> Tensor | None:
+    """Return one scale for each output channel; None if the weight is scaled in another way."""
+    assert held.stored is not None
+    assert held.scale is not None
+    channels = held.stored.shape[call.channels]
+    if held.block_size is not None:
+        return None
+    if held.axis is None:
+        return held.scale.detach().float().reshape(1).expand(channels).contiguous()
+    along = held.axis % held.stored.dim() == call.channels
+    return held.scale.detach().float().reshape(channels).contiguous() if along else None
+
+
+def _unfit(given: OperandQuantizer, k: int) -> str | None:
+    """Return why no kernel takes an activation; None if one may."""
+    if not given.enabled or (given.scale is None and not given.dynamic):
+        return "only its weight is quantized"
+    kind = qtype(given.dtype)
+    if kind.bits < 8 * kind.storage.itemsize:
+        return f"no kernel takes activations of {given.dtype}"
+    if given.axis is not None:
+        return "its activation has a scale for each channel"
+    if given.dynamic and given.block_size not in (None, k):
+        return f"its activation has a range for each {given.block_size} values, and a kernel adds {k} of them at once"
+    return None
+
+
+def _product(
+    call: Call, held: OperandQuantizer, scales: Tensor, given: OperandQuantizer, lowering: Lowering
+) -> Kernel | str:
+    assert held.stored is not None
+    device = lowering.kernels or held.stored.device.type
+    weights, values = qtype(held.dtype), qtype(given.dtype)
+    if weights.is_float != values.is_float:
+        return f"no kernel multiplies {given.dtype} by {held.dtype}"
+    spatial = held.stored.dim() - 2
+    codes = (held.stored if call.channels == 0 else held.stored.t()).contiguous()
+    if device == _GPU:
+        if spatial:
+            return "torch has no integer convolution on a GPU"
+        return (ScaledMatmul if weights.is_float else IntegerMatmul)(codes, scales, Activation(given, codes.device))
+    if device != _CPU:
+        return f"torch has no integer kernels on {device}"
+    if weights.is_float:
+        return f"no CPU multiplies {held.dtype}; GPUs from compute capability 8.9 on do, once it is moved there"
+    if not torch._C._has_mkldnn:
+        return "this torch was built without oneDNN"
+    if lowering.widest is not None and int(codes.int().abs().max()) > lowering.widest:
+        return "this CPU adds products of bytes in 16 bits, which saturate"
+    if spatial and given.dynamic and given.block_size is not None:
+        return "its activation has a range for each row"
+    return (IntegerConvolution if spatial else IntegerLinear)(codes, scales, Activation(given))
+
+
+class LoweredSite(Site):
+    """A frozen site that calls a kernel where there is one, and rounds as before where there is none.
+
+    Attributes:
+        lowering: what the choice of the kernel depends on.
+        chosen: the kernel, or why there is none; None: it has to be chosen anew, after a copy or a load.
+        by_call: the kernels of the calls of a pass that have ranges of their own; empty: all calls have one range.
+    """
+
+    lowering: Lowering
+    chosen: Kernel | str | None
+    by_call: list[Kernel]
+    _arguments: Callable[..., Any]
+    _check: Callable[[Tensor], None] | None
+    _looks_up: bool
+    _type: torch.dtype
+    _added: tuple[Tensor, Tensor, Tensor] | None
+
+    @staticmethod
+    def of(site: Site, lowering: Lowering) -> None:
+        """Turn a frozen site into a lowered one."""
+        site.__class__ = LoweredSite
+        assert isinstance(site, LoweredSite)
+        site.lowering, site.chosen, site.by_call, site._added = lowering, None, [], None
+        call = CALLS.get(site.source.operation)
+        if call is not None:
+            weight = site.quantizer_of(call.weight)
+            if weight.handed_over:
+                LazyWeight.of(weight)
+        site.choice()
+
+    def choice(self) -> Kernel | str:
+        """Return the kernel, or why there is none, chosen for where the weight is now."""
+        if self.chosen is None:
+            self.chosen, self._added = choose(self, self.lowering), None
+            if not isinstance(self.chosen, str):
+                call = CALLS[self.source.operation]
+                held = self.quantizer_of(call.weight)
+                frozen = held.frozen
+                number = 0 if call.activation is None else len(self.quantizer_of(call.activation).calls)
+                self.by_call = self.chosen.of_calls(number)
+                self._looks_up, self._type = call.activation is None, held.stored_dtype
+                self._arguments, self._check = call.arguments, None if frozen is None else frozen.check
+        return self.chosen
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        # Without torch's search for hooks, of which a site has none: it takes as long as the quantization of a token.
+        return self.forward(*args, **keywords)
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        kernel = self.chosen or self.choice()
+        if isinstance(kernel, str):
+            return super().forward(*args, **keywords)
+        self.refuse_training()
+        number = next_call(self.path) if self.counts_calls else None
+        if number is not None and number < len(self.by_call):
+            kernel = self.by_call[number]
+        rest = args[1:] if self._implied is None else args
+        given = self._arguments(*rest, **keywords)
+        if given is not None:
+            x, weight, bias, window = given
+            if self._check is not None:
+                self._check(weight)
+            out = self._type_of_result(x)
+            if out is not None and x.numel():
+                result = self._computed(kernel, x, bias, self.shift_of(number), window, out)
+                if result is not None:
+                    if self.counts_calls:
+                        count_call(self.path)
+                    needed = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
+                    # Only made here, so that it is no view, which the model could not change in place.
+                    return _WithoutGradient.of(x, result, self.path) if needed else result
+        return super().forward(*args, **keywords)
+
+    def _type_of_result(self, x: Tensor) -> torch.dtype | None:
+        """Return the type that the float operation would return, that of autocast where it is on; None: no kernel."""
+        if not x.is_floating_point():
+            return self._type if self._looks_up else None
+        if self._looks_up or x.dtype not in FLOATS:
+            return None
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            made = torch.get_autocast_dtype(device)
+            return made if made in FLOATS else None
+        return x.dtype if x.dtype is self._type else None
+
+    def _computed(
+        self, kernel: Kernel, x: Tensor, bias: Any, shift: Tensor | None, window: Any, out: torch.dtype
+    ) -> Any:
+        """Return the result; None if the kernel cannot make this call. A bias of another shape is added after it."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._computed(kernel, x, bias, shift, window, out)
+        bias = self._shifted(bias, shift)
+        if not self._looks_up:
+            x = x.float()
+        if bias is None:
+            return kernel(x, None, window, out)
+        if isinstance(bias, Tensor) and bias.dim() == 1 and bias.dtype in FLOATS:
+            return kernel(x, bias.float(), window, out)
+        result = kernel(x, None, window, torch.float32)
+        return None if result is None else (result + bias).to(out)
+
+    def _shifted(self, bias: Any, shift: Tensor | None) -> Any:
+        """Return the bias with a shift; the sum with a parameter, which is frozen, is kept."""
+        if shift is None:
+            return bias
+        if bias is None:
+            return shift.float() if self.holds_shift else None
+        if self._added is not None and self._added[0] is bias and self._added[1] is shift:
+            return self._added[2]
+        total = bias + shift.to(bias)
+        if isinstance(bias, nn.Parameter) and not torch.compiler.is_compiling():
+            self._added = bias, shift, total
+        return total
+
+    def quantizer_of(self, operand: str) -> OperandQuantizer:
+        """Return the quantizer of the operand called ``operand``."""
+        found = self._modules.get(f"_{operand}_quantizer")
+        # Each read of a module's weight asks.
+        return found if isinstance(found, OperandQuantizer) else super().quantizer_of(operand)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.chosen = None
+        moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Now and not in the first call: that may be one of torch.compile, which cannot make a kernel in its graph.
+        self.choice()
+        return moved
+
+    def _load_from_state_dict(self, *given: Any) -> None:
+        self.chosen = None
+        super()._load_from_state_dict(*given)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the kernel, whose weight is in a layout that cannot be copied."""
+        state = {**super().__getstate__(), "chosen": None, "by_call": [], "_added": None}
+        return {name: value for name, value in state.items() if name not in _CHOSEN}
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """The result of a kernel, which says on the way back that the kernel has no gradient."""
+
+    @classmethod
+    def of(cls, x: Tensor, result: Tensor, path: str) -> Tensor:
+        """Return the result of a site that computed it from x."""
+        made: Tensor = cls.apply(x, lambda: result, path)  # type: ignore[no-untyped-call]
+        return made
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, made: Callable[[], Tensor], path: str) -> Tensor:
+        ctx.path = path
+        return made()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise ProxyError(
+            f"{ctx.path}: a gradient is asked of a lowered model, whose integer kernels have none; use what "
+            "quantize(model) gives, which rounds alike and has gradients, or exclude the sites that it passes"
+        )
+
+
+_CHOSEN = ("_arguments", "_check", "_looks_up", "_type")
+"""What the choice of a kernel sets."""
+
+
+_MARK = "_quantizer_lowered"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiteKernel:
+    """The kernel of a quantized site of a lowered proxy, or why it has none.
+
+    Attributes:
+        name: the site.
+        operation: what it calls.
+        kernel: the operator of torch that computes with its codes; None: its operands are rounded, and it computes in
+            floats.
+        reason: why there is no kernel; empty if there is one.
+    """
+
+    name: str
+    operation: str
+    kernel: str | None
+    reason: str
+
+
+class Kernels(Rows[SiteKernel]):
+    """The quantized sites of a lowered model, with the kernel of each."""
+
+    look = "kernels"
+
+
+def lower(proxy: nn.Module, lowering: Lowering) -> nn.Module:
+    """Let the sites of a frozen proxy compute with torch's kernels, in place; return it."""
+    spend_deprecation_warning()
+    vars(proxy)[_MARK] = True
+    _need_no_gradients(proxy)
+    for site in sites_of(proxy):
+        if site.active:
+            LoweredSite.of(site, lowering)
+    return proxy
+
+
+def _need_no_gradients(proxy: nn.Module) -> None:
+    """Let no parameter need a gradient: what does then is an input, or what the model differentiates itself.
+
+    The memory of a parameter may be that of the user's model, whose own need of gradients does not change.
+    """
+    # With the parameter itself, which must live as long as its id is looked up.
+    fixed: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for module in proxy.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                if id(parameter) not in fixed:
+                    fixed[id(parameter)] = parameter, nn.Parameter(parameter.detach(), requires_grad=False)
+                module._parameters[name] = fixed[id(parameter)][1]
+    for site in sites_of(proxy):
+        for place in range(len(site.operation.operands)):
+            frozen = site.quantizer(place).frozen
+            if frozen is not None:
+                frozen.follow(fixed)
+
+
+def is_lowered(model: nn.Module) -> bool:
+    """Return whether a model is a lowered proxy, or a copy of one."""
+    return _MARK in vars(model)
+
+
+def kernels_of(lowered: nn.Module) -> list[SiteKernel]:
+    """Return what computes each quantized site."""
+    if not is_lowered(lowered):
+        raise ProxyError("kernels() takes the model that lower() returned")
+    found = []
+    for site in sites_of(lowered):
+        if isinstance(site, LoweredSite):
+            choice = site.choice()
+            kernel, reason = (None, choice) if isinstance(choice, str) else (choice.name, "")
+            entry = SiteKernel(name=site.path, operation=site.source.operation, kernel=kernel, reason=reason)
+            found.append(entry)
+    return found

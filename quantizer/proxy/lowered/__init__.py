@@ -1,1 +1,0 @@
-"""Lowered proxies: frozen proxies whose sites compute with torch's integer kernels, for inference."""

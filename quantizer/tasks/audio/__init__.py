@@ -1,1 +1,0 @@
-"""Tasks of recordings: classes of sounds, and the words of speech."""

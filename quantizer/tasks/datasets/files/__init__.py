@@ -1,1 +1,0 @@
-"""Data sets whose rows are files: images and recordings, with labels, masks or transcripts."""

@@ -1,0 +1,167 @@
+"""Results in a folder, each made once by all that it depends on: scores, times, engines, ONNX files.
+
+An entry is a folder named by the SHA-256 of its key. It appears whole, by a rename, and holds a JSON value and perhaps
+files, with their SHA-256. One that is damaged is removed, and made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from glob import escape
+from pathlib import Path
+from typing import Any, TypeVar
+
+from quantizer.errors import QuantizerError
+from quantizer.utils.files.place import real_place, require_writable, settle, sync_folder
+from quantizer.utils.files.temporary import temporary_beside
+from quantizer.utils.paths import regular_file
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_RECORD, _FILE = "entry.json", "file"
+_OURS = re.compile(r"\.?[0-9a-f]{64}(\..+)?")
+"""Names of entries, of stores below this one, and of what a killed process was writing."""
+
+
+class Store:
+    """Results in ``folder``, by keys whose parts are texts, or paths of files that stand for their content.
+
+    The folder is made with the first entry. One that holds anything else is refused; without one nothing is kept.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None, error: type[QuantizerError] = QuantizerError) -> None:
+        self.folder = None if folder is None else real_place(folder, error)
+        if self.folder is None:
+            return
+        require_writable(self.folder, error)
+        names = os.listdir(self.folder) if self.folder.is_dir() else []
+        others = [name for name in names if not _OURS.fullmatch(name)]
+        if others:
+            raise error(
+                f"{folder} holds {min(others)!r}, which quantizer did not write, and results are kept there: move that "
+                "elsewhere, or choose another folder"
+            )
+
+    def under(self, *key: object) -> Store:
+        """Return the store in this one for all that depends on ``key``."""
+        return self if self.folder is None else Store(self.folder / _name(key))
+
+    @property
+    def count(self) -> int:
+        """The number of entries."""
+        return 0 if self.folder is None else sum(1 for _ in self.folder.glob(f"[0-9a-f]*/{_RECORD}"))
+
+    def find(self, key: Iterable[object]) -> Any:
+        """Return the value of a key; None if there is none."""
+        record = None if self.folder is None else _read(self.folder / _name(key))
+        return None if record is None else record["value"]
+
+    def get(self, key: Iterable[object], make: Callable[[], T], path: Path | None = None) -> T:
+        """Return the value of a key, which ``make`` returns at the first call only.
+
+        With ``path``, ``make`` writes this file, and later calls copy it there.
+        """
+        if self.folder is None:
+            return make()
+        place = self.folder / _name(key)
+        if (record := _read(place)) is None:
+            value = make()
+            try:
+                _write(place, value, path)
+            except OSError as error:
+                # Such as a full disk, which does not keep a command from its end. Another process may have been first.
+                if not place.exists():
+                    logger.warning("a result is not kept in %s: %s", self.folder, error.strerror or error)
+            return value
+        if path is not None:
+            for name in record["files"]:
+                shutil.copyfile(place / name, path if name == _FILE else path.parent / name)
+        found: T = record["value"]
+        return found
+
+    def drop(self, key: Iterable[object]) -> None:
+        """Remove an entry."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder / _name(key), ignore_errors=True)
+
+    def clear(self) -> None:
+        """Remove all entries, and the folder if it holds nothing else."""
+        if self.folder is None:
+            return
+        with suppress(OSError):
+            for path in self.folder.iterdir():
+                if _OURS.fullmatch(path.name):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            self.folder.rmdir()
+
+
+NO_STORE = Store(None)
+"""Keeps nothing."""
+
+
+def copy_file(path: Path, target: Path) -> None:
+    """Copy a file; one in ONNX with the file beside it that holds weights over 2 GB, which it names."""
+    shutil.copyfile(path, target)
+    for data in data_beside(path):
+        shutil.copyfile(data, target.parent / data.name)
+
+
+def data_beside(path: Path) -> list[Path]:
+    """Return the file that holds the weights of an ONNX file, if there is one."""
+    return sorted(path.parent.glob(f"{escape(path.name)}.*.data"))
+
+
+def _name(key: Iterable[object]) -> str:
+    parts = [_content(part) if isinstance(part, Path) else str(part) for part in key]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _content(path: Path) -> list[str]:
+    return [_sum(path), *(f"{data.name} {_sum(data)}" for data in data_beside(path))]
+
+
+def _sum(path: Path) -> str:
+    with regular_file(path).open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sealed(record: Any) -> str:
+    return hashlib.sha256(json.dumps(record).encode()).hexdigest()
+
+
+def _read(place: Path) -> dict[str, Any] | None:
+    """Return the record of an entry; None: there is none, or it was damaged, and was removed."""
+    if not os.path.lexists(place):
+        return None
+    try:
+        document = json.loads(regular_file(place / _RECORD).read_bytes())
+        files = {path.name: _sum(path) for path in place.iterdir() if path.name != _RECORD}
+        record: dict[str, Any] = document["record"]
+        if document["sha256"] == _sealed(record) and record["files"] == files:
+            return record
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        pass
+    shutil.rmtree(place, ignore_errors=True)
+    return None
+
+
+def _write(place: Path, value: object, path: Path | None) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with temporary_beside(place) as part:
+        if path is not None:
+            copy_file(path, part / _FILE)
+        record = {"value": value, "files": {file.name: _sum(file) for file in part.iterdir()}}
+        document = {"record": record, "sha256": _sealed(record)}
+        (part / _RECORD).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        settle(part)
+        part.rename(place)
+    sync_folder(place.parent)

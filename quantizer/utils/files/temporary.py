@@ -1,0 +1,198 @@
+"""Temporary folders beside their targets, with the owner in the name: ``.NAME.MACHINE-OWNER-START-TOKEN.part``.
+
+A killed process leaves its folder. The next process that writes NAME removes it, unless the owner is alive. OWNER is a
+thread's number in the system; the number of a process's first thread is that of the process. A thread writes NAME to
+one folder at a time, so that other folders of its own are left from an interruption. For a folder of another machine,
+or from before a restart, it is unknown if the owner is alive: it is removed if it has not changed for a week.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import re
+import secrets
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from quantizer.utils.files.marker import discard
+
+NEW = ".part"
+OLD = ".old"
+_OWNER = r"(?P<machine>[0-9a-f]{8})-(?P<owner>[0-9]{1,9})-(?P<start>[0-9]+)-[0-9a-f]{8}"
+_SCRATCH = re.compile(f"quantizer-{_OWNER}")
+_TEMPORARY = re.compile(rf"\.(?P<stem>.+)\.{_OWNER}(?P<ending>{re.escape(NEW)}|{re.escape(OLD)})", re.DOTALL)
+_UNCHANGED_S = 7 * 24 * 3600
+_LONGEST_NAME = 150
+_ENDED = ("Z", "X")
+_THREADS = sys.platform == "linux"
+
+
+@contextmanager
+def temporary_beside(target: Path) -> Iterator[Path]:
+    """Yield a new folder beside ``target``, and remove it with its content at the end."""
+    remove_leftovers(target)
+    folder = new_name(target)
+    try:
+        folder.mkdir()
+        yield folder
+    finally:
+        discard(folder)
+
+
+def new_name(target: Path) -> Path:
+    """Return an unused name beside ``target`` that identifies this thread as the owner."""
+    owner = f"{_machine()}-{_this()}-{_started(_this()) or 0}"
+    return target.with_name(f".{_stem(target)}.{owner}-{secrets.token_hex(4)}{NEW}")
+
+
+def scratch_folder() -> Path:
+    """Return a new folder in the system's folder for temporary files, which this process removes when it likes.
+
+    Folders that killed processes of the same user left there are removed. The owner is the process, not the thread: a
+    result outlives the thread that made it.
+    """
+    place = Path(tempfile.gettempdir())
+    with suppress(OSError), os.scandir(place) as scan:
+        for entry in scan:
+            name = _SCRATCH.fullmatch(entry.name)
+            if name is not None and entry.is_dir(follow_symlinks=False) and _is_abandoned(Path(entry.path), name):
+                shutil.rmtree(entry.path, ignore_errors=True)
+    found = place / f"quantizer-{_machine()}-{os.getpid()}-{_started(os.getpid()) or 0}-{secrets.token_hex(4)}"
+    found.mkdir(mode=0o700)
+    return found
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """Yield a new folder as ``scratch_folder`` makes it, and remove it at the end."""
+    folder = scratch_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def _is_abandoned(folder: Path, name: re.Match[str]) -> bool:
+    """Return whether a folder is this user's, and its process has ended."""
+    if hasattr(os, "getuid") and folder.lstat().st_uid != os.getuid():
+        return False
+    if name["machine"] != _machine():
+        return time.time() - _changed(folder) > _UNCHANGED_S
+    started = _started(int(name["owner"]))
+    return started is None or started not in (int(name["start"]), 0)
+
+
+def remove_leftovers(target: Path) -> None:
+    """Remove folders of killed processes beside ``target``; a former folder only if ``target`` exists."""
+    for folder in leftovers(target, NEW):
+        discard(folder)
+    if os.path.lexists(target):
+        for folder in leftovers(target, OLD):
+            discard(folder)
+
+
+def leftovers(target: Path, ending: str) -> list[Path]:
+    """Return the temporary folders of ``target`` with this ending whose owners are not alive."""
+    return [folder for folder, name in _temporaries(target, ending) if _is_left(folder, name)]
+
+
+def begun_in(folder: Path) -> frozenset[str]:
+    """Return for which names in a folder there are temporary folders, as ``is_begun`` takes them."""
+    return frozenset(name["stem"] for _, name in _all_temporaries(folder))
+
+
+def is_begun(target: Path, begun: Container[str]) -> bool:
+    """Return whether there were temporary folders of ``target`` when ``begun_in`` looked into its folder."""
+    return _stem(target) in begun
+
+
+def other_writer(target: Path) -> int | None:
+    """Return the number of a process or thread of this machine that fills a folder for ``target`` now; None if none."""
+    for folder, name in _temporaries(target, NEW):
+        if name["machine"] == _machine() and int(name["owner"]) != _this() and not _is_left(folder, name):
+            return int(name["owner"])
+    return None
+
+
+def _temporaries(target: Path, ending: str) -> list[tuple[Path, re.Match[str]]]:
+    """Return the temporary folders of ``target`` with this ending, and the parts of their names."""
+    stem = _stem(target)
+    return [
+        (folder, name)
+        for folder, name in _all_temporaries(target.parent)
+        if name["stem"] == stem and name["ending"] == ending
+    ]
+
+
+def _all_temporaries(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
+    """Yield the temporary folders of all targets in a folder, and the parts of their names."""
+    with suppress(OSError), os.scandir(folder) as scan:
+        for entry in scan:
+            match = _TEMPORARY.fullmatch(entry.name) if entry.name.endswith((NEW, OLD)) else None
+            if match is not None and entry.is_dir(follow_symlinks=False):
+                yield Path(entry.path), match
+
+
+def _is_left(folder: Path, name: re.Match[str]) -> bool:
+    if name["machine"] != _machine():
+        return time.time() - _changed(folder) > _UNCHANGED_S
+    if int(name["owner"]) == _this():
+        return _THREADS
+    started = _started(int(name["owner"]))
+    return started is None or started not in (int(name["start"]), 0)
+
+
+def _this() -> int:
+    """Return the number of this thread; that of the process if the system has no table of threads."""
+    return threading.get_native_id() if _THREADS else os.getpid()
+
+
+def _started(owner: int) -> int | None:
+    """Return when a thread of this machine started, in kernel ticks; 0 if that is unknown, None if it has ended."""
+    try:
+        os.kill(owner, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:
+        pass  # another user's
+    try:
+        # Split after the program's name, which is in brackets and may have any character.
+        fields = Path(f"/proc/{owner}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return None if fields[0] in _ENDED else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+@functools.cache
+def _machine() -> str:
+    """Return a hash of this machine, its boot and its container, in which a number identifies one process."""
+    parts = [platform.node()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
+
+
+def _stem(target: Path) -> str:
+    """Return the name of ``target``; its hash if the name is too long to be extended."""
+    name = os.fsencode(target.name)
+    return target.name if len(name) <= _LONGEST_NAME else hashlib.sha256(name).hexdigest()
+
+
+def _changed(folder: Path) -> float:
+    """Return the time of the last change in a folder."""
+    latest = folder.lstat().st_mtime
+    for root, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            with suppress(OSError):
+                latest = max(latest, os.lstat(os.path.join(root, name)).st_mtime)
+    return latest
