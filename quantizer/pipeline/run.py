@@ -98,6 +98,7 @@ def convert(configs: Sequence[RunConfig], folder: Path, force: bool, console: Co
     with said_complete(folder):
         for name, record in records.items():
             print_record(record, folder / name, console)
+            print_tracked(record.config["report"]["track"], record, folder / name, console)
     failed = [told for name, record in records.items() if (told := _missed(record, folder / name)) is not None]
     if failed:
         raise EngineError("; ".join(failed))

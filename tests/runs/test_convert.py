@@ -21,7 +21,8 @@ from quantizer.cli.main import main
 from quantizer.engines import BuildOptions
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import EngineError, QuantizerError
-from quantizer.report.record import read_record
+from quantizer.report.record import RunRecord, read_record
+from quantizer.report.trackers import TRACKERS
 from quantizer.report.verdict import verdict_of
 from quantizer.tasks import build_task, load_model, load_rows, load_tokenizer
 from quantizer.utils.files import MARKER
@@ -617,14 +618,20 @@ def test_ranges_of_a_file_are_those_of_all_engines(
 
 @pytest.mark.promise("Every key of a [run](../configuration.md) works here.")
 def test_a_conversion_takes_every_key_of_a_run(
-    place: Place, convert: Callable[..., tuple[int, str]], tmp_path: Path
+    place: Place, convert: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = "quantizer: {preset: plain}\namp: {batches: 1}\nfallback: {num: 1}\nreport: {latency_shapes: usual}\n"
+    tracked: list[tuple[RunRecord, Path]] = []
+    monkeypatch.setitem(TRACKERS, "mlflow", lambda record, folder: str(tracked.append((record, folder))))
+    # The package is looked for before all else.
+    monkeypatch.setattr("quantizer.pipeline.preflight.require_package", lambda *names: None)
+    run = "quantizer: {preset: plain}\namp: {batches: 1}\nfallback: {num: 1}\n"
+    run += "report: {latency_shapes: usual, track: mlflow}\n"
     (tmp_path / "run.yaml").write_text(run)
     words = ["--quantization", "--calibration", place.data("calibration"), "--rows", "12", *SIZES, "-o", "out"]
     code, said = convert(*words, "--config", "run.yaml", "--set", "quantizer.activations.percentile=99", "deliver=[]")
     assert (code, said) == (0, "")
     record = read_record(tmp_path / "out" / "openvino" / "report.json")
+    assert [place for _, place in tracked] == [tmp_path / "out" / "openvino"]
     assert record.fallback is not None
     assert len(record.fallback.groups) == 1
     assert record.sensitivity
