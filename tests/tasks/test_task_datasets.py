@@ -12,7 +12,7 @@ import pytest
 
 from quantizer.errors import ConfigError, TaskError
 from quantizer.tasks import Pair, Text, load_rows
-from quantizer.tasks.datasets import builtin, vader
+from quantizer.tasks.datasets import builtin
 
 SUBSET = "movieReviewSnippets"
 
@@ -123,10 +123,10 @@ def archive(tmp_path, monkeypatch):
     lines = [f"{index // 3}_{index}\t{(index % 9 - 4) / 2}\tReview \x85 {index}.\r\n" for index in range(900)]
     lines.append("900_1\t2.0\tReview \x85 0.\r\n")  # a text seen before, in another document
     inner = pack({f"hutto_ICWSM_2014/{SUBSET}_GroundTruth.txt": "".join(lines).encode()})
-    path = tmp_path / "index" / vader.ARCHIVE
+    path = tmp_path / "index" / builtin.ARCHIVE
     path.parent.mkdir()
-    path.write_bytes(pack({vader.INNER_ARCHIVE: inner}))
-    monkeypatch.setattr(vader, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    path.write_bytes(pack({builtin.INNER_ARCHIVE: inner}))
+    monkeypatch.setattr(builtin, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return path
 
@@ -138,7 +138,7 @@ def pip(archive, monkeypatch):
 
     def run(command, **options):
         calls.append(command)
-        target = Path(command[command.index("--dest") + 1]) / vader.ARCHIVE
+        target = Path(command[command.index("--dest") + 1]) / builtin.ARCHIVE
         target.write_bytes(archive.read_bytes())
         return subprocess.CompletedProcess(command, 0, "", "")
 
@@ -151,7 +151,7 @@ def vader_rows(**options):
 
 
 def test_vader_splits_share_no_row_and_no_document(archive):
-    splits = {split: {row.text for row in vader_rows(path=archive, split=split)} for split in vader.SPLITS}
+    splits = {split: {row.text for row in vader_rows(path=archive, split=split)} for split in builtin.SPLITS}
     everything = {row.text for row in vader_rows(path=archive)}
     assert set().union(*splits.values()) == everything
     assert sum(len(texts) for texts in splits.values()) == len(everything)
@@ -187,7 +187,7 @@ def test_vader_is_fetched_once(pip, tmp_path):
     assert vader_rows(split="head") == first
     assert len(pip) == 1
     assert pip[0][1:5] == ["-P", "-m", "pip", "download"]
-    assert [path.name for path in (tmp_path / "cache" / "quantizer").iterdir()] == [vader.ARCHIVE]
+    assert [path.name for path in (tmp_path / "cache" / "quantizer").iterdir()] == [builtin.ARCHIVE]
 
 
 def test_vader_without_pip_says_what_to_do(archive, tmp_path, monkeypatch):
@@ -211,7 +211,7 @@ def test_vader_slow_index_is_an_error(archive, monkeypatch):
 
 def test_vader_interrupted_leaves_nothing(archive, tmp_path, monkeypatch):
     def run(command, **options):
-        (Path(command[command.index("--dest") + 1]) / vader.ARCHIVE).write_bytes(b"half")
+        (Path(command[command.index("--dest") + 1]) / builtin.ARCHIVE).write_bytes(b"half")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(builtin.subprocess, "run", run)
@@ -221,7 +221,7 @@ def test_vader_interrupted_leaves_nothing(archive, tmp_path, monkeypatch):
 
 
 def test_vader_refuses_another_file(pip, archive, tmp_path, monkeypatch):
-    monkeypatch.setattr(vader, "SHA256", "0" * 64)
+    monkeypatch.setattr(builtin, "SHA256", "0" * 64)
     with pytest.raises(TaskError, match=r"is not the expected file: its SHA-256 is .*expected 0000"):
         vader_rows()
     assert list((tmp_path / "cache" / "quantizer").iterdir()) == []
