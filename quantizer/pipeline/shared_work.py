@@ -11,7 +11,7 @@ from quantizer.config import RunConfig
 from quantizer.pipeline.configured import configured_workload, workload_of
 from quantizer.pipeline.context import ResumeFiles, RunRows
 from quantizer.pipeline.progress import StageTimer
-from quantizer.pipeline.workload import InCommon, Workload
+from quantizer.pipeline.workload import SharedObjects, Workload
 from quantizer.utils.files import Store, temporary_beside
 
 
@@ -44,7 +44,7 @@ class LoadedWork:
             # The former model goes before the next one comes.
             self._work = self._needs = None
             self._work = configured_workload(config, RunRows.of(config.data), timer, kept, target)
-            self._work = replace(self._work, common=InCommon())
+            self._work = replace(self._work, shared=SharedObjects())
             self._needs = needs(config)
         assert self._work is not None
         work = self._work
@@ -53,7 +53,7 @@ class LoadedWork:
         context = replace(work.context, timer=timer, resume=kept, floats=floats)
         scorer = work.scorer.for_run(work.graphs.scored(context), config.report.bootstrap, target)
         made = workload_of(config, context, work.graphs, work.rows, scorer)
-        return replace(made, common=work.common, diagnoses=self._diagnoses)
+        return replace(made, shared=work.shared, diagnoses=self._diagnoses)
 
 
 @contextmanager

@@ -50,8 +50,8 @@ def _as_it_is(config: RunConfig) -> RunConfig:
 
 
 @dataclass
-class InCommon:
-    """What runs on one model and the same batches have in common, in memory.
+class SharedObjects:
+    """Objects that runs on one model and the same batches have in common, in memory.
 
     No file holds it: a head is fitted into the task, and a ranking belongs to a proxy of the model that is loaded.
 
@@ -83,7 +83,7 @@ class Workload:
         check: raises what would otherwise come after minutes of calibration.
         metric: returns the metric of a search, by the tuning rows that it may see.
         fit: returns the configuration of a run with what it takes from the rows.
-        common: what it shares with other runs on it; None: it is used once.
+        shared: what it shares with other runs on it; None: it is used once.
         diagnoses: whether causes of a loss are looked for; a sweep does so when the folder is in its place.
     """
 
@@ -95,7 +95,7 @@ class Workload:
     check: Callable[[], None]
     metric: Callable[[Sequence[Row]], Metric]
     fit: Callable[[RunConfig], RunConfig] = _as_it_is
-    common: InCommon | None = None
+    shared: SharedObjects | None = None
     diagnoses: bool = True
 
     @property
@@ -114,12 +114,12 @@ class Workload:
 
     def fit_head(self) -> None:
         """Fit the head of the task on the float model's outputs, if it has one and no run before has done so."""
-        if not self.rows.head or (self.common is not None and self.common.has_head):
+        if not self.rows.head or (self.shared is not None and self.shared.has_head):
             return
         with self.context.timer("fit the head on float embeddings"), bar("head") as progress:
             self.context.task.fit_head(as_predictor(self.context.model), self.rows.head, progress)
-        if self.common is not None:
-            self.common.has_head = True
+        if self.shared is not None:
+            self.shared.has_head = True
 
     def write_call(self, folder: Path) -> None:
         """Write into the folder of a run how its model is called, if that is more than names of inputs."""
@@ -133,32 +133,32 @@ class Workload:
         percentile, gets the statistics, of which its plan is made as if it had seen the batches itself.
         """
         model = self.context.model
-        if self.common is None:
+        if self.shared is None:
             quantizer.calibrate(model, batches, split=True)
             return
-        if (place := self.common.place(quantizer)) is None:
+        if (place := self.shared.place(quantizer)) is None:
             own, settings = Quantizer(quantizer.config), settings_of(quantizer.config)
             # The weight of a convolution has three axes or more.
             convolves = any(parameter.dim() > 2 for parameter in model.parameters())
-            for known in self.common.calibrated:
+            for known in self.shared.calibrated:
                 if sees_the_same(settings_of(known.config), settings, convolves=convolves):
                     own.inherit(known)
                     break
             else:
                 own.calibrate(model, batches)
-            place = len(self.common.calibrated)
-            self.common.calibrated.append(own)
-        quantizer.inherit(self.common.calibrated[place])
+            place = len(self.shared.calibrated)
+            self.shared.calibrated.append(own)
+        quantizer.inherit(self.shared.calibrated[place])
 
     def amp(self, quantizer: Quantizer, settings: str, measure: Callable[[Quantizer], nn.Module]) -> nn.Module:
         """Return the amp proxy of a quantizer, that of an earlier one if its configuration and settings are equal."""
-        common = self.common
-        if common is None or (place := common.place(quantizer)) is None:
+        shared = self.shared
+        if shared is None or (place := shared.place(quantizer)) is None:
             return measure(quantizer)
-        if place not in common.ranked or common.ranked[place][0] != settings:
-            common.ranked[place] = settings, measure(common.calibrated[place])
-        quantizer.inherit(common.calibrated[place])
-        return common.ranked[place][1]
+        if place not in shared.ranked or shared.ranked[place][0] != settings:
+            shared.ranked[place] = settings, measure(shared.calibrated[place])
+        quantizer.inherit(shared.calibrated[place])
+        return shared.ranked[place][1]
 
 
 Load: TypeAlias = Callable[[StageTimer, ResumeFiles, Path], Workload]

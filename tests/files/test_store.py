@@ -139,7 +139,7 @@ def test_what_is_damaged_is_made_again(store: Store, tmp_path: Path, damage: Cal
 
 
 def test_nothing_is_kept_of_what_fails(store: Store) -> None:
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError, match="by zero"):
         store.get(KEY, lambda: 1 / 0)
     assert store.count == 0
     assert store.folder is not None
@@ -207,11 +207,21 @@ def test_a_place_of_others_is_refused(tmp_path: Path, name: str) -> None:
         Store(tmp_path / "kept", EngineError)
 
 
-@pytest.mark.parametrize("place", ["", "file/kept", "n" * 300, "a\0b"])
-def test_an_impossible_place_is_told_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("", "the path to write to is empty"),
+        ("file/kept", "file is no folder"),
+        ("n" * 300, "File name too long"),
+        ("a\0b", "is no name of a file or folder"),
+    ],
+)
+def test_an_impossible_place_is_told_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, message: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    with pytest.raises(EngineError):
+    with pytest.raises(EngineError, match=message):
         Store(place, EngineError)
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
