@@ -33,10 +33,10 @@ from torch import nn
 
 from quantizer import Quantizer, measured_prices
 from quantizer.engines import BuildOptions, build_engine, interleaved_latency, load_engine, medians
-from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
+from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
 from quantizer.export.exporter import export_onnx
-from quantizer.pipeline.candidates import choose
+from quantizer.pipeline.fastest_engine import choose
 from quantizer.report.record import Candidate
 
 Shape = tuple[int, int | None]

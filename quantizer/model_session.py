@@ -12,13 +12,13 @@ from typing import Any
 from torch import nn
 
 from quantizer.algorithms.bias_correction import BiasCorrection
+from quantizer.algorithms.calibration_session import CalibrationSession
 from quantizer.algorithms.qat import Scales
 from quantizer.algorithms.qat.session import QatSession
 from quantizer.algorithms.sensitivity import Fallback, Loss, Metric, fallback_for_target, operands_of
 from quantizer.algorithms.sensitivity.prices import Prices
 from quantizer.algorithms.sensitivity.ranking import Sensitivity
 from quantizer.algorithms.sensitivity.session import SensitivitySession
-from quantizer.algorithms.session import CalibrationSession
 from quantizer.algorithms.settings import tell_where_nothing_is_quantized, warn_of_float32
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError, ProxyError, SensitivityError
@@ -57,7 +57,7 @@ def for_this_cpu(config: QuantizerConfig) -> QuantizerConfig:
     """
     if config.backend != AUTO:
         return config
-    from quantizer.engines.candidates import cpu_candidates
+    from quantizer.engines.for_this_cpu import cpu_candidates
 
     return config.model_copy(update={"backend": cpu_candidates(config.candidates)[0][0], "candidates": ()})
 

@@ -17,9 +17,9 @@ from quantizer.algorithms.qat import Scales
 from quantizer.algorithms.sensitivity import Fallback, Loss, Metric, Score, Tell
 from quantizer.algorithms.sensitivity.prices import Prices
 from quantizer.algorithms.sensitivity.ranking import Layers, Sensitivity
-from quantizer.causes import Causes, find_causes
 from quantizer.config import QuantizerConfig, quantizer_config
 from quantizer.config.schema import check_formats
+from quantizer.error_causes import Causes, find_causes
 from quantizer.errors import CalibrationError, QuantizerError, SensitivityError
 from quantizer.model_session import ModelSession, for_this_cpu
 from quantizer.observe.float16_simulation import simulate
@@ -406,7 +406,7 @@ class Quantizer:
         """
         with ordinary_tensors():
             # Not at the top: nothing else of a quantizer needs the engines.
-            from quantizer.engines.candidates import EXACT_QMAX
+            from quantizer.engines.for_this_cpu import EXACT_QMAX
             from quantizer.utils.cpu import saturates
 
             widest = EXACT_QMAX if saturates() else None

@@ -14,7 +14,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 import quantizer
-from quantizer.engines.candidates import cpu_candidates
+from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import DISTRIBUTION, MissingDependencyError, install_command
 from quantizer.report import collect_versions
 
@@ -68,7 +68,7 @@ def test_messages_name_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None
     assert install_command("onnx") == "pip install 'enginequant[onnx]'"
     assert str(MissingDependencyError("onnx", "onnx")).endswith(f"run  {install_command('onnx')}")
     here = ModuleSpec("torch", None)
-    monkeypatch.setattr("quantizer.engines.candidates.find_spec", lambda name: here if name == "torch" else None)
+    monkeypatch.setattr("quantizer.engines.for_this_cpu.find_spec", lambda name: here if name == "torch" else None)
     assert f"openvino: {install_command('openvino')}" in cpu_candidates()[1]
 
 

@@ -24,9 +24,9 @@ from subjects import Batch, Run, Subject
 from torch_engine import pt2e
 
 import quantizer
-from quantizer.engines.candidates import cpu_candidates
+from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.export.exporter import export_onnx
-from quantizer.pipeline.measure import QUANTIZED_STEM
+from quantizer.pipeline.benchmark import QUANTIZED_STEM
 
 __all__ = ["REFERENCE", "TOOLS", "Made", "Tool", "onnx_session"]
 

@@ -107,7 +107,7 @@ processor/, config.json and a report; it is complete when the command ends well,
     def __call__(self, args: Namespace, console: Console) -> int:
         require_one_process("quantizer convert")
         # Imported here, so that a wrong argument is reported before the seconds that these imports take.
-        from quantizer.pipeline.convert import SUFFIX, conversion_configs, convert_onnx
+        from quantizer.pipeline.convert_options import SUFFIX, conversion_configs, convert_onnx
         from quantizer.pipeline.run import convert, run
 
         given = {name: value for name, value in vars(args).items() if value is not None}

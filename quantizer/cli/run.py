@@ -64,7 +64,7 @@ kept, with --force too."""
             return self._sweep(sweep, args, console)
         config = load_run(args.config, overrides)
         # Imported here, so that a mistake in the file is reported before the seconds that these imports take.
-        from quantizer.pipeline.ranks import process_group
+        from quantizer.pipeline.processes import process_group
         from quantizer.pipeline.run import run
 
         with process_group():

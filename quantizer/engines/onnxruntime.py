@@ -28,8 +28,8 @@ import numpy as np
 
 from quantizer.engines.backends import backends
 from quantizer.engines.base import USUAL_SIZES, BuildOptions, InputSizes, checked_inputs, in_kind, shown
-from quantizer.engines.candidates import saturation_warnings
 from quantizer.engines.engine_file import check_signature, sign_onnx, whole_file
+from quantizer.engines.for_this_cpu import saturation_warnings
 from quantizer.engines.inspection import RUNS, WARMUP, inspection_from_layers, run_note
 from quantizer.engines.measure import working_inputs
 from quantizer.engines.onnx_graph import explain_error

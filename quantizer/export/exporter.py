@@ -36,9 +36,9 @@ from torch.utils import _pytree
 from quantizer.errors import ExportError, MissingDependencyError
 from quantizer.export.dynamic_axes import asked_axes, check_dynamic, dynamic_shapes, hint, usual_axes, widened
 from quantizer.export.onnx_storage import write_onnx
+from quantizer.export.operators_to_onnx import translations
 from quantizer.export.passes import passes, run_passes
 from quantizer.export.quick_exporter import bags_as_reductions, quick_exporter
-from quantizer.export.translations import translations
 from quantizer.numerics.formats import BLOCKS_OPSET, qtype
 from quantizer.observe.float16_modules import Float32Modules, convert_floats
 from quantizer.observe.float16_overflow import with_one_type

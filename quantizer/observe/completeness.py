@@ -56,7 +56,6 @@ _HANDS_ON = (
     "torch.overrides",
     "quantizer.proxy",
     "quantizer.observe",
-    "quantizer.float16",
 )
 _RUNS_A_MODULE = ("_call_impl", "torch.nn.modules.module")
 

@@ -16,9 +16,12 @@ from torch import nn
 
 from quantizer.config import RunConfig
 from quantizer.engines import BuildResult, Engine, Inspection, inspect_engine, load_engine
-from quantizer.engines.candidates import Variant, cpu_candidates
+from quantizer.engines.for_this_cpu import Variant, cpu_candidates
 from quantizer.engines.measure import tried_build
-from quantizer.pipeline.candidates import (
+from quantizer.pipeline.benchmark import build_options, run_sizes, timed_batches, times_of
+from quantizer.pipeline.compare_outputs import OutputCheck, References, check_engine, far_from_float, tolerance
+from quantizer.pipeline.context import RunContext, Runs, as_predictor
+from quantizer.pipeline.fastest_engine import (
     FAILURES,
     NO_FASTER,
     Calibrated,
@@ -34,10 +37,7 @@ from quantizer.pipeline.candidates import (
     timed,
     variants_of,
 )
-from quantizer.pipeline.compare_outputs import OutputCheck, References, check_engine, far_from_float, tolerance
-from quantizer.pipeline.context import RunContext, Runs, as_predictor
-from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
-from quantizer.pipeline.measure import build_options, run_sizes, timed_batches, times_of
+from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
 from quantizer.pipeline.rough_plan import RoughTrials, rough_engine
 from quantizer.pipeline.run_engines import MadeEngine, RunEngines, built_once, export_float, export_quantized
 from quantizer.pipeline.time_groups import EngineFiles

@@ -17,8 +17,8 @@ from quantizer.algorithms.qat.checkpoint import check_checkpoints, remove_checkp
 from quantizer.config import DataConfig, DatasetConfig
 from quantizer.engines import Array, BuildResult, Engine
 from quantizer.errors import QuantizerError, TaskError
+from quantizer.pipeline.processes import require_room_to_write
 from quantizer.pipeline.progress import StageTimer
-from quantizer.pipeline.ranks import require_room_to_write
 from quantizer.report import ModelInfo, Score, SizeEntry, size_entries
 from quantizer.tasks import Batch, Feed, Predictions, Row, Task, build_task, load_model, load_processor, load_rows
 from quantizer.utils.batches import own_tensors

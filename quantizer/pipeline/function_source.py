@@ -29,8 +29,8 @@ from quantizer.errors import CalibrationError, QuantizerError, TaskError
 from quantizer.pipeline.context import ResumeFiles
 from quantizer.pipeline.engine_module import CallForm
 from quantizer.pipeline.faults import Faults
+from quantizer.pipeline.processes import require_room_to_write
 from quantizer.pipeline.progress import StageTimer
-from quantizer.pipeline.ranks import require_room_to_write
 from quantizer.pipeline.scores import FunctionScorer, ScoreFunction
 from quantizer.pipeline.workload import Workload, module_batches, module_workload, output_of
 from quantizer.proxy.build import is_proxy

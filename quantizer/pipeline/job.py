@@ -16,7 +16,7 @@ from quantizer.engines import BuildResult, Inspection, runs_here
 from quantizer.pipeline.budget import EngineBudget
 from quantizer.pipeline.compare_outputs import OnlySizes, OutputCheck, References, Tolerance, distances_of, tolerance
 from quantizer.pipeline.context import ResumeFiles, RunContext, RunRows
-from quantizer.pipeline.graphs import Graphs
+from quantizer.pipeline.model_graphs import Graphs
 from quantizer.pipeline.open_axes import is_in_parts
 from quantizer.pipeline.placement import RunPlacement
 from quantizer.pipeline.progress import StageTimer

@@ -10,8 +10,8 @@ from typing import Any
 from quantizer.engines import load_engine
 from quantizer.errors import EngineError, QuantizerError
 from quantizer.pipeline.engine_module import CallForm, EngineModule
-from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.pipeline.load_converted import CONFIG
+from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.report import read_record
 from quantizer.tasks.seq2seq.parts import ENCODER
 from quantizer.utils.files import restore_folder

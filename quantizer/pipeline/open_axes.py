@@ -17,9 +17,9 @@ from quantizer.config import RunConfig
 from quantizer.errors import ConfigError
 from quantizer.export.qdq.onnx_file import input_dimensions
 from quantizer.pipeline.context import RunContext
-from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
+from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
 from quantizer.pipeline.module_feed import ModuleFeed
-from quantizer.pipeline.ranks import from_first_rank
+from quantizer.pipeline.processes import from_first_rank
 from quantizer.pipeline.run_engines import export_float
 from quantizer.proxy.restored_state import untouched
 from quantizer.tasks import Batch, read_checkpoint, tasks

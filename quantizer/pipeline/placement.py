@@ -13,10 +13,10 @@ from torch import nn
 from quantizer.algorithms.sensitivity.prices import Prices
 from quantizer.config import RunConfig
 from quantizer.pipeline.context import RunContext
-from quantizer.pipeline.graphs import Graphs
+from quantizer.pipeline.model_graphs import Graphs
 from quantizer.pipeline.plan_records import placement_record
+from quantizer.pipeline.processes import from_first_rank
 from quantizer.pipeline.progress import StageTimer
-from quantizer.pipeline.ranks import from_first_rank
 from quantizer.pipeline.run_engines import RunEngines
 from quantizer.pipeline.time_groups import GroupPlacer
 from quantizer.quantizer import Quantizer

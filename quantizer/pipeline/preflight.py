@@ -30,14 +30,14 @@ from quantizer.config import DatasetConfig, ModelConfig, RunConfig
 from quantizer.config.quantizer_section import Section
 from quantizer.config.schema import check_run
 from quantizer.engines import backend, runs_here
-from quantizer.engines.candidates import cpu_candidates
+from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import ConfigError, QuantizerError, TaskError
+from quantizer.pipeline.benchmark import build_options
 from quantizer.pipeline.budget import budget_warnings, rows_searched
 from quantizer.pipeline.choose_engine import chooses
 from quantizer.pipeline.context import RunRows, require_names
 from quantizer.pipeline.faults import Faults, Looks, check_export_packages, check_packages, require_package
 from quantizer.pipeline.function_source import check_functions
-from quantizer.pipeline.measure import build_options
 from quantizer.pipeline.open_axes import require_possible_run
 from quantizer.pipeline.progress import earlier_stages, rounded_time
 from quantizer.plan.targets import AUTO, profile

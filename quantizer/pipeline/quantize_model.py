@@ -38,7 +38,7 @@ from quantizer.errors import ConfigError, EngineError, QuantizerError
 from quantizer.pipeline.compare_outputs import refusal
 from quantizer.pipeline.engine_module import CallForm, EngineModule
 from quantizer.pipeline.function_source import called
-from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM
+from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.pipeline.module_feed import fitted
 from quantizer.pipeline.run import RUN, carry_out
 from quantizer.pipeline.scores import FunctionScorer, ScoreFunction

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.algorithms.fallback import fallback_record
+from quantizer.pipeline.benchmark import engine_file, with_deployed
 from quantizer.pipeline.context import sizes_of
 from quantizer.pipeline.job import Job
-from quantizer.pipeline.measure import engine_file, with_deployed
 from quantizer.pipeline.plan_records import site_records
 from quantizer.plan.histograms import noisiest
 from quantizer.report import RunRecord, collect_machine, collect_versions, write_html, write_record

@@ -21,9 +21,9 @@ from torch import nn
 from quantizer.algorithms.make_plan import keeps_batches, replays_batches
 from quantizer.config import QuantizerConfig
 from quantizer.engines import Engine, interleaved_latency, medians
-from quantizer.engines.candidates import Variant
-from quantizer.pipeline.candidates import FAILURES, HOPELESS
+from quantizer.engines.for_this_cpu import Variant
 from quantizer.pipeline.context import engine_inputs
+from quantizer.pipeline.fastest_engine import FAILURES, HOPELESS
 from quantizer.plan.targets import profile
 from quantizer.quantizer import Quantizer
 from quantizer.report import text

@@ -12,12 +12,12 @@ from torch import nn
 
 from quantizer.config import RunConfig
 from quantizer.engines import BuildOptions, BuildResult, Engine, Inspection, load_engine, observe_engine, runs_here
-from quantizer.engines.candidates import Variant
+from quantizer.engines.for_this_cpu import Variant
 from quantizer.export.exporter import export_onnx
+from quantizer.pipeline.benchmark import build_options, run_sizes
 from quantizer.pipeline.compare_outputs import OnlySizes
 from quantizer.pipeline.context import RunContext, Runs
-from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
-from quantizer.pipeline.measure import build_options, run_sizes
+from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
 from quantizer.pipeline.time_groups import EngineFiles, Timing
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_versions

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from quantizer.errors import TaskError
 from quantizer.pipeline.context import RunContext, Runs, as_predictor, bar, predict, score_record
 from quantizer.pipeline.engine_module import CallForm, EngineModule
-from quantizer.pipeline.ranks import from_first_rank
+from quantizer.pipeline.processes import from_first_rank
 from quantizer.proxy.restored_state import untouched
 from quantizer.report import Score
 from quantizer.report.compare import Resamples, write_resamples

@@ -16,8 +16,8 @@ from torch import nn
 
 from quantizer.config import AmpConfig, RunConfig, dump_yaml
 from quantizer.errors import EngineError
+from quantizer.pipeline.benchmark import build_options, measure_latency, measure_memory
 from quantizer.pipeline.budget import CHECK_BY_FUNCTION, CHECK_ON_ROWS
-from quantizer.pipeline.candidates import for_all_variants, quantizer_of
 from quantizer.pipeline.choose_engine import Picked, pick_backend
 from quantizer.pipeline.compare_outputs import (
     NOTHING_DB,
@@ -31,16 +31,16 @@ from quantizer.pipeline.compare_outputs import (
 )
 from quantizer.pipeline.context import Runs
 from quantizer.pipeline.deliver import deliver
+from quantizer.pipeline.fastest_engine import for_all_variants, quantizer_of
 from quantizer.pipeline.faults import require_tools
-from quantizer.pipeline.graphs import QUANTIZED_STEM
 from quantizer.pipeline.job import QUANTIZER, Job, Outline
-from quantizer.pipeline.measure import build_options, measure_latency, measure_memory
+from quantizer.pipeline.model_graphs import QUANTIZED_STEM
 from quantizer.pipeline.open_axes import settle_axes
 from quantizer.pipeline.placement import RunPlacement
-from quantizer.pipeline.ranks import from_first_rank, require_same_work
+from quantizer.pipeline.processes import from_first_rank, require_same_work
 from quantizer.pipeline.record import record_of, write_reports
 from quantizer.pipeline.run_engines import RunEngines, nearest_form
-from quantizer.pipeline.search import CAUSES, has_causes, measure_sensitivity, search_fallback, with_causes_of
+from quantizer.pipeline.search_max_drop import CAUSES, has_causes, measure_sensitivity, search_fallback, with_causes_of
 from quantizer.pipeline.train import train
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord

@@ -16,7 +16,7 @@ from quantizer.config import RunConfig
 from quantizer.config.data_section import MODULE
 from quantizer.pipeline.budget import EngineBudget
 from quantizer.pipeline.context import ResumeFiles, RunContext, RunRows, Runs, as_predictor, bar
-from quantizer.pipeline.graphs import Graphs
+from quantizer.pipeline.model_graphs import Graphs
 from quantizer.pipeline.module_feed import ModuleFeed, fitted, named_batches
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.scores import FunctionScorer, Metric

@@ -14,8 +14,8 @@ from quantizer.plan.reasons import ReasonCode, RuleKind
 from quantizer.plan.site_plan import OperandPlan, Plan, SitePlan
 from quantizer.proxy.build import UnrewrittenSource
 from quantizer.rewrite.operator_patches import OperatorPatch
+from quantizer.utils.display import Rows, Shown
 from quantizer.utils.records import Operand, Range, Site, UnquantizedProduct
-from quantizer.utils.shown import Rows, Shown
 
 _SITE = ("name", "kind", "host_type", "file", "line", "quantized", "reason", "rule", "multiply_adds")
 _OF_THE_PLAN = {"amax": "largest_amax", "scale": "largest_scale", "channels": "scales"}

@@ -17,8 +17,8 @@ from quantizer.observe.calibrators import Histogram as Counts
 from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import judged_as
 from quantizer.plan.site_plan import OperandPlan, Plan
+from quantizer.utils.display import Rows, Shown
 from quantizer.utils.records import Histogram, RangeCandidate
-from quantizer.utils.shown import Rows, Shown
 
 if TYPE_CHECKING:
     from quantizer.report.notebook import Picture

@@ -27,7 +27,7 @@ from quantizer.proxy.integer_kernels import (
 )
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
-from quantizer.utils.shown import Rows
+from quantizer.utils.display import Rows
 
 # ruff: noqa: A002 - the names of torch's arguments
 

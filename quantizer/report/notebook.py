@@ -1,6 +1,6 @@
 """The looks of results: as text in a terminal, as tables and pictures in a notebook.
 
-``utils/shown.py`` imports this when a result is shown. A look is a table, perhaps with a picture above it in a
+``utils/display.py`` imports this when a result is shown. A look is a table, perhaps with a picture above it in a
 notebook; what stands below a result is a result itself.
 """
 
@@ -43,11 +43,11 @@ from quantizer.utils.records import FLOAT
 
 if TYPE_CHECKING:
     from quantizer.algorithms.sensitivity.ranking import Layers, PutBack, Search
-    from quantizer.causes import Causes
+    from quantizer.error_causes import Causes
     from quantizer.plan.coverage import Coverage, Ranges
     from quantizer.plan.histograms import OperandHistogram, RangeCandidates
     from quantizer.proxy.lower import Kernels
-    from quantizer.utils.shown import Shown
+    from quantizer.utils.display import Shown
 
 _HTML_ROWS = 300
 _WIDTH = 120

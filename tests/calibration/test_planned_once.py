@@ -11,7 +11,7 @@ from helpers import Mlp
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.algorithms import session
+from quantizer.algorithms import calibration_session
 from quantizer.plan import weight_scales
 from quantizer.plan.apply import frozen_proxy
 from quantizer.plan.site_plan import Plan
@@ -29,7 +29,7 @@ class Counted:
         self.model = Mlp(width).eval()
         self.batches = [torch.randn(16, width) for _ in range(3)]
         self._plans, self._weights = 0, 0
-        make_plan, scaled_for = session.make_plan, weight_scales.scaled_for
+        make_plan, scaled_for = calibration_session.make_plan, weight_scales.scaled_for
 
         def counted_plan(*args: object) -> Plan:
             self._plans += 1
@@ -39,7 +39,7 @@ class Counted:
             self._weights += 1
             return scaled_for(*args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(session, "make_plan", counted_plan)
+        monkeypatch.setattr(calibration_session, "make_plan", counted_plan)
         monkeypatch.setattr(weight_scales, "scaled_for", counted_weight)
         self.q = self.calibrated()
 

@@ -282,15 +282,15 @@ def test_the_examples_work(
 
 
 def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import quantizer.pipeline.convert
+    import quantizer.pipeline.convert_options
     import quantizer.pipeline.run
-    from quantizer.pipeline import convert as configs
+    from quantizer.pipeline import convert_options as configs
 
     of_onnx: list[Any] = []
     asked: list[Any] = []
     of_functions: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(quantizer.pipeline.convert, "convert_onnx", lambda given, *_: of_onnx.append(given))
+    monkeypatch.setattr(quantizer.pipeline.convert_options, "convert_onnx", lambda given, *_: of_onnx.append(given))
     (tmp_path / "photos").mkdir()
     monkeypatch.setattr(quantizer.pipeline.run, "convert", lambda found, *_: asked.append(found))
     monkeypatch.setattr(quantizer.pipeline.run, "run", lambda config, *_: of_functions.append(config))

@@ -106,7 +106,7 @@ def test_memory_that_cannot_be_measured_costs_no_result(tmp_path: Path) -> None:
     from contextlib import nullcontext
     from types import SimpleNamespace
 
-    from quantizer.pipeline import measure
+    from quantizer.pipeline import benchmark
 
     def no_memory(*_: object, **__: object) -> None:
         raise EngineError("its process cannot start")
@@ -118,7 +118,7 @@ def test_memory_that_cannot_be_measured_costs_no_result(tmp_path: Path) -> None:
     )
     built: Any = {"int8": SimpleNamespace(path=tmp_path / "model.engine")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "peak_memory_mib", no_memory)
-        patch.setattr(measure, "run_sizes", lambda *_: {})
+        patch.setattr(benchmark, "peak_memory_mib", no_memory)
+        patch.setattr(benchmark, "run_sizes", lambda *_: {})
         with pytest.warns(UserWarning, match="memory was not measured, and the result is complete without it: its"):
-            assert measure.measure_memory(context, config, built) == ()
+            assert benchmark.measure_memory(context, config, built) == ()

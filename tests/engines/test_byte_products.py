@@ -9,7 +9,7 @@ import pytest
 from helpers import BYTE_PRODUCTS_ARE_EXACT
 
 from quantizer.engines import build_engine
-from quantizer.engines import candidates as int8_saturation
+from quantizer.engines import for_this_cpu as int8_saturation
 from quantizer.utils import cpu
 
 onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")

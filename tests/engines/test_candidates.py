@@ -7,8 +7,8 @@ from importlib.machinery import ModuleSpec
 import pytest
 import torch
 
-from quantizer.engines import candidates
-from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
+from quantizer.engines import for_this_cpu
+from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
 from quantizer.utils import cpu
 
@@ -17,11 +17,11 @@ VNNI = {"avx2", "avx512f", "avx512_vnni"}
 
 @pytest.fixture(autouse=True)
 def _all_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setattr(for_this_cpu, "find_spec", lambda name: ModuleSpec(name, None))
 
 
 def _on(flags: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (candidates, cpu):
+    for module in (for_this_cpu, cpu):
         monkeypatch.setattr(module, "cpu_flags", lambda: flags)
 
 
@@ -35,7 +35,7 @@ def test_the_variant_for_this_cpu_and_the_first_of_them(monkeypatch: pytest.Monk
 
 
 def test_nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "find_spec", lambda name: None if name != "torch" else ModuleSpec(name, None))
+    monkeypatch.setattr(for_this_cpu, "find_spec", lambda name: None if name != "torch" else ModuleSpec(name, None))
     found, missing = cpu_candidates()
     assert [name.removesuffix("-avx2") for name in found] == ["torch"]
     assert "openvino: pip install 'enginequant[openvino]'" in missing

@@ -13,7 +13,7 @@ from calibrated import make_calibrated
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.algorithms.session import CalibrationSession
+from quantizer.algorithms.calibration_session import CalibrationSession
 from quantizer.errors import ConfigError
 from quantizer.numerics.formats import INT4, INT8, QType
 from quantizer.plan.weight_scales import weight_amax

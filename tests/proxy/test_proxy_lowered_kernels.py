@@ -10,7 +10,7 @@ from helpers import needs_exact_byte_products
 from torch import Tensor
 from torch.nn import functional
 
-from quantizer.engines.candidates import EXACT_QMAX
+from quantizer.engines.for_this_cpu import EXACT_QMAX
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.dynamic_range import fake_quantize_dynamic
 from quantizer.numerics.packing import spend_deprecation_warning

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from quantizer.engines import Inspection, PrecisionShare
 from quantizer.errors import EngineError
-from quantizer.pipeline import candidates as choose_engine
-from quantizer.pipeline.candidates import bound, choose, require_sites, slow_ones, timed
+from quantizer.pipeline import fastest_engine as choose_engine
+from quantizer.pipeline.fastest_engine import bound, choose, require_sites, slow_ones, timed
 from quantizer.report.record import Candidate
 from quantizer.report.terminal import print_choice
 from quantizer.utils import cpu

@@ -19,7 +19,7 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.engines import BuildOptions
-from quantizer.engines.candidates import cpu_candidates
+from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import EngineError, QuantizerError
 from quantizer.report.record import RunRecord, read_record
 from quantizer.report.trackers import TRACKERS
@@ -37,13 +37,13 @@ import quantizer.algorithms.range_search as attention
 import quantizer.pipeline.context as run_context
 import quantizer.pipeline.run_engines as run_engines
 import quantizer.pipeline.stages as stages
-from quantizer.pipeline import measure
+from quantizer.pipeline import benchmark
 from quantizer.pipeline import progress as stage_timer
 from quantizer.pipeline import time_groups as place_groups
 from quantizer.pipeline.budget import EngineBudget
-from quantizer.pipeline.candidates import variants_of
 from quantizer.pipeline.compare_outputs import OutputCheck, tolerance
-from quantizer.pipeline.convert import conversion_configs
+from quantizer.pipeline.convert_options import conversion_configs
+from quantizer.pipeline.fastest_engine import variants_of
 from quantizer.pipeline.load_converted import load_converted
 
 (ONNXRUNTIME,), _ = cpu_candidates(("onnxruntime",))
@@ -88,7 +88,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     words = ["convert", "-m", here.model, "--quantization", "--calibration", here.data("calibration"), "--rows", "12"]
     words += ["--max-drop", "0.5", "--tuning", here.data("calibration"), "--evaluation", here.data("evaluation")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "_LATENCY_SECONDS", 0.1)
+        patch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
         # Random weights of 32 channels: rounding attention costs them more than 1 dB.
         patch.setattr(attention, "_GAIN_DB", math.inf)
         # Of a model as small as this it depends on the CPU which groups are slower in integers.
@@ -132,7 +132,7 @@ def convert(
 ) -> Callable[..., tuple[int, str]]:
     """Runs a conversion in an empty folder; its exit code and what it said of errors."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(measure, "_LATENCY_SECONDS", 0.1)
+    monkeypatch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
 
     def run(*words: str, model: str = place.model) -> tuple[int, str]:
         # One engine by default: test_convert_auto.py has the choice between all.

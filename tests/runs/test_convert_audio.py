@@ -17,7 +17,7 @@ for _package in ("transformers", "scipy", "torchmetrics", "onnx", "onnxscript", 
 
 from tiny_audio import CLASSES, tiny_ast, tiny_ctc, tiny_recordings
 
-from quantizer.pipeline import measure
+from quantizer.pipeline import benchmark
 from quantizer.pipeline.load_converted import load_converted
 from quantizer.tasks import build_task, load_model, load_processor, load_rows
 
@@ -43,7 +43,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def test_a_classifier_is_converted_and_serves(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_LATENCY_SECONDS", 0.1)
+    monkeypatch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
     words = ["--quantization", "--calibration", str(place / "tones"), "--evaluation", f"audio-folder:{place / 'test'}"]
     words += ["--batch-size", "1", "2", "4", "--backend", "onnxruntime", "-o", str(place / "made")]
     assert main(["convert", "-m", str(place / "ast"), *words]) == 0

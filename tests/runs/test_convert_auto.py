@@ -20,11 +20,13 @@ import quantizer.algorithms.range_search as attention
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import load_run
-from quantizer.engines import BuildOptions, BuildResult, candidates
-from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
+from quantizer.engines import BuildOptions, BuildResult
+from quantizer.engines import for_this_cpu
+from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
-from quantizer.pipeline import candidates as run_variants
-from quantizer.pipeline import choose_engine, measure, rough_plan
+from quantizer.pipeline import benchmark
+from quantizer.pipeline import choose_engine, rough_plan
+from quantizer.pipeline import fastest_engine as run_variants
 from quantizer.pipeline import load_converted as folders
 from quantizer.pipeline.load_converted import load_converted
 from quantizer.report import RunRecord, read_record
@@ -66,7 +68,7 @@ def convert(
             return {name: [times.get(name, 9.0)] for name in calls}
 
         monkeypatch.setattr(run_variants, "cpu_variants", variants)
-        for module in (measure, rough_plan):
+        for module in (benchmark, rough_plan):
             monkeypatch.setattr(module, "interleaved_latency", taken)
         data = ("--quantization", "--calibration", f"text-csv:{place / 'calibration.csv'}", "--rows", "12")
         settings = ("--config", str(place / "settings.yaml"))
@@ -162,7 +164,7 @@ def test_float_is_delivered_where_it_is_faster(
         load_converted(folder)
 
 
-@pytest.mark.skipif(not candidates._has_bf16(), reason="this CPU has no BF16")
+@pytest.mark.skipif(not for_this_cpu._has_bf16(), reason="this CPU has no BF16")
 @pytest.mark.nightly
 def test_a_rest_in_bf16_competes(convert: Callable[..., tuple[int, str]]) -> None:
     times = {"float32": 5.0, "bfloat16": 4.0, "int8": 2.0, "int8+bfloat16": 1.5}

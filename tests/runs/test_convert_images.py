@@ -23,7 +23,7 @@ from tiny_vision import CLASSES, SIZE, tiny_images, tiny_resnet, tiny_vit
 
 import quantizer.pipeline.context as stages
 from quantizer import Quantizer
-from quantizer.pipeline import measure
+from quantizer.pipeline import benchmark
 from quantizer.pipeline import time_groups as place_groups
 from quantizer.pipeline.load_converted import load_converted
 
@@ -59,7 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     words = ["--quantization", "--calibration", here.photos, "--rows", "12", "--batch-size", "1", "2", "4"]
     scored = ["--max-drop", "0.5", "--tuning", f"image-folder:{here.dev}", "--evaluation", f"image-folder:{here.test}"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "_LATENCY_SECONDS", 0.1)
+        patch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
         # Of models as small as these it depends on the CPU which groups are slower in integers.
         patch.setattr(place_groups, "is_faster", lambda *_: False)
         for name, more in (("vit", scored), ("resnet", scored[-2:])):

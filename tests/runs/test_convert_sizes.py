@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, BertConfig, GPT2Config
 
-from quantizer.pipeline.convert import Sizes, conversion_configs
+from quantizer.pipeline.convert_options import Sizes, conversion_configs
 
 
 @pytest.mark.parametrize(

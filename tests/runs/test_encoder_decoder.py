@@ -27,12 +27,14 @@ from tiny_seq2seq import TEXTS, tiny_bart, tiny_t5, tiny_whisper
 import quantizer
 from quantizer import Quantizer
 from quantizer.config import RunConfig, load_run
-from quantizer.engines.candidates import cpu_candidates
+from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import QuantizerError, TaskError
-from quantizer.pipeline import graphs, measure, run_engines
-from quantizer.pipeline.convert import conversion_configs
-from quantizer.pipeline.graphs import most_tokens
+from quantizer.pipeline import benchmark
+from quantizer.pipeline import model_graphs
+from quantizer.pipeline import run_engines
+from quantizer.pipeline.convert_options import conversion_configs
 from quantizer.pipeline.load_converted import ConvertedParts, load_converted
+from quantizer.pipeline.model_graphs import most_tokens
 from quantizer.pipeline.open_axes import with_written_sizes
 from quantizer.report import RunRecord, read_record
 from quantizer.report.compare import read_resamples
@@ -49,7 +51,7 @@ AHEAD = find_spec("tensorrt_rtx_bindings") is not None and not torch.cuda.is_ava
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_LATENCY_SECONDS", 0.1)
+    monkeypatch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
 
 
 def _settings(place: Path) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def converted(place: Path) -> Path:
     words = ["convert", "-m", str(place / "t5"), *SMALL, "--seq-len", "4", "8", "16", "-o", str(place / "made")]
     words += ["--quantization", "--calibration", str(place / "texts.txt"), "--config", str(place / "settings.yaml")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "_LATENCY_SECONDS", 0.1)
+        patch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
         assert main([*words, "--evaluation", f"text-pairs:{place / 'few.csv'}"]) == 0
     return place / "made" / "onnxruntime"
 
@@ -90,7 +92,7 @@ def converted(place: Path) -> Path:
 @pytest.fixture(scope="module")
 def made(place: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "_LATENCY_SECONDS", 0.1)
+        patch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
         assert main(["run", str(place / "run.yaml")]) == 0
     return place / "out"
 
@@ -233,7 +235,7 @@ def _halved(made: dict[str, Any]) -> dict[str, Any]:
 def test_engines_that_compute_something_else_are_not_delivered(
     spoilt: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, load = graphs.engine_run, run_engines.load_engine
+    run, load = model_graphs.engine_run, run_engines.load_engine
 
     def load_wrong(backend: str, path: Path, **options: Any) -> Any:
         engine = load(backend, path, **options)
@@ -246,7 +248,7 @@ def test_engines_that_compute_something_else_are_not_delivered(
     monkeypatch.setattr(run_engines, "load_engine", load_wrong)
     if spoilt == "generated":
         # Each graph is right by itself, and what it keeps for the next token is lost.
-        monkeypatch.setattr(graphs, "engine_run", lambda engine, batch: _halved(run(engine, batch)))
+        monkeypatch.setattr(model_graphs, "engine_run", lambda engine, batch: _halved(run(engine, batch)))
     folder = place / f"wrong-{spoilt}"
     assert main(["convert", "-m", str(place / "t5"), *SMALL, "-o", str(folder)]) != 0
     told = capsys.readouterr()

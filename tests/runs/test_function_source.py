@@ -22,7 +22,7 @@ from quantizer.algorithms.sensitivity import fingerprint
 from quantizer.cli.main import main
 from quantizer.config import load_run
 from quantizer.engines import load_engine
-from quantizer.engines.candidates import cpu_candidates
+from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.pipeline.budget import EngineBudget
 from quantizer.pipeline.scores import FunctionMetric, FunctionScorer
 from quantizer.quantizer import Quantizer

@@ -21,7 +21,7 @@ from tiny_run import tiny_run
 from quantizer.cli.main import main
 from quantizer.config import RunConfig, load_run
 from quantizer.config.sweep import SweepRun
-from quantizer.engines.candidates import cpu_candidates
+from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import MissingDependencyError, QuantizerError, TaskError, install_command
 from quantizer.pipeline import preflight as run_ready
 from quantizer.pipeline.context import RunRows

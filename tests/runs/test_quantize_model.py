@@ -18,7 +18,7 @@ for _package in ("onnx", "onnxscript", "onnxruntime", "jinja2"):
     pytest.importorskip(_package, reason="quantize_model needs enginequant[onnx,onnxruntime,report]")
 
 import quantizer
-from quantizer.engines.candidates import cpu_candidates
+from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import CalibrationError, CalibrationWarning, ConfigError, EngineError, QuantizerError, TaskError
 from quantizer.pipeline.placement import RunPlacement
 from quantizer.report import read_record

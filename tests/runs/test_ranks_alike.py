@@ -16,8 +16,8 @@ from torch import distributed, nn
 
 from quantizer.algorithms.qat.session import sum_gradients
 from quantizer.errors import QuantizerError
-from quantizer.pipeline import ranks as process_group
-from quantizer.pipeline.ranks import require_same_work
+from quantizer.pipeline import processes as process_group
+from quantizer.pipeline.processes import require_same_work
 from quantizer.pipeline.scores import Scoring
 from quantizer.tasks import Predictions, Text
 from quantizer.utils.distributed import all_gather_bytes, alone, get_rank

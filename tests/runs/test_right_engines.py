@@ -20,7 +20,7 @@ from quantizer.cli.main import main
 from quantizer.engines import build_engine
 from quantizer.errors import EngineError
 from quantizer.export.passes import openvino as openvino_passes
-from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM
+from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.report import read_record
 from quantizer.report.verdict import verdict_of
 

@@ -21,8 +21,8 @@ import torch
 import yaml
 from helpers import openvino_core
 
+import quantizer.pipeline.benchmark as run_measure
 import quantizer.pipeline.context as stages
-import quantizer.pipeline.measure as run_measure
 import quantizer.pipeline.preflight as run_ready
 import quantizer.pipeline.record as run_reports
 import quantizer.pipeline.run as pipeline

@@ -17,17 +17,18 @@ import onnx
 from daily import some_daily
 from tiny_run import tiny_run
 
-import quantizer.pipeline.candidates as run_variants
+import quantizer.pipeline.benchmark as run_measure
 import quantizer.pipeline.choose_engine as pick
-import quantizer.pipeline.measure as run_measure
+import quantizer.pipeline.fastest_engine as run_variants
 import quantizer.pipeline.rough_plan as rough_plan
 import quantizer.pipeline.stages
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import dump_yaml, load_run
-from quantizer.engines import BuildResult, PeakMemory, candidates
-from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
+from quantizer.engines import BuildResult, PeakMemory
+from quantizer.engines import for_this_cpu
 from quantizer.engines.engine_file import read_engine
+from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
 from quantizer.report import read_record
 
@@ -207,7 +208,7 @@ def test_a_list_narrows_the_choice(written: dict[str, Any], at: Path, monkeypatc
 
 
 def test_nothing_is_installed(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(candidates, "find_spec", lambda _: None)
+    monkeypatch.setattr(for_this_cpu, "find_spec", lambda _: None)
     monkeypatch.setattr(torch._C, "_has_mkldnn", False)
     assert main(["run", "tiny.yaml"]) == 1
     said = capsys.readouterr().err
@@ -346,7 +347,7 @@ def test_one_that_breaks_while_it_is_timed(at: Path, monkeypatch: pytest.MonkeyP
     ]
 
 
-@pytest.mark.skipif(not candidates._has_bf16(), reason="this CPU has no BF16")
+@pytest.mark.skipif(not for_this_cpu._has_bf16(), reason="this CPU has no BF16")
 @pytest.mark.nightly
 def test_the_run_goes_on_with_the_rest_that_won(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forms = {"float32": 4.0, "bfloat16": 5.0, "int8": 2.0, "int8+bfloat16": 1.0}

@@ -26,10 +26,10 @@ from quantizer import Quantizer
 from quantizer.algorithms.qat.checkpoint import read_facts
 from quantizer.cli.main import main
 from quantizer.config import RunConfig
-from quantizer.engines.candidates import cpu_candidates
+from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import QuantizerError
-from quantizer.pipeline.candidates import for_all_variants, quantizer_of
 from quantizer.pipeline.context import as_predictor
+from quantizer.pipeline.fastest_engine import for_all_variants, quantizer_of
 from quantizer.utils.distributed import alone, get_rank, get_world_size
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):

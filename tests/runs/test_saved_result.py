@@ -18,7 +18,7 @@ for _package in ("onnx", "onnxscript", "onnxruntime", "jinja2"):
 
 import quantizer
 from quantizer.engines import load_engine
-from quantizer.engines.candidates import cpu_candidates
+from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import ConfigError, EngineError, QuantizerError, SensitivityError
 from quantizer.pipeline.engine_module import CALL
 from quantizer.pipeline.scores import FunctionMetric

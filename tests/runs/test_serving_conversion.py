@@ -31,7 +31,7 @@ from tiny_run import tiny_run
 
 import quantizer.algorithms.range_search as attention
 from quantizer.cli.main import main
-from quantizer.pipeline import measure
+from quantizer.pipeline import benchmark
 from quantizer.pipeline.load_converted import load_converted
 from quantizer.tasks import load_model
 
@@ -63,7 +63,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
     def convert(name: str, *words: str) -> Path:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(measure, "_LATENCY_SECONDS", 0.1)
+            patch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
             # Random weights of 32 channels: rounding attention costs them more than 1 dB.
             patch.setattr(attention, "_GAIN_DB", math.inf)
             assert main(["convert", "-m", str(folder / "model"), *SIZES, *words, "-o", str(folder / name)]) == 0

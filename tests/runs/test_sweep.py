@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from tiny_run import tiny_run
 from transformers import AutoTokenizer
 
-import quantizer.pipeline.measure as run_measure
+import quantizer.pipeline.benchmark as run_measure
 import quantizer.pipeline.run_engines as run_engines
 import quantizer.pipeline.sweep as late_causes
 import quantizer.pipeline.sweep as one_run
@@ -35,7 +35,7 @@ from quantizer.config.sweep import SweepRun
 from quantizer.engines import PeakMemory
 from quantizer.errors import EngineError
 from quantizer.pipeline import sweep as launchers
-from quantizer.pipeline.shared_work import shared_work
+from quantizer.pipeline.loaded_work import shared_work
 from quantizer.pipeline.sweep import Outcome, Pace, config_of, plain_config, ready_to_sweep, time_left
 from quantizer.report import read_record
 from quantizer.report.verdict import Verdict

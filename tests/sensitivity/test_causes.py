@@ -12,8 +12,9 @@ from calibrated import make_calibrated
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quantizer import Quantizer, causes
-from quantizer.causes import with_setting
+from quantizer import Quantizer
+from quantizer import error_causes
+from quantizer.error_causes import with_setting
 from quantizer.errors import CalibrationError
 from quantizer.plan.site_plan import Plan
 from quantizer.report.terminal import cause_lines
@@ -175,13 +176,13 @@ def test_causes_of_convolutions_whose_inputs_are_divided_by_factors() -> None:
 def ranked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many batches groups were ranked on, each time."""
     asked: list[int] = []
-    measure = causes._ranked
+    measure = error_causes._ranked
 
     def counted(model: nn.Module, plan: Plan, batches: list[Tensor]) -> list[str]:
         asked.append(len(batches))
         return measure(model, plan, batches)
 
-    monkeypatch.setattr(causes, "_ranked", counted)
+    monkeypatch.setattr(error_causes, "_ranked", counted)
     return asked
 
 

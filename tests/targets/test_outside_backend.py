@@ -112,7 +112,7 @@ def test_converted_beside_another(folder: Path) -> None:
     words = ["convert", "-m", "model", "--quantization", "--calibration", "text-csv:calibration.csv", "--rows", "12"]
     words += ["--backend", "openvino", "reference", "--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]
     # The guide's engine is slow, and its times are not looked at.
-    fast = "import quantizer.pipeline.measure as measure\nmeasure._LATENCY_SECONDS = 0.1\n"
+    fast = "import quantizer.pipeline.benchmark as measure\nmeasure._LATENCY_SECONDS = 0.1\n"
     run(folder, f"{fast}from quantizer.cli.main import main\nsys.exit(main({[*words, '-o', 'converted']}))")
     for name in ("openvino", "reference"):
         entry = json.loads((folder / "converted" / name / "config.json").read_text(encoding="utf-8"))

@@ -152,7 +152,7 @@ def test_the_command_fixes_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_options_of_checkpoints_do_not_fit(file: Path, tmp_path: Path) -> None:
     from rich.console import Console
 
-    from quantizer.pipeline.convert import convert_onnx
+    from quantizer.pipeline.convert_options import convert_onnx
 
     options = {"model": str(file), "output": tmp_path / "out", "backend": ["auto", "openvino"], "seq_len": [16, 32, 64]}
     with pytest.raises(ConfigError, match="--seq-len is for checkpoints") as raised:

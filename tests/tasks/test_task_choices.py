@@ -133,10 +133,10 @@ def test_a_checkpoint_is_converted_end_to_end(
 ) -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason="a conversion needs enginequant[hf,onnx,onnxruntime]")
-    from quantizer.pipeline import measure
+    from quantizer.pipeline import benchmark
     from quantizer.pipeline.load_converted import load_converted
 
-    monkeypatch.setattr(measure, "_LATENCY_SECONDS", 0.1)
+    monkeypatch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
     lines = [dataclasses.asdict(row) for row in ROWS]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines * 4))
     data = f"choices-jsonl:{tmp_path / 'c.jsonl'}"

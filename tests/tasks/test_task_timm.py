@@ -72,10 +72,10 @@ def test_a_folder_of_timm_loads_with_its_own_data_config(source: str, tmp_path: 
 def test_it_is_converted_and_serves(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason="a conversion needs enginequant[hf,onnx,onnxruntime]")
-    from quantizer.pipeline import measure
+    from quantizer.pipeline import benchmark
     from quantizer.pipeline.load_converted import load_converted
 
-    monkeypatch.setattr(measure, "_LATENCY_SECONDS", 0.1)
+    monkeypatch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
     photos = tiny_images(tmp_path / "photos", 6, seed=0)
     words = ["--quantization", "--calibration", str(photos), "--evaluation", f"image-folder:{photos}"]
     words += ["--backend", "onnxruntime", "--batch-size", "1", "2", "6", "-o", str(tmp_path / "out")]

@@ -158,10 +158,10 @@ def test_a_file_with_labels_of_another_kind(clip: str, tmp_path: Path, capsys: p
 def test_clip_is_converted_end_to_end(clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason="a conversion needs enginequant[hf,onnx,onnxruntime]")
-    from quantizer.pipeline import measure
+    from quantizer.pipeline import benchmark
     from quantizer.pipeline.load_converted import load_converted
 
-    monkeypatch.setattr(measure, "_LATENCY_SECONDS", 0.1)
+    monkeypatch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
     folder = tiny_images(tmp_path / "photos", 6, seed=0)
     words = ["--labels", *CLASSES, "--template", "a {}", "--quantization", "--calibration", str(folder)]
     words += ["--evaluation", f"image-folder:{folder}", "--backend", "onnxruntime", "--batch-size", "1", "2", "6"]

@@ -11,7 +11,7 @@ from report.report_samples import sample_record
 from rich.console import Console
 from tiny_run import tiny_run
 
-from quantizer.pipeline.convert import conversion_configs
+from quantizer.pipeline.convert_options import conversion_configs
 from quantizer.pipeline.load_converted import load_converted
 from quantizer.pipeline.run import convert
 from quantizer.report import html_from_record, print_summary, read_record, write_record

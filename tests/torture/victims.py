@@ -70,21 +70,21 @@ def _make_training(folder: Path) -> None:
 
 
 def _run(inputs: Path, out: Path, former: bool) -> int:
-    import quantizer.pipeline.measure as measure
+    import quantizer.pipeline.benchmark as benchmark
 
     translate_once(inputs).__enter__()
     # Seconds each, and no part of what is compared.
     memory = SimpleNamespace(peak_mib=2.0, baseline_mib=1.0)
-    mock.patch.multiple(measure, peak_memory_mib=lambda *_, **__: memory, _LATENCY_ROUNDS=1).start()
+    mock.patch.multiple(benchmark, peak_memory_mib=lambda *_, **__: memory, _LATENCY_ROUNDS=1).start()
     words = ["run", str(inputs / "run.yaml"), "--output", str(out), "--force"]
     return main([*words, "quantizer.activations.percentile=99.0"] if former else words)
 
 
 def _convert(inputs: Path, out: Path, former: bool) -> int:
-    import quantizer.pipeline.measure as measure
+    import quantizer.pipeline.benchmark as benchmark
 
     translate_once(inputs).__enter__()
-    mock.patch.object(measure, "_LATENCY_SECONDS", 0.01).start()
+    mock.patch.object(benchmark, "_LATENCY_SECONDS", 0.01).start()
     words = [
         "convert",
         "-m",

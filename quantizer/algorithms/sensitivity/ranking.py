@@ -10,8 +10,8 @@ from quantizer.algorithms.fallback import Fallback, fallback_record
 from quantizer.algorithms.sensitivity.prices import Prices
 from quantizer.errors import SensitivityError
 from quantizer.plan.coverage import Coverage
+from quantizer.utils.display import Rows, Shown
 from quantizer.utils.records import Evaluation, GroupRow, GroupSensitivity, GroupTime, LayerRow, group_rows, layer_rows
-from quantizer.utils.shown import Rows, Shown
 
 if TYPE_CHECKING:
     from quantizer.report.notebook import Picture

@@ -22,8 +22,8 @@ import numpy as np
 
 from quantizer.engines.backends import backends
 from quantizer.engines.base import USUAL_SIZES, Array, BuildOptions, InputSizes, Pool, checked_inputs, in_kind, shown
-from quantizer.engines.candidates import saturation_warnings
 from quantizer.engines.engine_file import read_engine, write_engine
+from quantizer.engines.for_this_cpu import saturation_warnings
 from quantizer.engines.inspection import RUNS, inspection_from_layers, run_note
 from quantizer.engines.measure import made_up_inputs
 from quantizer.engines.openvino.compiled_models import (

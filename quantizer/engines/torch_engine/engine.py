@@ -30,8 +30,8 @@ from quantizer.engines.base import (
     in_kind,
     shown,
 )
-from quantizer.engines.candidates import saturation_warnings
 from quantizer.engines.engine_file import read_engine, write_engine
+from quantizer.engines.for_this_cpu import saturation_warnings
 from quantizer.engines.inspection import RUNS
 from quantizer.engines.measure import interleaved_latency, working_inputs
 from quantizer.engines.torch_engine.compiled import (

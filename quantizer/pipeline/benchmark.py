@@ -15,7 +15,7 @@ from quantizer.config import RunConfig
 from quantizer.engines import BuildOptions, BuildResult, Engine, InputSizes, interleaved_latency, peak_memory_mib
 from quantizer.errors import EngineError
 from quantizer.pipeline.context import RunContext, Runs, engine_inputs
-from quantizer.pipeline.graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs, open_sizes
+from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs, open_sizes
 from quantizer.report import EngineFile, Latency, MemoryEntry, RunRecord, latency_entries, memory_entries, text
 from quantizer.report.record import EngineChoice
 from quantizer.tasks import Batch, batch_shape

@@ -11,20 +11,20 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from quantizer.algorithms.calibration_session import CalibrationSession
 from quantizer.algorithms.proxied import proxied_copy
 from quantizer.algorithms.replay import OutputError, SiteCall, visit_calls
 from quantizer.algorithms.sensitivity import operands_of
 from quantizer.algorithms.sensitivity.outliers import outliers, scaled
 from quantizer.algorithms.sensitivity.session import SensitivitySession
-from quantizer.algorithms.session import CalibrationSession
 from quantizer.config import QuantizerConfig, quantizer_config
 from quantizer.errors import CalibrationWarning
 from quantizer.observe.replay_batches import Batch
 from quantizer.plan.site_plan import Plan, with_fallback
 from quantizer.settings import settings_of
 from quantizer.utils.batches import call, run_batches
+from quantizer.utils.display import Rows
 from quantizer.utils.records import Cause, Cure
-from quantizer.utils.shown import Rows
 
 _RANKED = 2
 """For each group that is asked for, so many are measured: the ranking by gradients is an estimate."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantizer.config import RunConfig
-from quantizer.pipeline.configured import configured_workload, workload_of
+from quantizer.pipeline.checkpoint_workload import configured_workload, workload_of
 from quantizer.pipeline.context import ResumeFiles, RunRows
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.workload import SharedObjects, Workload

@@ -14,7 +14,7 @@ from typing import TypeAlias, TypeVar
 
 from quantizer.config import RunConfig
 from quantizer.engines import Inspection
-from quantizer.engines.candidates import Variant, cpu_candidates, cpu_variants
+from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError, LostRankError, QuantizerError
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_machine, text
