@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantizer.config import RunConfig
-from quantizer.pipeline.context import ResumeFiles, RunContext, RunRows, load_context
+from quantizer.pipeline.context import RunContext, RunRows, load_context
 from quantizer.pipeline.faults import check_rows
 from quantizer.pipeline.function_source import function_workload
 from quantizer.pipeline.model_graphs import Graphs, graphs_of
 from quantizer.pipeline.open_axes import is_in_parts, with_written_sizes
 from quantizer.pipeline.progress import StageTimer
+from quantizer.pipeline.resume import ResumeFiles
 from quantizer.pipeline.scores import FunctionScorer, Scoring, TaskMetric
 from quantizer.pipeline.workload import Scorer, Workload, scored_workload
 

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from quantizer.config import ModelConfig, RunConfig
 from quantizer.config.describe import nearest
 from quantizer.errors import CalibrationError, QuantizerError, TaskError
-from quantizer.pipeline.context import ResumeFiles
 from quantizer.pipeline.engine_module import CallForm
 from quantizer.pipeline.faults import Faults
 from quantizer.pipeline.processes import require_room_to_write
 from quantizer.pipeline.progress import StageTimer
+from quantizer.pipeline.resume import ResumeFiles
 from quantizer.pipeline.scores import FunctionScorer, ScoreFunction
 from quantizer.pipeline.workload import Workload, module_batches, module_workload, output_of
 from quantizer.proxy.build import is_proxy

@@ -15,11 +15,12 @@ from quantizer.config import RunConfig
 from quantizer.engines import BuildResult, Inspection, runs_here
 from quantizer.pipeline.budget import EngineBudget
 from quantizer.pipeline.compare_outputs import OnlySizes, OutputCheck, References, Tolerance, distances_of, tolerance
-from quantizer.pipeline.context import ResumeFiles, RunContext, RunRows
+from quantizer.pipeline.context import RunContext, RunRows
 from quantizer.pipeline.model_graphs import Graphs
 from quantizer.pipeline.open_axes import is_in_parts
 from quantizer.pipeline.placement import RunPlacement
 from quantizer.pipeline.progress import StageTimer
+from quantizer.pipeline.resume import ResumeFiles
 from quantizer.pipeline.run_engines import RunEngines
 from quantizer.pipeline.scores import Metric
 from quantizer.pipeline.train import TrainingResult

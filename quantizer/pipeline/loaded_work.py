@@ -9,8 +9,9 @@ from pathlib import Path
 
 from quantizer.config import RunConfig
 from quantizer.pipeline.checkpoint_workload import configured_workload, workload_of
-from quantizer.pipeline.context import ResumeFiles, RunRows
+from quantizer.pipeline.context import RunRows
 from quantizer.pipeline.progress import StageTimer
+from quantizer.pipeline.resume import ResumeFiles
 from quantizer.pipeline.workload import SharedObjects, Workload
 from quantizer.utils.files import Store, temporary_beside
 

@@ -22,7 +22,6 @@ from quantizer.errors import EngineError
 from quantizer.pipeline.checkpoint_workload import configured_workload
 from quantizer.pipeline.choose_engine import chooses, with_backend
 from quantizer.pipeline.compare_outputs import refusal
-from quantizer.pipeline.context import ResumeFiles, resume_files
 from quantizer.pipeline.faults import Looks
 from quantizer.pipeline.job import Job, Outline
 from quantizer.pipeline.loaded_work import LoadedWork
@@ -30,6 +29,7 @@ from quantizer.pipeline.placement import missed_speed
 from quantizer.pipeline.preflight import earlier_run, ready_to_run
 from quantizer.pipeline.processes import from_first_rank, own_place
 from quantizer.pipeline.progress import Outlook, StageTimer
+from quantizer.pipeline.resume import ResumeFiles, resume_files
 from quantizer.pipeline.stages import carry_out as carry_out_job
 from quantizer.pipeline.stages import stage_names
 from quantizer.pipeline.workload import Load

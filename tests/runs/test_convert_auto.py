@@ -20,12 +20,10 @@ import quantizer.algorithms.range_search as attention
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import load_run
-from quantizer.engines import BuildOptions, BuildResult
-from quantizer.engines import for_this_cpu
+from quantizer.engines import BuildOptions, BuildResult, for_this_cpu
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
-from quantizer.pipeline import benchmark
-from quantizer.pipeline import choose_engine, rough_plan
+from quantizer.pipeline import benchmark, choose_engine, rough_plan
 from quantizer.pipeline import fastest_engine as run_variants
 from quantizer.pipeline import load_converted as folders
 from quantizer.pipeline.load_converted import load_converted

@@ -29,9 +29,7 @@ from quantizer import Quantizer
 from quantizer.config import RunConfig, load_run
 from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import QuantizerError, TaskError
-from quantizer.pipeline import benchmark
-from quantizer.pipeline import model_graphs
-from quantizer.pipeline import run_engines
+from quantizer.pipeline import benchmark, model_graphs, run_engines
 from quantizer.pipeline.convert_options import conversion_configs
 from quantizer.pipeline.load_converted import ConvertedParts, load_converted
 from quantizer.pipeline.model_graphs import most_tokens

@@ -14,10 +14,11 @@ from rich.console import Console
 from torch import nn
 
 from quantizer.errors import TaskError
-from quantizer.pipeline.context import ResumeFiles, RunContext
+from quantizer.pipeline.context import RunContext
 from quantizer.pipeline.engine_module import CallForm
 from quantizer.pipeline.module_feed import ModuleFeed
 from quantizer.pipeline.progress import StageTimer
+from quantizer.pipeline.resume import ResumeFiles
 from quantizer.pipeline.scores import FunctionMetric, FunctionScorer
 from quantizer.tasks.metrics import accuracy, bootstrap_interval
 

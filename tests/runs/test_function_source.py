@@ -415,9 +415,10 @@ def test_an_engine_that_loses_more_by_the_function_narrows_the_search(folder: Pa
 
     from rich.console import Console
 
-    from quantizer.pipeline.context import ResumeFiles, RunContext
+    from quantizer.pipeline.context import RunContext
     from quantizer.pipeline.module_feed import ModuleFeed
     from quantizer.pipeline.progress import StageTimer
+    from quantizer.pipeline.resume import ResumeFiles
 
     timer = StageTimer(Console(file=StringIO()))
     feed, kept = ModuleFeed([{"image": torch.ones(2, 3)}]), ResumeFiles(folder, folder, folder)

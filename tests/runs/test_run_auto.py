@@ -25,8 +25,7 @@ import quantizer.pipeline.stages
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import dump_yaml, load_run
-from quantizer.engines import BuildResult, PeakMemory
-from quantizer.engines import for_this_cpu
+from quantizer.engines import BuildResult, PeakMemory, for_this_cpu
 from quantizer.engines.engine_file import read_engine
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError

@@ -15,7 +15,8 @@ from quantizer.algorithms.qat.checkpoint import write_checkpoint
 from quantizer.cli.main import Terminated
 from quantizer.engines import TensorSpec
 from quantizer.errors import QuantizerError
-from quantizer.pipeline.context import engine_inputs, resume_files
+from quantizer.pipeline.context import engine_inputs
+from quantizer.pipeline.resume import resume_files
 from quantizer.utils.files import said_complete
 
 

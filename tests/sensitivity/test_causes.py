@@ -12,8 +12,7 @@ from calibrated import make_calibrated
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quantizer import Quantizer
-from quantizer import error_causes
+from quantizer import Quantizer, error_causes
 from quantizer.error_causes import with_setting
 from quantizer.errors import CalibrationError
 from quantizer.plan.site_plan import Plan
