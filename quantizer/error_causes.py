@@ -19,10 +19,9 @@ from quantizer.algorithms.sensitivity.outliers import outliers, scaled
 from quantizer.algorithms.sensitivity.session import SensitivitySession
 from quantizer.config import QuantizerConfig, quantizer_config
 from quantizer.errors import CalibrationWarning
-from quantizer.observe.replay_batches import Batch
 from quantizer.plan.site_plan import Plan, with_fallback
 from quantizer.settings import settings_of
-from quantizer.utils.batches import call, run_batches
+from quantizer.utils.batches import arguments, run_batches
 from quantizer.utils.display import Rows
 from quantizer.utils.records import Cause, Cure
 
@@ -72,7 +71,8 @@ def find_causes(
 def _ranked(model: nn.Module, plan: Plan, batches: Sequence[Any]) -> list[str]:
     session = SensitivitySession(model, plan, "gradient", "group", None, None)
     for batch in batches:
-        call(session.proxy, batch)
+        args, keywords = arguments(batch)
+        session.proxy(*args, **keywords)
     return [entry.group for entry in session.ranking()]
 
 
@@ -101,7 +101,7 @@ class _Trial:
         self._model = model
         self._plan = plan
         self._given = batches
-        self._batches = [_batch(batch) for batch in batches]
+        self._batches = [arguments(batch) for batch in batches]
         self._proxied = proxied_copy(settings_of(config), model)
         self._error = OutputError(self._proxied)
         self._whole = self.sqnr(plan)
@@ -200,12 +200,6 @@ class _Trial:
 
     def _groups_of(self, path: str) -> set[str]:
         return {operand.group for operand in self._plan[path].operands if operand.quantized and operand.group}
-
-
-def _batch(batch: Any) -> Batch:
-    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
-        return (), dict(batch)
-    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
 
 
 def _text(setting: Mapping[str, Any]) -> str:

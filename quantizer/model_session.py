@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +32,11 @@ from quantizer.plan.coverage import Coverage
 from quantizer.plan.site_plan import Plan, with_biases_of
 from quantizer.plan.site_plan import with_fallback as without_groups
 from quantizer.plan.targets import AUTO
-from quantizer.plan.weight_scales import (
-    ScaledWeights,
-    changed_buffers,
-    with_scales_of_weights,
-    without_codes,
-    without_former_codes,
-)
+from quantizer.plan.weight_scales import changed_buffers, with_scales_of_weights, without_codes, without_former_codes
 from quantizer.proxy.build import UnrewrittenSource, applied_patches, is_proxy, skipped_sources
 from quantizer.proxy.lower import is_lowered
 from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.settings import settings_of
-from quantizer.utils.batches import run_batches
 from quantizer.utils.distributed import get_world_size
 from quantizer.utils.fingerprint import Fingerprint, changed_parameters, refuse_other_shapes, warn_of_other_weights
 from quantizer.utils.sizes import DataSizes
@@ -62,18 +55,6 @@ def for_this_cpu(config: QuantizerConfig) -> QuantizerConfig:
     return config.model_copy(update={"backend": cpu_candidates(config.candidates)[0][0], "candidates": ()})
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Empty:
-    """The state before any calibration."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Calibrated:
-    """The state with a calibration, whose ``session`` gives the plan from its first batch on."""
-
-    session: CalibrationSession
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Held:
     """A fixed plan until the next calibration: that of a folder, or one with loaded scales.
@@ -84,7 +65,7 @@ class Held:
         regions: the modules whose values in calibration float16 cannot hold.
         fingerprint: the checksum of the weights in calibration; None for a model that was quantized in place.
         scales_replaced: whether the scales were loaded, and are not those of calibration.
-        observed: the calibration session, or the statistics of a folder, with which to resume; None: neither.
+        until_new: whether it ends with the first new batch of the calibration, which is resumed.
     """
 
     plan: Plan
@@ -92,15 +73,7 @@ class Held:
     regions: Float32Modules
     fingerprint: Fingerprint | None
     scales_replaced: bool
-    observed: CalibrationSession | bytes | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Resuming:
-    """A fixed plan, until the first new batch in the ``session`` that resumes its calibration."""
-
-    held: Held
-    session: CalibrationSession
+    until_new: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,23 +83,27 @@ class Inherited:
     snapshot: bytes
     kept: ReplayBatches | None
     fingerprint: Fingerprint | None
-
-
-State = Empty | Calibrated | Held | Resuming | Inherited
+    products: tuple[CountedProduct, ...] = ()
+    regions: Float32Modules = field(default_factory=Float32Modules)
 
 
 class ModelSession:
     """The state of one model across the stages.
 
     Attributes:
-        state: where the plan comes from; states are immutable, so that a former one can be restored.
+        calibration: the calibration session; None before any, and in a loaded quantizer until it is resumed.
+        held: the plan that holds in the place of calibration's.
+        inherited: what becomes the calibration when the model is known.
         amp: the sensitivity session; None before ``Quantizer.amp``.
         fallback: the groups that fall back to float; None: no group does.
         trainable: the QAT session; None before ``Quantizer.qat``.
     """
 
     def __init__(self, config: QuantizerConfig) -> None:
-        self.state: State = Empty()
+        self.calibration: CalibrationSession | None = None
+        self.held: Held | None = None
+        self.inherited: Inherited | None = None
+        self._saved: bytes | None = None  # the statistics of a loaded folder, with which to resume
         self._settings = settings_of(config)
         self.amp: SensitivitySession | None = None
         self.fallback: Fallback | None = None
@@ -150,14 +127,19 @@ class ModelSession:
         if isinstance(model, nn.Module):
             self._model = weakref.ref(model)
             self.scan_source(model)
-        match self.state:
-            case Inherited(snapshot, kept, fingerprint):
-                self.state = Calibrated(
-                    CalibrationSession(self._settings, model, snapshot, anew=True, kept=kept, fingerprint=fingerprint)
+        if (other := self.inherited) is not None:
+            self._calibrated(
+                CalibrationSession(
+                    self._settings, model, other.snapshot, anew=True, kept=other.kept, fingerprint=other.fingerprint
                 )
-                if self._carried is not None:
-                    plan = self.plan()
-                    self.put_back(fallback_for_target(*self._carried, plan), plan)
+            )
+            if self._carried is not None:
+                plan = self.plan()
+                self.put_back(fallback_for_target(*self._carried, plan), plan)
+
+    def _calibrated(self, session: CalibrationSession | None) -> None:
+        """Take the plan from a calibration from now on."""
+        self.calibration, self.held, self.inherited, self._saved = session, None, None, None
 
     def scan_source(self, model: nn.Module) -> None:
         """Store the unrewritten sources and the operator patches of a model or proxy, for the coverage."""
@@ -171,8 +153,9 @@ class ModelSession:
                 "for_backend() gives on what calibration saw, and this Quantizer goes by scales of load_scales() or "
                 "qat(): make the Quantizer of the other backend first, and load the scales into both"
             )
-        if share and other._settings == self._settings and isinstance(other.state, Calibrated):
-            self.state, self.amp = other.state, other.amp
+        if share and other._settings == self._settings and other.calibration is not None and other.held is None:
+            self._calibrated(other.calibration)
+            self.amp = other.amp
         else:
             snapshot = other.seen()
             if snapshot is None:
@@ -181,7 +164,8 @@ class ModelSession:
                     "does not hold; calibrate again"
                 )
             kept = None if other.calibration is None else other.calibration.observation().kept
-            self.state, self.amp = Inherited(snapshot, kept, other.fingerprint), None
+            self._calibrated(None)
+            self.inherited, self.amp = Inherited(snapshot, kept, other.fingerprint), None
         if other.fallback is not None:
             self._carried = other.fallback, decided, backend
         if other._model is not None and (model := other._model()) is not None:
@@ -193,50 +177,39 @@ class ModelSession:
         if resume:
             return self._resumed(model).proxy
         session = CalibrationSession(self._settings, model)
-        self.state = Calibrated(session)
+        self._calibrated(session)
         self.amp = self.fallback = self.trainable = self._carried = None
         return session.proxy
 
     def _resumed(self, model: nn.Module) -> CalibrationSession:
         """Return the session with which the calibration goes on: that of this quantizer, or of the loaded folder."""
-        match self.state:
-            case Held(observed=bytes(snapshot)) as held:
-                session = CalibrationSession(self._settings, model, snapshot, fingerprint=held.fingerprint)
-                self.state = Resuming(held, session)
-            case Calibrated(session) | Resuming(session=session) | Held(observed=CalibrationSession() as session):
-                if session.has_weights_of(model):
-                    session.resume()
-                else:
-                    # The proxy of the session computes with former parameters of the model.
-                    seen, kept = session.seen(), session.observation().kept
-                    session = CalibrationSession(
-                        self._settings, model, seen, anew=True, kept=kept, fingerprint=session.fingerprint
-                    )
-                self.state = Calibrated(session)
-            case _:
-                raise CalibrationError(
-                    "calib(resume=True) needs an earlier calib() of this Quantizer, or a folder whose quantizer kept "
-                    "what it observed"
+        session, held, saved = self.calibration, self.held, self._saved
+        if session is not None:
+            if session.has_weights_of(model):
+                session.resume()
+            else:
+                # The proxy of the session computes with former parameters of the model.
+                seen, kept = session.seen(), session.observation().kept
+                session = CalibrationSession(
+                    self._settings, model, seen, anew=True, kept=kept, fingerprint=session.fingerprint
                 )
+            self._calibrated(session)
+        elif held is not None and saved is not None:
+            session = CalibrationSession(self._settings, model, saved, fingerprint=held.fingerprint)
+            self._calibrated(session)
+            self.held = replace(held, until_new=True)
+        else:
+            raise CalibrationError(
+                "calib(resume=True) needs an earlier calib() of this Quantizer, or a folder whose quantizer kept what "
+                "it observed"
+            )
         return session
-
-    def run(self, proxy: nn.Module, batches: Any, *, rows: int | None, progress: bool | None, split: bool) -> None:
-        """Run batches through the proxy of the current calibration; see ``Quantizer.calibrate``."""
-        assert self.calibration is not None
-        dealt = self.calibration.dealt()
-        mine = dealt.is_mine if split else lambda batch: True
-        count = run_batches(proxy, batches, progress, rows=rows, doubt=True, is_mine=mine)
-        # With several ranks, a rank may have no data of its own.
-        if count == 0 and (split or get_world_size() == 1):
-            raise CalibrationError("the calibration data is empty: at least one batch is needed")
-        if split:
-            dealt.check()
 
     @contextmanager
     def replaced_as_a_whole(self) -> Iterator[None]:
         """Restore the earlier calibration if the one inside the block fails or is interrupted."""
-        state = self.state
-        counts = state.session.has_begun if isinstance(state, Calibrated) else not isinstance(state, Empty)
+        waits = self.held is not None or self.inherited is not None
+        counts = waits or (self.calibration is not None and self.calibration.has_begun)
         before = vars(self).copy()
         try:
             yield
@@ -297,8 +270,8 @@ class ModelSession:
             if not told:
                 warn_of_other_weights(before, now, buffers)
             plan = without_former_codes(plan, {*changed_parameters(before, now), *buffers})
-        target = self._target
-        return with_scales_of_weights(plan, model, target.torch_dtype, target.weight_qmax, self._weights)
+        target, weights = self._target, None if self.calibration is None else self.calibration.weights
+        return with_scales_of_weights(plan, model, target.torch_dtype, target.weight_qmax, weights)
 
     def decided(self, fallback: Fallback | None = None) -> Plan:
         """Return the plan of all groups, with trained scales after a training, and biases corrected for a fallback."""
@@ -337,14 +310,7 @@ class ModelSession:
     def replace(self, plan: Plan) -> None:
         """Use a plan with other scales from now on; a trained model stays the one that is quantized."""
         fingerprint, products, regions = self.fingerprint, self.products(), self.regions()
-        self.state = Held(
-            plan=plan,
-            products=products,
-            regions=regions,
-            fingerprint=fingerprint,
-            scales_replaced=True,
-            observed=self._observed,
-        )
+        self.held = Held(plan=plan, products=products, regions=regions, fingerprint=fingerprint, scales_replaced=True)
         if self.trainable is not None:
             self.trainable.replace(plan)
         self.amp = None
@@ -352,7 +318,8 @@ class ModelSession:
     @property
     def scales_replaced(self) -> bool:
         """True if scales were loaded or ``qat`` was called, so that scales may differ from those of calibration."""
-        return self.trainable is not None or self._has_loaded_scales
+        deciding = self._deciding
+        return self.trainable is not None or (isinstance(deciding, Held) and deciding.scales_replaced)
 
     def effective_plan(self) -> Plan:
         """Return the plan after the fallback."""
@@ -446,13 +413,14 @@ class ModelSession:
         observed: bytes | None = None,
     ) -> None:
         """Restore a saved state; see ``document`` for the plain values."""
-        self.state = Held(
+        self._calibrated(None)
+        self._saved = observed
+        self.held = Held(
             plan=plan,
             products=products,
             regions=Float32Modules.from_plain(document["regions"]),
             fingerprint=Fingerprint.from_plain(document["fingerprint"]),
             scales_replaced=document["scales_replaced"],
-            observed=observed,
         )
         if document["fallback"] is not None:
             self.put_back(Fallback.from_document(document["fallback"]), plan)
@@ -475,123 +443,69 @@ class ModelSession:
 
     def plan(self, in_float: Mapping[str, str] | None = None, correction: BiasCorrection | None = None) -> Plan:
         """Return the plan of all groups; see ``CalibrationSession.decide`` for groups that are float."""
-        with ordinary_tensors():
-            match self._deciding:
-                case Held(plan=plan):
-                    return plan
-                case CalibrationSession() as session:
-                    return session.decide(in_float, correction)
-                case Inherited():
-                    raise CalibrationError(
-                        "what calibration saw is not decided for this backend yet, as this Quantizer has not seen the "
-                        "model: call quantize(model) first"
-                    )
-                case None:
-                    raise CalibrationError(
-                        "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
-                    )
+        match deciding := self._deciding:
+            case Held():
+                return deciding.plan
+            case CalibrationSession():
+                with ordinary_tensors():
+                    return deciding.decide(in_float, correction)
+            case Inherited():
+                raise CalibrationError(
+                    "what calibration saw is not decided for this backend yet, as this Quantizer has not seen the "
+                    "model: call quantize(model) first"
+                )
+            case None:
+                raise CalibrationError(
+                    "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
+                )
 
     def products(self) -> tuple[CountedProduct, ...]:
         """Return the products that torch computed in calibration."""
-        match self._deciding:
-            case Held(products=products):
-                return products
-            case CalibrationSession() as session:
-                return session.products()
-            case _:
-                return ()
-
-    def _sizes(self) -> DataSizes | None:
-        """Return the open axes and the sizes of what calibration saw; None: nothing, or always one size."""
-        match self._observed:
-            case CalibrationSession() as session:
-                return DataSizes.of_shapes(session.observation().inputs)
-            case bytes(snapshot):
-                return DataSizes.of_shapes(seen_inputs(snapshot))
-            case _:
-                return None
+        return () if (deciding := self._deciding) is None else deciding.products
 
     def regions(self) -> Float32Modules:
         """Return the modules whose values float16 cannot hold; none for a model that was quantized in place."""
-        match self._deciding:
-            case Held(regions=regions):
-                return regions
-            case CalibrationSession() as session:
-                return session.regions()
-            case _:
-                return Float32Modules()
+        return Float32Modules() if (deciding := self._deciding) is None else deciding.regions
 
     @property
     def fingerprint(self) -> Fingerprint | None:
         """The checksum of the weights in calibration; None without a calibration."""
-        deciding = self._deciding
-        return None if deciding is None else deciding.fingerprint
-
-    @property
-    def _has_loaded_scales(self) -> bool:
-        """True if the scales were loaded, and are not those of calibration."""
-        deciding = self._deciding
-        return isinstance(deciding, Held) and deciding.scales_replaced
+        return None if (deciding := self._deciding) is None else deciding.fingerprint
 
     @property
     def has_plan(self) -> bool:
         """True if there is a plan."""
-        state = self.state
-        return state.session.has_any if isinstance(state, Calibrated) else isinstance(state, Held | Resuming)
+        return self.held is not None or (self.calibration is not None and self.calibration.has_any)
 
     def described(self) -> str:
         """Return the state in a few words, without making a plan and without communication between ranks."""
-        match self._deciding:
-            case CalibrationSession() as session if session.has_begun:
-                batches, rows, sites = session.extent()
+        match deciding := self._deciding:
+            case CalibrationSession() if deciding.has_begun:
+                batches, rows, sites = deciding.extent()
                 return f"calibrated on {f'{rows} rows' if rows else f'{batches} batches'}, {sites} sites"
-            case Held(plan=plan):
-                return (
-                    f"scales loaded, {len(plan)} sites" if self._has_loaded_scales else f"calibrated, {len(plan)} sites"
-                )
+            case Held():
+                return f"{'scales loaded' if deciding.scales_replaced else 'calibrated'}, {len(deciding.plan)} sites"
             case Inherited():
                 return "calibrated for another backend, no model yet"
             case _:
                 return "not calibrated"
 
-    @property
-    def calibration(self) -> CalibrationSession | None:
-        """The calibration session of this quantizer; None: there was none."""
-        observed = self._observed
-        return observed if isinstance(observed, CalibrationSession) else None
-
-    @property
-    def _weights(self) -> ScaledWeights | None:
-        """The scales of weights that plans of the calibration were made with; None without a calibration."""
-        return None if self.calibration is None else self.calibration.weights
-
     def seen(self) -> bytes | None:
         """Return the statistics of calibration as the bytes of a folder; None: there are none."""
-        observed = self._observed
-        return observed.seen() if isinstance(observed, CalibrationSession) else observed
+        if self.calibration is not None:
+            return self.calibration.seen()
+        return self._saved if self.inherited is None else self.inherited.snapshot
+
+    def _sizes(self) -> DataSizes | None:
+        """Return the open axes and the sizes of what calibration saw; None: nothing, or always one size."""
+        if self.calibration is not None:
+            return DataSizes.of_shapes(self.calibration.observation().inputs)
+        return None if (snapshot := self.seen()) is None else DataSizes.of_shapes(seen_inputs(snapshot))
 
     @property
     def _deciding(self) -> Held | CalibrationSession | Inherited | None:
-        """The source of the plan in the current state; None without a calibration."""
-        match self.state:
-            case Calibrated(session):
-                return session
-            case Resuming(held, session):
-                return session if session.has_new else held
-            case Empty():
-                return None
-            case Held() | Inherited() as state:
-                return state
-
-    @property
-    def _observed(self) -> CalibrationSession | bytes | None:
-        """The session with the statistics of calibration, or their bytes; None: there are none."""
-        match self.state:
-            case Calibrated(session) | Resuming(session=session):
-                return session
-            case Held(observed=observed):
-                return observed
-            case Inherited(snapshot=snapshot):
-                return snapshot
-            case Empty():
-                return None
+        """What gives the plan; None without a calibration."""
+        held, session = self.held, self.calibration
+        if held is not None and not (held.until_new and session is not None and session.has_new):
+            return held
+        return self.inherited if session is None else session

@@ -31,7 +31,7 @@ from quantizer.plan.site_plan import Plan, plan_digest
 from quantizer.proxy.build import build_proxy, source_diff
 from quantizer.proxy.lower import Kernels, Lowering, kernels_of, lower
 from quantizer.settings import settings_of
-from quantizer.utils.batches import batches_of, doubts_of_calibration, warn_user
+from quantizer.utils.batches import batches_of, doubts_of_calibration, run_batches, warn_user
 from quantizer.utils.distributed import all_reduce_sum, get_world_size
 from quantizer.utils.exported_program import Model, module_of, refuse_compiled
 from quantizer.utils.sizes import DataSizes
@@ -122,11 +122,18 @@ class Quantizer:
         with ordinary_tensors():
             with nullcontext() if resume else self._session.replaced_as_a_whole():
                 proxy = self.calib(model, resume=resume)
-                self._session.run(proxy, batches, rows=rows, progress=progress, split=split)
-            # Without ``split`` a rank may have no data, and not call this at all.
-            if split or get_world_size() == 1:
                 calibration = self._session.calibration
                 assert calibration is not None
+                dealt = calibration.dealt()
+                mine = dealt.is_mine if split else lambda batch: True
+                count = run_batches(proxy, batches, progress, rows=rows, doubt=True, is_mine=mine)
+                # Without ``split`` a rank may have no data, and not call this at all.
+                together = split or get_world_size() == 1
+                if count == 0 and together:
+                    raise CalibrationError("the calibration data is empty: at least one batch is needed")
+                if split:
+                    dealt.check()
+            if together:
                 (seen,) = all_reduce_sum([calibration.extent()[1]])
                 warn_user(doubts_of_calibration(module_of(model), int(seen)))
                 calibration.warn_of_constants()

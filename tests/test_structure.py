@@ -16,6 +16,6 @@ def test_work_begins_near_the_call() -> None:
     import frames
 
     calibrating, building, files = frames.traced()
-    assert len(calibrating) <= 15, calibrating
-    assert len(building) <= 15, building
+    assert len(calibrating) <= 12, calibrating
+    assert len(building) <= 10, building
     assert len(files) <= 20, sorted(files)

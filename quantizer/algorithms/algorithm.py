@@ -1,4 +1,4 @@
-"""``Algorithm``: a choice that is made by running kept batches again, and ``Work``: what it is given."""
+"""``Algorithm``: a function from plan to plan that runs kept batches again, and ``Work``: what it is given."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quantizer.algorithms.replay import OutputError
 from quantizer.algorithms.settings import Settings
 from quantizer.observe.replay_batches import FEW, Enough, ReplayBatches
 from quantizer.observe.statistics import Seen
-from quantizer.plan.decide_operands import PlanSettings
+from quantizer.plan.decide_operands import PlanSettings, formats_for
 from quantizer.plan.decide_sites import decide
 from quantizer.plan.site_plan import Plan
 
@@ -25,18 +25,18 @@ def _none(settings: Settings) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Algorithm:
-    """An algorithm that runs kept batches again and notes its choices in the statistics, which decide the plan anew.
+    """An algorithm that runs kept batches again, and notes its choices in the statistics, which decide the plan anew.
 
     Attributes:
         wanted: whether settings ask for it.
-        choose: makes the choices.
+        run: returns the plan with its choices.
         batches: how many batches are kept for it.
         channels: the kinds of site for whose inputs it needs the range of each channel.
         needs_batches: whether there is no plan without kept batches; otherwise there is a default.
     """
 
     wanted: Callable[[Settings], bool]
-    choose: Callable[[Work], None]
+    run: Callable[[Plan, Work], Plan]
     batches: Enough = FEW
     channels: Callable[[Settings], tuple[str, ...]] = _none
     needs_batches: Callable[[Settings], bool] = _never
@@ -56,6 +56,29 @@ class Work:
     observed: Seen
     error: OutputError
     planned: PlanSettings = field(repr=False)
+
+    @classmethod
+    def of(cls, proxy: Proxied, observed: Seen) -> Work:
+        """Return the work on a proxy, with the settings of its plan: all that it depends on besides the data."""
+        settings = proxy.settings
+        planned = PlanSettings(
+            formats=formats_for(
+                proxy.module,
+                proxy.sites,
+                settings.default,
+                settings.rules,
+                settings.target,
+                zero_point=settings.zero_point,
+            ),
+            per_channel=settings.per_channel,
+            weight_estimate=settings.weight_estimate,
+            switches=settings.switches,
+            scale_dtype=settings.target.torch_dtype,
+            profile=settings.target,
+            weights=proxy.weights,
+        )
+        error = OutputError(proxy, None if observed.kept is None else observed.kept.known.errors)
+        return cls(proxy=proxy, observed=observed, error=error, planned=planned)
 
     @property
     def settings(self) -> Settings:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from quantizer.algorithms.algorithm import Algorithm, Work
 from quantizer.algorithms.chosen_codes import UNREACHED, with_all_batches
-from quantizer.algorithms.proxied import Proxied
 from quantizer.algorithms.replay import Replay
 from quantizer.algorithms.smoothquant import held_factors
 from quantizer.functional import fake_quantize
@@ -24,7 +23,7 @@ from quantizer.numerics.weight_codes import awq_share, input_factors
 from quantizer.observe.calibrators import make_calibrator
 from quantizer.observe.range_group import Migration, OperandRecord, RangeGroup, RoundedWeight
 from quantizer.observe.replay_batches import MANY
-from quantizer.observe.statistics import Seen, with_zeroed_padding
+from quantizer.observe.statistics import with_zeroed_padding
 from quantizer.plan.decide_operands import PlanSettings
 from quantizer.plan.site_plan import OperandPlan, Plan
 from quantizer.plan.weight_scales import as_rounded, scaled_for
@@ -61,39 +60,33 @@ class _Linear:
         return weight.movedim(inner, -1), rounded
 
 
-def choose_factors(work: Work) -> None:
-    """Choose the factors of inputs."""
-    with with_all_batches(work):
-        scale_inputs(work.proxy, work.observed, work.plan(), work.planned)
-
-
-def scale_inputs(proxy: Proxied, observation: Seen, plan: Plan, settings: PlanSettings) -> None:
+def choose_factors(plan: Plan, work: Work) -> Plan:
     """Choose the factors of linears whose weight alone is rounded: set ``smoothed`` of their inputs' records.
 
     Other weights keep no factors, and ``rounded`` of their records says why.
     """
-    assert observation.kept is not None
-    by_site = {one.site: unit for unit in _units(proxy, observation, plan) for one in unit}
-    with torch.no_grad():
-        passes = Replay(proxy, observation.kept)
+    with with_all_batches(work):
+        by_site = {one.site: unit for unit in _units(plan, work) for one in unit}
+        passes = Replay(work.proxy, work.kept)
         order = list({id(by_site[site]): by_site[site] for site in passes.in_order(by_site)}.values())
         with counted(order, "scaling inputs", unit="tensor") as steps:
             for unit in steps:
-                _scale(unit, passes, settings)
+                _scale(unit, passes, work.planned)
     for unit in by_site.values():
         for one in unit:
             one.seen.rounded = one.seen.rounded or _plain(UNREACHED)
+    return work.plan()
 
 
 def _plain(why: str) -> RoundedWeight:
     return RoundedWeight(codes=None, text=f"not scaled by awq: {why}")
 
 
-def _units(proxy: Proxied, observation: Seen, plan: Plan) -> Iterator[list[_Linear]]:
+def _units(plan: Plan, work: Work) -> Iterator[list[_Linear]]:
     """Yield the linears that read one tensor; record why other weights are rounded without factors."""
     units: Mapping[RangeGroup, list[_Linear]] = defaultdict(list)
-    for site in proxy.planned(plan):
-        entry, records = plan[site.path], observation.records[site.path].operands
+    for site in work.proxy.planned(plan):
+        entry, records = plan[site.path], work.observed.records[site.path].operands
         weight = next((o for o in entry.operands if o.quantized and o.role == "weight"), None)
         if weight is None or entry.kind == "embedding":
             continue
@@ -161,7 +154,7 @@ def _smoothed(unit: list[_Linear], migration: Migration) -> RangeGroup:
 
 ALGORITHM = Algorithm(
     wanted=lambda settings: settings.rounding == "awq",
-    choose=choose_factors,
+    run=choose_factors,
     batches=MANY,
     channels=lambda settings: ("linear",),
     needs_batches=lambda settings: True,

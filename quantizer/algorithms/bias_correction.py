@@ -30,10 +30,11 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from quantizer.algorithms.algorithm import Algorithm, Work
 from quantizer.algorithms.proxied import Proxied
-from quantizer.algorithms.replay import OutputError, quantized, run
-from quantizer.observe.replay_batches import Batch, ReplayBatches
-from quantizer.observe.statistics import BiasShifts, Seen, padding_mask, without_padding
+from quantizer.algorithms.replay import quantized, run
+from quantizer.observe.replay_batches import Batch
+from quantizer.observe.statistics import BiasShifts, padding_mask, without_padding
 from quantizer.plan.apply import apply_plan
 from quantizer.plan.site_plan import Plan, SitePlan, summary, with_fallback
 from quantizer.proxy.call_numbers import current_call
@@ -52,31 +53,26 @@ _NO_BATCH = "bias not corrected: no batch of the calibration is kept, as in a fo
 _WORSE = "bias not corrected: the output of the model comes out better without"
 
 
-def corrected(proxy: Proxied, plan: Plan, observation: Seen, error: OutputError, dtype: torch.dtype) -> Plan:
-    """Return the plan with shifts of biases, and a note for each quantized site.
-
-    The shifts are measured once, and again after more data.
-    """
-    kept = ReplayBatches() if observation.kept is None else observation.kept
-    if not kept.everywhere:
+def correct_biases(plan: Plan, work: Work) -> Plan:
+    """Return the plan with shifts of biases, and a note for each quantized site."""
+    observed = work.observed
+    if observed.kept is None or not work.kept.everywhere:
         logger.warning(
             "biases are not corrected, as a folder keeps no batch to measure their errors on: calibrate again for them"
         )
         notes = {path: _NO_BATCH for path, entry in plan.items() if entry.quantized and entry.kind != "output"}
         return _with_shifts(plan, BiasShifts(shifts={}, notes=notes))
-    known = observation.bias_shifts
-    if known is None or known[0] != observation.batches:
-        with torch.no_grad():
-            known = observation.batches, BiasCorrection(proxy, kept.few(), error, dtype).shifts(plan)
-        observation.bias_shifts = known
-    return _with_shifts(plan, known[1])
+    if observed.bias_shifts is None or observed.bias_shifts[0] != observed.batches:
+        observed.bias_shifts = observed.batches, BiasCorrection(work).shifts(plan)
+    return _with_shifts(plan, observed.bias_shifts[1])
 
 
 class BiasCorrection:
     """The correction of biases on some batches, for plans of one calibration; what is in float is computed once."""
 
-    def __init__(self, proxy: Proxied, kept: ReplayBatches, error: OutputError, dtype: torch.dtype) -> None:
-        self._proxy, self._kept, self._error, self._dtype = proxy, kept, error, dtype
+    def __init__(self, work: Work) -> None:
+        self._proxy, self._kept, self._error = work.proxy, work.kept.few(), work.error
+        self._dtype = work.planned.scale_dtype
         self._in_float: dict[Hashable, _FloatPass] = {}
 
     def with_fallback(self, plan: Plan, groups: Mapping[str, str]) -> Plan:
@@ -338,3 +334,6 @@ def _packed(error: _Sum | None) -> Tensor:
 
 def _unpacked(packed: Tensor) -> _Sum | None:
     return _Sum(packed[:-1], float(packed[-1])) if packed.numel() else None
+
+
+ALGORITHM = Algorithm(wanted=lambda settings: settings.bias_correction, run=correct_biases)

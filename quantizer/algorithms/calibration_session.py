@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantizer.algorithms.algorithm import Work
 from quantizer.algorithms.bias_correction import BiasCorrection
 from quantizer.algorithms.make_plan import make_observation, make_plan, needs_batches, replays_batches
 from quantizer.algorithms.proxied import Proxied, proxied_copy
-from quantizer.algorithms.replay import OutputError, other_attention_error
+from quantizer.algorithms.replay import other_attention_error
 from quantizer.algorithms.settings import Settings
 from quantizer.algorithms.smoothquant import fit_migrations
 from quantizer.errors import CalibrationError
@@ -115,7 +116,7 @@ class CalibrationSession:
         self._began_with = self._observation.seen.batches
         # The model may be trained between batches: the proxy copies its current buffers.
         self._buffers = OwnBuffers(self.proxy, model)
-        self._observation.attach(self.proxy, self._proxied.sites, self._buffers.refresh)
+        self._observation.attach(self.proxy, self._buffers.refresh)
         self._gathered: tuple[int, Seen] | None = None
         self._decided: _Decided | None = None
         self._warned = False
@@ -233,7 +234,7 @@ class CalibrationSession:
             correction = correction or self.correction()
             if correction is None:
                 return dict(plan)
-            with self._observation.paused(self._proxied.sites), torch.no_grad():
+            with self._observation.paused(), torch.no_grad():
                 known[key] = correction.with_fallback(plan, in_float)
         return dict(known[key])
 
@@ -242,7 +243,7 @@ class CalibrationSession:
         correction = self.correction()
         if correction is None:
             return plan
-        with self._observation.paused(self._proxied.sites):
+        with self._observation.paused():
             return correction.of_single_sites(plan)
 
     def correction(self) -> BiasCorrection | None:
@@ -250,8 +251,7 @@ class CalibrationSession:
         whole, settings = self.observation(), self._proxied.settings
         if not settings.bias_correction or whole.kept is None or not whole.kept.everywhere:
             return None
-        error = OutputError(self._proxied, whole.kept.known.errors)
-        return BiasCorrection(self._proxied, whole.kept.few(), error, settings.target.torch_dtype)
+        return BiasCorrection(Work.of(self._proxied, whole))
 
     def _decide(self) -> Plan:
         whole = self.observation()
@@ -283,7 +283,7 @@ class CalibrationSession:
         self._decided = None
         self._follow_types(whole)
         # This runs the proxy, which must not observe these passes.
-        with self._observation.paused(self._proxied.sites):
+        with self._observation.paused():
             self._compare_attention()
             plan = make_plan(self._proxied, whole)
         self._decided = _Decided.of(whole, plan)
@@ -318,12 +318,14 @@ class CalibrationSession:
         seen = self._observation.seen
         return seen.batches, seen.rows, len(seen.records)
 
+    @property
     def products(self) -> tuple[CountedProduct, ...]:
-        """Return the products that torch computed."""
+        """The products that torch computed."""
         return self.observation().counted()
 
+    @property
     def regions(self) -> Float32Modules:
-        """Return the modules whose values float16 cannot hold."""
+        """The modules whose values float16 cannot hold."""
         return self.observation().regions
 
     def seen(self) -> bytes:
@@ -382,4 +384,4 @@ def _versions(plan: Plan) -> tuple[int, ...]:
 
 
 def _restored(data: bytes, proxy: nn.Module, observation: Observation) -> Seen:
-    return restored(data, proxy, observation.seen.records.keys(), observation.make)
+    return restored(data, proxy, observation.seen.records.keys(), observation.watched.make)

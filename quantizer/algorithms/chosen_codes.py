@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from quantizer.algorithms.algorithm import Work
-from quantizer.algorithms.proxied import Proxied
 from quantizer.errors import CalibrationError
 from quantizer.numerics.formats import qtype
 from quantizer.observe.range_group import RoundedWeight
@@ -32,12 +31,12 @@ def with_all_batches(work: Work) -> Iterator[None]:
         yield
 
 
-def progress(proxy: Proxied, observation: Seen, plan: Plan) -> RoundingProgress:
+def progress(plan: Plan, work: Work) -> RoundingProgress:
     """Return what is rounded already; what is added to it survives an interrupt."""
-    key = _key(proxy, observation, plan)
-    if observation.rounding is None or observation.rounding.key != key:
-        observation.rounding = RoundingProgress(key=key)
-    return observation.rounding
+    key, known = _key(plan, work), work.observed.rounding
+    if known is None or known.key != key:
+        known = work.observed.rounding = RoundingProgress(key=key)
+    return known
 
 
 def record(observation: Seen, chosen: Mapping[str, RoundedWeight]) -> None:
@@ -68,7 +67,7 @@ def why_nearest(weight: OperandPlan, stored: Counter[tuple[object, object, objec
     return None
 
 
-def _key(proxy: Proxied, observation: Seen, plan: Plan) -> str:
+def _key(plan: Plan, work: Work) -> str:
     """Return a checksum of all that the codes depend on: weights, scales, factors, batches and the configuration."""
     tensors = {
         f"{path}.{operand.name}.{field}": value
@@ -78,6 +77,5 @@ def _key(proxy: Proxied, observation: Seen, plan: Plan) -> str:
         # The scales of weights follow from what else is in the checksum, or were chosen together with codes.
         if operand.quantized and value is not None and (operand.role, field) != ("weight", "scale")
     }
-    assert observation.kept is not None
-    weights = Fingerprint.of(proxy.module).plain()
-    return tensors_digest(tensors, f"{weights} {observation.kept.digest} {proxy.settings.text}")
+    weights = Fingerprint.of(work.proxy.module).plain()
+    return tensors_digest(tensors, f"{weights} {work.kept.digest} {work.settings.text}")

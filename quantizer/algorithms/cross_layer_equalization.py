@@ -18,22 +18,19 @@ kept batches decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quantizer.algorithms.algorithm import Algorithm, Work
-from quantizer.algorithms.proxied import Proxied
 from quantizer.algorithms.replay import SiteCall, visit_calls
 from quantizer.algorithms.smoothquant import held_factors, weight_record
 from quantizer.numerics.weight_codes import equalizing_factors
-from quantizer.observe.calibrators import Calibrator
 from quantizer.observe.range_group import ChannelRange, Migration, OperandRecord, RangeGroup
 from quantizer.observe.snapshot import add_over_ranks
 from quantizer.observe.statistics import Seen
-from quantizer.plan.decide_operands import PlanSettings
 from quantizer.plan.reasons import ReasonCode
 from quantizer.plan.site_plan import Plan, SitePlan
 
@@ -73,29 +70,31 @@ class _Pair:
     factors: Tensor
 
 
-def equalize_where_better(work: Work) -> None:
+def equalize_where_better(plan: Plan, work: Work) -> Plan:
     """Equalize consecutive convolutions if the model's output comes out better, and record why others are not."""
-    plan, observation, settings = work.plan(), work.observed, work.planned
+    observation = work.observed
     reasons: dict[str, str] = {}
     pairs = list(_pairs(plan, observation, reasons))
-    if settings.per_channel and all(_ratio(pair.channels) <= _RATIO for pair in pairs):
-        return
+    if work.planned.per_channel and all(_ratio(pair.channels) <= _RATIO for pair in pairs):
+        return plan
     for path, reason in reasons.items():
         record = next(record for record in observation.records[path].operands.values() if record.weight is None)
         record.left = f"not equalized: {reason}"
     if not pairs:
-        return
+        return work.plan()
     _solve(pairs)
     few = work.kept.few()
     before = work.error.of_all_ranks(plan, few)
-    _take(work.proxy, observation, pairs, work.settings.make_calibrator, settings)
-    if work.error.of_all_ranks(work.plan(), few, before) < before:
-        return
+    _take(work, pairs)
+    equalized = work.plan()
+    if work.error.of_all_ranks(equalized, few, before) < before:
+        return equalized
     for pair in pairs:
         pair.first.spread = pair.read.smoothed = None
         for result in pair.results:
             observation.records[result].left = None
         pair.read.left = "not equalized: the output of the model comes out better without"
+    return work.plan()
 
 
 def _pairs(plan: Plan, observation: Seen, reasons: dict[str, str]) -> Iterator[_Pair]:
@@ -193,11 +192,9 @@ def _along(factors: Tensor, value: Tensor, axis: int) -> Tensor:
     return factors.to(value.device).reshape([-1] + [1] * (value.dim() - 1 - axis))
 
 
-def _take(
-    proxy: Proxied, observation: Seen, pairs: Sequence[_Pair], make: Callable[[], Calibrator], settings: PlanSettings
-) -> None:
+def _take(work: Work, pairs: Sequence[_Pair]) -> None:
     """Use the factors: those of first weights with one scale, and the ranges of x / s of the kept batches."""
-    by_site = {pair.site: (pair, *_group(pair, make, settings)) for pair in pairs}
+    by_site = {pair.site: (pair, *_group(pair, work)) for pair in pairs}
 
     def visit(call: SiteCall) -> None:
         pair, group, factors = by_site[call.site.path]
@@ -206,9 +203,8 @@ def _take(
             divided = x / _along(factors, x, x.dim() + 1 - _weight_axes(pair))
             group.observe(divided, pair.read.tensor_of(call.number))
 
-    assert observation.kept is not None
-    sites = [site for site in proxy.sites if site.path in by_site]
-    visit_calls(proxy.module, sites, observation.kept.few(), visit, "equalizing")
+    sites = [site for site in work.proxy.sites if site.path in by_site]
+    visit_calls(work.proxy.module, sites, work.kept.few(), visit, "equalizing")
     add_over_ranks([each.calibrator for _, group, _ in by_site.values() for each in (group, *group.parts)])
     for pair, group, factors in by_site.values():
         if not group.calibrator.count:
@@ -221,17 +217,17 @@ def _take(
                 each.calibrator.widen(float(low.min()), float(high.max()))
         pair.read.smoothed = group
         for result in pair.results:
-            observation.records[result].left = ReasonCode.EQUALIZED_BEHIND.text()
-        if not settings.per_channel:
+            work.observed.records[result].left = ReasonCode.EQUALIZED_BEHIND.text()
+        if not work.planned.per_channel:
             pair.first.spread = factors
 
 
-def _group(pair: _Pair, make: Callable[[], Calibrator], settings: PlanSettings) -> tuple[RangeGroup, Tensor]:
+def _group(pair: _Pair, work: Work) -> tuple[RangeGroup, Tensor]:
     """Return an empty group for the range of x / s, and s as the target holds it."""
-    factors = held_factors(pair.factors.reciprocal(), settings.scale_dtype)
+    factors = held_factors(pair.factors.reciprocal(), work.planned.scale_dtype)
     migration = Migration(alpha=None, factors=factors, axis=1 - _weight_axes(pair), weight_axis=pair.axis)
     assert pair.read.group is not None
-    return pair.read.group.migrated(migration, [f"{pair.site}.{pair.operand}"], make), factors
+    return pair.read.group.migrated(migration, [f"{pair.site}.{pair.operand}"], work.settings.make_calibrator), factors
 
 
 def _weight_axes(pair: _Pair) -> int:
@@ -241,6 +237,6 @@ def _weight_axes(pair: _Pair) -> int:
 
 ALGORITHM = Algorithm(
     wanted=lambda settings: settings.smooth is not None,
-    choose=equalize_where_better,
+    run=equalize_where_better,
     channels=lambda settings: ("conv",),
 )

@@ -32,7 +32,6 @@ from quantizer.algorithms.chosen_codes import (
     why_nearest,
     with_all_batches,
 )
-from quantizer.algorithms.proxied import Proxied
 from quantizer.algorithms.replay import Replay, quantized
 from quantizer.functional import fake_quantize
 from quantizer.numerics.formats import INT4, INT8, qtype
@@ -40,7 +39,7 @@ from quantizer.numerics.granularity import scale_of_each
 from quantizer.numerics.weight_codes import column_costs, gptq_codes, output_error, output_gains
 from quantizer.observe.range_group import RangeGroup, RoundedWeight
 from quantizer.observe.replay_batches import MANY
-from quantizer.observe.statistics import Seen, with_zeroed_padding
+from quantizer.observe.statistics import with_zeroed_padding
 from quantizer.plan.decide_operands import PlanSettings
 from quantizer.plan.site_plan import OperandPlan, Plan
 from quantizer.plan.weight_scales import as_rounded, least_error_amax, over_scale, with_range
@@ -92,41 +91,33 @@ class _Weighted:
         return self.group, self.other.quantized, self.other.dtype, alone
 
 
-def choose_codes(work: Work) -> None:
-    """Choose the codes of weights."""
-    with with_all_batches(work):
-        round_weights(work.proxy, work.observed, work.plan(), work.planned)
-
-
-def round_weights(proxy: Proxied, observation: Seen, plan: Plan, settings: PlanSettings) -> None:
+def round_weights(plan: Plan, work: Work) -> Plan:
     """Choose the codes of all weights that a plan quantizes, and the ranges of those in INT4.
 
-    Set ``rounded`` of their records.
-
-    After an interrupt the next call goes on with the tensor that was not finished, if nothing else changed.
+    Set ``rounded`` of their records. After an interrupt the next call goes on with the tensor that was not finished, if
+    nothing else changed.
     """
-    assert observation.kept is not None
     refused: _Refused = {}
-    weights = list(_weights(proxy, observation, plan, refused))
-    done = progress(proxy, observation, plan).weights
-    with torch.no_grad(), quantized(proxy, plan):
-        passes = Replay(proxy, observation.kept)
+    weights, done = list(_weights(plan, work, refused)), progress(plan, work).weights
+    with with_all_batches(work), quantized(work.proxy, plan):
+        passes = Replay(work.proxy, work.kept)
         units = _units(weights, passes)
         with counted(units, "rounding weights", unit="tensor") as steps:
             for unit in steps:
                 if any(one.name not in done for one in unit):
-                    done.update(_rounded(unit, passes, settings, proxy.settings.act_order))
+                    done.update(_rounded(unit, passes, work.planned, work.settings.act_order))
                 for one in unit:
-                    one.round_as(done[one.name], settings)
+                    one.round_as(done[one.name], work.planned)
     reached = {one.name for unit in units for one in unit}
     refused |= {one.name: UNREACHED for one in weights if one.name not in reached}
-    record(observation, {**{name: nearest(why) for name, why in refused.items()}, **done})
+    record(work.observed, {**{name: nearest(why) for name, why in refused.items()}, **done})
+    return work.plan()
 
 
-def _weights(proxy: Proxied, observation: Seen, plan: Plan, refused: _Refused) -> Iterator[_Weighted]:
+def _weights(plan: Plan, work: Work, refused: _Refused) -> Iterator[_Weighted]:
     """Yield the sites whose weights can be rounded by data, and record why others cannot."""
     stored = stored_weights(plan)
-    for site in proxy.planned(plan):
+    for site in work.proxy.planned(plan):
         entry = plan[site.path]
         names = [operand.name for operand in site.operation.operands]
         weight = next((o for o in entry.operands if o.quantized and o.role == "weight"), None)
@@ -139,7 +130,7 @@ def _weights(proxy: Proxied, observation: Seen, plan: Plan, refused: _Refused) -
         if why is not None:
             refused[name] = why
         else:
-            records = observation.records[site.path].operands
+            records = work.observed.records[site.path].operands
             seen, other = records[weight.name].weight, next(o for o in entry.operands if o.name != weight.name)
             assert seen is not None
             yield _Weighted(
@@ -432,7 +423,7 @@ def _by_axis(value: Any, axes: int) -> tuple[int, ...]:
 
 ALGORITHM = Algorithm(
     wanted=lambda settings: settings.rounding in ("gptq", "reconstruct"),
-    choose=choose_codes,
+    run=round_weights,
     batches=MANY,
     needs_batches=lambda settings: True,
 )

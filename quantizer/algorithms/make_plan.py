@@ -1,30 +1,38 @@
 """The step from statistics to a plan, with the choices of all algorithms; which algorithms there are.
 
-To add one, write a file with an ``Algorithm`` and put it into ``ALGORITHMS``. Their order is that of this list.
+To add one, write a file with an ``Algorithm`` and put it into ``CHOICES``. Their order is that of this list.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 
-from quantizer.algorithms import awq, cross_layer_equalization, gptq, range_search, reconstruction, site_ranges
-from quantizer.algorithms.algorithm import Work
-from quantizer.algorithms.bias_correction import corrected
+from quantizer.algorithms import (
+    awq,
+    bias_correction,
+    cross_layer_equalization,
+    gptq,
+    range_search,
+    reconstruction,
+    site_ranges,
+)
+from quantizer.algorithms.algorithm import Algorithm, Work
 from quantizer.algorithms.proxied import Proxied
-from quantizer.algorithms.replay import OutputError
 from quantizer.algorithms.settings import Settings
+from quantizer.observe.batch_pass import Watched, calls_together
+from quantizer.observe.completeness import Explanations
 from quantizer.observe.observation import Observation
-from quantizer.observe.replay_batches import FEW, Enough, Known
+from quantizer.observe.replay_batches import Enough, Known, ReplayBatches
 from quantizer.observe.snapshot import snapshot
 from quantizer.observe.statistics import Seen
-from quantizer.plan.decide_operands import PlanSettings, formats_for
 from quantizer.plan.site_plan import Plan, plan_digest
 from quantizer.utils.distributed import get_world_size
 from quantizer.utils.fingerprint import Fingerprint, tensors_digest
 
-ALGORITHMS = (
+CHOICES = (
     range_search.ALGORITHM,
     cross_layer_equalization.ALGORITHM,
     site_ranges.ALGORITHM,
@@ -32,27 +40,32 @@ ALGORITHMS = (
     reconstruction.ALGORITHM,
     awq.ALGORITHM,
 )
-"""All algorithms but the correction of biases, which is measured with ranges and codes as they came out."""
+"""The algorithms that choose ranges, factors and codes, which a folder keeps with the statistics."""
+
+AFTERWARDS = (bias_correction.ALGORITHM,)
+"""Those that measure with ranges and codes as they came out, of which a folder keeps the plan alone."""
+
+ALGORITHMS = (*CHOICES, *AFTERWARDS)
 
 
 def make_observation(proxy: Proxied) -> Observation:
     """Return an observation of a proxy, not attached yet."""
-    settings = proxy.settings
-    return Observation(
-        proxy.sites,
-        proxy.excluded,
-        settings.make_calibrator,
-        settings.off,
-        proxy.skipped,
-        keep=_kept(settings),
+    settings, enough = proxy.settings, _kept(proxy.settings)
+    watched = Watched(
+        make=settings.make_calibrator,
+        refused=proxy.excluded,
+        off=settings.off,
         channels=_channels(settings),
         all_experts=settings.all_experts,
+        together=calls_together(proxy.sites, settings.all_experts),
+        explanations=Explanations(proxy.skipped),
     )
+    return Observation(proxy.sites, watched, None if enough is None else ReplayBatches(enough=enough))
 
 
 def _kept(settings: Settings) -> Enough | None:
     wanted = [algorithm.batches for algorithm in ALGORITHMS if algorithm.wanted(settings)]
-    return max([*wanted, *([FEW] if settings.bias_correction else [])], key=lambda enough: enough.most, default=None)
+    return max(wanted, key=lambda enough: enough.most, default=None)
 
 
 def _channels(settings: Settings) -> tuple[str, ...]:
@@ -63,7 +76,7 @@ def _channels(settings: Settings) -> tuple[str, ...]:
 
 def replays_batches(settings: Settings) -> bool:
     """Return whether the model is run again to choose ranges or codes, for which batches are kept."""
-    return any(algorithm.wanted(settings) for algorithm in ALGORITHMS)
+    return any(algorithm.wanted(settings) for algorithm in CHOICES)
 
 
 def keeps_batches(settings: Settings) -> bool:
@@ -91,53 +104,43 @@ def _seen_with(settings: Settings) -> tuple[object, ...]:
     return (settings.off, settings.include, settings.exclude, settings.all_experts, *kept)
 
 
-def plan_settings(proxy: Proxied) -> PlanSettings:
-    """Return the settings of a plan for ``proxy``: all that the plan depends on besides the data."""
-    settings = proxy.settings
-    return PlanSettings(
-        formats=formats_for(
-            proxy.module, proxy.sites, settings.default, settings.rules, settings.target, zero_point=settings.zero_point
-        ),
-        per_channel=settings.per_channel,
-        weight_estimate=settings.weight_estimate,
-        switches=settings.switches,
-        scale_dtype=settings.target.torch_dtype,
-        profile=settings.target,
-        weights=proxy.weights,
-    )
+def make_plan(proxy: Proxied, observed: Seen) -> Plan:
+    """Return the plan of a calibrated proxy, after all algorithms that the settings ask for.
 
-
-def make_plan(proxy: Proxied, observation: Seen) -> Plan:
-    """Return the plan of a calibrated proxy, after the choices on kept batches that the configuration asks for.
-
-    Ranges and codes of weights are chosen once, and again after more data; so are the shifts of biases, with ranges and
-    codes as they came out. This runs the proxy, so pause its observation first. What was chosen for another backend
-    whose plans are alike is taken over.
+    Their choices are noted in the statistics, and made again after more data. This runs the proxy, so pause its
+    observation first. What was chosen for another backend whose plans are alike is taken over.
     """
-    known = Known() if observation.kept is None else observation.kept.known
-    work = Work(proxy=proxy, observed=observation, error=OutputError(proxy, known.errors), planned=plan_settings(proxy))
-    digest = None
-    if replays_batches(work.settings) and observation.batches not in (0, observation.chosen_at):
-        observation.forget_choices()
-        digest = _digest(work)
-        chosen = None if digest is None else known.choices.get(digest)
-        if chosen is None:
-            with torch.no_grad():
-                for algorithm in ALGORITHMS:
-                    if algorithm.wanted(work.settings):
-                        algorithm.choose(work)
-        else:
-            observation.take_choices(chosen)
-        observation.chosen_at, observation.rounding = observation.batches, None
-    plan = work.plan()
-    if work.settings.bias_correction:
-        plan = corrected(proxy, plan, observation, work.error, work.planned.scale_dtype)
+    work, settings, digest = Work.of(proxy, observed), proxy.settings, None
+    known = Known() if observed.kept is None else observed.kept.known
+    with torch.no_grad():
+        if observed.batches == 0:
+            return work.plan()
+        is_due = replays_batches(settings) and observed.chosen_at != observed.batches
+        if is_due:
+            observed.forget_choices()
+        plan = work.plan()
+        if is_due:
+            digest = _digest(plan, work)
+            if digest in known.choices:
+                observed.take_choices(known.choices[digest])
+                plan = work.plan()
+            else:
+                plan = _carried_out(CHOICES, plan, work)
+            observed.chosen_at, observed.rounding = observed.batches, None
+        plan = _carried_out(AFTERWARDS, plan, work)
     if digest is not None and digest not in known.choices:
-        known.keep(digest, observation)
+        known.keep(digest, observed)
     return plan
 
 
-def _digest(work: Work) -> str | None:
+def _carried_out(algorithms: Sequence[Algorithm], plan: Plan, work: Work) -> Plan:
+    for algorithm in algorithms:
+        if algorithm.wanted(work.settings):
+            plan = algorithm.run(plan, work)
+    return plan
+
+
+def _digest(plan: Plan, work: Work) -> str | None:
     """Return the SHA-256 of all that choices by running batches depend on; None: they are of this quantizer alone."""
     proxy, kept, buffers = work.proxy, work.observed.kept, dict(work.proxy.module.named_buffers())
     if kept is None or get_world_size() > 1 or not all(map(_has_plain_values, buffers.values())):
@@ -149,7 +152,7 @@ def _digest(work: Work) -> str | None:
     parts = [
         work.settings.alike,
         repr(traits),
-        plan_digest(work.plan()),
+        plan_digest(plan),
         kept.digest,
         repr(Fingerprint.of(proxy.module).plain()),
         hashlib.sha256(snapshot(work.observed)).hexdigest(),

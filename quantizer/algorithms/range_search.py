@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from quantizer.algorithms.algorithm import Algorithm, Work
-from quantizer.algorithms.replay import OutputError
 from quantizer.algorithms.settings import Settings
 from quantizer.algorithms.smoothquant import ALPHAS, Smoothing
 from quantizer.numerics.formats import qtype
@@ -48,21 +46,11 @@ class Setting(NamedTuple):
 class _Search:
     """The settings of one calibration, and the errors of the model's output with them."""
 
-    def __init__(
-        self,
-        error: OutputError,
-        observation: Seen,
-        decided: Callable[[], Plan],
-        smoothing: Smoothing | None,
-        estimates: Sequence[Estimate],
-    ) -> None:
-        assert observation.kept is not None
-        self._error = error
-        self._observation = observation
-        self._decided = decided
+    def __init__(self, work: Work, smoothing: Smoothing | None, estimates: Sequence[Estimate]) -> None:
+        self._work = work
         self._smoothing = smoothing
         self._estimates = estimates
-        self._halves = observation.kept.few().halves()
+        self._halves = work.kept.few().halves()
         self._groups: dict[float | None, dict[RangeGroup, str]] = {}
         self._amax: dict[tuple[RangeGroup, str, int], float] = {}
         self.errors: dict[Setting, float] = {}
@@ -75,12 +63,12 @@ class _Search:
             estimate = self._estimates[setting.estimate]
             for group, dtype in self._formats(setting.share).items():
                 group.chosen = (self._estimated(group, dtype, setting.estimate), estimate.label)
-        return self._decided()
+        return self._work.plan()
 
     def _formats(self, share: float | None) -> dict[RangeGroup, str]:
         """Return the range groups with a scale, and their formats: with one share they are those of any estimate."""
         if share not in self._groups:
-            self._groups[share] = _formats(self._decided(), self._observation)
+            self._groups[share] = _formats(self._work.plan(), self._work.observed)
         return self._groups[share]
 
     def _estimated(self, group: RangeGroup, dtype: str, place: int) -> float:
@@ -92,7 +80,7 @@ class _Search:
 
     def measure(self, setting: Setting) -> None:
         """Compute the error with a setting on the first half, or so much of it that it cannot be the best."""
-        self.errors[setting] = self._error.of_all_ranks(self.take(setting), self._halves[0], self._limit())
+        self.errors[setting] = self._work.error.of_all_ranks(self.take(setting), self._halves[0], self._limit())
 
     def _limit(self) -> float:
         return min(self.errors.values(), default=math.inf) * 10 ** (_TOLERANCE_DB / 10)
@@ -107,8 +95,8 @@ class _Search:
 
     def is_worse(self, setting: Setting, than: Setting) -> bool:
         """Return whether a setting has a larger error than another on the second half."""
-        other = self._error.of_all_ranks(self.take(than), self._halves[1])
-        return self._error.of_all_ranks(self.take(setting), self._halves[1], other) > other
+        other = self._work.error.of_all_ranks(self.take(than), self._halves[1])
+        return self._work.error.of_all_ranks(self.take(setting), self._halves[1], other) > other
 
 
 def _is_wanted(settings: Settings) -> bool:
@@ -120,35 +108,23 @@ def _needs_batches(settings: Settings) -> bool:
     return several or isinstance(settings.smooth, float)
 
 
-def choose_ranges(work: Work) -> None:
+def choose_ranges(plan: Plan, work: Work) -> Plan:
     """Choose the ranges and the migration of outliers of the whole model, and whether attention stays in float."""
-    settings, error, observation = work.settings, work.error, work.observed
-    plain = work.plan()
-    smoothing = None
+    settings, smoothing = work.settings, None
     shares: tuple[float | None, ...] = (None,)
     if settings.smooth is not None:
         shares = (None, *ALPHAS) if isinstance(settings.smooth, str) else (settings.smooth,)
-        smoothing = Smoothing(
-            work.proxy,
-            observation,
-            plain,
-            shares=[share for share in shares if share is not None],
-            make=settings.make_calibrator,
-            scale_dtype=work.planned.scale_dtype,
-        )
-    estimates = settings.estimates if _has_static_range(plain) else settings.estimates[:1]
+        smoothing = Smoothing(work, plan, [share for share in shares if share is not None])
+    estimates = settings.estimates if _has_static_range(plan) else settings.estimates[:1]
     if len(shares) > 1 or len(estimates) > 1:
-        chooses = partial(
-            choose, error, observation, work.plan, smoothing=smoothing, shares=shares, estimates=estimates
-        )
-        chosen = chooses()
+        chosen = choose(work, smoothing, shares, estimates)
         # The small numbers of a softmax want ranges that clip what others need.
-        by_output = settings.calibrator == "output"
-        if by_output and leave_costly_attention(error, observation, work.plan, searched=True):
-            chooses(start=chosen)
+        if settings.calibrator == "output" and leave_costly_attention(work, searched=True):
+            choose(work, smoothing, shares, estimates, start=chosen)
     elif smoothing is not None:
         smoothing.take(shares[0])
-        leave_costly_attention(error, observation, work.plan, searched=False)
+        leave_costly_attention(work, searched=False)
+    return work.plan()
 
 
 def _has_static_range(plan: Plan) -> bool:
@@ -158,20 +134,17 @@ def _has_static_range(plan: Plan) -> bool:
 
 
 def choose(
-    error: OutputError,
-    observation: Seen,
-    decided: Callable[[], Plan],
-    *,
+    work: Work,
     smoothing: Smoothing | None,
     shares: Sequence[float | None],
     estimates: Sequence[Estimate],
+    *,
     start: Setting | None = None,
 ) -> Setting:
-    """Choose a share of smoothing and an estimate, use them for all records of ``observation``, and return them."""
-    search = _Search(error, observation, decided, smoothing, estimates)
+    """Choose a share of smoothing and an estimate, use them for all records, and return them."""
+    search = _Search(work, smoothing, estimates)
     plain = Setting(shares[0], 0)
-    assert observation.kept is not None
-    if observation.kept.everywhere < 2:
+    if work.kept.everywhere < 2:
         logger.warning(
             "ranges are not chosen by the output of the model, as there is no second batch of calibration data to "
             "check the choice on: %s is used; calibrate with two batches or more",
@@ -242,15 +215,12 @@ _GAIN_UNSEARCHED_DB = 6.0
 """The same where nothing was searched: with ranges as they come, a smaller gain is often none on other rows."""
 
 
-def leave_costly_attention(
-    error: OutputError, observation: Seen, decided: Callable[[], Plan], *, searched: bool
-) -> bool:
+def leave_costly_attention(work: Work, *, searched: bool) -> bool:
     """Set ``left`` of the products of all attentions if the output gains much where these are in float.
 
     Return whether they were set.
     """
-    assert observation.kept is not None
-    plan = decided()
+    plan, observation = work.plan(), work.observed
     groups = {
         operand.group
         for path, entry in plan.items()
@@ -258,13 +228,13 @@ def leave_costly_attention(
         if entry.quantized and entry.kind == "matmul" and observation.records[path].operands[operand.name].softmax
     }
     products = [path for path, entry in plan.items() if any(operand.group in groups for operand in entry.operands)]
-    if not products or observation.kept.everywhere < 2:
+    if not products or work.kept.everywhere < 2:
         return False
-    few = observation.kept.few()
-    rounded = error.of_all_ranks(plan, few)
+    few = work.kept.few()
+    rounded = work.error.of_all_ranks(plan, few)
     for path in products:
         observation.records[path].left = ReasonCode.COSTLY_ATTENTION.text(cost="?")
-    left = error.of_all_ranks(decided(), few)
+    left = work.error.of_all_ranks(work.plan(), few)
     cost = 10 * math.log10(rounded / left) if rounded and left else 0.0
     is_costly = cost >= (_GAIN_DB if searched else _GAIN_UNSEARCHED_DB)
     for path in products:
@@ -274,7 +244,7 @@ def leave_costly_attention(
 
 ALGORITHM = Algorithm(
     wanted=_is_wanted,
-    choose=choose_ranges,
+    run=choose_ranges,
     channels=lambda settings: () if settings.smooth is None else ("linear",),
     needs_batches=_needs_batches,
 )

@@ -335,50 +335,46 @@ _LABEL = "reconstruct"
 logger = logging.getLogger(__name__)
 
 
-def choose_codes(work: Work) -> None:
-    """Choose the codes of weights and the ranges of activations."""
-    with with_all_batches(work):
-        reconstruct_blocks(work.proxy, work.observed, work.plan(), work.planned)
-
-
-def reconstruct_blocks(proxy: Proxied, observation: Seen, plan: Plan, settings: PlanSettings) -> None:
+def reconstruct_blocks(plan: Plan, work: Work) -> Plan:
     """Choose the codes of all weights that a plan quantizes, and the ranges of what they are computed with.
 
     Set ``rounded`` of the records of weights, and ``chosen`` of the groups of activations in symmetric formats. After
     an interrupt the next call goes on with the block that was not finished, if nothing else changed.
     """
-    assert observation.kept is not None
-    if any(parameter.is_inference() for parameter in proxy.module.parameters()):
-        raise CalibrationError(
-            "weights.rounding: reconstruct computes gradients, which parameters made under torch.inference_mode() have "
-            "none of; build the model outside of it, or calibrate with rounding: gptq"
-        )
-    if len(observation.kept) < _LEAST:
-        logger.warning(
-            "weights are not reconstructed, as there is no second batch of calibration data to check their codes on: "
-            "gptq is used; calibrate with two batches or more"
-        )
-        return
-    weights = dict(_weights(proxy, plan))
-    done = progress(proxy, observation, plan)
-    with torch.inference_mode(False), torch.no_grad(), quantized(proxy, plan):
-        blocks = {block: (path, sites) for path, block, sites in blocks_of(proxy.module, weights)}
-        readers = _readers(proxy, observation, plan)
-        passes = BlockCalls(proxy, observation.kept)
-        with counted(passes.in_order(blocks), "reconstructing", unit="block") as steps:
-            for block in steps:
-                path, sites = blocks[block]
-                inside = set(block.modules())
-                own = {group: read for group, read in readers.items() if inside.issuperset(read)}
-                codes = [_codes(observation, site, weights[site], settings) for site in sites]
-                if any(one.name not in done.reconstructed for one in codes):
-                    ranges = [LearnedRange(group, read) for group, read in own.items()]
-                    _reconstruct(path, passes, block, codes, ranges, done)
-                for one in codes:
-                    one.quantizer.set_codes(done.reconstructed[one.name].codes)
-                for group, read in own.items():
-                    _use(done.ranges.get(group.operands[0]), group, read, settings)
+    proxy, observation, settings = work.proxy, work.observed, work.planned
+    with with_all_batches(work):
+        if any(parameter.is_inference() for parameter in proxy.module.parameters()):
+            raise CalibrationError(
+                "weights.rounding: reconstruct computes gradients, which parameters made under torch.inference_mode() "
+                "have none of; build the model outside of it, or calibrate with rounding: gptq"
+            )
+        if len(work.kept) < _LEAST:
+            logger.warning(
+                "weights are not reconstructed, as there is no second batch of calibration data to check their codes "
+                "on: gptq is used; calibrate with two batches or more"
+            )
+            return plan
+        weights = dict(_weights(proxy, plan))
+        done = progress(plan, work)
+        with torch.inference_mode(False), torch.no_grad(), quantized(proxy, plan):
+            blocks = {block: (path, sites) for path, block, sites in blocks_of(proxy.module, weights)}
+            readers = _readers(proxy, observation, plan)
+            passes = BlockCalls(proxy, work.kept)
+            with counted(passes.in_order(blocks), "reconstructing", unit="block") as steps:
+                for block in steps:
+                    path, sites = blocks[block]
+                    inside = set(block.modules())
+                    own = {group: read for group, read in readers.items() if inside.issuperset(read)}
+                    codes = [_codes(observation, site, weights[site], settings) for site in sites]
+                    if any(one.name not in done.reconstructed for one in codes):
+                        ranges = [LearnedRange(group, read) for group, read in own.items()]
+                        _reconstruct(path, passes, block, codes, ranges, done)
+                    for one in codes:
+                        one.quantizer.set_codes(done.reconstructed[one.name].codes)
+                    for group, read in own.items():
+                        _use(done.ranges.get(group.operands[0]), group, read, settings)
     record(observation, done.reconstructed)
+    return work.plan()
 
 
 def _codes(observation: Seen, site: Site, weight: OperandPlan, settings: PlanSettings) -> LearnedCodes:
@@ -494,7 +490,7 @@ def _weights(proxy: Proxied, plan: Plan) -> Iterator[tuple[Site, OperandPlan]]:
 
 ALGORITHM = Algorithm(
     wanted=lambda settings: settings.rounding == "reconstruct",
-    choose=choose_codes,
+    run=reconstruct_blocks,
     batches=MANY,
     needs_batches=lambda settings: True,
 )

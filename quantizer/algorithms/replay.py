@@ -24,7 +24,7 @@ from quantizer.plan.apply import apply_plan, switch_on
 from quantizer.plan.site_plan import Plan, plan_digest
 from quantizer.proxy.call_numbers import current_call, numbered
 from quantizer.proxy.eager_attention import attention_of, observed_probabilities
-from quantizer.proxy.recorded_calls import RecordedCall, RecordedCalls
+from quantizer.proxy.recorded_calls import RecordedCalls
 from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import CallOverride, Site
 from quantizer.utils.batches import copied
@@ -87,7 +87,7 @@ class Replay:
         self.batches = list(batches)
         self._proxy, self._sites = proxy.module, proxy.sites
         self._calls: list[Counter[nn.Module]] = []
-        self._ended: dict[tuple[int, bool], EndedCalls] = {}
+        self._ended: dict[tuple[int, bool], RecordedCalls] = {}
 
     def in_order(self, modules: Collection[Called], *, in_float: bool = False) -> list[Called]:
         """Return those sites or modules that the batches call, in the order of their first calls."""
@@ -117,11 +117,12 @@ class Replay:
         left = self.calls(place, module)
         if left == 0:
             return
-        ended = self._ended.setdefault((place, in_float), EndedCalls(self._proxy))
+        ended = self._ended.setdefault((place, in_float), RecordedCalls(self._proxy, outermost=True))
 
         def counted(module: nn.Module, args: Any, keywords: Mapping[str, Any], mask: Tensor | None) -> None:
             nonlocal left
-            ended.reached = True
+            # What ends from now on is not final.
+            ended.records = False
             visit(module, args, keywords, mask)
             left -= 1
             if left == 0:
@@ -272,43 +273,6 @@ def _sample(
 
 class Reached(BaseException):
     """The end of a pass that needs to go no further; no error, so that a model that catches errors lets it through."""
-
-
-class EndedCalls(RecordedCalls):
-    """The module calls of one batch that ended before the last stage.
-
-    Attributes:
-        reached: whether this pass has reached its stage, so that what ends from now on is not final.
-    """
-
-    def __init__(self, proxy: nn.Module) -> None:
-        super().__init__(proxy)
-        self.reached = False
-        self._calls: dict[tuple[nn.Module, int], RecordedCall] = {}
-
-    def __enter__(self) -> EndedCalls:
-        super().__enter__()
-        self.reached = False
-        self._number.clear()
-        return self
-
-    @property
-    def _records(self) -> bool:
-        return not self.reached
-
-    def _recorded(self, module: nn.Module, number: int) -> RecordedCall | None:
-        call = self._calls.get((module, number))
-        return call if call is not None and call.holds else None
-
-    def _keep(self, module: nn.Module, number: int, call: RecordedCall) -> None:
-        if self.reached or not call.usable:
-            return
-        for inner, count in call.inside.items():
-            after = self._number[inner]
-            for place in range(after - count, after):
-                # This call is taken as a whole.
-                self._calls.pop((inner, place), None)
-        self._calls[module, number] = call
 
 
 _OTHER = 0.01

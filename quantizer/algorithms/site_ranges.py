@@ -7,39 +7,32 @@ time; ``SiteCall`` defines the error. Operands that read one tensor share a rang
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantizer.algorithms.algorithm import Algorithm, Work
 from quantizer.algorithms.replay import SiteCall, visit_calls
 from quantizer.numerics.formats import QType, qtype
 from quantizer.observe.calibrators import estimates
 from quantizer.observe.range_group import OperandRecord, RangeGroup
-from quantizer.observe.replay_batches import Batch
 from quantizer.plan.apply import apply_factor
 from quantizer.plan.decide_operands import judged_as
-from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import OperandPlan, Plan
 from quantizer.plan.weight_scales import scale_of
 from quantizer.proxy.site import Site
 from quantizer.utils.distributed import all_reduce_sum, exact_sums
 
 
-def choose_site_by_site(work: Work) -> None:
-    """Choose the range of each activation by the output of its sites."""
-    choose_ranges(work.proxy.module, _trials(work), work.kept.few())
-
-
-def _trials(work: Work) -> Iterator[Trial]:
+def _trials(plan: Plan, work: Work) -> Iterator[Trial]:
     """Yield the activations that have a scale: quantized ones, and float ones that a better range may let quantize."""
-    plan, observation = work.plan(), work.observed
     for site in work.proxy.planned(plan):
         for operand in plan[site.path].operands:
-            seen = observation.records[site.path].operands[operand.name]
+            seen = work.observed.records[site.path].operands[operand.name]
             group, dtype = seen.range, judged_as(qtype(operand.dtype))
             fixed = dtype.is_float and seen.softmax
             if group is not None and operand.scale is not None and not fixed:
@@ -85,14 +78,14 @@ class Trial:
         return self.group.of_tensor(self.seen.tensor_of(number))
 
 
-def choose_ranges(proxy: nn.Module, trials: Iterable[Trial], batches: Iterable[Batch]) -> None:
-    """Set ``chosen`` of every range group among ``trials`` to the candidate with the smallest error of all ranks.
+def choose_ranges(plan: Plan, work: Work) -> Plan:
+    """Choose the range of each activation: of all candidates that with the smallest error of its sites, of all ranks.
 
     If errors are equal, the larger range is chosen.
     """
     by_site: dict[str, list[Trial]] = defaultdict(list)
     errors: dict[RangeGroup, dict[tuple[float, str], list[float]]] = {}
-    for trial in trials:
+    for trial in _trials(plan, work):
         by_site[trial.site.path].append(trial)
         for group in trial.group.ranges:
             if group not in errors:
@@ -111,7 +104,8 @@ def choose_ranges(proxy: nn.Module, trials: Iterable[Trial], batches: Iterable[B
                         quantizer.set_scale(scale, trial.dtype.name, None)
                         errors[group][amax, name].append(call.error())
 
-    visit_calls(proxy, [trials[0].site for trials in by_site.values()], batches, visit, "choosing ranges")
+    sites = [trials[0].site for trials in by_site.values()]
+    visit_calls(work.proxy.module, sites, work.kept.few(), visit, "choosing ranges")
     totals = iter(exact_sums([calls for of_group in errors.values() for calls in of_group.values()]))
     reached = iter(all_reduce_sum(len(next(iter(of_group.values()))) for of_group in errors.values()))
     for group, candidates in errors.items():
@@ -120,6 +114,7 @@ def choose_ranges(proxy: nn.Module, trials: Iterable[Trial], batches: Iterable[B
             # No kept batch reaches the site: the calibrator's own estimate, or an earlier choice, stays.
             continue
         group.chosen = min(of_group, key=lambda candidate: (of_group[candidate], -candidate[0]))
+    return work.plan()
 
 
 @contextmanager
@@ -146,6 +141,6 @@ def _candidates(group: RangeGroup, dtype: QType) -> list[tuple[float, str]]:
 
 ALGORITHM = Algorithm(
     wanted=lambda settings: settings.calibrator == "auto",
-    choose=choose_site_by_site,
+    run=choose_ranges,
     needs_batches=lambda settings: True,
 )

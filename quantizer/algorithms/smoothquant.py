@@ -18,15 +18,14 @@ batches, because s is known only at the end; its bounds are exact again, and wit
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.proxied import Proxied
+from quantizer.algorithms.algorithm import Work
 from quantizer.algorithms.replay import SiteCall, visit_calls
-from quantizer.observe.calibrators import Calibrator
 from quantizer.observe.range_group import Migration, OperandRecord, RangeGroup
 from quantizer.observe.snapshot import add_over_ranks
 from quantizer.observe.statistics import Seen
@@ -121,33 +120,17 @@ class Smoothing:
     Under ``torch.distributed`` all ranks must make it, and the ranges are those of the kept batches of all ranks.
     """
 
-    def __init__(
-        self,
-        proxy: Proxied,
-        observation: Seen,
-        plan: Plan,
-        *,
-        shares: Sequence[float],
-        make: Callable[[], Calibrator],
-        scale_dtype: torch.dtype,
-    ) -> None:
-        """
-        Args:
-            proxy: the calibrated proxy, its sites inactive and unobserved.
-            observation: the statistics, with channels and kept batches, and no migration.
-            plan: the plan of ``observation``.
-            shares: the shares, alpha in the formula, that ``take`` will be given.
-            make: a function that makes a calibrator for the range of x / s.
-            scale_dtype: the float type of 1 / s on the target.
-        """
-        found = list(_readers(plan, observation))
+    def __init__(self, work: Work, plan: Plan, shares: Sequence[float]) -> None:
+        """``plan`` has no migration yet; ``shares``, alpha in the formula, are those that ``take`` will be given."""
+        dtype, make = work.planned.scale_dtype, work.settings.make_calibrator
+        found = list(_readers(plan, work.observed))
         for readers in found:
             for alpha in shares:
                 assert readers.group.channels is not None
-                factors = migration_factors(readers.group.channels.magnitude, readers.weight, alpha, scale_dtype)
+                factors = migration_factors(readers.group.channels.magnitude, readers.weight, alpha, dtype)
                 migration = Migration(alpha=alpha, factors=factors)
                 readers.ranges[alpha] = readers.group.migrated(migration, readers.operands, make)
-        _estimate(proxy, found, observation)
+        _estimate(work, found)
         self._readers = []
         for readers in found:
             if all(group.calibrator.count for group in readers.ranges.values()):
@@ -216,13 +199,9 @@ def _magnitude(record: OperandRecord) -> Tensor:
     return weight.movedim(record.inner, -1).flatten(0, -2).amax(0) if weight.dim() > 1 else weight
 
 
-def _by_site(found: Sequence[_Readers]) -> dict[str, _Readers]:
-    return {path: readers for readers in found for path in readers.sites}
-
-
-def _estimate(proxy: Proxied, found: Sequence[_Readers], observation: Seen) -> None:
+def _estimate(work: Work, found: Sequence[_Readers]) -> None:
     """Pass x / s of the kept batches to the calibrators, and its bounds over all of calibration."""
-    by_site = _by_site(found)
+    by_site = {path: readers for readers in found for path in readers.sites}
 
     def visit(call: SiteCall) -> None:
         readers = by_site[call.site.path]
@@ -232,9 +211,8 @@ def _estimate(proxy: Proxied, found: Sequence[_Readers], observation: Seen) -> N
             for group in readers.ranges.values():
                 group.observe(x / _factors(group).to(x.device), readers.records[place].tensor_of(call.number))
 
-    assert observation.kept is not None
-    sites = [site for site in proxy.sites if site.path in by_site]
-    visit_calls(proxy.module, sites, observation.kept.few(), visit, "smoothing")
+    sites = [site for site in work.proxy.sites if site.path in by_site]
+    visit_calls(work.proxy.module, sites, work.kept.few(), visit, "smoothing")
     every = [(readers.group, group) for readers in found for group in readers.ranges.values()]
     pairs = [pair for seen, group in every for pair in zip((seen, *seen.parts), (group, *group.parts), strict=True)]
     add_over_ranks([group.calibrator for _, group in pairs])

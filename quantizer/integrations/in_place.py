@@ -86,8 +86,8 @@ class QATCalibrate:
             if self._open:
                 return
             calibrating, self._calibrating = self._calibrating, []
-            for proxy, observation in calibrating:
-                observation.detach(proxy.sites)
+            for _, observation in calibrating:
+                observation.detach()
             if kind is not None:
                 return
             empty = [proxy.module for proxy, observation in calibrating if observation.seen.batches == 0]
@@ -127,7 +127,7 @@ class QATCalibrate:
             use_eager_attention(model)
             model.eval()
             observation = make_observation(proxy)
-            observation.attach(model, proxy.sites)
+            observation.attach(model)
             self._calibrating.append((proxy, observation))
 
     def coverage(self, model: nn.Module) -> Coverage:

@@ -40,7 +40,7 @@ from quantizer.proxy.model_sharing import LocalHook
 from quantizer.proxy.site import OUTPUT, Place, Site
 from quantizer.proxy.weight import Weight, Weights, non_finite
 from quantizer.rewrite.operations import group_sizes, kind_of
-from quantizer.rewrite.product_sizes import Call
+from quantizer.rewrite.product_sizes import Call, recurrent
 from quantizer.utils.fingerprint import tensor_version
 
 
@@ -132,6 +132,7 @@ class Watched:
         refused: sites (and operands) that rules exclude, with the rule; they are counted, not observed.
         off: kinds of site that are counted, not observed; the kind of a site depends on its operands.
         channels: kinds of site for whose inputs the range of each channel is kept.
+        all_experts: whether each mixture runs with all of its experts, and not only with those that its router chose.
         together: sites whose calls share one range, however their ranges differ.
         explanations: the reasons why products are outside of sites.
         measured: the magnitudes of parameters.
@@ -142,10 +143,22 @@ class Watched:
     refused: Mapping[str, str]
     off: Collection[str]
     channels: Collection[str]
+    all_experts: bool
     together: Collection[str]
     explanations: Explanations
     measured: ParameterMagnitudes = field(default_factory=ParameterMagnitudes)
     finite: FiniteParameters = field(default_factory=FiniteParameters)
+
+
+def calls_together(sites: Iterable[Site], all_experts: bool) -> set[str]:
+    """Return the sites whose calls share one range: the steps of a recurrent layer, and mixtures that run again."""
+    mixtures = {site.host_path for site in sites if all_experts and site.operation.grouped is not None}
+    return {
+        site.path
+        for site in sites
+        if site.operation.geometry is recurrent
+        or any(site.path == path or site.path.startswith(f"{path}.") for path in mixtures)
+    }
 
 
 class Pass:

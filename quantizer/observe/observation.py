@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,15 +18,12 @@ from torch import Tensor, nn
 
 from quantizer.errors import CalibrationError
 from quantizer.observe.batch_pass import Pass, Watched, show_all_experts
-from quantizer.observe.calibrators import Calibrator
-from quantizer.observe.completeness import Explanations
-from quantizer.observe.replay_batches import Enough, ReplayBatches
+from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.observe.statistics import Seen, read_mask
-from quantizer.proxy.build import UnrewrittenSource, places_of
+from quantizer.proxy.build import places_of
 from quantizer.proxy.generated_classes import called_through
 from quantizer.proxy.model_sharing import LocalHook
-from quantizer.proxy.site import Place, Site, SourceCall
-from quantizer.rewrite.product_sizes import recurrent
+from quantizer.proxy.site import Site, SourceCall
 from quantizer.utils.batches import on_own_tensors, row_count, warn_user, written_by
 from quantizer.utils.sizes import input_shapes
 from quantizer.utils.structure import leaves
@@ -41,47 +38,17 @@ class Observation:
 
     Attributes:
         seen: the statistics of all complete passes so far.
-        make: makes a calibrator; its argument asks for a histogram.
+        watched: what is observed, and how.
     """
 
-    def __init__(
-        self,
-        sites: Iterable[Site],
-        refused: Mapping[str, str],
-        make: Callable[[bool], Calibrator],
-        off: Collection[str] = (),
-        skipped: Iterable[UnrewrittenSource] = (),
-        *,
-        keep: Enough | None = None,
-        channels: Collection[str] = (),
-        all_experts: bool = False,
-    ) -> None:
-        """
-        Args:
-            sites: all sites of the proxy.
-            refused: sites (and operands) that rules exclude, with the rule; they are counted, not observed.
-            make: makes a calibrator; its argument asks for a histogram.
-            off: kinds of site that are counted, not observed; the kind of a site depends on its operands.
-            skipped: calls and functions that could not be rewritten.
-            keep: how many batches to keep to run again (None: none).
-            channels: kinds of site for whose inputs the range of each channel is kept.
-            all_experts: run each mixture with all of its experts, and not only with those that its router chose.
-        """
-        self._all_experts = all_experts
-        sites = list(sites)
-        self.seen = Seen.of_sites((site.path for site in sites), None if keep is None else ReplayBatches(enough=keep))
-        self.make = make
-        self._watched = Watched(
-            make=make,
-            refused=refused,
-            off=off,
-            channels=channels,
-            together=_together(sites, all_experts),
-            explanations=Explanations(skipped),
-        )
+    def __init__(self, sites: Sequence[Site], watched: Watched, kept: ReplayBatches | None) -> None:
+        """Observe all sites of a proxy; ``kept`` takes the batches that are to be run again (None: none are kept)."""
+        self.seen = Seen.of_sites((site.path for site in sites), kept)
+        self.watched = watched
+        self._sites = sites
+        self._calls: list[SourceCall] = []
         self._thread = threading.local()
         self._running: list[Pass] = []
-        self._places: list[Place] = []
         self._lock = threading.Lock()
         self._detach: list[Callable[[], None]] = []
         self._prepare: Callable[[], None] | None = None
@@ -94,35 +61,31 @@ class Observation:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
-    def attach(self, proxy: nn.Module, sites: Iterable[Site], prepare: Callable[[], None] | None = None) -> None:
+    def attach(self, proxy: nn.Module, prepare: Callable[[], None] | None = None) -> None:
         """Start observing; ``prepare`` is called before each pass."""
         self._prepare = prepare
-        for site in sites:
-            site.observer = self
-        self._places = [place for place in places_of(proxy) if place.result_site is not None]
-        for place in self._places:
-            place.observer = self
+        self._calls = [*self._sites, *(place for place in places_of(proxy) if place.result_site is not None)]
+        for call in self._calls:
+            call.observer = self
         # A hook alone is not enough: after an interrupt torch calls none.
         self._detach = [
             called_through(proxy, self._call),
             proxy.register_forward_pre_hook(LocalHook(self._begin), with_kwargs=True).remove,
-            *(show_all_experts(proxy, sites) if self._all_experts else ()),
+            *(show_all_experts(proxy, self._sites) if self.watched.all_experts else ()),
         ]
 
-    def detach(self, sites: Iterable[Site]) -> None:
+    def detach(self) -> None:
         """Stop observing; the statistics stay."""
-        for site in sites:
-            site.observer = None
-        for place in self._places:
-            place.observer = None
+        for call in self._calls:
+            call.observer = None
         for detach in self._detach:
             detach()
         self._detach = []
 
     @contextmanager
-    def paused(self, sites: Iterable[Site]) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Stop observing the sites inside the block, whose passes must begin with ``proxy.forward``."""
-        watched = [site for site in sites if site.observer is self]
+        watched = [site for site in self._sites if site.observer is self]
         for site in watched:
             site.observer = None
         try:
@@ -141,7 +104,7 @@ class Observation:
         if self._prepare is not None:
             self._prepare()
         run = on_own_tensors(run)
-        current = Pass(self._watched, self.seen.batches)
+        current = Pass(self.watched, self.seen.batches)
         self._thread.current = current
         self._running.append(current)
         try:
@@ -202,27 +165,7 @@ class Observation:
         found: Pass | None = getattr(self._thread, "current", None)
         return found
 
-    # -- one site --------------------------------------------------------------------------------------------------
-
-    def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor], ends: Tensor | None = None) -> None:
-        """Observe the operands of a call, and the ends of its groups of rows."""
-        current = self._pass_of(site)
-        if current is not None:
-            current.before(site, values, inside, ends)
-
-    def after(self, site: Site, result: Any) -> None:
-        """Observe the result of a call."""
-        current = self._pass_of(site)
-        if current is not None:
-            current.after(site, result)
-
-    def enter(self, place: Place, values: list[Any]) -> None:
-        """Observe what a call of a place computes with."""
-        current = self._pass_of(place)
-        if current is not None:
-            current.enter(place, values)
-
-    def _pass_of(self, site: SourceCall) -> Pass | None:
+    def pass_of(self, call: SourceCall) -> Pass | None:
         """Return the pass that a call is part of; None if a part of the model runs alone, which is no batch."""
         running = self._of_thread()
         if running is not None or not self._running:
@@ -232,21 +175,10 @@ class Observation:
             (only,) = self._running
         except ValueError:
             raise CalibrationError(
-                f"{site.path} runs in a thread that the model has started, while several threads calibrate: of which "
+                f"{call.path} runs in a thread that the model has started, while several threads calibrate: of which "
                 "batch it is part cannot be told; calibrate from one thread"
             ) from None
         return only
-
-
-def _together(sites: Iterable[Site], all_experts: bool) -> set[str]:
-    """Return the sites whose calls share one range: the steps of a recurrent layer, and mixtures that run again."""
-    mixtures = {site.host_path for site in sites if all_experts and site.operation.grouped is not None}
-    return {
-        site.path
-        for site in sites
-        if site.operation.geometry is recurrent
-        or any(site.path == path or site.path.startswith(f"{path}.") for path in mixtures)
-    }
 
 
 def _only_zeros(inputs: Any) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantizer.errors import CalibrationError
-from quantizer.utils.batches import copied
+from quantizer.utils.batches import arguments, copied
 from quantizer.utils.distributed import all_gather_bytes, get_rank, get_world_size, is_mine
 from quantizer.utils.structure import leaves, mapped
 
@@ -214,7 +214,7 @@ class DealtBatches:
         """Return whether this rank runs the next batch."""
         if get_world_size() == 1:
             return True
-        args, keywords = _arguments(batch)
+        args, keywords = arguments(batch)
         for leaf in leaves((args, keywords)):
             if not isinstance(leaf, (Tensor, *_PLAIN)):
                 raise CalibrationError(
@@ -242,13 +242,6 @@ class DealtBatches:
                     "split=True all ranks are given the same ones, in the same order; without it each runs all of its "
                     "own"
                 )
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a batch as the arguments with which a model is called on it."""
-    if hasattr(batch, "keys"):
-        return (), {key: batch[key] for key in batch.keys()}  # noqa: SIM118 - duck-typed
-    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
 
 
 def in_types(batch: Batch, types: Mapping[torch.dtype, torch.dtype]) -> Batch:

@@ -6,6 +6,7 @@ A speed-up that the engine reaches, too: groups are quantized again until it is 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -38,16 +39,10 @@ class RunPlacement:
         self._graphs = graphs
         self._goal = SpeedGoal(None if config.fallback is None else config.fallback.min_speedup, context.timer)
 
-    def price(self, quantizer: Quantizer, engines: RunEngines) -> None:
-        """Price the groups of the plan where its engine runs, and put back those that low precision makes slower."""
+    def priced(self, quantizer: Quantizer, engines: RunEngines) -> Prices | None:
+        """Return the prices of the plan's groups; None: no engine runs here, or they could not be timed."""
         if not engines.runs_here or self._graphs.several:
-            return
-        self.prices = from_first_rank(lambda: self._priced(quantizer, engines), Prices | None)
-        if self.prices is not None and self.prices.slower():
-            quantizer.fallback(None, prices=self.prices)
-
-    def _priced(self, quantizer: Quantizer, engines: RunEngines) -> Prices | None:
-        """Return the prices of the groups; None: they could not be timed."""
+            return None
         with self._context.timer("quantize"):
             quantized = quantizer.quantize(self._context.model)
         engines.build(quantizer, quantized)
@@ -57,7 +52,7 @@ class RunPlacement:
             example=self._context.feed.example(),
             timing=engines.timing,
             times=self._context.resume.times,
-            build=engines.build_file,
+            build=partial(self._context.timer.build, self._config.quantizer.backend, options=engines.options()),
             folder=self._folder,
             opset=self._config.export.opset,
             axes=self._context.feed.sizes,

@@ -51,6 +51,7 @@ from quantizer.report.record import GIVEN_IN_PYTHON
 from quantizer.report.tables import plain_text
 from quantizer.tasks import Batch
 from quantizer.utils.batches import warn_user
+from quantizer.utils.distributed import alone
 from quantizer.utils.exported_program import refuse_compiled
 from quantizer.utils.files import scratch_folder, write_folder
 from quantizer.utils.lazy import once_property
@@ -227,7 +228,9 @@ def quantize_model(
             folder = parent / type(model).__name__[:_LONGEST_NAME]
             scorer = partial(FunctionScorer, function=score, call=call, higher_is_better=higher_is_better)
             work = partial(module_workload, plain, wanted.model.source, batches, scorer)
-            record = carry_out(wanted, folder, False, console, work)
+            with alone():
+                record = carry_out(wanted, folder, False, console, work)
+            assert record is not None
             if record.engine_refused is not None:
                 raise EngineError(refusal(record.engine_refused))
             return QuantizedModel(plain, call, record, folder)

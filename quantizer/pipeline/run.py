@@ -36,7 +36,7 @@ from quantizer.pipeline.workload import Load
 from quantizer.plan.targets import AUTO
 from quantizer.report import RunRecord, Stage, print_record
 from quantizer.report.trackers import print_tracked
-from quantizer.utils.distributed import alone, get_rank
+from quantizer.utils.distributed import get_rank
 from quantizer.utils.files import Store, checked_folder, new_folder, require_sole_writer, restore_folder, said_complete
 
 RUN, CONVERSION = "run", "conversion"
@@ -54,7 +54,7 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
         ready = ready_to_run(config, place, RUN, force=force)
         for line in (*ready.notes, *filter(None, [ready.estimate])):
             console.print(line, highlight=False, markup=False)
-        record = _one(config, place, force, console, partial(configured_workload, config, ready.rows))
+        record = carry_out(config, place, force, console, partial(configured_workload, config, ready.rows))
     if record is not None:
         with said_complete(folder):
             print_record(record, folder, console)
@@ -105,16 +105,11 @@ def convert(configs: Sequence[RunConfig], folder: Path, force: bool, console: Co
     return folder
 
 
-def carry_out(config: RunConfig, folder: Path, force: bool, console: Console, load: Load) -> RunRecord:
-    """Carry out a run of any workload into a folder in this process, and return its record; see ``run`` for errors."""
-    with alone():
-        record = _one(config, folder, force, console, load)
-    assert record is not None
-    return record
+def carry_out(config: RunConfig, folder: Path, force: bool, console: Console, load: Load) -> RunRecord | None:
+    """Carry out a run of any workload into a folder, and return its record; see ``run`` for errors.
 
-
-def _one(config: RunConfig, folder: Path, force: bool, console: Console, load: Load) -> RunRecord | None:
-    """Carry out a run into a folder, and return its record; None if this process is not the first one."""
+    Of several processes all must call this, and the first one alone gets the record.
+    """
     config, among = _resolved(config)
     check_run(config)
     restore_folder(folder)

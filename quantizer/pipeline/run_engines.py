@@ -124,15 +124,17 @@ class RunEngines:
 
     def _build_files(self, names: list[str]) -> None:
         """Build engines of their exported files."""
-        with self._context.timer("build the engines"):
+        backend, timer = self._config.quantizer.backend, self._context.timer
+        with timer("build the engines"):
             for name in names:
                 self._forget(name)
                 self._is_refused = self._is_refused and name != "engine"
-                places = {graph: self.files(name, graph) for graph in self._graphs.names}
                 kept = self._context.floats if name == "float" else NO_STORE
-                self._built[name] = {
-                    graph: self.build_file(files.onnx, files.engine, graph, kept) for graph, files in places.items()
-                }
+                built: dict[str, BuildResult] = {}
+                for graph in self._graphs.names:
+                    files = self.files(name, graph)
+                    built[graph] = built_once(kept, timer.build, backend, files.onnx, files.engine, self.options(graph))
+                self._built[name] = built
 
     def _forget(self, name: str) -> None:
         self._loaded.pop(name, None)
@@ -158,11 +160,6 @@ class RunEngines:
         """Return the options with which the engine of a graph is built."""
         graph = graph or self._graphs.names[-1]
         return build_options(self._config, self._graphs.dimensions(self._config, graph))
-
-    def build_file(self, onnx: Path, engine: Path, graph: str | None = None, kept: Store = NO_STORE) -> BuildResult:
-        """Build an engine with the options of the run, or take that of an equal build."""
-        backend, options = self._config.quantizer.backend, self.options(graph)
-        return built_once(kept, self._context.timer.build, backend, onnx, engine, options)
 
     def build_for(self, name: str, only_sizes: OnlySizes) -> tuple[BuildResult, Engine]:
         """Build the engine of a model of one graph anew of its file, for some sizes alone, and load it."""

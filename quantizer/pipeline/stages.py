@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from quantizer.algorithms.sensitivity.prices import Prices
 from quantizer.config import AmpConfig, RunConfig, dump_yaml
 from quantizer.errors import EngineError
 from quantizer.pipeline.benchmark import build_options, measure_latency, measure_memory
@@ -132,7 +133,10 @@ def choose_engine(job: Job) -> None:
 
 def time_groups(job: Job) -> None:
     """Measure what each group is worth in time, and put back those that low precision makes slower."""
-    job.placement.price(job.quantizer, job.engines)
+    prices = from_first_rank(partial(job.placement.priced, job.quantizer, job.engines), Prices | None)
+    job.placement.prices = prices
+    if prices is not None and prices.slower():
+        job.quantizer.fallback(None, prices=prices)
 
 
 def fall_back(job: Job) -> None:

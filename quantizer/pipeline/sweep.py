@@ -210,7 +210,9 @@ def carry_out_one(run: SweepRun, folder: Path, force: bool, shared: LoadedWork, 
 
     try:
         if force or not is_done(run, folder):
-            record = carry_out(run.config, place, force, console, load)
+            made = carry_out(run.config, place, force, console, load)
+            assert made is not None  # A sweep is of one process.
+            record = made
         else:
             console.print(f"{run.name}: only its causes are left", markup=False, highlight=False, soft_wrap=True)
             record = read_record(place / "report.json")

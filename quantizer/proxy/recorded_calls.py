@@ -7,7 +7,6 @@ its module, or an output that was changed in place later.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,38 +25,50 @@ _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RecordedCall:
-    """A module call that has ended.
+    """A module call that has ended, and whose output is its only effect.
 
     Attributes:
         output: its output.
         versions: the version counters of the output's tensors when it ended.
         inside: the number of calls that it made, by module, its own included.
         sites: the number of calls of sites that it made, by path, where these are counted.
-        usable: whether its output is its only effect.
+        time: the time of its end.
     """
 
     output: Any
     versions: list[int]
     inside: Counter[nn.Module]
     sites: Counter[str]
-    usable: bool
+    time: int
 
     @property
     def holds(self) -> bool:
-        """True if the output can be taken: it is the only effect, and nothing changed it since."""
-        return self.usable and _versions(self.output) == self.versions
+        """True if nothing changed the output since."""
+        return _versions(self.output) == self.versions
 
 
-class RecordedCalls(ABC):
-    """A context that replaces ``forward`` of the modules of a proxy, but not of its sites, while its block is open."""
+class RecordedCalls:
+    """A context in which calls of a proxy's modules are recorded, and recorded ones taken; it may be entered again.
 
-    def __init__(self, proxy: nn.Module) -> None:
-        self._proxy = proxy
+    It replaces ``forward`` of the modules, but not of the sites.
+
+    Attributes:
+        records: whether calls that end now are recorded.
+        time: the time of calls that end now, which the caller counts up, from 0.
+        until: calls that ended by this time are taken.
+    """
+
+    def __init__(self, proxy: nn.Module, *, outermost: bool = False) -> None:
+        """``outermost``: hold no calls inside of one that is recorded, which is then taken as a whole at any time."""
+        self.records, self.time, self.until = True, 0, 0
+        self._proxy, self._outermost = proxy, outermost
+        self._calls: dict[tuple[nn.Module, int], RecordedCall] = {}
         self._number: Counter[nn.Module] = Counter()
         self._open: list[tuple[Counter[nn.Module], list[bool]]] = []
         self._own: dict[nn.Module, Callable[..., Any]] = {}
 
     def __enter__(self) -> Self:
+        self.begin()
         for module in self._modules():
             # An attribute of the instance hides the method of its class; some libraries have set one.
             if "forward" in module.__dict__:
@@ -73,18 +84,10 @@ class RecordedCalls(ABC):
         for module, forward in self._own.items():
             module.__dict__["forward"] = forward
 
-    @property
-    @abstractmethod
-    def _records(self) -> bool:
-        """True if calls are recorded now."""
-
-    @abstractmethod
-    def _recorded(self, module: nn.Module, number: int) -> RecordedCall | None:
-        """Return the record of a module's call of this number if it is to be taken; None to compute it."""
-
-    @abstractmethod
-    def _keep(self, module: nn.Module, number: int, call: RecordedCall) -> None:
-        """Keep a call that has ended."""
+    def begin(self, *, records: bool = True) -> None:
+        """Begin a pass."""
+        self.records = records
+        self._number.clear()
 
     def _modules(self) -> list[nn.Module]:
         return [
@@ -96,17 +99,15 @@ class RecordedCalls(ABC):
     def _instead(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **keywords: Any) -> Any:
             number = self._number[module]
-            call = self._recorded(module, number)
-            if call is not None:
+            call = self._calls.get((module, number))
+            if call is not None and call.time <= self.until and call.holds:
                 self._number.update(call.inside)
                 add_calls(call.sites)
                 if self._open:
                     self._open[-1][0].update(call.inside)
                 return call.output
             self._number[module] += 1
-            return (
-                self._record(module, number, forward, args, keywords) if self._records else forward(*args, **keywords)
-            )
+            return self._record(module, number, forward, args, keywords) if self.records else forward(*args, **keywords)
 
         return run
 
@@ -128,8 +129,14 @@ class RecordedCalls(ABC):
             outer.update(inside)
             outer_usable.append(all(usable))
         sites = (calls_so_far() or Counter()) - counted
-        call = RecordedCall(output=output, versions=_versions(output), inside=inside, sites=sites, usable=all(usable))
-        self._keep(module, number, call)
+        if self.records and all(usable):
+            for inner, count in inside.items() if self._outermost else ():
+                after = self._number[inner]
+                for place in range(after - count, after):
+                    self._calls.pop((inner, place), None)
+            self._calls[module, number] = RecordedCall(
+                output=output, versions=_versions(output), inside=inside, sites=sites, time=self.time
+            )
         return output
 
 

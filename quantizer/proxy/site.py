@@ -29,8 +29,8 @@ OUTPUT = "output"
 """The operation of a site for the result of another call, and the name of that site in it."""
 
 
-class Observer(Protocol):
-    """A listener to each call of a site while a proxy observes."""
+class ObservedPass(Protocol):
+    """A pass of a proxy that is observed: it receives each call of a site or place."""
 
     def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor], ends: Tensor | None = None) -> None:
         """Receive the operands, in the catalogue's order, None for a missing one; ``inside`` computes one more.
@@ -40,6 +40,16 @@ class Observer(Protocol):
 
     def after(self, site: Site, result: Any) -> None:
         """Receive the result of the float operation."""
+
+    def enter(self, place: Place, values: list[Any]) -> None:
+        """Receive the tensors that a call of a place computes with, before it."""
+
+
+class Observer(Protocol):
+    """What observes the passes of a proxy."""
+
+    def pass_of(self, call: SourceCall) -> ObservedPass | None:
+        """Return the pass that a call is part of; None if a part of the model runs alone, which is no batch."""
 
 
 class CallOverride(Protocol):
@@ -76,12 +86,14 @@ class SourceCall(nn.Module):
     Attributes:
         source: the operation's place in the source.
         path: its name: the path of the host module and the name in the source.
+        observer: receives each call (None: no observer).
     """
 
     def __init__(self, source: SiteSource, path: str) -> None:
         super().__init__()
         self.source = source
         self.path = path
+        self.observer: Observer | None = None
         self._implied = None if source.form == "call" else _implied(source, self.operation)
 
     @property
@@ -104,6 +116,10 @@ class SourceCall(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.source.operation}, line {self.source.line}"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without observer: copies and pickles have none."""
+        return {**super().__getstate__(), "observer": None}  # type: ignore[no-untyped-call]
+
 
 class Site(SourceCall):
     """The module that the rewritten source calls in place of an operation, and that calls the operation.
@@ -111,7 +127,6 @@ class Site(SourceCall):
     While nothing is switched on, it only calls the original with the original arguments.
 
     Attributes:
-        observer: receives each call (None: no observer).
         judge: makes each call instead of the site (None: the site does).
         active: whether at least one operand is rounded.
         counts_calls: whether its calls are counted, as some operand has ranges of single calls.
@@ -123,7 +138,6 @@ class Site(SourceCall):
 
     def __init__(self, source: SiteSource, path: str) -> None:
         super().__init__(source, path)
-        self.observer: Observer | None = None
         self.judge: CallOverride | None = None
         self.active = False
         self.counts_calls = False
@@ -204,12 +218,13 @@ class Site(SourceCall):
             return self._active(function, rest, keywords)
         if self.judge is not None:
             return self.judge(self, function, rest, keywords)
-        if self.observer is None:
+        observed = None if self.observer is None else self.observer.pass_of(self)
+        if observed is None:
             return function(*rest, **keywords)
         inside = partial(observed_probabilities, rest, keywords)
-        self.observer.before(self, self._operands(rest, keywords), inside, self._ends(rest, keywords))
+        observed.before(self, self._operands(rest, keywords), inside, self._ends(rest, keywords))
         result = function(*rest, **keywords)
-        self.observer.after(self, result)
+        observed.after(self, result)
         return result
 
     def rounded(self, function: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
@@ -293,8 +308,8 @@ class Site(SourceCall):
                 place[0][place[1]] = added
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without observer and override: copies and pickles have none."""
-        return {**super().__getstate__(), "observer": None, "judge": None}  # type: ignore[no-untyped-call]
+        """Return the state without override: copies and pickles have none."""
+        return {**super().__getstate__(), "judge": None}
 
 
 def _place(operand: Operand, args: Any, keywords: Any) -> tuple[Any, Any] | None:
@@ -326,23 +341,8 @@ def move_beside_parameters(site: Site, proxy: nn.Module) -> None:
         site.to(nearest.device)
 
 
-class PlaceObserver(Protocol):
-    """A listener to each call of a place while a proxy observes."""
-
-    def enter(self, place: Place, values: list[Any]) -> None:
-        """Receive the tensors that a call computes with, before it."""
-
-
 class Place(SourceCall):
-    """The module that the rewritten source calls in place of an operation that is no site.
-
-    Attributes:
-        observer: receives each call (None: no observer).
-    """
-
-    def __init__(self, source: SiteSource, path: str) -> None:
-        super().__init__(source, path)
-        self.observer: PlaceObserver | None = None
+    """The module that the rewritten source calls in place of an operation that is no site."""
 
     @property
     def result_site(self) -> Site | None:
@@ -356,8 +356,9 @@ class Place(SourceCall):
         output = self.result_site
         if output is None:
             return function(*rest, **keywords)
-        if self.observer is not None:
-            self.observer.enter(self, rest)
+        observed = None if self.observer is None else self.observer.pass_of(self)
+        if observed is not None:
+            observed.enter(self, rest)
         result = self._computed(output, function, rest, keywords)
         rounded = output.of_result(result)
         if rounded is result or not self.source.in_place:
@@ -372,10 +373,6 @@ class Place(SourceCall):
         given, *rest = [*args, *keywords.values()]
         result = given * _rounded_share(share(given))
         return given.copy_(result) if any(rest) else result
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without observer: copies and pickles have none."""
-        return {**super().__getstate__(), "observer": None}  # type: ignore[no-untyped-call]
 
 
 _SHARES: dict[str, Callable[[Tensor], Tensor]] = {

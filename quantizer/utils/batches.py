@@ -53,25 +53,27 @@ def run_batches(
     with torch.no_grad(), counted(batches, "calibration", unit="batch", total=total, show=progress) as steps:
         for batch in steps:
             if is_mine(batch):
-                _run(proxy, batch, count)
+                with _errors_of(proxy, batch, count):
+                    args, keywords = arguments(as_ordinary(batch))
+                    proxy(*args, **keywords)
             if doubt and count == 0:
                 warn_user(doubts_of_batch(batch))
             count += 1
     return count
 
 
-def call(model: nn.Module, batch: Any) -> Any:
-    """Call a model with a batch: a mapping of keywords, a tuple or list of arguments, or one tensor."""
-    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
-        return model(**batch)
-    if isinstance(batch, tuple | list):
-        return model(*batch)
-    return model(batch)
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with a batch: a mapping of keywords, a tuple or list, or one tensor."""
+    if hasattr(batch, "keys"):
+        return (), {key: batch[key] for key in batch.keys()}  # noqa: SIM118 - duck-typed
+    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
 
 
-def _run(proxy: nn.Module, batch: Any, number: int) -> None:
+@contextmanager
+def _errors_of(proxy: nn.Module, batch: Any, number: int) -> Iterator[None]:
+    """Name the batch in errors of its pass."""
     try:
-        call(proxy, as_ordinary(batch))
+        yield
     except QuantizerError:
         raise
     except (MemoryError, RuntimeError) as error:

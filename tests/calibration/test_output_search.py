@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.algorithms import range_search, replay
-from quantizer.algorithms.make_plan import make_plan
+from quantizer.algorithms.algorithm import Work
 from quantizer.algorithms.replay import OutputError
 from quantizer.observe.calibrators import Estimate
 from quantizer.observe.replay_batches import ReplayBatches
@@ -227,14 +227,8 @@ def test_a_choice_that_is_worse_on_other_batches_is_undone(
     seen = session.observation()
     monkeypatch.setattr(OutputError, "of_all_ranks", known)
     with caplog.at_level(logging.INFO):
-        range_search.choose(
-            OutputError(session._proxied),
-            seen,
-            lambda: make_plan(session._proxied, seen),
-            smoothing=None,
-            shares=(None,),
-            estimates=(Estimate(name="max"), Estimate(name="mse")),
-        )
+        estimates = Estimate(name="max"), Estimate(name="mse")
+        range_search.choose(Work.of(session._proxied, seen), None, (None,), estimates)
     assert {group.chosen[1] for group in seen.groups if group.chosen is not None} <= {expected}
     assert ("is worse on other batches" in caplog.text) == (expected == "max")
 

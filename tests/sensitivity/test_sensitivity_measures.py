@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from quantizer import Quantizer
 from quantizer.algorithms.sensitivity.groups import groups_of
 from quantizer.algorithms.sensitivity.metric import Divergence, output
-from quantizer.algorithms.sensitivity.passes import Reuse
 from quantizer.errors import SensitivityError
 from quantizer.proxy.build import sites_of
+from quantizer.proxy.recorded_calls import RecordedCalls
 
 
 def _quantizer(model: nn.Module, data: list[Any], **options: Any) -> Quantizer:
@@ -368,12 +368,12 @@ def test_what_comes_before_a_group_is_not_computed_again() -> None:
 def test_a_module_s_own_forward_comes_back() -> None:
     """Libraries that hook a model put a function or a method into the instance."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)).eval()
-    with Reuse(model):
+    with RecordedCalls(model):
         assert all("forward" in module.__dict__ for module in model)
     assert not any("forward" in module.__dict__ for module in model)
     function, method = partial(nn.Linear.forward, model[0]), MethodType(nn.Linear.forward, model[1])
     model[0].forward, model[1].forward = function, method
-    with Reuse(model):
+    with RecordedCalls(model):
         assert model[0].forward is not function
     assert model[0].__dict__["forward"] is function
     assert model[1].__dict__["forward"] is method

@@ -31,11 +31,12 @@ from torch import Tensor, nn
 
 from quantizer.algorithms.sensitivity.groups import Changes, Group, Pending, watched
 from quantizer.algorithms.sensitivity.metric import Divergence, Probe
-from quantizer.algorithms.sensitivity.passes import RepeatedCalls, overwritten, pass_of
+from quantizer.algorithms.sensitivity.passes import RepeatedCalls, overwritten
 from quantizer.errors import SensitivityError
 from quantizer.observe.statistics import padding_mask
 from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import Site
+from quantizer.utils.batches import copied
 
 _SMALL = 0.25
 """The largest share that the square of a row's change may have of the row's own square."""
@@ -54,7 +55,12 @@ def gradient(
 ) -> dict[str, float]:
     """Return the estimate for each group on one batch, by name; ``result`` is the float output."""
     divergence = Divergence(result, padding_mask(keywords, args))
-    run = partial(pass_of, proxy, args, keywords)
+
+    def run() -> Any:
+        given, named = copied(args, keywords)
+        # Not ``forward`` of a replay: the backward pass repeats calls in the state that this one leaves.
+        return proxy.forward(*given, **named)
+
     numbered = {group.block for group in groups if group.block.rpartition(".")[2].isdigit()}
     blocks = RepeatedCalls(module for path, module in proxy.named_modules() if path in numbered)
     with unmoved(proxy), blocks:

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quantizer.algorithms.replay import run
 from quantizer.algorithms.sensitivity.gradient import Loss, gradient
 from quantizer.algorithms.sensitivity.groups import Group
 from quantizer.algorithms.sensitivity.metric import Metric, local, output
-from quantizer.algorithms.sensitivity.passes import pass_of
 from quantizer.errors import SensitivityError
 from quantizer.proxy.eager_attention import as_recorded
 from quantizer.proxy.generated_classes import called_through
@@ -153,8 +153,8 @@ class Measurement:
             args, keywords = mapped(_ordinary, (args, keywords))
             if _has_hooks_of_others(proxy):
                 # Passes of a measure run no hooks, so the float output to compare with must come from such a pass.
-                with unmoved(proxy), torch.no_grad():
-                    result = pass_of(proxy, args, keywords)
+                with torch.no_grad():
+                    result = run(proxy, (args, keywords))
             with unmoved(proxy):
                 errors = self._of_batch(proxy, self.groups, args, keywords, result)
             unreached = [group for group in self.groups if group.name not in errors]

@@ -35,8 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantizer.algorithms.replay import run
 from quantizer.algorithms.sensitivity.groups import Group, Pending, watched
-from quantizer.algorithms.sensitivity.passes import Reuse, pass_of
 from quantizer.errors import LostRankError, SensitivityError
 from quantizer.observe.statistics import (
     flat_output,
@@ -47,7 +47,9 @@ from quantizer.observe.statistics import (
     without_padding,
 )
 from quantizer.plan.site_plan import SitePlan, plan_digest
-from quantizer.proxy.restored_state import unmoved, untouched
+from quantizer.proxy.build import sites_of
+from quantizer.proxy.recorded_calls import RecordedCalls
+from quantizer.proxy.restored_state import untouched
 from quantizer.proxy.site import Site
 from quantizer.utils.fingerprint import Fingerprint
 from quantizer.utils.progress import counted
@@ -217,15 +219,23 @@ def output(
     proxy: nn.Module, groups: Sequence[Group], args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any
 ) -> dict[str, float]:
     """Return the divergence due to each group on one batch, by name; ``result`` is the float output."""
-    divergence = Divergence(result, padding_mask(keywords, args))
+    divergence, batch = Divergence(result, padding_mask(keywords, args)), (args, keywords)
     errors: dict[str, float] = {}
-    with torch.no_grad(), Reuse(proxy) as reuse:
-        with unmoved(proxy):
-            pass_of(proxy, args, keywords)
+    reached: dict[Site, int] = {}
+
+    def note(site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
+        reached.setdefault(site, calls.time)
+        calls.time += 1
+        return function(*args, **keywords)
+
+    with torch.no_grad(), RecordedCalls(proxy) as calls:
+        run(proxy, batch, note, list(sites_of(proxy)))
         with counted(groups, "sensitivity", unit="group") as steps:
             for group in steps:
-                with group.rounding(), reuse.until(group.sites), unmoved(proxy):
-                    errors[group.name] = divergence.of(pass_of(proxy, args, keywords))
+                calls.begin(records=False)
+                calls.until = min((reached[site] for site in group.sites if site in reached), default=0)
+                with group.rounding():
+                    errors[group.name] = divergence.of(run(proxy, batch))
     return errors
 
 
@@ -246,5 +256,5 @@ def local(
         return output
 
     with torch.no_grad(), watched(groups, visit):
-        pass_of(proxy, args, keywords)
+        run(proxy, (args, keywords))
     return {name: sum(values) / len(values) for name, values in errors.items()}
