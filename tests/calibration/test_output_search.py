@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import Mlp
 from torch import Tensor, nn
+from toy_nets import linear, net
 
 from quantizer import Quantizer
 from quantizer.algorithms import range_search, replay
@@ -177,18 +178,12 @@ def test_a_folder_without_batches_has_a_plan_for_another_backend(tmp_path: Any, 
 
 
 def test_a_wide_range_is_preferred_and_clipping_is_found_where_it_pays() -> None:
-    class Tail(nn.Module):
+    def tail() -> nn.Module:
         """One value in ten thousand is a hundred times the others, and the output does not show it."""
+        torch.manual_seed(0)
+        return net("torch.tanh(self.layer(x))", layer=linear())
 
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer = nn.Linear(32, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(self.layer(x))
-
-    model, batches = Tail().eval(), [batch.clamp(-1, 1) for batch in data(8, rows=2000)]
+    model, batches = tail().eval(), [batch.clamp(-1, 1) for batch in data(8, rows=2000)]
     plain = calibrated(model, batches)
     assert plain.plan["layer.forward.linear_0"].operands[0].estimate == "max"
     for batch in batches:

@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 from calibrated import make_calibrated
-from helpers import assert_same, batch, tiny
+from helpers import batch, tiny
 from torch import Tensor, nn
 from torch.nn import functional as F
+from toy_nets import linear, net
 
 from quantizer import Quantizer
 from quantizer.algorithms import chosen_codes as progress
 from quantizer.errors import CalibrationError
 from quantizer.observe.replay_batches import ReplayBatches
-from quantizer.plan.apply import apply_plan, switch_on
 from quantizer.plan.site_plan import OperandPlan
-from quantizer.proxy.build import build_proxy
 
 INT4 = {"weights": "int4", "activations": "float", "block_size": 16}
 GAIN_DB = 2.0
@@ -86,57 +85,23 @@ def test_what_reads_one_tensor_shares_its_factors() -> None:
 
 
 def test_factors_are_of_float_inputs_without_padding() -> None:
-    class Tokens(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.table, self.layer = nn.Embedding(50, 32), nn.Linear(32, 32)
-
-        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-            return self.layer(self.table(input_ids)) * attention_mask[..., None]
+    def tokens() -> nn.Module:
+        torch.manual_seed(0)
+        return net(
+            "self.layer(self.table(input_ids)) * attention_mask[..., None]",
+            "input_ids, attention_mask",
+            table=nn.Embedding(50, 32),
+            layer=linear(),
+        )
 
     ids, mask = torch.randint(1, 50, (6, 40)), torch.ones(6, 40, dtype=torch.int64)
     short = {"input_ids": ids, "attention_mask": mask}
     long = {"input_ids": F.pad(ids, (0, 24), value=49), "attention_mask": F.pad(mask, (0, 24))}
     config = {"exclude": {"module_types": ["Embedding"]}}
-    plain, padded = (operand(scaled(Tokens(), [one], **config), "layer", "input").smooth for one in (short, long))
+    plain, padded = (operand(scaled(tokens(), [one], **config), "layer", "input").smooth for one in (short, long))
     assert plain is not None
     assert padded is not None
     torch.testing.assert_close(plain, padded)
-
-
-def test_a_proxy_without_rounding_is_the_float_model() -> None:
-    model, x = Net().eval(), data(1, seed=7)[0]
-    with torch.no_grad():
-        assert_same(scaled(model).calib(model)(x), model(x))
-
-
-def test_a_proxy_that_rounds_and_a_frozen_one_are_the_same() -> None:
-    model, x = Net().eval(), data(1, seed=7)[0]
-    q = scaled(model)
-    with torch.no_grad():
-        proxy = build_proxy(model, eager_attention=True).eval()
-        apply_plan(proxy, q.plan)
-        switch_on(proxy, q.plan)
-        assert_same(proxy(x), q.quantize(model)(x))
-
-
-def test_a_folder_holds_the_factors(tmp_path: Path) -> None:
-    model, x = Net().eval(), data(1, seed=7)[0]
-    q = scaled(model)
-    loaded = Quantizer.load(q.save(tmp_path / "saved"))
-    with torch.no_grad():
-        assert_same(loaded.quantize(model)(x), q.quantize(model)(x))
-
-
-def test_what_falls_back_is_float() -> None:
-    model, x = Net().eval(), data(1, seed=7)[0]
-    q = scaled(model)
-    with torch.no_grad():
-        amp = q.amp(model)
-        amp(x)
-        q.fallback(amp, ratio=1.0)
-        assert_same(q.quantize(model)(x), model(x))
 
 
 def test_a_file_computes_it_without_another_multiplication(tmp_path: Path) -> None:

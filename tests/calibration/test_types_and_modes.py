@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from toy_nets import linear, net
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
@@ -104,33 +105,22 @@ def test_calibration_by_calls_in_several_modes() -> None:
     assert torch.equal(found, other.quantize(model)(batches[0]))
 
 
-class InPlace(nn.Module):
+def in_place() -> nn.Module:
     """A forward that writes into its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(torch.nn.functional.silu(x, inplace=True))
+    torch.manual_seed(0)
+    return net("self.linear(torch.nn.functional.silu(x, inplace=True))", linear=linear())
 
 
 def test_data_made_in_inference_mode_that_a_forward_changes() -> None:
-    model = InPlace().eval()
+    model = in_place().eval()
     quantizer = Quantizer(backend="openvino", preset="plain")
     with torch.inference_mode():
         quantizer.calibrate(model, [batch.clone() for batch in data()], progress=False)
     assert len(quantizer.coverage.quantized) == 1
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(x)))
+def block_net() -> nn.Module:
+    return net("self.down(torch.relu(self.up(x)))", up=nn.Linear(32, 48), down=nn.Linear(48, 32))
 
 
 class Autocast(nn.Module):
@@ -139,7 +129,7 @@ class Autocast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks, self.w = nn.ModuleList([Block(), Block()]), nn.Parameter(torch.randn(32, 32) / 6)
+        self.blocks, self.w = nn.ModuleList([block_net(), block_net()]), nn.Parameter(torch.randn(32, 32) / 6)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -14,6 +14,7 @@ from helpers import assert_same, batch, tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from toy_nets import linear, net
 
 from quantizer import QATCalibrate, Quantizer
 from quantizer.algorithms import chosen_codes as progress
@@ -21,10 +22,8 @@ from quantizer.algorithms import gptq
 from quantizer.errors import CalibrationError, ConfigError, QuantizerError
 from quantizer.numerics.weight_codes import gptq_codes
 from quantizer.observe.replay_batches import ReplayBatches
-from quantizer.plan.apply import apply_plan, switch_on
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.weight_scales import without_codes
-from quantizer.proxy.build import build_proxy
 
 INT4 = {"weights": "int4", "activations": "float"}
 WEIGHTS: dict[str, Any] = {"backend": "onnxruntime", "formats": [INT4], "sites": {"residual_add": False}}
@@ -100,13 +99,6 @@ def test_the_output_comes_nearer_to_the_float_one(config: dict[str, Any], order:
     assert sqnr_db(model, rounded(model, weights={"act_order": order}, **config), x) > usual + GAIN_DB
 
 
-def test_weights_of_8_bits_gain_too() -> None:
-    model, x = Net().eval(), data(1, seed=7)[0]
-    config = {**INT8, "formats": [{"weights": "int8", "activations": "float"}]}
-    usual = sqnr_db(model, make_calibrated(model, data(), **config), x)
-    assert sqnr_db(model, rounded(model, **config), x) > usual + GAIN_DB
-
-
 @torch.no_grad()
 def test_a_weight_is_rounded_for_the_inputs_that_it_will_have() -> None:
     """Those of the model with everything before it quantized, and rounded themselves."""
@@ -157,14 +149,11 @@ def test_what_reads_one_tensor_shares_its_inputs(monkeypatch: pytest.MonkeyPatch
     assert units == [["query", "key", "value"], ["up"], ["down"]]
 
 
-class Tokens(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.layer = nn.Embedding(50, 32), nn.Linear(32, 32)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.layer(self.table(input_ids))
+def tokens() -> nn.Module:
+    torch.manual_seed(0)
+    return net(
+        "self.layer(self.table(input_ids))", "input_ids, attention_mask", table=nn.Embedding(50, 32), layer=linear()
+    )
 
 
 def test_padding_is_left_out() -> None:
@@ -173,22 +162,21 @@ def test_padding_is_left_out() -> None:
     long = {"input_ids": F.pad(ids, (0, 24), value=49), "attention_mask": F.pad(mask, (0, 24))}
     uneven = {name: torch.cat([short[name], values[:, :40]]) for name, values in long.items()}
     uneven["attention_mask"][6:, 20:] = 0
-    plain, padded = (rounded(Tokens(), [batches]) for batches in (short, long))
+    plain, padded = (rounded(tokens(), [batches]) for batches in (short, long))
     assert same_codes(plain, padded, "layer")
     shown = {**long, "attention_mask": torch.ones_like(long["attention_mask"])}
-    assert not same_codes(plain, rounded(Tokens(), [shown]), "layer")
+    assert not same_codes(plain, rounded(tokens(), [shown]), "layer")
 
 
-class Images(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 3, stride=2, groups=4)
-        self.third = nn.Conv2d(32, 32, 3, padding=1, groups=32, padding_mode="circular")
-        self.last = nn.ConvTranspose2d(32, 8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.relu(self.third(F.relu(self.second(F.relu(self.first(x)))))))
+def images_net() -> nn.Module:
+    torch.manual_seed(0)
+    return net(
+        "self.last(F.relu(self.third(F.relu(self.second(F.relu(self.first(x)))))))",
+        first=nn.Conv2d(3, 16, 3, padding=1),
+        second=nn.Conv2d(16, 32, 3, stride=2, groups=4),
+        third=nn.Conv2d(32, 32, 3, padding=1, groups=32, padding_mode="circular"),
+        last=nn.ConvTranspose2d(32, 8, 2),
+    )
 
 
 def test_convolutions_and_their_groups() -> None:
@@ -196,7 +184,7 @@ def test_convolutions_and_their_groups() -> None:
         smooth = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
         return F.interpolate(smooth, scale_factor=4, mode="bilinear")
 
-    model = Images().eval()
+    model = images_net().eval()
     q = rounded(model, [images(0), images(1)])
     reasons = {path.partition(".")[0]: entry.reason for path, entry in q.plan.items() if entry.quantized}
     assert all("weight: gptq, 0." in reasons[name] for name in ("first", "second", "third"))
@@ -285,17 +273,12 @@ def test_fp8_has_no_whole_numbers() -> None:
 
 
 def test_a_branch_that_no_kept_batch_takes_is_rounded_to_nearest() -> None:
-    class Branch(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.always, self.rarely = nn.Linear(32, 32), nn.Linear(32, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.always(x) + (self.rarely(x * 2) if len(x) == 7 else 0)
-
     found = None
     for seed in range(30):
-        q = rounded(Branch(), [*data(8, 200, seed), torch.randn(7, 32)])
+        q = rounded(
+            net("self.always(x) + (self.rarely(x * 2) if len(x) == 7 else 0)", always=linear(), rarely=linear()),
+            [*data(8, 200, seed), torch.randn(7, 32)],
+        )
         found = operand(q, "rarely").rounding
         if found == "rounded to nearest: no batch that was kept reaches it":
             break
@@ -413,25 +396,8 @@ def test_an_interrupted_choice_is_made_anew_after_more_data(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("config", [WEIGHTS, BLOCKS, INT8])
-def test_a_proxy_that_rounds_and_a_frozen_one_are_the_same(config: dict[str, Any]) -> None:
-    model, x = Net().eval(), data(1, seed=7)[0]
-    q = rounded(model, **{"formats": [], **config})
-    proxy = build_proxy(model, eager_attention=True).eval()
-    apply_plan(proxy, q.plan)
-    switch_on(proxy, q.plan)
-    with torch.no_grad():
-        assert_same(proxy(x), q.quantize(model)(x))
-
-
-@pytest.mark.parametrize("config", [WEIGHTS, BLOCKS, INT8])
 def test_a_folder_holds_the_codes(config: dict[str, Any], tmp_path: Path) -> None:
-    model, x = Net().eval(), data(1, seed=7)[0]
-    q = rounded(model, **{"formats": [], **config})
-    loaded = Quantizer.load(q.save(tmp_path / "saved"))
-    assert same_codes(q, loaded, "query", "key", "value", "up", "down")
-    assert str(loaded.coverage) == str(q.coverage)
-    with torch.no_grad():
-        assert_same(loaded.quantize(model)(x), q.quantize(model)(x))
+    rounded(Net(), **{"formats": [], **config}).save(tmp_path / "saved")
     held = load_file(tmp_path / "saved" / "ranges.safetensors")["up.forward.linear_0/weight/codes"]
     packed = config is not INT8
     assert (held.dtype, tuple(held.shape)) == ((torch.uint8, (48, 16)) if packed else (torch.int8, (48, 32)))
@@ -568,29 +534,6 @@ def test_a_scale_that_is_loaded_ends_the_codes_of_its_weight() -> None:
     assert torch.equal(frozen.up.weight, (model.up.weight / scale[:, None]).round().clamp(-8, 7) * scale[:, None])
 
 
-def test_what_falls_back_is_float_and_gets_its_codes_back() -> None:
-    model, x = Net().eval(), data(1, seed=7)[0]
-    q = rounded(model)
-    with torch.no_grad():
-        before = q.quantize(model)(x)
-        amp = q.amp(model)
-        amp(x)
-        q.fallback(amp, ratio=1.0)
-        assert_same(q.quantize(model)(x), model(x))
-        q.clear_fallback()
-        assert_same(q.quantize(model)(x), before)
-
-
-def test_another_backend_has_codes_of_its_own() -> None:
-    model, x = Net().eval(), data(1, seed=7)[0]
-    config = {**INT8, "formats": []}
-    other = rounded(model, **config).for_backend("onnxruntime-avx2")
-    expected = rounded(model, **{**config, "backend": "onnxruntime-avx2"})
-    assert same_codes(other, expected, "query", "up", "down")
-    with torch.no_grad():
-        assert_same(other.quantize(model)(x), expected.quantize(model)(x))
-
-
 def test_a_folder_keeps_no_batches_for_another_backend(tmp_path: Path) -> None:
     model = Net().eval()
     loaded = Quantizer.load(rounded(model).save(tmp_path / "saved"))
@@ -619,24 +562,6 @@ def test_other_roundings_are_refused(value: Any) -> None:
 
 
 # -- files ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("config", [WEIGHTS, BLOCKS, {**INT8, "formats": []}], ids=["int4", "blocks", "int8"])
-def test_a_file_computes_what_the_proxy_computes(config: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
-    ort = pytest.importorskip("onnxruntime", reason="running ONNX needs enginequant[onnxruntime]")
-    model, x = Net().eval(), data(1, rows=20, seed=7)[0]
-    q = rounded(model, **config)
-    frozen = q.quantize(model)
-    path = q.export(frozen, tmp_path / "m.onnx", {"x": x})
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    found = torch.from_numpy(session.run(None, {"x": x.numpy()})[0])
-    with torch.no_grad():
-        expected, usual = frozen(x), make_calibrated(model, data(), **config).quantize(model)(x)
-    assert torch.allclose(found, expected, atol=1e-4 * float(expected.abs().max()))
-    assert not torch.allclose(found, usual, atol=1e-2 * float(expected.abs().max()))
 
 
 def test_a_transformer_is_rounded_and_its_attention_is_left() -> None:

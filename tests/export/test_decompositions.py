@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.onnx._internal.exporter import _decomp, _fx_passes
+from toy_nets import net
 
 from quantizer.errors import ExportError
 from quantizer.export import quick_exporter
@@ -118,48 +119,34 @@ class _Lengths(nn.Module):
         return heads.reshape(x.shape[0], -1, 8) + x.transpose(1, 2).reshape(x.shape[0], -1).mean(-1)[:, None, None]
 
 
-class _Doubled(nn.Module):
+def _doubled() -> nn.Module:
     """Changes a tensor in place."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x + 1
-        y.mul_(2)
-        return y.contiguous()
+    return net("y = x + 1; y.mul_(2); return y.contiguous()")
 
 
-class _Deviation(nn.Module):
+def _deviation() -> nn.Module:
     """Has an operator that the exporter has to decompose."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.std(-1).contiguous()
+    return net("x.std(-1).contiguous()")
 
 
-class _Flattened(nn.Module):
+def _flattened() -> nn.Module:
     """Flattens to a shape of which two sizes are not known."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[..., None].flatten(2)
+    return net("x[..., None].flatten(2)")
 
 
-class _Empty(nn.Module):
+def _empty() -> nn.Module:
     """Flattens nothing."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[..., :0].flatten(1)
+    return net("x[..., :0].flatten(1)")
 
 
-class _Shaped(nn.Module):
+def _shaped() -> nn.Module:
     """Needs nothing but another shape."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.flatten(1)
+    return net("x.flatten(1)")
 
 
-class _Branching(nn.Module):
+def _branching() -> nn.Module:
     """Decides by a value, which no graph can."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.contiguous() if x.sum() > 0 else -x
+    return net("x.contiguous() if x.sum() > 0 else -x")
 
 
 @pytest.fixture
@@ -220,7 +207,7 @@ def test_views_and_shapes_compute_the_same(model: nn.Module, tmp_path: Path, dec
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")
 def test_a_program_of_another_thread_stays_as_it_is(decomposed: list[Any]) -> None:
     with replaced_in_place(), ThreadPoolExecutor(1) as pool:
-        exported = pool.submit(torch.onnx.export, _Shaped().eval(), (X,), dynamo=True, verbose=False).result()
+        exported = pool.submit(torch.onnx.export, _shaped().eval(), (X,), dynamo=True, verbose=False).result()
     assert len(decomposed) == 1
     assert exported is not None
 
@@ -267,7 +254,7 @@ def test_normalization_by_the_batch_and_larger_pools_are_left_to_the_exporter(
     assert len(decomposed) == 1
 
 
-@pytest.mark.parametrize("model", [_Doubled(), _Deviation(), _Flattened(), _Empty()], ids=type)
+@pytest.mark.parametrize("model", [_doubled(), _deviation(), _flattened(), _empty()], ids=type)
 def test_other_graphs_are_left_to_the_exporter(model: nn.Module, tmp_path: Path, decomposed: list[Any]) -> None:
     axes = {"x": {0: "batch", 1: "sequence"}}
     export_onnx(model.eval(), tmp_path / "model.onnx", {"x": X}, opset=20, dtype=torch.float32, axes=axes)
@@ -277,7 +264,7 @@ def test_other_graphs_are_left_to_the_exporter(model: nn.Module, tmp_path: Path,
 def test_the_exporter_is_as_before_it(tmp_path: Path) -> None:
     before = _fx_passes.decompose_with_registry
     with pytest.raises(ExportError, match="cannot be exported"):
-        export_onnx(_Branching(), tmp_path / "model.onnx", (X,), opset=20, dtype=torch.float32)
+        export_onnx(_branching(), tmp_path / "model.onnx", (X,), opset=20, dtype=torch.float32)
     assert _fx_passes.decompose_with_registry is before
 
 
@@ -309,13 +296,12 @@ def test_channels_last_pooling_is_no_gather(axes: int, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(given), model(x))
 
 
-class _Restrided(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sub_(1.0).as_strided((x.shape[0], 4, 2), (8, 2, 1)) * 2.0
+def _restrided() -> nn.Module:
+    return net("x.sub_(1.0).as_strided((x.shape[0], 4, 2), (8, 2, 1)) * 2.0")
 
 
 def test_other_strides_stay(tmp_path: Path) -> None:
     x = torch.randn(3, 8)
-    file = export_onnx(_Restrided(), tmp_path / "m.onnx", x, opset=20, dtype=torch.float32)
+    file = export_onnx(_restrided(), tmp_path / "m.onnx", x, opset=20, dtype=torch.float32)
     (given,) = onnxruntime.InferenceSession(str(file)).run(None, {"x": x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(given), _Restrided()(x.clone()))
+    torch.testing.assert_close(torch.from_numpy(given), _restrided()(x.clone()))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from toy_nets import linear, net
 
 from quantizer import Quantizer
 from quantizer.errors import ExportError
@@ -19,16 +20,9 @@ from quantizer.export.dynamic_axes import hint
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 
 
-class Ids(nn.Module):
+def ids_net() -> nn.Module:
     """Token ids [B, S]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, 32)
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.linear(self.table(ids))
+    return net("self.linear(self.table(ids))", "ids", table=nn.Embedding(10, 32), linear=linear())
 
 
 class Masked(nn.Module):
@@ -43,15 +37,9 @@ class Masked(nn.Module):
         return (y @ y.mT).masked_fill(~mask, -1e4).softmax(-1) @ y
 
 
-class Prototypes(nn.Module):
+def prototypes() -> nn.Module:
     """x [B, 32] and what it is compared with, [N, 32]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        return self.linear(x) @ self.linear(table).mT
+    return net("self.linear(x) @ self.linear(table).mT", "x, table", linear=linear())
 
 
 def exported(model: nn.Module, example: tuple[Tensor, ...], path: Path, **options: Any) -> dict[str, list[Any]]:
@@ -74,13 +62,13 @@ def mask(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     ("model", "example", "expected"),
     [
-        (Ids, (ids(2, 1),), {"ids": ["batch", 1]}),
-        (Ids, (ids(1, 1),), {"ids": ["batch", 1]}),
-        (Ids, (ids(1, 4),), {"ids": ["batch", "sequence"]}),
+        (ids_net, (ids(2, 1),), {"ids": ["batch", 1]}),
+        (ids_net, (ids(1, 1),), {"ids": ["batch", 1]}),
+        (ids_net, (ids(1, 4),), {"ids": ["batch", "sequence"]}),
         (Masked, (torch.randn(2, 6, 32), mask(2, 1, 6, 6)), {"x": ["batch", 6, 32], "mask": ["batch", 1, 6, 6]}),
         (Masked, (torch.randn(1, 6, 32), mask(1, 1, 6, 6)), {"x": ["batch", 6, 32], "mask": ["batch", 1, 6, 6]}),
         (Masked, (torch.randn(2, 6, 32), mask(1, 1, 6, 6)), {"x": ["batch", 6, 32], "mask": [1, 1, 6, 6]}),
-        (Prototypes, (torch.randn(2, 32), torch.randn(1, 32)), {"x": ["batch", 32], "table": [1, 32]}),
+        (prototypes, (torch.randn(2, 32), torch.randn(1, 32)), {"x": ["batch", 32], "table": [1, 32]}),
     ],
     ids=["one token", "one token of one row", "one row", "mask", "mask of one row", "broadcast mask", "one prototype"],
 )
@@ -117,26 +105,19 @@ def test_another_length_than_the_batch_is_fixed_and_said(
 ) -> None:
     example = (torch.randn(rows, 32), torch.randn(5, 32))
     with caplog.at_level(logging.WARNING, logger="quantizer"):
-        found = exported(Prototypes(), example, tmp_path / "net.onnx")
+        found = exported(prototypes(), example, tmp_path / "net.onnx")
     assert found == {"x": ["batch", 32], "table": [5, 32]}
     assert f"axis 0 of 'table' is fixed at 5, as the batch of the example is {rows}; dynamic_axes=" in caplog.text
 
 
-class Fields(nn.Module):
+def fields() -> nn.Module:
     """Five numbers of categories [B, 5]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, 32)
-        self.linear = nn.Linear(160, 32)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.linear(self.table(ids).flatten(1))
+    return net("self.linear(self.table(ids).flatten(1))", "ids", table=nn.Embedding(10, 32), linear=nn.Linear(160, 32))
 
 
 def test_what_the_model_fixes_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="quantizer"):
-        assert exported(Fields(), (ids(2, 5),), tmp_path / "net.onnx") == {"ids": ["batch", 5]}
+        assert exported(fields(), (ids(2, 5),), tmp_path / "net.onnx") == {"ids": ["batch", 5]}
     assert "axis 1 of 'ids' can only be 5 in this model" in caplog.text
     example = (torch.randn(2, 6, 32), mask(2, 4, 6, 6))
     with pytest.raises(ExportError, match="axis 1 of 'mask' can only be 4 in this model, so it is not 'heads'"):
@@ -145,14 +126,14 @@ def test_what_the_model_fixes_is_said(tmp_path: Path, caplog: pytest.LogCaptureF
 
 def test_axes_of_length_1_that_are_asked_for(tmp_path: Path) -> None:
     axes = {"ids": {0: "batch", 1: "sequence"}}
-    assert exported(Ids(), (ids(2, 1),), tmp_path / "net.onnx", dynamic_axes=axes) == {"ids": ["batch", "sequence"]}
+    assert exported(ids_net(), (ids(2, 1),), tmp_path / "net.onnx", dynamic_axes=axes) == {"ids": ["batch", "sequence"]}
 
 
 def test_one_dimension_has_one_length(tmp_path: Path) -> None:
     example = (torch.randn(2, 32), torch.randn(5, 32))
     axes = {"x": {0: "batch"}, "table": {0: "batch"}}
     with pytest.raises(ExportError, match="'batch' is 2 in the example at axis 0 of 'x' and 5 at axis 0 of 'table'"):
-        exported(Prototypes(), example, tmp_path / "net.onnx", dynamic_axes=axes)
+        exported(prototypes(), example, tmp_path / "net.onnx", dynamic_axes=axes)
 
 
 def test_the_exporter_s_words_on_lengths_come_with_what_to_do() -> None:
@@ -162,21 +143,19 @@ def test_the_exporter_s_words_on_lengths_come_with_what_to_do() -> None:
     assert not hint(RuntimeError("step 1 of 3"))
 
 
-class Frames(nn.Module):
+def frames() -> nn.Module:
     """Features of sound x [B, T, 16]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.linear = nn.Conv1d(16, 32, 3, padding=1), nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(torch.relu(self.conv(x.transpose(1, 2))).transpose(1, 2))
+    return net(
+        "self.linear(torch.relu(self.conv(x.transpose(1, 2))).transpose(1, 2))",
+        conv=nn.Conv1d(16, 32, 3, padding=1),
+        linear=linear(),
+    )
 
 
 @pytest.mark.parametrize("loaded", [False, True], ids=["", "loaded"])
 @pytest.mark.parametrize("anew", [False, True], ids=["calibrated", "for another backend"])
 def test_an_axis_that_varied_in_the_calibration_is_open(anew: bool, loaded: bool, tmp_path: Path) -> None:
-    model = Frames().eval()
+    model = frames().eval()
     q = Quantizer(preset="plain", backend="openvino" if anew else "onnxruntime")
     q.calibrate(model, [torch.randn(4, length, 16) for length in (20, 30)], progress=False)
     if loaded:

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from onnx_graphs import computed, operators
+from torch import nn
+from toy_nets import net
 
 from quantizer import Quantizer
 from quantizer.export.passes import run_passes
@@ -22,89 +24,26 @@ pytestmark = pytest.mark.usefixtures("exact_byte_products")
 SIZES = {"b": 2, "t": 6, "h": 4, "d": 32, "k": 16, "e": 3}
 
 
-class Weighted(nn.Module):
-    """A product by a weight of so many axes."""
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(*shape) * torch.linspace(0.1, 1.0, shape[-1]))
-
-
-class ToHeads(Weighted):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("btd,hkd->bhtk", x, self.weight)
-
-
-class ToHeadsLast(Weighted):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("btd,dhk->bthk", x, self.weight)
-
-
-class ToHeadsOfRows(Weighted):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bd,hkd->bhk", x, self.weight)
-
-
-class WeightFirst(Weighted):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("hdk,btd->kbht", self.weight, x)
-
-
-class FromHeads(Weighted):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bthk,hkd->btd", x, self.weight)
-
-
-class FromHeadsTurned(Weighted):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bhtk,dhk->btd", x, self.weight)
-
-
-class AnyRows(Weighted):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("...d,dhk->...hk", x, self.weight)
-
-
-class FourAxes(Weighted):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("btd,ehkd->bethk", x, self.weight)
-
-
-class OfEachHead(Weighted):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bhtd,hdk->bhtk", x, self.weight)
-
-
-class OfEachHeadTurned(Weighted):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bthd,hkd->bthk", x, self.weight)
-
-
-class Batched(Weighted):
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
-class BatchedTurned(Weighted):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.matmul(x, self.weight.mT)
-
-
-MODELS: list[tuple[type[Weighted], str, str, bool]] = [
-    (ToHeads, "btd", "hkd", True),
-    (ToHeadsLast, "btd", "dhk", True),
-    (ToHeadsOfRows, "bd", "hkd", True),
-    (WeightFirst, "btd", "hdk", True),
-    (FromHeads, "bthk", "hkd", True),
-    (FromHeadsTurned, "bhtk", "dhk", True),
-    (AnyRows, "btd", "dhk", True),
-    (FourAxes, "btd", "ehkd", True),
-    (OfEachHead, "bhtd", "hdk", False),
-    (OfEachHeadTurned, "bthd", "hkd", False),
-    (Batched, "bhtd", "hdk", True),
-    (BatchedTurned, "bhtd", "hkd", True),
+# what is computed, the axes of x and of the weight, and whether it becomes a product of matrices
+MODELS = [
+    ("torch.einsum('btd,hkd->bhtk', x, self.weight)", "btd", "hkd", True),
+    ("torch.einsum('btd,dhk->bthk', x, self.weight)", "btd", "dhk", True),
+    ("torch.einsum('bd,hkd->bhk', x, self.weight)", "bd", "hkd", True),
+    ("torch.einsum('hdk,btd->kbht', self.weight, x)", "btd", "hdk", True),
+    ("torch.einsum('bthk,hkd->btd', x, self.weight)", "bthk", "hkd", True),
+    ("torch.einsum('bhtk,dhk->btd', x, self.weight)", "bhtk", "dhk", True),
+    ("torch.einsum('...d,dhk->...hk', x, self.weight)", "btd", "dhk", True),
+    ("torch.einsum('btd,ehkd->bethk', x, self.weight)", "btd", "ehkd", True),
+    ("torch.einsum('bhtd,hdk->bhtk', x, self.weight)", "bhtd", "hdk", False),
+    ("torch.einsum('bthd,hkd->bthk', x, self.weight)", "bthd", "hkd", False),
+    ("x @ self.weight", "bhtd", "hdk", True),
+    ("torch.matmul(x, self.weight.mT)", "bhtd", "hkd", True),
 ]
+
+
+def weighted(text: str, *shape: int) -> nn.Module:
+    torch.manual_seed(0)
+    return net(text, weight=nn.Parameter(torch.randn(*shape) * torch.linspace(0.1, 1.0, shape[-1]))).eval()
 
 
 def shape(labels: str) -> tuple[int, ...]:
@@ -123,21 +62,20 @@ WEIGHTS_ALONE: dict[str, Any] = {"formats": [{"activations": "float", "weights":
         pytest.param("onnxruntime", WEIGHTS_ALONE, id="onnxruntime-weights", marks=pytest.mark.nightly),
     ],
 )
-@pytest.mark.parametrize(("model", "x", "weight", "matrices"), MODELS, ids=[entry[0].__name__ for entry in MODELS])
+@pytest.mark.parametrize(("text", "x", "weight", "matrices"), MODELS)
 def test_engines_compute_what_the_proxy_computes(
-    model: type[Weighted], x: str, weight: str, matrices: bool, options: dict[str, Any], engine: str, tmp_path: Path
+    text: str, x: str, weight: str, matrices: bool, options: dict[str, Any], engine: str, tmp_path: Path
 ) -> None:
     pytest.importorskip(engine, reason=f"needs enginequant[{engine}]")
     from quantizer.engines import load_engine
 
-    net, data = model(*shape(weight)).eval(), torch.randn(shape(x))
+    model, data = weighted(text, *shape(weight)), torch.randn(shape(x))
     q = Quantizer(preset="plain", backend=engine, **options)
-    q.calibrate(net, [data], progress=False)
+    q.calibrate(model, [data], progress=False)
     assert all(row.quantized for row in q.coverage.rows)
-    frozen = q.quantize(net)
+    frozen = q.quantize(model)
     path = q.export(frozen, tmp_path / "net.onnx", data)
-    operators = [node.op_type for node in onnx.load(str(path)).graph.node]
-    assert ("Einsum" not in operators) == matrices
+    assert ("Einsum" not in operators(path)) == matrices
     runner = load_engine(engine, path)
     for rows in (data, torch.randn(3, *data.shape[1:])):
         expected = frozen(rows).detach().numpy()
@@ -167,15 +105,6 @@ def graph(equation: str, weight: tuple[int, ...], axis: int) -> Any:
     return ir.from_proto(onnx.shape_inference.infer_shapes(proto))
 
 
-def computed(model: Any, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    from onnx.reference import ReferenceEvaluator
-
-    proto = ir.to_proto(model)
-    onnx.checker.check_model(proto, full_check=True)
-    (result,) = ReferenceEvaluator(proto).run(None, {"x": x})
-    return np.asarray(result)
-
-
 @pytest.mark.parametrize(
     ("equation", "weight", "axis", "becomes"),
     [
@@ -191,14 +120,13 @@ def computed(model: Any, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 )
 def test_the_pass_by_itself(equation: str, weight: tuple[int, ...], axis: int, becomes: bool) -> None:
     x = np.random.default_rng(1).normal(size=(2, 6, 32)).astype(np.float32)
-    expected = computed(graph(equation, weight, axis), x)
+    (expected,) = computed(graph(equation, weight, axis), x=x)
     model = graph(equation, weight, axis)
     run_passes(model, [EinsumWeights()])
-    operators = [node.op_type for node in model.graph]
-    assert ("MatMul" in operators) == becomes
-    assert ("Einsum" in operators) != becomes
-    assert operators.count("DequantizeLinear") == 1
-    np.testing.assert_allclose(computed(model, x), expected, rtol=1e-4, atol=1e-4)
+    assert ("MatMul" in operators(model)) == becomes
+    assert ("Einsum" in operators(model)) != becomes
+    assert operators(model).count("DequantizeLinear") == 1
+    np.testing.assert_allclose(computed(model, x=x)[0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_weight_that_others_read_stays_for_them() -> None:
@@ -206,6 +134,5 @@ def test_a_weight_that_others_read_stays_for_them() -> None:
     weight = next(node for node in model.graph if node.op_type == "DequantizeLinear").outputs[0]
     model.graph.outputs.append(weight)
     run_passes(model, [EinsumWeights()])
-    operators = [node.op_type for node in model.graph]
-    assert operators.count("DequantizeLinear") == 2
-    assert "Einsum" not in operators
+    assert operators(model).count("DequantizeLinear") == 2
+    assert "Einsum" not in operators(model)

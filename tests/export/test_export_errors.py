@@ -12,6 +12,7 @@ import torch
 from daily import some_daily
 from helpers import Mlp
 from torch import Tensor, nn
+from toy_nets import net
 
 import quantizer.export.exporter as onnx_file
 from quantizer import Quantizer
@@ -51,23 +52,44 @@ def test_a_missing_library_names_the_extra(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_missing_folder(mlp: Prepared, tmp_path: Path) -> None:
-    quantizer, frozen, x = mlp
-    with pytest.raises(ExportError, match=r"the folder .*/none does not exist; make it first"):
-        quantizer.export(frozen, tmp_path / "none" / "m.onnx", x)
+PLACES = [
+    ("none/m.onnx", r"the folder .*/none does not exist; make it first"),
+    ("file/m.onnx", r"the folder .*/file is no folder"),
+    (".", "is a folder; expected the name of a file, such as model.onnx"),
+    ("", "the path to write to is empty|is a folder"),
+    ("nowhere", "is a link to none, which does not exist"),
+    ("n" * 300, "File name too long"),
+    ("/dev/null", "is a device, a pipe or a socket"),
+]
 
 
-def test_a_file_in_the_place_of_the_folder(mlp: Prepared, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("place", "words"), PLACES, ids=[words for _, words in PLACES])
+def test_where_no_file_can_be(
+    mlp: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, words: str
+) -> None:
     quantizer, frozen, x = mlp
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ExportError, match=r"the folder .*/file is no folder"):
-        quantizer.export(frozen, tmp_path / "file" / "m.onnx", x)
+    (tmp_path / "nowhere").symlink_to("none")
+    # Before the export: the model is not run.
+    monkeypatch.delattr(torch.onnx, "export")
+    with pytest.raises(ExportError, match=words):
+        quantizer.export(frozen, tmp_path if place == "." else place, x)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "nowhere"]
 
 
-def test_a_folder_in_the_place_of_the_file(mlp: Prepared, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("opset", "words"),
+    [
+        (13, "scales need opset 19 or later"),
+        (18, "scales need opset 19 or later"),
+        (99, "the exporter cannot write it"),
+    ],
+)
+def test_an_opset_that_cannot_be(mlp: Prepared, tmp_path: Path, opset: int, words: str) -> None:
     quantizer, frozen, x = mlp
-    with pytest.raises(ExportError, match=r"is a folder; expected the name of a file, such as model.onnx"):
-        quantizer.export(frozen, tmp_path, x)
+    with pytest.raises(ExportError, match=f"opset={opset}: .*{words}"):
+        quantizer.export(frozen, tmp_path / "m.onnx", x, opset=opset)
     assert not list(tmp_path.iterdir())
 
 
@@ -133,21 +155,6 @@ def test_a_graph_that_the_checker_refuses(mlp: Prepared, tmp_path: Path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("opset", "message"),
-    [
-        (13, "scales need opset 19 or later"),
-        (18, "scales need opset 19 or later"),
-        (99, "the exporter cannot write it"),
-    ],
-)
-def test_an_opset_that_cannot_be(mlp: Prepared, tmp_path: Path, opset: int, message: str) -> None:
-    quantizer, frozen, x = mlp
-    with pytest.raises(ExportError, match=f"opset={opset}: .*{message}"):
-        quantizer.export(frozen, tmp_path / "m.onnx", x, opset=opset)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("example", [{}, {"z": torch.zeros(4, 32)}, torch.zeros(4, 7), None, (), "text"])
 def test_an_example_that_does_not_fit(mlp: Prepared, tmp_path: Path, example: Any) -> None:
     quantizer, frozen, _ = mlp
@@ -156,78 +163,26 @@ def test_an_example_that_does_not_fit(mlp: Prepared, tmp_path: Path, example: An
     assert not list(tmp_path.iterdir())
 
 
-class Branching(nn.Module):
+class Branching(nn.Linear):
     """Its way depends on the data, which no graph can hold."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-
     def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
+        y = super().forward(x)
         return y if y.sum() > 0 else -y
 
 
 def test_a_model_that_cannot_be_exported(tmp_path: Path) -> None:
-    model, x = Branching().eval(), torch.randn(4, 32)
+    model, x = Branching(32, 32).eval(), torch.randn(4, 32)
     quantizer = Quantizer(preset="plain", backend="openvino")
     quantizer.calibrate(model, [x])
-    with pytest.raises(
-        ExportError,
-        match=r"Branching cannot be exported: .*depends on the values of its inputs at .*test_export_errors",
-    ) as caught:
+    words = r"Branching cannot be exported: .*depends on the values of its inputs at .*test_export_errors"
+    with pytest.raises(ExportError, match=words) as caught:
         quantizer.export(quantizer.quantize(model), tmp_path / "m.onnx", x)
     assert "\x1b" not in str(caught.value)
     assert caught.value.__cause__ is not None
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_float_model_that_cannot_be_exported(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="Branching cannot be exported"):
-        export_onnx(Branching().eval(), tmp_path / "m.onnx", torch.randn(4, 32), opset=20, dtype=torch.float32)
+        export_onnx(model, tmp_path / "m.onnx", x, opset=20, dtype=torch.float32)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [
-        ("", "the path to write to is empty|is a folder"),
-        ("nowhere", "is a link to none, which does not exist"),
-        ("n" * 300, "File name too long"),
-        ("/dev/null", "is a device, a pipe or a socket"),
-    ],
-    ids=["empty", "dangling link", "long", "device"],
-)
-def test_where_no_file_can_be_is_told_before_the_export(
-    mlp: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, message: str
-) -> None:
-    quantizer, frozen, x = mlp
-    monkeypatch.setattr(onnx_file, "_export", lambda *_: pytest.fail("the model was exported"))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "nowhere").symlink_to("none")
-    with pytest.raises(ExportError, match=message):
-        quantizer.export(frozen, place, x)
-    assert [path.name for path in tmp_path.iterdir()] == ["nowhere"]
-
-
-def test_the_file_behind_a_link_is_replaced(mlp: Prepared, tmp_path: Path) -> None:
-    quantizer, frozen, x = mlp
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "m.onnx").write_text("before")
-    (tmp_path / "link.onnx").symlink_to("real/m.onnx")
-    quantizer.export(frozen, tmp_path / "link.onnx", x)
-    assert (tmp_path / "link.onnx").is_symlink()
-    assert (tmp_path / "real" / "m.onnx").read_bytes() != b"before"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.onnx", "real"]
-
-
-class _ThreeAxes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(nn.functional.scaled_dot_product_attention(x, x, x))
 
 
 @pytest.mark.promise(
@@ -235,7 +190,10 @@ class _ThreeAxes(nn.Module):
     "float model."
 )
 def test_fused_attention_of_three_axes_that_stays_float(tmp_path: Path) -> None:
-    model, x = _ThreeAxes().eval(), torch.randn(2, 6, 8)
+    model, x = (
+        net("self.head(nn.functional.scaled_dot_product_attention(x, x, x))", head=nn.Linear(8, 8)).eval(),
+        torch.randn(2, 6, 8),
+    )
     quantizer = Quantizer(preset="plain", backend="onnxruntime")
     quantizer.calibrate(model, [x])
     with pytest.raises(ExportError, match="only 4D query, key, and value are supported"):

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from helpers import ConvNet, Mlp, Snapshot, batch, needs_exact_byte_products, tiny
+from onnx_graphs import plain_session
 from torch import Tensor, nn
+from toy_nets import linear, net
 
 from quantizer import Quantizer
 from quantizer.check import check_file
@@ -318,14 +320,6 @@ def sqnr_db(reference: np.ndarray, other: np.ndarray) -> float:
     return float("inf") if noise == 0 else float(10 * np.log10((reference**2).sum() / noise))
 
 
-def _plain_session(path: Path) -> Any:
-    ort = pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 1
-    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-
 def _reference(frozen: nn.Module, inputs: Mapping[str, Tensor] | Tensor) -> list[np.ndarray]:
     with torch.no_grad():
         output = frozen(**inputs) if isinstance(inputs, Mapping) else frozen(inputs)
@@ -335,7 +329,7 @@ def _reference(frozen: nn.Module, inputs: Mapping[str, Tensor] | Tensor) -> list
 @pytest.mark.parametrize(("rows", "length"), [(1, 2), (4, 16), (7, 40)])
 def test_onnxruntime_computes_what_the_proxy_computes(bert_openvino: Exported, rows: int, length: int) -> None:
     inputs = batch("bert", padded=rows > 1, seed=9, rows=rows, length=length)
-    session = _plain_session(bert_openvino.path)
+    session = plain_session(bert_openvino.path)
     results = session.run(None, {name: value.numpy() for name, value in inputs.items()})
     mask = inputs["attention_mask"].bool().numpy()
     hidden, pooled = _reference(bert_openvino.frozen, inputs)
@@ -357,7 +351,7 @@ def test_openvino_computes_what_the_proxy_computes(bert_openvino: Exported, rows
 
 def test_a_half_file_computes_what_the_proxy_computes(bert_rtx: Exported) -> None:
     inputs = batch("bert", padded=True, seed=9, rows=4, length=16)
-    results = _plain_session(bert_rtx.path).run(None, {name: value.numpy() for name, value in inputs.items()})
+    results = plain_session(bert_rtx.path).run(None, {name: value.numpy() for name, value in inputs.items()})
     mask = inputs["attention_mask"].bool().numpy()
     hidden, pooled = _reference(bert_rtx.frozen, inputs)
     assert sqnr_db(hidden[mask], results[0][mask]) > 35
@@ -370,7 +364,7 @@ def test_convolutions_compute_what_the_proxy_computes(conv: Exported) -> None:
     for rows in (1, 5):
         x = torch.randn(rows, 3, 16, 16, generator=torch.Generator().manual_seed(3))
         (expected,) = _reference(conv.frozen, x)
-        (result,) = _plain_session(conv.path).run(None, {"x": x.numpy()})
+        (result,) = plain_session(conv.path).run(None, {"x": x.numpy()})
         assert sqnr_db(expected, result) > 100
         if importlib.util.find_spec("openvino"):
             (result,) = load_engine("openvino", conv.path)({"x": x.numpy()}).values()
@@ -411,7 +405,7 @@ def test_forms_of_an_example(mlp: Prepared, tmp_path: Path, form: str) -> None:
     path = quantizer.export(frozen, tmp_path / "m.onnx", example)
     assert path == tmp_path / "m.onnx"
     other = torch.randn(9, 32)
-    (result,) = _plain_session(path).run(None, {"x": other.numpy()})
+    (result,) = plain_session(path).run(None, {"x": other.numpy()})
     assert sqnr_db(_reference(frozen, other)[0], result) > 100
 
 
@@ -469,7 +463,7 @@ def test_a_model_in_train_mode_is_exported_in_eval_mode(tmp_path: Path) -> None:
     quantizer.calibrate(model, [x])
     frozen = quantizer.quantize(model)
     expected = _reference(frozen, x)[0]
-    (result,) = _plain_session(quantizer.export(frozen.train(), tmp_path / "m.onnx", x)).run(None, {"x": x.numpy()})
+    (result,) = plain_session(quantizer.export(frozen.train(), tmp_path / "m.onnx", x)).run(None, {"x": x.numpy()})
     assert sqnr_db(expected, result) > 100
 
 
@@ -490,24 +484,16 @@ def test_a_model_of_another_type_whose_weights_are_all_stored(dtype: torch.dtype
     frozen = quantizer.quantize(model)
     assert not any(parameter.is_floating_point() for _, parameter in frozen.named_parameters())
     path = quantizer.export(frozen, tmp_path / "m.onnx", x)
-    (result,) = _plain_session(path).run(None, {"input": x.float().numpy()})
+    (result,) = plain_session(path).run(None, {"input": x.float().numpy()})
     with torch.no_grad():
         assert sqnr_db(frozen(x).float().numpy(), result) > 30
-
-
-def test_a_float_model_for_comparison(mlp: Prepared, tmp_path: Path) -> None:
-    _, model, _, x = mlp
-    path = export_onnx(model, tmp_path / "float.onnx", x, opset=20, dtype=torch.float32)
-    assert not {n.op_type for n in onnx.load(path).graph.node} & {"QuantizeLinear", "DequantizeLinear"}
-    (result,) = _plain_session(path).run(None, {"x": x.numpy()})
-    assert sqnr_db(_reference(model, x)[0], result) > 100
 
 
 def test_a_float_model_is_exported_to_compare_with(tmp_path: Path) -> None:
     model, x = Mlp().eval(), torch.randn(4, 32)
     path = Quantizer(backend="openvino").export(model, tmp_path / "float.onnx", x)
     assert not {n.op_type for n in onnx.load(path).graph.node} & {"QuantizeLinear", "DequantizeLinear"}
-    (result,) = _plain_session(path).run(None, {"x": x.numpy()})
+    (result,) = plain_session(path).run(None, {"x": x.numpy()})
     assert sqnr_db(_reference(model, x)[0], result) > 100
 
 
@@ -551,20 +537,18 @@ def test_an_input_that_comes_through_kwargs_has_dynamic_axes(tmp_path: Path) -> 
     assert inputs == {"x": [2, "rows", 4], "mask": [2, "rows"]}
 
 
-class TwoSequences(nn.Module):
+def two_sequences() -> nn.Module:
     """An encoder's tokens and a decoder's, whose lengths have nothing to do with each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(16, 32)
-        self.layer = nn.Linear(32, 32)
-
-    def forward(self, ids: Tensor, decoder_ids: Tensor) -> Tensor:
-        return self.layer(self.table(decoder_ids) + self.table(ids).mean(1, keepdim=True))
+    return net(
+        "self.layer(self.table(decoder_ids) + self.table(ids).mean(1, keepdim=True))",
+        "ids, decoder_ids",
+        table=nn.Embedding(16, 32),
+        layer=linear(),
+    )
 
 
 def test_sequences_of_two_lengths_are_two_dimensions(tmp_path: Path) -> None:
-    model = TwoSequences().eval()
+    model = two_sequences().eval()
     generator = torch.Generator().manual_seed(0)
     data, other = (
         {

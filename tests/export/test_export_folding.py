@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import batch, tiny
+from onnx_graphs import computed, node_by_node
 from torch import Tensor, nn
 
 from quantizer import Quantizer
@@ -42,13 +43,9 @@ def graph(nodes: str, outputs: str = "") -> Any:
     return ir.from_proto(onnx.shape_inference.infer_shapes(proto))
 
 
-def computed(model: Any) -> list[np.ndarray]:
-    reference = pytest.importorskip("onnx.reference", reason="exporting needs enginequant[onnx]")
-    proto = ir.to_proto(model)
-    onnx.checker.check_model(proto)
+def values_of(model: Any) -> list[np.ndarray]:
     u = np.array([[0.3, -1.0, 2.0], [1.5, 0.2, -0.7]], np.float32)
-    x = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
-    return reference.ReferenceEvaluator(proto).run(None, {"x": x, "u": u})
+    return computed(model, x=np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4), u=u)
 
 
 def multiplications(model: Any) -> int:
@@ -92,7 +89,7 @@ def test_factors_that_fold(nodes: str) -> None:
     assert entry.run(model) == 0
     assert multiplications(model) == before - 1
     assert "f" not in model.graph.initializers
-    for old, new in zip(computed(graph(nodes)), computed(model), strict=True):
+    for old, new in zip(values_of(graph(nodes)), values_of(model), strict=True):
         assert np.allclose(old, new, atol=1e-6)
         assert np.ptp(new) > 0.5
 
@@ -104,7 +101,7 @@ def test_two_multiplications_in_a_row_both_fold() -> None:
     assert FoldChannelFactors().run(model) == 2
     assert FoldChannelFactors().ensures(model) is None
     assert multiplications(model) == 0
-    for old, new in zip(computed(graph(nodes)), computed(model), strict=True):
+    for old, new in zip(values_of(graph(nodes)), values_of(model), strict=True):
         assert np.allclose(old, new, atol=1e-6)
 
 
@@ -149,7 +146,7 @@ def test_constants_that_others_read_stay_theirs() -> None:
     nodes = "v = LayerNormalization (u, w, b) e = Mul (u, w)"
     model = graph(nodes, ", float[2, 3] e")
     assert FoldChannelFactors().run(model) == 1
-    assert np.allclose(computed(model)[1], computed(graph(nodes, ", float[2, 3] e"))[1])
+    assert np.allclose(values_of(model)[1], values_of(graph(nodes, ", float[2, 3] e"))[1])
 
 
 # -- exported models -----------------------------------------------------------------------------------------------
@@ -171,7 +168,6 @@ class Gated(nn.Module):
 
 def exported(model: nn.Module, inputs: Any, folder: Path) -> tuple[Any, Any, float]:
     """The exported graph, the frozen proxy's output, and the SQNR in dB of the file's first output against it."""
-    runtime = pytest.importorskip("onnxruntime", reason="running a file needs enginequant[onnxruntime]")
     q = Quantizer(
         preset="plain",
         backend="onnxruntime",
@@ -184,13 +180,8 @@ def exported(model: nn.Module, inputs: Any, folder: Path) -> tuple[Any, Any, flo
     with torch.no_grad():
         output = frozen(**inputs)[0] if isinstance(inputs, Mapping) else frozen(inputs)
     # Node by node, as what is tested is the file: an integer kernel may round a tie the other way.
-    options = runtime.SessionOptions()
-    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     values = list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
-    names = list(inputs) if isinstance(inputs, Mapping) else [session.get_inputs()[0].name]
-    given = dict(zip(names, (value.numpy() for value in values), strict=True))
-    found = torch.from_numpy(session.run(None, {entry.name: given[entry.name] for entry in session.get_inputs()})[0])
+    found = torch.from_numpy(node_by_node(path, *values)[0])
     noise = (found - output).double().square().sum().clamp(min=1e-30)
     return onnx.load(path).graph, frozen, float(10 * torch.log10(output.double().square().sum() / noise))
 

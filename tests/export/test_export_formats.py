@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onnx_graphs import node_by_node, operators
 from torch import Tensor, nn
 
 from quantizer.errors import ExportError
@@ -19,7 +20,7 @@ from quantizer.plan.targets import profile
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
-ort = pytest.importorskip("onnxruntime", reason="running ONNX needs enginequant[onnxruntime]")
+pytest.importorskip("onnxruntime", reason="running ONNX needs enginequant[onnxruntime]")
 
 AXES = {"x": {0: "rows"}}
 GRANULARITIES = [(None, None), (1, None), (-1, 4)]
@@ -40,21 +41,8 @@ class Rounded(nn.Module):
         return fake_quantize(x, *where), dequantize(quantize(x, *where), *where)
 
 
-def run(path: Path, *inputs: Tensor) -> list[Any]:
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    names = [entry.name for entry in session.get_inputs()]
-    results: list[Any] = session.run(None, dict(zip(names, (x.numpy() for x in inputs), strict=True)))
-    return results
-
-
 def initializers(path: Path) -> dict[str, Any]:
     return {item.name: item for item in onnx.load(path).graph.initializer}
-
-
-def operators(path: Path) -> list[str]:
-    return [node.op_type for node in onnx.load(path).graph.node]
 
 
 @pytest.mark.parametrize("dtype", sorted(QTYPES))
@@ -66,7 +54,7 @@ def test_a_file_computes_what_the_functions_compute(
     model, x = Rounded(dtype, axis, block_size, torch.float32), torch.randn(4, 8) * 5
     axes = AXES if block_size is None else {}
     export_onnx(model, tmp_path / "m.onnx", {"x": x}, opset=opset, dtype=torch.float32, axes=axes)
-    for expected, got in zip(model(x), run(tmp_path / "m.onnx", x), strict=True):
+    for expected, got in zip(model(x), node_by_node(tmp_path / "m.onnx", x), strict=True):
         assert np.array_equal(expected.numpy(), got)
     assert operators(tmp_path / "m.onnx").count("QuantizeLinear") in (1, 2)
     assert "ConstantOfShape" not in operators(tmp_path / "m.onnx")
@@ -77,7 +65,7 @@ def test_a_file_computes_what_the_functions_compute(
 def test_scales_of_another_type_lose_nothing(dtype: torch.dtype, scale: torch.dtype, tmp_path: Path) -> None:
     model, x = Rounded("int8", None, None, scale), (torch.randn(4, 8) * 5).to(dtype)
     export_onnx(model, tmp_path / "m.onnx", {"x": x}, opset=20, dtype=dtype, axes=AXES)
-    for expected, got in zip(model.to(dtype)(x), run(tmp_path / "m.onnx", x), strict=True):
+    for expected, got in zip(model.to(dtype)(x), node_by_node(tmp_path / "m.onnx", x), strict=True):
         assert expected.numpy().dtype == got.dtype
         assert np.array_equal(expected.numpy(), got)
 
@@ -95,7 +83,7 @@ def test_a_scale_of_dynamic_shape(tmp_path: Path) -> None:
     )
     for rows in (1, 7):
         x = torch.randn(rows, 8)
-        assert np.array_equal(run(tmp_path / "m.onnx", x)[0], ScaleOfTheRow()(x).numpy())
+        assert np.array_equal(node_by_node(tmp_path / "m.onnx", x)[0], ScaleOfTheRow()(x).numpy())
 
 
 @pytest.mark.parametrize(
@@ -152,7 +140,7 @@ def test_a_weight_is_stored_in_its_format(
     read = {name for node in onnx.load(tmp_path / "m.onnx").graph.node for name in node.input}
     assert set(initializers(tmp_path / "m.onnx")) <= read
     assert len(weights[0].raw_data) == 64 * 48 * QTYPES[dtype].bits // 8
-    got = run(tmp_path / "m.onnx", x)[0]
+    got = node_by_node(tmp_path / "m.onnx", x)[0]
     assert np.allclose(expected.numpy(), got, rtol=1e-5, atol=1e-5)
 
 
@@ -168,7 +156,7 @@ def test_only_int8_of_one_scale_is_stored_unsigned(tmp_path: Path) -> None:
             axes=AXES,
             target=profile("onnxruntime"),
         )
-        for expected, got in zip(model(x), run(tmp_path / "m.onnx", x), strict=True):
+        for expected, got in zip(model(x), node_by_node(tmp_path / "m.onnx", x), strict=True):
             assert np.array_equal(expected.numpy(), got)
         zeros = {item.data_type for item in initializers(tmp_path / "m.onnx").values() if not item.dims}
         assert (onnx.TensorProto.UINT8 in zeros) == (dtype == "int8")
@@ -176,4 +164,4 @@ def test_only_int8_of_one_scale_is_stored_unsigned(tmp_path: Path) -> None:
     export_onnx(
         model, tmp_path / "m.onnx", {"x": x}, opset=20, dtype=torch.float32, axes=AXES, target=profile("onnxruntime")
     )
-    assert np.array_equal(model(x)[0].numpy(), run(tmp_path / "m.onnx", x)[0])
+    assert np.array_equal(model(x)[0].numpy(), node_by_node(tmp_path / "m.onnx", x)[0])

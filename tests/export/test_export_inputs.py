@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onnx_graphs import plain_session
 from torch import Tensor, nn
 from torch.utils import _pytree
 
@@ -87,9 +88,7 @@ def _agrees(model: nn.Module, example: tuple[Any, ...], others: tuple[Any, ...],
     quantizer.calibrate(model.eval(), [example], progress=False)
     proxy = quantizer.quantize(model)
     quantizer.export(proxy, path, example)
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    session = plain_session(path)
     half = backend == "tensorrt"
     for inputs in (example, others):
         leaves = [leaf.half() if half else leaf for leaf in _pytree.tree_leaves(inputs)]

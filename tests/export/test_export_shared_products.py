@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onnx_graphs import node_by_node
 from torch import Tensor, nn
+from toy_nets import net
 
 from quantizer import Quantizer
 from quantizer.check import check_file
@@ -20,7 +22,7 @@ from quantizer.plan.targets import profile
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")
-ort = pytest.importorskip("onnxruntime", reason="computing a file needs enginequant[onnxruntime]")
+pytest.importorskip("onnxruntime", reason="computing a file needs enginequant[onnxruntime]")
 
 C = 16
 ROWS = 3
@@ -145,12 +147,6 @@ WRONG = [
 def decibels(right: np.ndarray, found: np.ndarray) -> float:
     error = float(np.square(right.astype(np.float64) - found).sum())
     return float(10 * np.log10(np.square(right.astype(np.float64)).sum() / max(error, 1e-30)))
-
-
-def node_by_node(path: Path, x: np.ndarray) -> list[np.ndarray]:
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return list(ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]).run(None, {"x": x}))
 
 
 def nearness(file: File, readers: Readers, folder: Path, *, apart: bool, rows: int = ROWS) -> float:
@@ -286,17 +282,14 @@ def test_a_product_that_is_an_output_keeps_its_name(tmp_path: Path) -> None:
     assert UnsharedProducts().run(model) == 0
 
 
-class Gated(nn.Module):
+def gated() -> nn.Module:
     """Two convolutions, concatenated and convolved again, with one of them beside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = (nn.Conv2d(C, C, 3, padding=1, bias=False) for _ in range(2))
-        self.both = nn.Conv2d(2 * C, C, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        left = self.left(x)
-        return self.both(torch.cat([left, self.right(x)], 1)) * torch.sigmoid(left)
+    return net(
+        "left = self.left(x); return self.both(torch.cat([left, self.right(x)], 1)) * torch.sigmoid(left)",
+        left=nn.Conv2d(C, C, 3, padding=1, bias=False),
+        right=nn.Conv2d(C, C, 3, padding=1, bias=False),
+        both=nn.Conv2d(2 * C, C, 1, bias=False),
+    )
 
 
 class OneMore(nn.Module):
@@ -314,7 +307,7 @@ class OneMore(nn.Module):
 
 
 @pytest.mark.usefixtures("exact_byte_products")
-@pytest.mark.parametrize(("made", "shape"), [(Gated, (C, 8, 8)), (OneMore, (8, 32))])
+@pytest.mark.parametrize(("made", "shape"), [(gated, (C, 8, 8)), (OneMore, (8, 32))])
 def test_engines_are_right_at_all_sizes(made: type[nn.Module], shape: tuple[int, ...], tmp_path: Path) -> None:
     pytest.importorskip("openvino", reason="needs enginequant[openvino]")
     torch.manual_seed(0)
@@ -335,22 +328,19 @@ def test_the_target_asks_for_it() -> None:
     assert [name for name in ("openvino", "onnxruntime", "tensorrt") if profile(name).unshared_products] == ["openvino"]
 
 
-class Steps(nn.Module):
+def steps() -> nn.Module:
     """A convolution over one of three axes of places, of which the others are taken out again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv3d(32, 32, (3, 1, 1), padding=(1, 0, 0), bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.convolution(x.mT[..., None, None]).relu()[..., 0, 0].mT
+    return net(
+        "self.convolution(x.mT[..., None, None]).relu()[..., 0, 0].mT",
+        convolution=nn.Conv3d(32, 32, (3, 1, 1), padding=(1, 0, 0), bias=False),
+    )
 
 
 @pytest.mark.usefixtures("exact_byte_products")
 def test_indices_behind_a_convolution_keep_the_axes_that_openvino_needs(tmp_path: Path) -> None:
     pytest.importorskip("openvino", reason="needs enginequant[openvino]")
     torch.manual_seed(0)
-    model, x = Steps().eval(), torch.randn(32, 8, 32)
+    model, x = steps().eval(), torch.randn(32, 8, 32)
     quantizer = Quantizer(backend="openvino", preset="plain")
     quantizer.calibrate(model, [x])
     frozen = quantizer.quantize(model)

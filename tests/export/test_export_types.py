@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from onnx_graphs import operators
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -129,10 +130,6 @@ def called(model: nn.Module, batch: Any) -> Tensor:
 def sqnr(right: Tensor, found: Tensor) -> float:
     error = (right.double() - found.double()).square().sum()
     return float(10 * torch.log10(right.double().square().sum() / error)) if error else math.inf
-
-
-def operators(path: Path) -> list[str]:
-    return [node.op_type for node in onnx.load(path).graph.node]
 
 
 @pytest.mark.parametrize("name", MADE)

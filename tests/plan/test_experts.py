@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from toy_nets import net
 
 from quantizer import Quantizer
 from quantizer.check import check_file
@@ -186,20 +187,14 @@ class Mixture(nn.Module):
         return F.grouped_mm(x[order // index.shape[1]], self.experts.up.transpose(-2, -1), offs=ends)
 
 
-class Routed(nn.Module):
+def routed() -> nn.Module:
     """A mixture behind a router that sends all to the first two experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixture = Mixture()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mixture(x, torch.zeros(len(x), 2, dtype=torch.long) + torch.arange(2))
+    return net("self.mixture(x, torch.zeros(len(x), 2, dtype=torch.long) + torch.arange(2))", mixture=Mixture())
 
 
 @pytest.mark.parametrize(("all_experts", "unreached"), [(False, 2), (True, 0)])
 def test_all_experts_see_every_token(all_experts: bool, unreached: int) -> None:
-    model = Routed()
+    model = routed()
     quantizer = Quantizer(backend="openvino", preset="plain", activations={"all_experts": all_experts})
     rows = [{"x": batch(seed)["x"]} for seed in (1, 2)]
     calib = quantizer.calib(model)

@@ -12,7 +12,7 @@ from calibrated import make_calibrated
 from helpers import Mlp
 
 from quantizer import Quantizer
-from quantizer.errors import CalibrationError, QuantizerError
+from quantizer.errors import QuantizerError
 from quantizer.numerics.torch_operators import fake_quantize
 from quantizer.plan.histograms import noisiest
 
@@ -167,8 +167,3 @@ def test_a_loaded_quantizer_has_none(tmp_path: Path) -> None:
     q.save(tmp_path / "saved")
     with pytest.raises(QuantizerError, match=r"was loaded; calib\(model, resume=True\) brings back"):
         Quantizer.load(tmp_path / "saved").histogram(INPUT)
-
-
-def test_nothing_calibrated() -> None:
-    with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
-        Quantizer(preset="plain").histogram(INPUT)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from toy_nets import net
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationWarning
@@ -79,14 +80,12 @@ _SHARES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-class _Gate(nn.Module):
+def _gate() -> nn.Module:
     """A tensor times its hard sigmoid, as MobileNetV3 has it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * nn.functional.hardsigmoid(x)
+    return net("x * nn.functional.hardsigmoid(x)")
 
 
-_SHARES["gate"] = _Gate, "HardSigmoid"
+_SHARES["gate"] = _gate, "HardSigmoid"
 
 
 def test_a_gate_that_nothing_multiplies_by_is_not_rounded(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,13 @@ def off_equals_float(drawn: DrawnModel, folder: Path) -> None:
         assert proxy.training == mode
         assert_same(_step(drawn, model, proxy), _step(drawn, twin, twin))
         assert list(proxy.state_dict()) == list(twin.state_dict())
+        assert [id(parameter) for parameter in proxy.parameters()] == [
+            id(parameter) for parameter in model.parameters()
+        ]
+        for path, module in model.named_modules():
+            stands_for_it = proxy.get_submodule(path)
+            assert isinstance(stands_for_it, type(module))
+            assert str(type(stands_for_it)) == str(type(module))
 
 
 def _plain_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -250,6 +258,38 @@ def copies_are_the_same(drawn: DrawnModel, folder: Path) -> None:
                 assert_same(_outputs(drawn, one), expected)
             except AssertionError as error:
                 raise AssertionError(f"a copy of {name}() differs: {error}") from error
+            assert not {id(parameter) for parameter in one.parameters()} & {id(own) for own in model.parameters()}
+        state = {key: value.clone() for key, value in proxy.state_dict().items()}
+        for parameter in one.parameters():
+            parameter.data.zero_()
+        one.load_state_dict(state)
+        assert_same(_outputs(drawn, one), expected)
+
+
+def _output_or_error(drawn: DrawnModel, model: nn.Module) -> Any:
+    try:
+        return _outputs(drawn, model)
+    except RuntimeError as error:
+        # A type that forward writes out does not go with another one, in the original either.
+        return type(error).__name__
+
+
+def casts_are_the_proxys_own(drawn: DrawnModel, folder: Path) -> None:
+    """A cast or a mode of a proxy, or of any part of it, does not reach the model, and the cast model is computed."""
+    model = drawn.model()
+    quantizer, before = _calibrated(drawn, model), Snapshot.of(model)
+    other = torch.float32 if drawn.dtype is torch.float64 else torch.float64
+    for make in (quantizer.proxy, quantizer.quantize):
+        for part in ("", *(name for name, _ in model.named_children())):
+            proxy = make(model)
+            assert proxy.to(drawn.dtype) is proxy
+            proxy.train(not model.training).get_submodule(part).to(other)
+            if _has_parameters(proxy.get_submodule(part)):
+                for parameter in proxy.parameters():
+                    parameter.data.zero_()
+            before.assert_unchanged(model)
+    cast, its_data = copy.deepcopy(model).to(other), replace(drawn, dtype=other)
+    assert_same(_output_or_error(its_data, quantizer.proxy(model).to(other)), _output_or_error(its_data, cast))
 
 
 def _through_torch(proxy: nn.Module) -> nn.Module:
@@ -329,6 +369,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     resuming_is_nothing,
     saved_is_the_same,
     copies_are_the_same,
+    casts_are_the_proxys_own,
     qat_equals_quantize,
     coverage_counts_all_products,
     another_backend_is_one_of_its_own,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from toy_nets import linear, net
 
 from quantizer import Quantizer
 
@@ -18,121 +17,59 @@ CATALOGUE = "the operation is not in the catalogue"
 TEXT = "source that cannot be rewritten"
 
 
-class Net(nn.Module):
-    """A linear of its own behind a product that ``call`` makes."""
+OPERATOR = "torch.ops.aten._addmm_activation(rows.new_zeros(rows.shape[1]), rows, self.weight).view_as(x)"
+CALLS = {
+    "self.projected(x)": "forward: self.projected is a functools.partial of linear",
+    "self.nested(input=x)": "forward: self.nested is a functools.partial of linear",
+    "projected = functools.partial(F.linear, weight=self.weight); x = projected(x)": "projected is a functools.partial",
+    "functools.partial(F.linear, weight=self.weight)(x)": "is a functools.partial of linear",
+    "self.attend(x, x, x)": "self.attend is a functools.partial of scaled_dot_product_attention",
+    "self.multiply(x, self.weight)": "self.multiply is an attribute that holds matmul",
+    "self.mm(x, self.weight)": "self.mm is an attribute that holds matmul",
+    "self.table['multiply'](x, self.weight)": "self.table['multiply'] is an expression that gives matmul",
+    "multiply = torch.matmul; x = multiply(x, self.weight)": "multiply is a local name for matmul",
+    "getattr(F, 'linear')(x, self.weight)": "is an expression that gives linear",
+    "next(map(self.projected, [x]))": "next: what that calls is known only when it runs",
+    f"rows = x.flatten(0, 1); x = {OPERATOR}": "forward: torch.ops.aten._addmm_activation",
+}
+
+
+class OfGlobal(nn.Module):
+    """A product by a name of the file."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.weight = nn.Parameter(torch.randn(32, 32))
         self.last = nn.Linear(32, 32)
-        self.projected = partial(functional.linear, weight=self.weight)
-        self.nested = partial(partial(functional.linear), weight=self.weight)
-        self.multiply = torch.matmul
-        self.mm = torch.matmul  # the name of another operation
-        self.attend = partial(functional.scaled_dot_product_attention, is_causal=True)
-        self.table: dict[str, Callable[..., Tensor]] = {"multiply": torch.matmul}
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.call(x))
-
-    def call(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        return self.last(MULTIPLY(x, self.weight))
 
 
-class OfAttribute(Net):
-    def call(self, x: Tensor) -> Tensor:
-        return self.projected(x)
+def _calling(call: str) -> nn.Module:
+    weight = nn.Parameter(torch.randn(32, 32))
+    return net(
+        f"{call}; return self.last(x)" if "; x = " in call else f"self.last({call})",
+        last=linear(),
+        weight=weight,
+        projected=partial(functional.linear, weight=weight),
+        nested=partial(partial(functional.linear), weight=weight),
+        multiply=torch.matmul,
+        mm=torch.matmul,  # the name of another operation
+        attend=partial(functional.scaled_dot_product_attention, is_causal=True),
+        table={"multiply": torch.matmul},
+    )
 
 
-class OfNested(Net):
-    def call(self, x: Tensor) -> Tensor:
-        return self.nested(input=x)
-
-
-class OfGlobal(Net):
-    def call(self, x: Tensor) -> Tensor:
-        return MULTIPLY(x, self.weight)
-
-
-class OfLocal(Net):
-    def call(self, x: Tensor) -> Tensor:
-        projected = partial(functional.linear, weight=self.weight)
-        return projected(x)
-
-
-class AtOnce(Net):
-    def call(self, x: Tensor) -> Tensor:
-        return partial(functional.linear, weight=self.weight)(x)
-
-
-class OfAttention(Net):
-    def call(self, x: Tensor) -> Tensor:
-        return self.attend(x, x, x)
-
-
-class Held(Net):
-    def call(self, x: Tensor) -> Tensor:
-        return self.multiply(x, self.weight)
-
-
-class HeldAsAnother(Net):
-    def call(self, x: Tensor) -> Tensor:
-        return self.mm(x, self.weight)
-
-
-class Item(Net):
-    def call(self, x: Tensor) -> Tensor:
-        return self.table["multiply"](x, self.weight)
-
-
-class Local(Net):
-    def call(self, x: Tensor) -> Tensor:
-        multiply = torch.matmul
-        return multiply(x, self.weight)
-
-
-class ByName(Net):
-    def call(self, x: Tensor) -> Tensor:
-        return getattr(functional, "linear")(x, self.weight)  # noqa: B009 - what is tested
-
-
-class Unknown(Net):
-    def call(self, x: Tensor) -> Tensor:
-        return next(map(partial(functional.linear, weight=self.weight), [x]))
-
-
-class Operator(Net):
-    def call(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, 1)
-        return torch.ops.aten._addmm_activation(rows.new_zeros(rows.shape[1]), rows, self.weight).view_as(x)
-
-
-@pytest.mark.parametrize(
-    ("model", "reason", "detail"),
-    [
-        (OfAttribute, TEXT, "call: self.projected is a functools.partial of linear"),
-        (OfNested, TEXT, "call: self.nested is a functools.partial of linear"),
-        (OfGlobal, TEXT, "call: MULTIPLY is a functools.partial of matmul"),
-        (OfLocal, TEXT, "call: projected is a functools.partial of linear"),
-        (AtOnce, TEXT, "is a functools.partial of linear"),
-        (OfAttention, TEXT, "call: self.attend is a functools.partial of scaled_dot_product_attention"),
-        (Held, TEXT, "call: self.multiply is an attribute that holds matmul"),
-        (HeldAsAnother, TEXT, "call: self.mm is an attribute that holds matmul"),
-        (Item, TEXT, "call: self.table['multiply'] is an expression that gives matmul"),
-        (Local, TEXT, "call: multiply is a local name for matmul"),
-        (ByName, TEXT, "is an expression that gives linear"),
-        (Unknown, TEXT, "call: next: what that calls is known only when it runs"),
-        (Operator, CATALOGUE, "call: torch.ops.aten._addmm_activation"),
-    ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "",
-)
-def test_the_reason_says_what_hides_the_product(model: Any, reason: str, detail: str) -> None:
-    net, x = model().eval(), torch.randn(4, 6, 32)
+@pytest.mark.parametrize("call", [*CALLS, "a global name"])
+def test_the_reason_says_what_hides_the_product(call: str) -> None:
+    model, x = (OfGlobal() if call == "a global name" else _calling(call)).eval(), torch.randn(4, 6, 32)
     q = Quantizer(preset="plain", backend="openvino")
     with torch.no_grad():
-        assert torch.equal(q.calib(net)(x), net(x))
+        assert torch.equal(q.calib(model)(x), model(x))
     (escaped, *others) = q.coverage.escaped
+    reason = CATALOGUE if "torch.ops" in call else TEXT
+    detail = CALLS.get(call, "forward: MULTIPLY is a functools.partial of matmul")
     assert (escaped.reason, detail in escaped.detail) == (reason, True), escaped
     assert all(other.reason == escaped.reason for other in others)
     assert {row.name: row.quantized for row in q.coverage.rows} == {"last.forward.linear_0": True}

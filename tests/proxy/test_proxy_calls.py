@@ -16,7 +16,7 @@ import torch
 from calibrated import make_calibrated
 from onnx import numpy_helper
 from torch import Tensor, nn
-from torch.nn import functional as F
+from toy_nets import net
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
@@ -317,17 +317,15 @@ def test_training_moves_the_scale_of_each_call(kind: Any) -> None:
     ids=["auto", "output", "smooth", "gptq", "reconstruct"],
 )
 def test_choices_by_running_batches_are_of_each_call(settings: dict[str, Any]) -> None:
-    class Stages(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.shared = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    def stages() -> nn.Module:
+        torch.manual_seed(0)
+        return net(
+            "x = self.first(x); return (self.shared(x), F.normalize(self.shared(x / 20)))",
+            first=nn.Linear(8, 8),
+            shared=nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)),
+        )
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            x = self.first(x)
-            return self.shared(x), F.normalize(self.shared(x / 20))
-
-    model, batches = Stages().eval(), rows(4, 32, 8)
+    model, batches = stages().eval(), rows(4, 32, 8)
     q = make_calibrated(model, batches, backend="openvino", **settings)
     assert min(of(model, q.quantize(model), batches[0])) > 30
     assert scale_of(q, "shared.0.forward.linear_0.input").shape == (2,)

@@ -17,6 +17,7 @@ from helpers import Snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
+from toy_nets import linear, net
 
 from quantizer import Quantizer
 from quantizer.engines import load_engine
@@ -52,11 +53,9 @@ class Masked(nn.Linear):
         return F.linear(x, self.made(), self.bias)
 
 
-class Symmetric(nn.Module):
+def symmetric() -> nn.Module:
     """A parametrization."""
-
-    def forward(self, w: Tensor) -> Tensor:
-        return w.triu() + w.triu(1).transpose(-1, -2)
+    return net("w.triu() + w.triu(1).transpose(-1, -2)", "w")
 
 
 def _materialized(layer: nn.Module) -> nn.Module:
@@ -71,7 +70,7 @@ def _materialized(layer: nn.Module) -> nn.Module:
 
 def _registered() -> nn.Module:
     linear = nn.Linear(32, 32)
-    parametrize.register_parametrization(linear, "weight", Symmetric())
+    parametrize.register_parametrization(linear, "weight", symmetric())
     return linear
 
 
@@ -203,21 +202,19 @@ def test_a_mask_that_changed_is_told_and_ends_chosen_codes(tmp_path: Path) -> No
             assert float(error.square().mean()) < 1e-3 * float(model(x).square().mean())
 
 
-class Tables(nn.Module):
+def tables() -> nn.Module:
     """Looks up rows of a computed table, and blurs with a kernel that is a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(9, 32))
-        self.register_buffer("blur", torch.rand(32, 1, 3))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.conv1d(F.embedding(ids, F.normalize(self.table)).mT, self.blur, groups=32)
+    return net(
+        "F.conv1d(F.embedding(ids, F.normalize(self.table)).mT, self.blur, groups=32)",
+        "ids",
+        table=nn.Parameter(torch.randn(9, 32)),
+        blur=torch.rand(32, 1, 3),
+    )
 
 
 def test_computed_tables_and_buffers_are_weights() -> None:
     torch.manual_seed(0)
-    model, ids = Tables().eval(), torch.randint(0, 9, (8, 16))
+    model, ids = tables().eval(), torch.randint(0, 9, (8, 16))
     q = make_calibrated(model, [ids], backend="onnxruntime", sites={"embedding": True})
     # A convolution has a site for its result beside it.
     products = [site for site in q.plan.values() if site.kind != "output"]
@@ -323,22 +320,19 @@ def test_a_computed_weight_with_nan_is_an_error() -> None:
         make_calibrated(model, [X])
 
 
-class Positions(nn.Module):
+def positions_net() -> nn.Module:
     """Projects a table of its own and multiplies by it, as relative positions do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(64, 32))
-        self.norm = nn.LayerNorm(32)
-        self.key = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.key(self.norm(self.table)[:40]).mT
+    return net(
+        "x @ self.key(self.norm(self.table)[:40]).mT",
+        table=nn.Parameter(torch.randn(64, 32)),
+        norm=nn.LayerNorm(32),
+        key=linear(),
+    )
 
 
 def test_the_input_of_a_layer_is_an_activation_even_if_it_is_a_parameter() -> None:
     torch.manual_seed(0)
-    model = Positions().eval()
+    model = positions_net().eval()
     q = make_calibrated(model, [X], backend="openvino")
     assert [(site.kind, [o.role for o in site.operands]) for site in q.plan.values()] == [
         ("linear", ["activation", "weight"]),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import ConvNet, Mlp, assert_same
 from torch import Tensor, nn
+from toy_nets import net
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError, ConfigError
@@ -42,12 +43,6 @@ def test_a_linear_rounds_by_the_values_of_each_call() -> None:
     # Ten times what calibration saw: nothing is clipped.
     for x in (rows(1), rows(2, size=10)):
         assert_same(frozen(x), nn.functional.linear(fake_quantize_dynamic(x), values, model[0].bias))
-
-
-def test_without_quantizers_it_is_the_model() -> None:
-    model = Mlp().eval()
-    quantizer = dynamic(model)
-    assert_same(quantizer.calib(model)(rows(3)), model(rows(3)))
 
 
 def test_one_batch_of_anything_is_enough() -> None:
@@ -85,21 +80,19 @@ def test_a_backend_without_kernels_refuses(backend: str) -> None:
         dynamic(model).for_backend(backend)
 
 
-class Blocks(nn.Module):
+def blocks_net() -> nn.Module:
     """Linears with 128 and with 96 input channels, and a product with its weight first: [rows, 128] to [rows, 96]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.whole, self.broken = nn.Linear(128, 96), nn.Linear(96, 96)
-        self.first = nn.Parameter(torch.randn(96, 96) / 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.broken((self.first @ torch.tanh(self.whole(x)).t()).t())
+    torch.manual_seed(0)
+    return net(
+        "self.broken((self.first @ torch.tanh(self.whole(x)).t()).t())",
+        whole=nn.Linear(128, 96),
+        broken=nn.Linear(96, 96),
+        first=nn.Parameter(torch.randn(96, 96) / 10),
+    )
 
 
 def test_blocks_of_neighbours_where_the_engine_takes_them() -> None:
-    model = Blocks().eval()
+    model = blocks_net().eval()
     x = torch.randn(12, 128, generator=torch.Generator().manual_seed(1))
     quantizer = dynamic(model, x, backend="openvino")
     reasons = {path.partition(".")[0]: site.reason for path, site in quantizer.plan.items()}
@@ -118,14 +111,14 @@ def test_blocks_of_neighbours_where_the_engine_takes_them() -> None:
 
 
 def test_blocks_need_weights_of_8_bits() -> None:
-    model = Blocks().eval()
+    model = blocks_net().eval()
     rule = {"weights": "int4"}
     with pytest.raises(ConfigError, match=r"formats\[0\]: openvino has kernels for ranges at run time with weights in"):
         dynamic(model, torch.randn(2, 128), backend="openvino", formats=[rule]).quantize(model)
 
 
 def test_each_backend_rounds_in_its_own_way() -> None:
-    model = Blocks().eval()
+    model = blocks_net().eval()
     quantizer = dynamic(model, torch.randn(12, 128))
     other = quantizer.for_backend("openvino")
     assert {operand.block_size for operand in operands(quantizer)} == {None}

@@ -12,6 +12,7 @@ import torch
 from calibrated import make_calibrated
 from helpers import needs_exact_byte_products
 from torch import Tensor, nn
+from toy_nets import net
 
 from quantizer import Quantizer
 from quantizer.engines import BuildOptions, build_engine, load_engine
@@ -88,15 +89,10 @@ def test_the_last_rule_that_matches_decides_and_coverage_names_it() -> None:
 
 
 def test_a_rule_of_kinds_alone_takes_products_by_a_weight_for_linears() -> None:
-    class ByWeight(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.matmul(x, self.weight)
-
-    quantizer = calibrated(ByWeight().eval(), formats=[{"weights": "int4", "block_size": 8, "kinds": ["linear"]}])
+    quantizer = calibrated(
+        net("torch.matmul(x, self.weight)", weight=nn.Parameter(torch.randn(WIDTH, WIDTH))).eval(),
+        formats=[{"weights": "int4", "block_size": 8, "kinds": ["linear"]}],
+    )
     weight = operand(quantizer, "forward.matmul_0", "rhs")
     assert (weight.dtype, weight.axis, weight.block_size) == ("int4", 0, 8)
     assert weight.scale is not None

@@ -22,7 +22,6 @@ from nets import NETS
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.errors import ProxyError
 from quantizer.plan.reasons import ReasonCode
 
 X = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
@@ -445,22 +444,3 @@ def test_an_attribute_that_hides_a_static_method() -> None:
     model.step = torch.tanh  # type: ignore[method-assign]
     q = _check(model, "linear.forward.linear_0", "mix.matmul_0")
     assert set(_reasons(q).values()) == {"never ran in calibration"}
-
-
-# -- proxies of proxies --------------------------------------------------------------------------------------------
-
-
-def test_a_proxy_of_a_proxy_is_refused() -> None:
-    q = _quantizer()
-    model = nets.Products().eval()
-    proxies = [q.proxy(model), q.calib(model)]
-    proxies[1](X)
-    proxies.append(q.quantize(model))
-    for proxy in proxies:
-        with pytest.raises(ProxyError, match="this is a proxy already"):
-            Quantizer(preset="plain").proxy(proxy)
-        with pytest.raises(ProxyError, match="site_forward_linear_0 belongs to a proxy already"):
-            Quantizer(preset="plain").proxy(proxy.linear)  # type: ignore[arg-type]
-        with pytest.raises(ProxyError, match="1 belongs to a proxy already"):
-            Quantizer(preset="plain").proxy(nn.Sequential(nn.Linear(32, 32), proxy))
-    assert_same(q.proxy(model)(X), model(X))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from toy_nets import linear, net
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationWarning
@@ -180,17 +181,9 @@ def test_a_write_is_told_once() -> None:
 
 
 def test_an_input_that_is_given_twice_stays_one() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return self.a(x) + self.b(y)
-
     x = torch.randn(8, 32)
     q = Quantizer(backend="openvino", preset="plain")
-    q.calibrate(Two().eval(), [(x, x)], progress=False)
+    q.calibrate(net("self.a(x) + self.b(y)", "x, y", a=linear(), b=linear()).eval(), [(x, x)], progress=False)
     groups = {
         o.range_group for path in ("a", "b") for o in q.plan[f"{path}.forward.linear_0"].operands if o.name == "input"
     }
@@ -202,17 +195,12 @@ def test_what_a_caller_gives_to_be_filled_is_filled() -> None:
         def __init__(self) -> None:
             self.states: list[Tensor] = []
 
-    class Fills(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(32, 32)
-
-        def forward(self, x: Tensor, cache: Cache) -> Tensor:
-            cache.states.append(self.linear(x))
-            return torch.stack(cache.states).sum(0)
-
     cache = Cache()
-    proxy = Quantizer(backend="openvino", preset="plain").calib(Fills().eval())
+    proxy = Quantizer(backend="openvino", preset="plain").calib(
+        net(
+            "cache.states.append(self.linear(x)); return torch.stack(cache.states).sum(0)", "x, cache", linear=linear()
+        ).eval()
+    )
     for _ in range(3):
         proxy(torch.randn(4, 32), cache)
     assert len(cache.states) == 3

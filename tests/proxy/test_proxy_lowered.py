@@ -12,7 +12,7 @@ from helpers import ConvNet, Mlp, Snapshot, batch, needs_exact_byte_products, ti
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.nn import functional
+from toy_nets import net
 
 from quantizer import Quantizer
 from quantizer.engines.torch_engine.compiled import missing_compiler
@@ -178,15 +178,12 @@ def test_products_by_weights_in_all_spellings() -> None:
 
 
 def test_a_call_that_no_kernel_makes_rounds_as_before() -> None:
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.bias, self.beta = nn.Parameter(rows(3, 16, 32)), nn.Parameter(torch.ones(16)), 1.0
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.addmm(self.bias, x, self.weight, beta=self.beta)
-
-    model = Halves().eval()
+    model = net(
+        "torch.addmm(self.bias, x, self.weight, beta=self.beta)",
+        weight=nn.Parameter(rows(3, 16, 32)),
+        bias=nn.Parameter(torch.ones(16)),
+        beta=1.0,
+    ).eval()
     q = calibrated(model)
     frozen, lowered = q.quantize(model), q.lower(model)
     assert not torch.equal(lowered(rows()), frozen(rows()))
@@ -307,16 +304,9 @@ def test_reads_of_a_stored_weight_outside_of_its_site() -> None:
 
 
 def test_another_weight_than_the_frozen_one_is_refused() -> None:
-    class Picks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(rows(3, 32, 16).reshape(2, 8, 32))
-            self.pick = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            return functional.linear(x, self.table[self.pick])
-
-    model = Picks().eval()
+    model = net(
+        "functional.linear(x, self.table[self.pick])", table=nn.Parameter(rows(3, 32, 16).reshape(2, 8, 32)), pick=0
+    ).eval()
     q = calibrated(model)
     lowered = q.lower(model)
     assert q.kernels(lowered)[0].kernel is not None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from toy_nets import net
 
 from quantizer import Quantizer
 
@@ -48,16 +49,17 @@ def test_experts_without_tokens_and_empty_batches(tokens: int, mode: type) -> No
 
 
 def test_weights_without_columns() -> None:
-    class Nothing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(16, 0))
-            self.kernel = nn.Parameter(torch.randn(16, 16))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x @ self.weight).sum(-1, keepdim=True) + x @ self.kernel
-
-    assert wide(Nothing(), torch.randn(4, 16)) == set()
+    assert (
+        wide(
+            net(
+                "(x @ self.weight).sum(-1, keepdim=True) + x @ self.kernel",
+                weight=nn.Parameter(torch.randn(16, 0)),
+                kernel=nn.Parameter(torch.randn(16, 16)),
+            ),
+            torch.randn(4, 16),
+        )
+        == set()
+    )
 
 
 class Attention(nn.Module):
@@ -67,7 +69,7 @@ class Attention(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.query, self.key, self.value = (nn.Linear(16, 16, bias=False) for _ in range(3))
-        self.inner = Fused()
+        self.inner = net("functional.scaled_dot_product_attention(query, key, value)", "query, key, value")
         with torch.no_grad():
             self.query.weight.mul_(factor)
             self.key.weight.mul_(factor)
@@ -76,11 +78,6 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.inner(self.query(x), self.key(x), self.value(x))
         return found
-
-
-class Fused(nn.Module):
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(query, key, value)
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, set()), (300.0, {"inner"})])
@@ -94,9 +91,8 @@ def test_large_queries_and_keys_with_small_values(factor: float, expected: set[s
     assert wide(model, x) == expected
 
 
-class Halves(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[..., :4] + x[..., 4:8]
+def halves() -> nn.Module:
+    return net("x[..., :4] + x[..., 4:8]")
 
 
 class Writes(nn.Module):
@@ -106,7 +102,7 @@ class Writes(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.of_small, self.of_view = Halves(), Halves()
+        self.of_small, self.of_view = halves(), halves()
 
     def forward(self, x: Tensor) -> Tensor:
         small, large = self.first(x), self.second(x)

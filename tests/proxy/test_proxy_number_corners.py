@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import assert_same
 from torch import Tensor, nn
+from toy_nets import linear, net
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
@@ -85,22 +86,19 @@ def test_values_beyond_float32_are_refused(name: str) -> None:
     assert calibrator.maximum == pytest.approx(3e38)
 
 
-class Graph(nn.Module):
+def graph_net() -> nn.Module:
     """Neighbours by a sparse matrix, as graph networks have them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.after = nn.Linear(32, 32), nn.Linear(32, 8)
-        self.register_buffer("neighbours", (torch.eye(16) + torch.eye(16).roll(1, 0)).to_sparse())
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.mm(self.neighbours, self.linear(x))
-        return self.after(self.neighbours @ h)
+    torch.manual_seed(0)
+    return net(
+        "h = torch.mm(self.neighbours, self.linear(x)); return self.after(self.neighbours @ h)",
+        linear=linear(),
+        after=nn.Linear(32, 8),
+        neighbours=(torch.eye(16) + torch.eye(16).roll(1, 0)).to_sparse(),
+    )
 
 
 def test_a_product_of_a_sparse_matrix_stays_float_with_its_reason() -> None:
-    model = Graph().eval()
+    model = graph_net().eval()
     q = Quantizer(preset="plain", backend="openvino")
     with torch.no_grad():
         assert_same(q.proxy(model)(X), model(X))

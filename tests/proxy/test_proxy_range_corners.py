@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import assert_same
 from torch import Tensor, nn
+from toy_nets import linear, net
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationWarning, QuantizerError
@@ -87,34 +88,18 @@ def test_a_range_of_another_toolkit_becomes_a_scale_of_our_format() -> None:
 # -- shapes ------------------------------------------------------------------------------------------------------------
 
 
-class OneImage(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(16, 16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x)
-
-
-class Relative(nn.Module):
+def relative() -> nn.Module:
     """As many heads as rows: the first axes mean different things."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.randn(8, 16, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.matmul(x, self.table + 0 * x.mean())
-
-
-class Dot(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.matmul(x, x * 2) + x.sum()
+    return net("torch.matmul(x, self.table + 0 * x.mean())", table=torch.randn(8, 16, 16))
 
 
 @pytest.mark.parametrize(
     ("model", "example"),
-    [(OneImage(), torch.randn(16, 12, 12)), (Relative(), torch.randn(8, 8, 16, 16)), (Dot(), torch.randn(32))],
+    [
+        (net("self.conv(x)", conv=nn.Conv2d(16, 16, 3)), torch.randn(16, 12, 12)),
+        (relative(), torch.randn(8, 8, 16, 16)),
+        (net("torch.matmul(x, x * 2) + x.sum()"), torch.randn(32)),
+    ],
     ids=["an image alone", "heads and rows", "dot"],
 )
 def test_auto_takes_any_shape(model: nn.Module, example: Tensor) -> None:
@@ -148,34 +133,22 @@ def test_a_histogram_that_one_reader_kept_serves_all() -> None:
 # -- batches that are kept ---------------------------------------------------------------------------------------------
 
 
-class InPlace(nn.Module):
+def in_place_net() -> nn.Module:
     """Changes what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.mul_(0.1)
-        return self.layer(x)
+    torch.manual_seed(0)
+    return net("x.mul_(0.1); return self.layer(x)", layer=linear())
 
 
 def test_batches_are_kept_as_they_were_given() -> None:
-    quantizer = calibrated(InPlace().eval(), [(DATA.clone(),)], activations={"calibrator": "auto"})
-    same = calibrated(nn.Sequential(InPlace().layer).eval(), [(DATA * 0.1,)], activations={"calibrator": "auto"})
+    quantizer = calibrated(in_place_net().eval(), [(DATA.clone(),)], activations={"calibrator": "auto"})
+    same = calibrated(nn.Sequential(in_place_net().layer).eval(), [(DATA * 0.1,)], activations={"calibrator": "auto"})
     expected = operand(same, "0.forward.linear_0", "input").largest_amax
     assert operand(quantizer, "layer.forward.linear_0", "input").largest_amax == pytest.approx(expected, rel=1e-3)
 
 
-class Rare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.often, self.seldom = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.seldom(x) if x.abs().max() > 50 else self.often(x)
+def rare_net() -> nn.Module:
+    torch.manual_seed(0)
+    return net("self.seldom(x) if x.abs().max() > 50 else self.often(x)", often=linear(), seldom=linear())
 
 
 class Doubles(nn.Module):
@@ -207,11 +180,11 @@ def test_where_no_kept_batch_gets_nothing_is_chosen() -> None:
     many = [(torch.randn(2, 8, 32, generator=generator),) for _ in range(90)]
     outlier = torch.randn(2, 8, 32, generator=generator)
     outlier[0, 0, 0] = 100.0
-    quantizer = calibrated(Rare().eval(), [*many, (outlier,)], activations={"calibrator": "auto"})
+    quantizer = calibrated(rare_net().eval(), [*many, (outlier,)], activations={"calibrator": "auto"})
     assert operand(quantizer, "often.forward.linear_0", "input").estimate is not None
     seldom = operand(quantizer, "seldom.forward.linear_0", "input")
     assert seldom.estimate is None  # where the rare batch is kept, another seed is needed
-    mse = calibrated(Rare().eval(), [*many, (outlier,)], activations={"calibrator": "mse"})
+    mse = calibrated(rare_net().eval(), [*many, (outlier,)], activations={"calibrator": "mse"})
     assert seldom.largest_amax == operand(mse, "seldom.forward.linear_0", "input").largest_amax
 
 
@@ -238,21 +211,15 @@ def test_smoothed_models_export_in_bfloat16(tmp_path: Path) -> None:
     assert quantizer.export(quantizer.quantize(model), tmp_path / "model.onnx", (DATA,)).exists()
 
 
-class Huge(nn.Module):
+def huge() -> nn.Module:
     """A residual add of values whose scale in INT8 float16 has no number for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.a(x) * 1e37
+    torch.manual_seed(0)
+    return net("x + self.a(x) * 1e+37", a=linear())
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_a_scale_beyond_the_targets_float_type_leaves_its_operand_float(dtype: str) -> None:
-    model = Huge()
+    model = huge()
     quantizer = calibrated(model, sites={"residual_add": True}, dtype=dtype)
     left, right = quantizer.plan["forward.add_0"].operands
     assert left.quantized
@@ -262,7 +229,7 @@ def test_a_scale_beyond_the_targets_float_type_leaves_its_operand_float(dtype: s
     assert right.reason.endswith("e+37, needs a scale beyond float16")
     assert quantizer.quantize(model)(DATA).isfinite().all()
     # float32 has that number.
-    other = calibrated(Huge(), backend="openvino", sites={"residual_add": True})
+    other = calibrated(huge(), backend="openvino", sites={"residual_add": True})
     assert all(operand.quantized for operand in other.plan["forward.add_0"].operands)
 
 
@@ -309,13 +276,8 @@ def test_a_bias_of_scores_is_no_residual() -> None:
     assert entry.reason == "an operand of the add comes from a product of two activations, as scores do"
 
 
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 32), nn.Linear(16, 32)
-
-    def forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        return self.a(x), self.b(other)
+def two_inputs() -> nn.Module:
+    return net("(self.a(x), self.b(other))", "x, other", a=nn.Linear(16, 32), b=nn.Linear(16, 32))
 
 
 def at_once(q: Quantizer, model: nn.Module, batches: list[Any]) -> None:
@@ -333,7 +295,7 @@ def in_a_loop(q: Quantizer, model: nn.Module, batches: list[Any]) -> None:
 @pytest.mark.parametrize("backend", ["openvino", "tensorrt", "torch"])
 def test_an_input_that_was_always_zero_has_no_range(backend: str, calibrate: Callable[..., None]) -> None:
     torch.manual_seed(0)
-    model, batches = TwoInputs().eval(), [(torch.randn(32, 16), torch.zeros(32, 16)) for _ in range(2)]
+    model, batches = two_inputs().eval(), [(torch.randn(32, 16), torch.zeros(32, 16)) for _ in range(2)]
     q = Quantizer(preset="plain", backend=backend)
     with pytest.warns(CalibrationWarning, match=r"all values of b\.forward\.linear_0\.input were 0"):
         calibrate(q, model, batches)
@@ -349,5 +311,5 @@ def test_an_input_of_one_value_is_warned_of() -> None:
     batches = [(torch.randn(32, 16), torch.ones(32, 16)) for _ in range(2)]
     q = Quantizer(preset="plain", backend="openvino")
     with pytest.warns(CalibrationWarning, match=r"all values of b\.forward\.linear_0\.input were 1 "):
-        q.calibrate(TwoInputs().eval(), batches, progress=False)
+        q.calibrate(two_inputs().eval(), batches, progress=False)
     assert q.plan["b.forward.linear_0"].quantized

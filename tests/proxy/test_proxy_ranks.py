@@ -13,6 +13,7 @@ from helpers import forget_checksums
 from outside import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from toy_nets import net
 
 from quantizer import QATCalibrate, Quantizer
 from quantizer.errors import CalibrationError, QuantizerError
@@ -266,17 +267,15 @@ def test_without_resume_it_starts_afresh(tmp_path: Path) -> None:
 
 
 def test_views_of_weights_and_convolutions_go_on(tmp_path: Path) -> None:
-    class Views(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.packed, self.net = nn.Parameter(torch.randn(64, 10)), ConvNet()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.net(x)[:, :10]
-            return torch.cat([y @ part.t() for part in self.packed.chunk(2)], 1)
-
     torch.manual_seed(0)
-    model, data = Views().eval(), [torch.randn(2, 3, 16, 16) for _ in range(2)]
+    model, data = (
+        net(
+            "y = self.net(x)[:, :10]; return torch.cat([y @ part.t() for part in self.packed.chunk(2)], 1)",
+            packed=nn.Parameter(torch.randn(64, 10)),
+            net=ConvNet(),
+        ).eval(),
+        [torch.randn(2, 3, 16, 16) for _ in range(2)],
+    )
     q, whole = _quantizer("entropy"), _quantizer("entropy")
     q.calibrate(model, data[:1])
     loaded = Quantizer.load(q.save(tmp_path / "state"))

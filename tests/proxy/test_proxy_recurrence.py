@@ -11,6 +11,7 @@ import torch
 from calibrated import make_calibrated
 from torch import Tensor, nn
 from torch.utils import _pytree
+from toy_nets import net
 
 from quantizer import Quantizer
 from quantizer.errors import ExportError
@@ -152,15 +153,10 @@ def test_what_is_saved_computes_the_same(tmp_path: Path) -> None:
 
 
 def test_the_models_own_loops_do_not_see_the_layers() -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.GRU(24, 24)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.matmul(self.layer(x)[0], x.mT) * len(list(self.modules()))
-
-    model, x = Counts().eval(), torch.randn(5, 3, 24)
+    model, x = (
+        net("torch.matmul(self.layer(x)[0], x.mT) * len(list(self.modules()))", layer=nn.GRU(24, 24)).eval(),
+        torch.randn(5, 3, 24),
+    )
     proxy = Quantizer().calib(model)
     assert torch.allclose(proxy(x), model(x), atol=1e-5)
     assert len(list(sites_of(proxy))) == 4

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from calibrated import make_calibrated
-from torch import Tensor, nn
+from torch import nn
+from toy_nets import linear, net
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError, ProxyError
@@ -27,15 +28,9 @@ def _calibrated(model: nn.Module, **options: Any) -> Quantizer:
     )
 
 
-class Twins(nn.Module):
+def twins() -> nn.Module:
     """Two linears that read one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.one(x) + self.two(x)
+    return net("self.one(x) + self.two(x)", one=linear(), two=linear())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -162,13 +157,13 @@ def test_what_was_put_back_stays_float() -> None:
 
 
 def test_a_scale_holds_for_the_whole_range_group() -> None:
-    q = _calibrated(Twins().eval())
+    q = _calibrated(twins().eval())
     q.load_scales({"two.forward.linear_0.input": torch.tensor(0.5)})
     assert q.scales()["one.forward.linear_0.input"] == q.scales()["two.forward.linear_0.input"] == 0.5
 
 
 def test_operands_of_a_range_group_must_agree() -> None:
-    q = _calibrated(Twins().eval())
+    q = _calibrated(twins().eval())
     with pytest.raises(CalibrationError, match=r"two\.forward.*0\.25, but one\.forward\S+ has 0\.5: they read one"):
         q.load_scales(
             {"one.forward.linear_0.input": torch.tensor(0.5), "two.forward.linear_0.input": torch.tensor(0.25)}
@@ -214,9 +209,3 @@ def test_all_problems_are_listed() -> None:
         q.load_scales({"nowhere": torch.tensor(1.0), f"{LINEAR}.input": torch.tensor(-1.0)})
     assert "nowhere" in str(caught.value)
     assert f"{LINEAR}.input" in str(caught.value)
-
-
-@pytest.mark.parametrize("verb", ["scales", "load_scales"])
-def test_before_any_calibration(verb: str) -> None:
-    with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
-        getattr(Quantizer(preset="plain"), verb)(*([{}] if verb == "load_scales" else []))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from toy_nets import linear, net
 
 from quantizer import Quantizer
 
@@ -19,24 +20,15 @@ def _sqnr(output: Tensor, expected: Tensor) -> float:
     return float(10 * torch.log10(expected.square().sum() / (output - expected).square().sum()))
 
 
-class _InPlace(nn.Module):
+def _in_place() -> nn.Module:
     """Reads a tensor, adds to it in place, and reads it again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(32, 32)
-        self.second = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Any:
-        x = x.clone()
-        x += 50 * self.first(x)
-        return self.second(x)
+    return net("x = x.clone(); x += 50 * self.first(x); return self.second(x)", first=linear(), second=linear())
 
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_tensor_that_is_changed_in_place_is_seen_again(inference: bool) -> None:
     torch.manual_seed(0)
-    model = _InPlace().eval()
+    model = _in_place().eval()
     q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     with torch.inference_mode(inference):
         q.calib(model)(X)
@@ -57,30 +49,21 @@ def test_a_buffer_that_is_filled_again_is_seen_in_each_batch() -> None:
     assert float(q.scales()["0.forward.linear_0.input"]) == pytest.approx(float(X.abs().max()) / 127)
 
 
-class _SharedAdd(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        return x + y
-
-
-class _AddsTwice(nn.Module):
+def _adds_twice() -> nn.Module:
     """One module that adds joins two branches in its first call and adds positions in its second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(32, 32)
-        self.second = nn.Linear(32, 32)
-        self.add = _SharedAdd()
-        self.positions = nn.Parameter(torch.randn(1, 32) * 100)
-
-    def forward(self, x: Tensor) -> Any:
-        joined = self.add(self.first(x), self.second(x))
-        return self.add(joined, self.positions)
+    return net(
+        "joined = self.add(self.first(x), self.second(x)); return self.add(joined, self.positions)",
+        first=linear(),
+        second=linear(),
+        add=net("x + y", "x, y"),
+        positions=nn.Parameter(torch.randn(1, 32) * 100),
+    )
 
 
 @pytest.mark.parametrize("switch", [True, "auto"])
 def test_an_add_of_which_one_call_joins_no_branches_stays_float(switch: Any) -> None:
     torch.manual_seed(0)
-    model = _AddsTwice().eval()
+    model = _adds_twice().eval()
     q = Quantizer(preset="plain", backend="openvino", sites={"residual_add": switch})
     q.calibrate(model, [X])
     (row,) = [row for row in q.coverage.rows if row.name == "add.forward.add_0"]
@@ -136,18 +119,9 @@ def test_a_buffer_that_a_pass_writes_into_is_an_activation() -> None:
     assert [o.role for o in q.plan["forward.matmul_0"].operands] == ["activation", "activation"]
 
 
-class _ChangesItsInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.linear(x.mul_(3).add_(1))
-
-
 def test_percentiles_are_chosen_on_the_inputs_that_were_given() -> None:
     torch.manual_seed(0)
-    model = _ChangesItsInput().eval()
+    model = net("self.linear(x.mul_(3).add_(1))", linear=linear()).eval()
     chosen = []
     for change in (lambda x: x, lambda x: x.mul(3).add(1)):
         q = Quantizer(preset="plain", backend="openvino", activations={"percentile": [90, 99, 99.9, 100]})
@@ -196,17 +170,12 @@ def test_values_beyond_float16_are_found(how: str) -> None:
 
 
 def test_a_convolution_by_a_view_of_a_weight_is_laid_out_alike() -> None:
-    class Viewed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(8, 16, 1, 1))
-
-        def forward(self, x: Tensor) -> Any:
-            return F.conv2d(x, self.weight[:, :])
-
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.float16):
-        model, x = Viewed().eval().to(dtype), torch.randn(2, 16, 5, 5, dtype=dtype)
+        model, x = (
+            net("F.conv2d(x, self.weight[:, :])", weight=nn.Parameter(torch.randn(8, 16, 1, 1))).eval().to(dtype),
+            torch.randn(2, 16, 5, 5, dtype=dtype),
+        )
         q = Quantizer(preset="plain", backend="openvino")
         q.calibrate(model, [x])
         with torch.no_grad():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from toy_nets import linear, net
 
 from quantizer import Quantizer
 from quantizer.errors import ProxyError
@@ -56,15 +57,9 @@ class Heads(nn.Module):
         return scores + (heads @ self.key(x).unflatten(-1, (4, 8)).permute(0, 2, 3, 1)).mean(1)
 
 
-class Rows(nn.Module):
+def rows_net() -> nn.Module:
     """A matrix whose rows are the batch: another matrix for another batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.row, self.key = nn.Parameter(torch.randn(32)), nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.row.expand(x.shape[0], 32) @ self.key(x)[0].T
+    return net("self.row.expand(x.shape[0], 32) @ self.key(x)[0].T", row=nn.Parameter(torch.randn(32)), key=linear())
 
 
 def _noise(rows: int) -> Tensor:
@@ -118,7 +113,7 @@ def test_any_axis_of_a_batch_of_products_may_be_spread() -> None:
 
 def test_a_matrix_with_rows_by_the_batch_is_no_weight() -> None:
     torch.manual_seed(0)
-    model = Rows().eval()
+    model = rows_net().eval()
     _, frozen = _quantized(model)
     _holds_at_any_size(model, frozen)
 

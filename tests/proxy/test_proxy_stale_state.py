@@ -10,12 +10,11 @@ import pytest
 import torch
 from helpers import ConvNet, Mlp
 from torch import Tensor, nn
-from torch.nn import functional as F
+from toy_nets import linear, net
 
 from quantizer import Quantizer
 from quantizer.errors import ConfigError, ProxyError
 from quantizer.plan.apply import is_frozen_by
-from quantizer.proxy.build import sites_of
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
 
@@ -33,20 +32,15 @@ def _net() -> nn.Sequential:
 # -- weights that are picked at run time ---------------------------------------------------------------------------
 
 
-class _Picks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stacked = nn.Parameter(torch.randn(4, 32, 32) / 6)
-        self.listed = nn.ParameterList([torch.randn(32, 32) / 6 for _ in range(3)])
-
-    def forward(self, x: Tensor, which: int = 0, rows: int = 32, other: int = 0) -> Any:
-        return F.linear(F.linear(x, self.stacked[which][:rows]), self.listed[other][:, :rows])
-
-
 @pytest.mark.parametrize("picked", [{"which": 2}, {"rows": 20}, {"other": 1}], ids=str)
 def test_a_weight_that_was_not_frozen_is_not_computed_with(picked: dict[str, int]) -> None:
     torch.manual_seed(0)
-    model = _Picks().eval()
+    model = net(
+        "F.linear(F.linear(x, self.stacked[which][:rows]), self.listed[other][:, :rows])",
+        "x, which=0, rows=32, other=0",
+        stacked=nn.Parameter(torch.randn(4, 32, 32) / 6),
+        listed=nn.ParameterList([torch.randn(32, 32) / 6 for _ in range(3)]),
+    ).eval()
     q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     q.calibrate(model, [X])
     frozen = q.quantize(model)
@@ -126,21 +120,14 @@ def test_a_search_scores_the_float_model_in_eval_mode_and_leaves_its_statistics(
         assert scores[0] == float(q.proxy(model).eval()(x).sum())
 
 
-class _Joins(nn.Module):
+def _joins() -> nn.Module:
     """Reads one tensor by two linears where ``both``, and by one otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(32, 32)
-        self.second = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor, both: bool = True) -> Any:
-        return self.first(x) + self.second(x if both else x * 2)
+    return net("self.first(x) + self.second(x if both else x * 2)", "x, both=True", first=linear(), second=linear())
 
 
 def test_what_was_put_back_stays_back_when_groups_join() -> None:
     torch.manual_seed(0)
-    model = _Joins().eval()
+    model = _joins().eval()
     q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
     q.calibrate(model, [{"x": X, "both": False}])
     measuring = q.amp(model)
@@ -292,18 +279,6 @@ def test_a_model_that_was_quantized_for_another_target_is_not_exported(tmp_path:
         Quantizer(preset="plain", backend="tensorrt").export(frozen, tmp_path / "model.onnx", X)
     assert not (tmp_path / "model.onnx").exists()
     Quantizer(preset="plain", backend="openvino").export(frozen, tmp_path / "model.onnx", X)
-
-
-class _Itself(nn.Linear):
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Itself:
-        return self
-
-
-def test_a_module_that_gives_itself_as_its_copy_is_refused() -> None:
-    model = nn.Sequential(Mlp(), _Itself(32, 32)).eval()
-    with pytest.raises(ProxyError, match="1 gives itself as its copy"):
-        Quantizer(preset="plain").calib(model)
-    assert not list(sites_of(model))
 
 
 @pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])

@@ -12,6 +12,7 @@ from calibrated import make_calibrated
 from helpers import Mlp
 from torch import Tensor, nn
 from torch.nn import functional
+from toy_nets import net
 
 from quantizer import Quantizer
 from quantizer.config import RunConfig
@@ -115,11 +116,9 @@ def test_the_products_of_each_attention_are_one_group() -> None:
 
 
 def test_a_product_of_two_activations_that_is_no_attention_has_no_head() -> None:
-    class Product(nn.Module):
-        def forward(self, x: Tensor, steps: int | None = None) -> Tensor:
-            return torch.matmul(x, x.transpose(-2, -1))
-
-    assert reasons(Product(), 16, width=24) == {("int8: lhs, rhs", TARGET): 1}
+    assert reasons(net("torch.matmul(x, x.transpose(-2, -1))", "x, steps=None"), 16, width=24) == {
+        ("int8: lhs, rhs", TARGET): 1
+    }
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -139,21 +138,17 @@ def test_a_vector_without_a_batch() -> None:
 
 
 def test_every_site_names_what_decided() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.narrow, self.out = Attention(32), nn.Linear(64, 4), nn.Linear(64, 64)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            x = x + self.out(self.attention(x))
-            return x, self.narrow(x)
-
     # So many values are cut off that INT8 holds neither branch.
     quantizer = Quantizer(
         preset="plain", backend="tensorrt", exclude={"names": ["attention.query"]}, activations={"percentile": 90.0}
     )
     torch.manual_seed(0)
-    model = Net().eval()
+    model = net(
+        "x = x + self.out(self.attention(x)); return (x, self.narrow(x))",
+        attention=Attention(32),
+        narrow=nn.Linear(64, 4),
+        out=nn.Linear(64, 64),
+    ).eval()
     quantizer.calibrate(model, [torch.randn(4, 16, 64)], progress=False)
     rules = {
         row.name: row.rule

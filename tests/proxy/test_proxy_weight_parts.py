@@ -7,56 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import Mlp
-from torch import Tensor, nn
+from torch import nn
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError, ProxyError
 from quantizer.numerics.rounding import GAIN
-from quantizer.plan.apply import frozen_proxy, is_frozen_by, require_scales_of
+from quantizer.plan.apply import is_frozen_by, require_scales_of
 from quantizer.plan.weight_scales import with_scales_of_weights
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.weight import Weights, non_finite
-
-
-def _found(parameter: nn.Parameter, value: Tensor) -> Tensor | None:
-    weight = Weights([("w", parameter)]).find(value)
-    return None if weight is None else weight.tensor()
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda w: w.T,
-        lambda w: w[1:3],
-        lambda w: w.view(5, 2, 300).mT,
-        lambda w: w[2:4].unsqueeze(0).transpose(0, 1),
-        lambda w: w.unsqueeze(-1),
-    ],
-    ids=["turned", "rows", "cut and turned", "with an axis of length 1", "with one at the end"],
-)
-def test_a_view_of_a_weight_is_that_weight(view: object) -> None:
-    parameter = nn.Parameter(torch.randn(10, 300))
-    value = view(parameter.detach())  # type: ignore[operator]
-    found = _found(parameter, value)
-    assert found is not None
-    assert found.shape == value.shape
-    assert torch.equal(found, value)
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda w: w.view(torch.int32),
-        lambda w: w[:, :4],
-        lambda w: w[:1].expand(4, 8),
-        lambda w: w.flatten()[:5].repeat(2),
-    ],
-    ids=["of another type", "a part of each row", "one row again and again", "a copy"],
-)
-def test_what_shows_a_weight_in_another_way_is_none(view: object) -> None:
-    parameter = nn.Parameter(torch.randn(4, 8))
-    assert _found(parameter, view(parameter.detach())) is None  # type: ignore[operator]
+from quantizer.proxy.weight import non_finite
 
 
 def test_what_no_step_can_hold() -> None:
@@ -180,16 +140,6 @@ def test_a_given_scale_whose_steps_saturate_is_refused() -> None:
         with_scales_of_weights(given, model, torch.float32, 32)
 
 
-def test_a_cast_keeps_the_type_of_a_scale_and_moves_the_rest() -> None:
-    quantizer = OperandQuantizer()
-    # Without a scale there is nothing to keep.
-    assert quantizer.half().scale is None
-    quantizer.set_scale(torch.tensor(0.5), "int8", None)
-    quantizer.half()
-    assert quantizer.scale is not None
-    assert quantizer.scale.dtype == torch.float32
-
-
 def test_an_operand_that_stays_float_hides_no_scale_of_another() -> None:
     _, frozen = _frozen(formats=[{"activations": "float", "weights": "int8"}])
     site = next(site for site in sites_of(frozen) if site.active)
@@ -205,21 +155,3 @@ def test_a_proxy_that_lost_a_scale_is_frozen_by_no_plan() -> None:
     quantizer, frozen = _frozen()
     next(site for site in sites_of(frozen) if site.active).quantizer(0).scale = None
     assert not is_frozen_by(frozen, quantizer.plan)
-
-
-def test_a_plan_that_names_a_module_of_another_model_is_refused() -> None:
-    model = Mlp().eval()
-    quantizer = Quantizer(preset="plain", backend="openvino")
-    quantizer.calibrate(model, [torch.randn(4, 32)])
-    plan = {
-        path: replace(
-            entry,
-            operands=tuple(
-                replace(operand, parameter="nowhere.weight") if operand.role == "weight" else operand
-                for operand in entry.operands
-            ),
-        )
-        for path, entry in quantizer.plan.items()
-    }
-    with pytest.raises(ProxyError, match=r"belongs to another model, which has a weight 'nowhere\.weight'"):
-        frozen_proxy(model, plan)

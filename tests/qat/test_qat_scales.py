@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 from calibrated import make_calibrated
 from helpers import ConvNet
 from torch import Tensor, nn
+from toy_nets import net
 
 from quantizer import Quantizer
 from quantizer.algorithms.qat import Schedule
@@ -21,16 +22,12 @@ from quantizer.proxy.build import sites_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 
 
-class Residual(nn.Module):
+def residual_net() -> nn.Module:
     """Two linears that read one tensor, and a residual add."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        return self.query(x) * self.key(x) + x
+    torch.manual_seed(0)
+    return net(
+        "self.query(x) * self.key(x) + x", "x, attention_mask=None", query=nn.Linear(16, 16), key=nn.Linear(16, 16)
+    )
 
 
 def data(seed: int = 1, size: float = 1.0) -> Tensor:
@@ -58,7 +55,7 @@ def optimize(proxy: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> N
 
 
 def test_averages_go_a_tenth_of_the_way_to_the_values_of_a_step() -> None:
-    model = Residual().eval()
+    model = residual_net().eval()
     quantizer = calibrated(model, activations={"calibrator": "max"})
     before = quantizer.scales()
     proxy = quantizer.qat(model, scales="average")
@@ -87,7 +84,7 @@ def test_averages_go_a_tenth_of_the_way_to_the_values_of_a_step() -> None:
 
 
 def test_averages_move_once_a_step_and_never_without_gradients() -> None:
-    model = Residual().eval()
+    model = residual_net().eval()
     quantizer = calibrated(model)
     proxy = quantizer.qat(model, scales="average")
     schedule = Schedule(proxy, 100)
@@ -105,7 +102,7 @@ def test_averages_move_once_a_step_and_never_without_gradients() -> None:
 
 
 def test_averages_leave_padding_out() -> None:
-    model = Residual().eval()
+    model = residual_net().eval()
     quantizer = calibrated(model)
     before = quantizer.scales()["query.forward.linear_0.input"]
     proxy = quantizer.qat(model, scales="average")
@@ -132,7 +129,7 @@ def test_the_least_scale_clips_nothing_and_is_the_least(zero_point: int | None) 
 
 
 def test_kinds_by_pattern() -> None:
-    model = Residual().eval()
+    model = residual_net().eval()
     quantizer = calibrated(model)
     proxy = quantizer.qat(model, scales={"**": "average", "**.add_0.lhs": "learned", "**.weight": "fixed"})
     kinds = {
@@ -151,7 +148,7 @@ def test_kinds_by_pattern() -> None:
 
 
 def test_kinds_that_cannot_be() -> None:
-    model = Residual().eval()
+    model = residual_net().eval()
     quantizer = calibrated(model, sites={"residual_add": False})
     wrong: Any = {"key.**": "learned", "nowhere": "fixed", "**.weight": "grown"}
     with pytest.raises(ConfigError, match="3 problems") as told:
@@ -161,13 +158,13 @@ def test_kinds_that_cannot_be() -> None:
     assert "'nowhere' matches no quantized site" in nothing
     assert "they read one tensor and share one scale" in shared
     with pytest.raises(CalibrationError, match="starts from calibrated ones"):
-        Quantizer(preset="plain").qat(Residual(), scales="average")
+        Quantizer(preset="plain").qat(residual_net(), scales="average")
 
 
 @pytest.mark.promise("scales are fixed after 80% of the steps, batch statistics after 50%")
 @pytest.mark.parametrize("scales", ["average", "learned"])
 def test_scales_are_fixed_late(scales: Any) -> None:
-    model = Residual().train()
+    model = residual_net().train()
     quantizer = calibrated(model)
     start = quantizer.scales()
     proxy = quantizer.qat(model, scales=scales)
@@ -189,7 +186,7 @@ def test_scales_are_fixed_late(scales: Any) -> None:
 
 
 def test_scales_may_always_move() -> None:
-    model = Residual().train()
+    model = residual_net().train()
     quantizer = calibrated(model)
     proxy = quantizer.qat(model, scales="learned")
     schedule = Schedule(proxy, 4, freeze_scales=1)
@@ -238,7 +235,7 @@ def test_batch_norms_are_frozen_by_schedule_and_folded_in_the_file(tmp_path: Any
 
 
 def test_a_schedule_is_of_a_proxy_and_of_some_steps() -> None:
-    model = Residual().eval()
+    model = residual_net().eval()
     quantizer = calibrated(model)
     for wrong in (model, quantizer.quantize(model)):
         with pytest.raises(QuantizerError, match=r"the proxy that qat\(\) returns"):
@@ -251,7 +248,7 @@ def test_a_schedule_is_of_a_proxy_and_of_some_steps() -> None:
 
 
 def test_a_frozen_model_is_not_trained() -> None:
-    model = Residual().train()
+    model = residual_net().train()
     quantizer = calibrated(model)
     frozen = quantizer.quantize(model)
     assert frozen(data()).requires_grad  # in eval mode gradients pass through it, to what stands before it
@@ -264,7 +261,7 @@ def test_a_frozen_model_is_not_trained() -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_no_number_is_no_range(value: float) -> None:
-    model = Residual()
+    model = residual_net()
     proxy = calibrated(model).qat(model, scales="average")
     schedule = Schedule(proxy, steps=100)
     before = {name: found.scale.clone() for name, found in quantizers(proxy).items() if found.scale is not None}
@@ -339,27 +336,11 @@ def test_sums_in_place_train_as_those_that_are_not(how: str, plain: str, scales:
 
 @pytest.mark.parametrize("scales", ["fixed", "average", "learned"])
 def test_an_empty_batch_trains(scales: Any) -> None:
-    model = Residual()
+    model = residual_net()
     proxy = calibrated(model).qat(model, scales=scales)
     loss = proxy(data()[:0]).sum() + proxy(data()).square().mean()
     loss.backward()
     assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in proxy.parameters())
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("scales", ["fixed", "average", "learned"])
-def test_checkpointing_gives_the_same_gradients(scales: Any, reentrant: bool) -> None:
-    model = Residual()
-    gradients = []
-    for checkpointed in (False, True):
-        proxy = calibrated(model).qat(model, scales=scales, copy=True)
-        x = data().requires_grad_()
-        run = torch.utils.checkpoint.checkpoint
-        output = run(proxy, x, use_reentrant=reentrant) if checkpointed else proxy(x)
-        output.square().mean().backward()
-        gradients.append([x.grad, *(p.grad for p in proxy.parameters())])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 class Checkpointed(nn.Module):

@@ -11,6 +11,7 @@ import yaml
 from calibrated import make_calibrated
 from torch import Tensor, nn
 from torch.nn import functional
+from toy_nets import net
 
 from quantizer import Quantizer, error_causes
 from quantizer.error_causes import with_setting
@@ -117,20 +118,14 @@ def test_to_leave_all_groups_in_float_is_no_cure() -> None:
     assert cause_lines([only])[0].endswith("dB alone; nothing stands out in its inputs")
 
 
-class _Unfoldable(nn.Module):
+def _unfoldable() -> nn.Module:
     """A tensor that a linear and a product of two activations read: its outliers cannot move."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(_WIDTH, _WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.matmul(x, self.linear(x).transpose(-1, -2))
+    return net("torch.matmul(x, self.linear(x).transpose(-1, -2))", linear=nn.Linear(_WIDTH, _WIDTH))
 
 
 def test_what_cannot_be_folded_says_why() -> None:
     torch.manual_seed(0)
-    model, rows = _Unfoldable().eval(), _rows(_channel, 1)
+    model, rows = _unfoldable().eval(), _rows(_channel, 1)
     quantizer = make_calibrated(model, rows, backend="openvino", activations={"calibrator": "max"})
     found = [cause for cause in quantizer.causes(model, rows) if cause.notes]
     assert any("reads the same tensor in low precision" in note for cause in found for note in cause.notes)

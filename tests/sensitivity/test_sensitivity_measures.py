@@ -14,6 +14,7 @@ from calibrated import make_calibrated
 from helpers import Mlp, batch, tiny
 from torch import Tensor, nn
 from torch.nn import functional as F
+from toy_nets import net
 
 from quantizer import Quantizer
 from quantizer.algorithms.sensitivity.groups import groups_of
@@ -380,27 +381,13 @@ def test_a_module_s_own_forward_comes_back() -> None:
     assert "forward" not in model[2].__dict__
 
 
-class Keeps(nn.Module):
+def keeps_net() -> nn.Module:
     """Sets an attribute that somebody else reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.seen = torch.zeros(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = self.linear(x)
-        return x
+    return net("self.seen = self.linear(x); return x", linear=nn.Linear(16, 16), seen=torch.zeros(1))
 
 
-class ReadsWhatWasKept(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.keeps = Keeps()
-        self.last = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.keeps(x)) + self.keeps.seen
+def reads_what_was_kept() -> nn.Module:
+    return net("self.last(self.keeps(x)) + self.keeps.seen", keeps=keeps_net(), last=nn.Linear(16, 16))
 
 
 class ChangedLater(nn.Module):
@@ -416,14 +403,12 @@ class ChangedLater(nn.Module):
         return self.last(y) + z
 
 
-class Shared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(16, 16), nn.GELU())
-        self.last = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.last(self.inner(self.inner(x))))
+def shared() -> nn.Module:
+    return net(
+        "self.inner(self.last(self.inner(self.inner(x))))",
+        inner=nn.Sequential(nn.Linear(16, 16), nn.GELU()),
+        last=nn.Linear(16, 16),
+    )
 
 
 class Appends(nn.Module):
@@ -456,7 +441,7 @@ class AppendsPart(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("make", [ReadsWhatWasKept, ChangedLater, Shared, Appends, InPlace])
+@pytest.mark.parametrize("make", [reads_what_was_kept, ChangedLater, shared, Appends, InPlace])
 def test_calls_with_other_effects_are_made_again(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(2)
     model = make().eval()
