@@ -22,7 +22,7 @@ from quantizer.pipeline.time_groups import EngineFiles, Timing
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_versions
 from quantizer.utils.cpu import cpu_flags, is_untrusted
-from quantizer.utils.files import NO_STORE, Store
+from quantizer.utils.files import Store
 from quantizer.utils.files.store import copy_file
 
 _STEMS = {"float": FLOAT_STEM, "engine": QUANTIZED_STEM}
@@ -129,11 +129,15 @@ class RunEngines:
             for name in names:
                 self._forget(name)
                 self._is_refused = self._is_refused and name != "engine"
-                kept = self._context.floats if name == "float" else NO_STORE
                 built: dict[str, BuildResult] = {}
                 for graph in self._graphs.names:
                     files = self.files(name, graph)
-                    built[graph] = built_once(kept, timer.build, backend, files.onnx, files.engine, self.options(graph))
+                    if name == "float":
+                        built[graph] = built_once(
+                            self._context.floats, timer.build, backend, files.onnx, files.engine, self.options(graph)
+                        )
+                    else:
+                        built[graph] = timer.build(backend, files.onnx, files.engine, self.options(graph))
                 self._built[name] = built
 
     def _forget(self, name: str) -> None:
