@@ -34,6 +34,24 @@ def write_guide_module(folder: Path, page: str, name: str) -> None:
     (folder / f"{name}.py").write_text(block, encoding="utf-8")
 
 
+def apply_guide_changes(folder: Path, page: str) -> list[str]:
+    """Make the changes of a page's diffs in a folder, and return their files; each hunk must fit at one place."""
+    blocks = re.findall(r"^```diff\n(.*?)^```$", (GUIDE / page).read_text(encoding="utf-8"), flags=re.M | re.S)
+    changed = []
+    for block in blocks:
+        head, *hunks = block.split("@@\n")
+        (name,) = re.findall(r"^\+\+\+ (.+)$", head, flags=re.M)
+        text = (folder / name).read_text(encoding="utf-8")
+        for hunk in hunks:
+            lines = hunk.splitlines(keepends=True)
+            before, after = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
+            assert text.count(before) == 1, f"{page}: {before!r} is not once in {name}"
+            text = text.replace(before, after)
+        (folder / name).write_text(text, encoding="utf-8")
+        changed.append(name)
+    return changed
+
+
 def run_outside(folder: Path, text: str) -> str:
     """Return what a script printed that runs in a folder and can import the modules there."""
     (folder / "outside_script.py").write_text(text, encoding="utf-8")

@@ -69,6 +69,8 @@ SCRIPTS = {
     "add-a-task": Script(words=("--help",)),
     "add-a-site-kind": Script(("onnx", "onnxscript"), frozenset({"scores.onnx"})),
     "add-a-graph-pass": Script(("onnx", "onnxscript"), frozenset({"squares.onnx"})),
+    "add-an-algorithm": Script(),
+    "add-an-integration": Script(),
     "add-a-calibrator": Script(("onnx", "onnxscript"), frozenset({"four-sigma.onnx"})),
 }
 # Ten to thirty seconds each; tests/test_real_model.py, test_in_place.py and tests/interop hold the same.

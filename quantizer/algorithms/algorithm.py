@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from quantizer.algorithms.proxied import Proxied
 from quantizer.algorithms.replay import OutputError
 from quantizer.algorithms.settings import Settings
+from quantizer.errors import CalibrationError
 from quantizer.observe.replay_batches import FEW, Enough, ReplayBatches
 from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import PlanSettings, formats_for
 from quantizer.plan.decide_sites import decide
 from quantizer.plan.site_plan import Plan
+from quantizer.utils.registry import Registry
 
 
 def _never(settings: Settings) -> bool:
@@ -40,6 +42,10 @@ class Algorithm:
     batches: Enough = FEW
     channels: Callable[[Settings], tuple[str, ...]] = _none
     needs_batches: Callable[[Settings], bool] = _never
+
+
+algorithms: Registry[Algorithm] = Registry("algorithm", of="object", has=("wanted", "run"))
+"""Those of other packages: ``algorithms.add(name)(Algorithm(...))`` adds one, which runs after the package's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -88,7 +94,8 @@ class Work:
     @property
     def kept(self) -> ReplayBatches:
         """All batches that are kept."""
-        assert self.observed.kept is not None
+        if self.observed.kept is None:
+            raise CalibrationError("no batch was kept for the algorithms: add them to `algorithms` before calibration")
         return self.observed.kept
 
     def plan(self) -> Plan:

@@ -1,12 +1,13 @@
 """The step from statistics to a plan, with the choices of all algorithms; which algorithms there are.
 
 To add one, write a file with an ``Algorithm`` and put it into ``CHOICES``. Their order is that of this list.
+Algorithms of other packages, in ``algorithms``, come after them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -19,9 +20,10 @@ from quantizer.algorithms import (
     reconstruction,
     site_ranges,
 )
-from quantizer.algorithms.algorithm import Algorithm, Work
+from quantizer.algorithms.algorithm import Algorithm, Work, algorithms
 from quantizer.algorithms.proxied import Proxied
 from quantizer.algorithms.settings import Settings
+from quantizer.errors import CalibrationError
 from quantizer.observe.batch_pass import Watched, calls_together
 from quantizer.observe.completeness import Explanations
 from quantizer.observe.observation import Observation
@@ -31,6 +33,7 @@ from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import Plan, plan_digest
 from quantizer.utils.distributed import get_world_size
 from quantizer.utils.fingerprint import Fingerprint, tensors_digest
+from quantizer.utils.registry import named_in_errors
 
 CHOICES = (
     range_search.ALGORITHM,
@@ -45,7 +48,19 @@ CHOICES = (
 AFTERWARDS = (bias_correction.ALGORITHM,)
 """Those that measure with ranges and codes as they came out, of which a folder keeps the plan alone."""
 
-ALGORITHMS = (*CHOICES, *AFTERWARDS)
+
+def _choices(settings: Settings) -> dict[str, Algorithm]:
+    """Return the algorithms that choose and that settings ask for, in their order, by what errors call them."""
+    named = {one.run.__module__: one for one in CHOICES} | {repr(name): algorithms[name] for name in algorithms}
+    return {name: one for name, one in named.items() if one.wanted(settings)}
+
+
+def _afterwards(settings: Settings) -> dict[str, Algorithm]:
+    return {one.run.__module__: one for one in AFTERWARDS if one.wanted(settings)}
+
+
+def _wanted(settings: Settings) -> list[Algorithm]:
+    return [*_choices(settings).values(), *_afterwards(settings).values()]
 
 
 def make_observation(proxy: Proxied) -> Observation:
@@ -64,19 +79,17 @@ def make_observation(proxy: Proxied) -> Observation:
 
 
 def _kept(settings: Settings) -> Enough | None:
-    wanted = [algorithm.batches for algorithm in ALGORITHMS if algorithm.wanted(settings)]
-    return max(wanted, key=lambda enough: enough.most, default=None)
+    return max((one.batches for one in _wanted(settings)), key=lambda enough: enough.most, default=None)
 
 
 def _channels(settings: Settings) -> tuple[str, ...]:
     """Return the kinds of site for whose inputs the range of each channel is needed."""
-    wanted = (kind for algorithm in ALGORITHMS if algorithm.wanted(settings) for kind in algorithm.channels(settings))
-    return tuple(dict.fromkeys(wanted))
+    return tuple(dict.fromkeys(kind for one in _wanted(settings) for kind in one.channels(settings)))
 
 
 def replays_batches(settings: Settings) -> bool:
     """Return whether the model is run again to choose ranges or codes, for which batches are kept."""
-    return any(algorithm.wanted(settings) for algorithm in CHOICES)
+    return bool(_choices(settings))
 
 
 def keeps_batches(settings: Settings) -> bool:
@@ -86,7 +99,7 @@ def keeps_batches(settings: Settings) -> bool:
 
 def needs_batches(settings: Settings) -> bool:
     """Return whether there is no plan without kept batches; other choices have a default for that case."""
-    return any(algorithm.wanted(settings) and algorithm.needs_batches(settings) for algorithm in ALGORITHMS)
+    return any(one.needs_batches(settings) for one in _wanted(settings))
 
 
 def sees_the_same(first: Settings, second: Settings, *, convolves: bool = True) -> bool:
@@ -125,18 +138,20 @@ def make_plan(proxy: Proxied, observed: Seen) -> Plan:
                 observed.take_choices(known.choices[digest])
                 plan = work.plan()
             else:
-                plan = _carried_out(CHOICES, plan, work)
+                plan = _carried_out(_choices(settings), plan, work)
             observed.chosen_at, observed.rounding = observed.batches, None
-        plan = _carried_out(AFTERWARDS, plan, work)
+        plan = _carried_out(_afterwards(settings), plan, work)
     if digest is not None and digest not in known.choices:
         known.keep(digest, observed)
     return plan
 
 
-def _carried_out(algorithms: Sequence[Algorithm], plan: Plan, work: Work) -> Plan:
-    for algorithm in algorithms:
-        if algorithm.wanted(work.settings):
+def _carried_out(wanted: Mapping[str, Algorithm], plan: Plan, work: Work) -> Plan:
+    for name, algorithm in wanted.items():
+        with named_in_errors(f"algorithm {name}"):
             plan = algorithm.run(plan, work)
+        if not isinstance(plan, dict):
+            raise CalibrationError(f"algorithm {name}: run() returned {plan!r}; expected a plan, such as work.plan()")
     return plan
 
 
@@ -151,6 +166,7 @@ def _digest(plan: Plan, work: Work) -> str | None:
     }
     parts = [
         work.settings.alike,
+        repr(list(algorithms)),
         repr(traits),
         plan_digest(plan),
         kept.digest,

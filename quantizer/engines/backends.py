@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from quantizer.plan.targets import profile, profiles
 from quantizer.utils.cpu import cpu_instructions
 from quantizer.utils.paths import existing_file
 from quantizer.utils.records import LEAST_SHARE, LOW_PRECISIONS, Inspection
-from quantizer.utils.registry import Registry
+from quantizer.utils.registry import Registry, named_in_errors
 
 _HEAD = 256
 
@@ -54,7 +55,9 @@ def detect_backend(path: Path) -> str | None:
     return next((name for name in profiles.names() if profile(name).file_domains & domains), None)
 
 
-backends: Registry[Backend] = Registry("backend")
+backends: Registry[Backend] = Registry(
+    "backend", of="object", has=("name", "device", "check", "build", "load", "inspect")
+)
 
 
 def backend(name: str) -> Backend:
@@ -99,9 +102,13 @@ def build_engine(
     checked_onnx(source)
     checked_output(place, source)
     try:
-        with unreadable_is(EngineError, source):
-            messages = tuple(chosen.build(source, place, options))
-        return BuildResult(place, place.stat().st_size, time.perf_counter() - started, messages)
+        with unreadable_is(EngineError, source), named_in_errors(f"backend {name!r}"):
+            messages = chosen.build(source, place, options)
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise EngineError(f"backend {name!r}: build() returned {messages!r}; expected a list of warnings")
+        if not place.is_file():
+            raise EngineError(f"backend {name!r}: build() wrote no file {place}")
+        return BuildResult(place, place.stat().st_size, time.perf_counter() - started, tuple(messages))
     except EngineError as error:
         if raised and error.__cause__ is raised[0]:
             # The caller's own, not one of the file.
@@ -130,13 +137,19 @@ def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool =
     if threads < 1:
         raise EngineError(f"threads is {threads}, expected 1 or more")
     try:
-        with _unreadable_onnx(Path(path)):
+        with _unreadable_onnx(Path(path)), named_in_errors(f"backend {name!r}"):
             loaded = backend(name).load(Path(path), threads=threads, verify=verify, trust=trust)
     except EngineError as error:
         other = _other_backend(name, Path(path))
         if other is None:
             raise
         raise EngineError(f"{path} is an engine of {other}, not of {name}: load_engine({other!r}, ...)") from error
+    lacking = [each for each in ("name", "device", "inputs", "output_names", "__call__") if not hasattr(loaded, each)]
+    if lacking:
+        raise EngineError(
+            f"backend {name!r}: load() returned an object of {type(loaded).__name__}, which has no "
+            f"{', '.join(lacking)}; expected an engine"
+        )
     if backend(name).device == "cpu":
         _warn_of_another_cpu(Path(path))
     return loaded
@@ -190,8 +203,11 @@ def inspect_engine(
     for word, value in (("threads", threads), ("batch", sizes.batch), ("sequence", sizes.sequence), ("runs", runs)):
         if value < 1:
             raise EngineError(f"{word} is {value}, expected 1 or more")
-    with _unreadable_onnx(Path(path)):
-        return backend(name).inspect(Path(path), threads=threads, sizes=sizes, runs=runs, trust=trust)
+    with _unreadable_onnx(Path(path)), named_in_errors(f"backend {name!r}"):
+        inspected = backend(name).inspect(Path(path), threads=threads, sizes=sizes, runs=runs, trust=trust)
+    if not isinstance(inspected, Inspection):
+        raise EngineError(f"backend {name!r}: inspect() returned {inspected!r}; expected an Inspection")
+    return inspected
 
 
 def _unreadable_onnx(path: Path) -> AbstractContextManager[None]:

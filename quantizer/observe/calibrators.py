@@ -23,6 +23,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from quantizer.numerics.formats import QType, qtype
 from quantizer.numerics.granularity import in_memory_order
 from quantizer.numerics.torch_operators import fake_quantize
 from quantizer.utils import registry as choices
-from quantizer.utils.registry import Registry
+from quantizer.utils.registry import Registry, named_in_errors
 
 BINS = 2048
 
@@ -254,17 +255,28 @@ class Calibrator:
     def amax(self) -> float:
         """Return the magnitude that maps to the largest code of the format; cached until there is new data."""
         if self._estimated is None or self._estimated[0] != self.count:
-            self._estimated = (self.count, self.estimate())
+            self._estimated = (self.count, self._checked_estimate())
         return self._estimated[1]
 
     def estimate(self) -> float:
         """Compute ``amax``."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define estimate()")
+
+    def _checked_estimate(self) -> float:
+        name = type(self).__name__
+        with named_in_errors(f"calibrator {name}"):
+            estimated = self.estimate()
+        if not isinstance(estimated, Real) or not 0 <= float(estimated) < math.inf:
+            raise CalibrationError(
+                f"calibrator {name}: estimate() returned {estimated!r}; expected a finite number of at least 0"
+            )
+        return float(estimated)
 
 
 def make_calibrator(name: str, *, histogram: bool = False, **options: Any) -> Calibrator:
     """Return a new calibrator of the registered ``name``; ``options`` are its own keywords (``percentile=99.99``)."""
-    return CALIBRATORS[name](histogram=histogram, **options)
+    with named_in_errors(f"calibrator {name!r}"):
+        return CALIBRATORS[name](histogram=histogram, **options)
 
 
 OF_FORMAT = frozenset({"mse", "entropy"})

@@ -44,6 +44,8 @@ class Observation:
     def __init__(self, sites: Sequence[Site], watched: Watched, kept: ReplayBatches | None) -> None:
         """Observe all sites of a proxy; ``kept`` takes the batches that are to be run again (None: none are kept)."""
         self.seen = Seen.of_sites((site.path for site in sites), kept)
+        # Made once before any data runs: what a calibrator raises then would look like an error of the model.
+        watched.make(False)
         self.watched = watched
         self._sites = sites
         self._calls: list[SourceCall] = []

@@ -49,6 +49,7 @@ from quantizer.report.record import OutputDistance
 from quantizer.tasks import Batch
 from quantizer.utils.batches import in_several
 from quantizer.utils.distributed import alone, get_rank, get_world_size
+from quantizer.utils.registry import named_in_errors
 
 Value = TypeVar("Value")
 
@@ -56,14 +57,12 @@ Value = TypeVar("Value")
 def carry_out(job: Job) -> RunRecord | None:
     """Carry out all stages of a job; return its record, or None in a process that is not the first one."""
     for stage in TOGETHER:
-        if stage.wanted(job.config):
-            stage.run(job)
+        stage(job)
     if get_rank() != 0:
         return None
     with alone():
         for stage in ALONE:
-            if stage.wanted(job.config):
-                stage.run(job)
+            stage(job)
         return report(job)
 
 
@@ -390,6 +389,12 @@ class Stage:
         """Return whether a configuration asks for it."""
         return config.quantize or not self.of_quantized
 
+    def __call__(self, job: Job) -> None:
+        """Carry it out where the configuration asks for it."""
+        if self.wanted(job.config):
+            with named_in_errors(f"stage {self.run.__name__}"):
+                self.run(job)
+
 
 def _loads(of: Outline) -> Iterator[str]:
     yield "load model and data"
@@ -496,5 +501,6 @@ def stage_names(of: Outline) -> Iterator[str]:
     """Yield the names of all lines that a job prints, in order."""
     for stage in (*TOGETHER, *ALONE):
         if stage.wanted(of.config):
-            yield from stage.names(of)
+            with named_in_errors(f"the names of stage {stage.run.__name__}"):
+                yield from stage.names(of)
     yield from _reports(of)

@@ -24,7 +24,7 @@ from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs
 from quantizer.tasks.metrics import bootstrap_interval, resampled_scores
 from quantizer.tasks.outputs import dealt, first_output, of_all_ranks, stacked
-from quantizer.utils.registry import TASKS, Registry
+from quantizer.utils.registry import TASKS, Registry, named_in_errors
 from quantizer.utils.sizes import DataSizes
 
 Kind = TypeVar("Kind")
@@ -243,7 +243,10 @@ class Task(ABC):
 
     def predictions(self, outputs: npt.NDArray[np.float32]) -> Predictions:
         """Return ``Predictions`` of outputs that are computed already."""
-        return Predictions(outputs, self.decide(outputs))
+        decisions = self.decide(outputs)
+        if not isinstance(decisions, np.ndarray):
+            raise TaskError(f"task {self.name!r}: decide() returned {_kind(decisions)}; expected an array [N]")
+        return Predictions(outputs, decisions)
 
     def outputs(self, run: Run, rows: Sequence[Row], progress: Progress | None = None) -> npt.NDArray[np.float32]:
         """Return ``Predictions.outputs`` for all rows; see ``predict``."""
@@ -256,7 +259,10 @@ class Task(ABC):
             with torch.no_grad():
                 result = self.answer(run, batch)
             if len(result) != len(chunk):
-                raise TaskError(f"the model gave {len(result)} outputs for a batch of {len(chunk)} {self.reads}s")
+                raise TaskError(
+                    f"the model gave {len(result)} outputs for a batch of {len(chunk)} {self.reads}s, as task "
+                    f"{self.name!r} reads them"
+                )
             if not all(bool(torch.isfinite(row).all()) for row in result):
                 raise TaskError(
                     f"the model's {self.output_name!r} holds NaN or infinite values for batch {done} of {len(chunks)}: "
@@ -274,7 +280,10 @@ class Task(ABC):
 
     def score(self, predictions: Predictions, rows: Sequence[Row]) -> float:
         """Return the task's metric for predictions on ``rows``."""
-        return float(self.metric(*self.judged(predictions, rows)))
+        value = self.metric(*self.judged(predictions, rows))
+        if np.ndim(value) or not np.issubdtype(np.asarray(value).dtype, np.number):
+            raise TaskError(f"task {self.name!r}: metric() returned {_kind(value)}; expected one number for arrays [N]")
+        return float(value)
 
     def difference_interval(
         self, float_predictions: Predictions, other: Predictions, rows: Sequence[Row], n: int = 1000, seed: int = 0
@@ -296,7 +305,10 @@ class Task(ABC):
             TaskError: the predictions are of other rows.
         """
         require_rows(predictions, rows)
-        return predictions.decisions, self.targets(rows)
+        targets = self.targets(rows)
+        if len(targets) != len(rows):
+            raise TaskError(f"task {self.name!r}: targets() returned {len(targets)} for {len(rows)} rows")
+        return predictions.decisions, targets
 
     @property
     def sizes(self) -> DataSizes | None:
@@ -345,6 +357,12 @@ def require_rows(predictions: Predictions, rows: Sequence[Row]) -> None:
         raise TaskError(f"{len(predictions.decisions)} predictions but {len(rows)} rows: pass the rows predicted on")
 
 
+def _kind(value: object) -> str:
+    return (
+        f"an array of shape {value.shape}" if isinstance(value, np.ndarray) else f"an object of {type(value).__name__}"
+    )
+
+
 tasks: Registry[type[Task]] = TASKS
 
 
@@ -364,9 +382,10 @@ def build_task(
         ConfigError: no task has this name.
         TaskError: the lengths or the batch size are out of bounds, or the model does not fit the task.
     """
-    return tasks[name](
-        model, processor, max_length=max_length, batch_size=batch_size, min_length=min_length, seconds=seconds
-    )
+    with named_in_errors(f"task {name!r}"):
+        return tasks[name](
+            model, processor, max_length=max_length, batch_size=batch_size, min_length=min_length, seconds=seconds
+        )
 
 
 class JudgedTask(Task):

@@ -8,20 +8,51 @@ The registries of names in a configuration, usable before the modules that fill 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from contextlib import contextmanager
+from typing import Any, Generic, Literal, TypeVar
 
-from quantizer.errors import ConfigError
+from quantizer.errors import ConfigError, QuantizerError
 
 T = TypeVar("T")
 
 
-class Registry(Generic[T]):
-    """Named entries: ``@registry.add("name")`` adds a class or function, ``registry["name"]`` returns it."""
+@contextmanager
+def named_in_errors(plug_in: str) -> Iterator[None]:
+    """Note the name of a plug-in on what its code raises; an error of this package says by itself what is wrong."""
+    try:
+        yield
+    except QuantizerError:
+        raise
+    except Exception as error:
+        error.add_note(f"in {plug_in}")
+        raise
 
-    def __init__(self, kind: str, names: Sequence[str] = (), *, reserved: Sequence[str] = ()) -> None:
+
+class Registry(Generic[T]):
+    """Named entries: ``@registry.add("name")`` adds a class or function, ``registry["name"]`` returns it.
+
+    Args:
+        kind: the word for an entry in messages.
+        names: the names of entries that are added when their module is imported.
+        reserved: names that no entry may have.
+        of: whether entries are classes, or objects; None: either.
+        has: the attributes that each entry has.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        names: Sequence[str] = (),
+        *,
+        reserved: Sequence[str] = (),
+        of: Literal["class", "object"] | None = None,
+        has: Sequence[str] = (),
+    ) -> None:
         self.kind = kind
         self._known = (*names, *reserved)
         self._reserved = reserved
+        self._of = of
+        self._has = has
         self._entries: dict[str, T] = {}
 
     def add(self, name: str) -> Callable[[T], T]:
@@ -32,10 +63,24 @@ class Registry(Generic[T]):
                 raise ValueError(f"{self.kind} {name!r}: the name has a meaning of its own")
             if name in self._entries:
                 raise ValueError(f"{self.kind} {name!r} is registered twice")
+            self._check(name, entry)
             self._entries[name] = entry
             return entry
 
         return decorate
+
+    def _check(self, name: str, entry: T) -> None:
+        """Raise where an entry is not what the package will use: later the error would be in code of the package."""
+        is_class = isinstance(entry, type)
+        if self._of is not None and is_class != (self._of == "class"):
+            given = f"the class {entry.__name__}" if is_class else f"an object of {type(entry).__name__}"
+            expected = f"a class, not an object of it: add({name!r})({type(entry).__name__})"
+            if is_class:
+                expected = f"an object of it: add({name!r})({entry.__name__}())"
+            raise ValueError(f"{self.kind} {name!r} is {given}; expected {expected}")
+        if lacking := [attribute for attribute in self._has if not hasattr(entry, attribute)]:
+            what = entry.__name__ if is_class else f"an object of {type(entry).__name__}"
+            raise ValueError(f"{self.kind} {name!r} is {what}, which has no {', '.join(lacking)}")
 
     def __getitem__(self, name: str) -> T:
         if name not in self._entries:
@@ -52,7 +97,11 @@ class Registry(Generic[T]):
 
 
 CALIBRATORS: Registry[Any] = Registry(
-    "calibrator", ("percentile", "max", "mse", "entropy"), reserved=("auto", "output")
+    "calibrator",
+    ("percentile", "max", "mse", "entropy"),
+    reserved=("auto", "output"),
+    of="class",
+    has=("observe", "amax", "estimate"),
 )
 """``auto`` and ``output`` are no estimates of their own: they compare the others."""
 
@@ -79,4 +128,6 @@ TASKS: Registry[Any] = Registry(
         "automatic-speech-recognition",
         "speech-to-text",
     ),
+    of="class",
+    has=("samples", "targets", "decide", "metric", "paired"),
 )

@@ -107,3 +107,46 @@ with pytest.raises(ValueError, match="calibrator 'auto': the name has a meaning 
     CALIBRATORS.add("auto")(four_sigma.FourSigmaCalibrator)
 """,
     )
+
+
+@pytest.mark.promise(
+    "A class that cannot be made, an `estimate()` that raises, and one that returns no finite number are errors that "
+    "name the calibrator."
+)
+def test_its_errors_name_it(folder: Path) -> None:
+    run_outside(
+        folder,
+        PRELUDE
+        + """
+from quantizer.errors import CalibrationError
+from quantizer.observe.calibrators import CALIBRATORS, Calibrator
+
+def raises(*_, **__):
+    raise KeyError("boom")
+
+def with_calibrator(name, **members):
+    if members:
+        CALIBRATORS.add(name)(type("Own", (Calibrator,), members))
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": name})
+    q.calibrate(net, data)
+    return q.plan
+
+for number, (members, kind, note) in enumerate([
+    ({"__init__": raises}, KeyError, "in calibrator 'own-0'"),
+    ({"__init__": lambda self: None}, TypeError, "in calibrator 'own-1'"),
+    ({"estimate": raises}, KeyError, "in calibrator Own"),
+    ({"unused": None}, NotImplementedError, "in calibrator Own"),
+]):
+    with pytest.raises(kind) as caught:
+        with_calibrator(f"own-{number}", **members)
+    assert caught.value.__notes__ == [note], number
+for value in (None, "1.0", torch.tensor(1.0), float("nan"), -1.0):
+    four_sigma.FourSigmaCalibrator.estimate = lambda self, value=value: value
+    with pytest.raises(CalibrationError, match="calibrator FourSigmaCalibrator: estimate\\(\\) returned .*; expected a"):
+        with_calibrator("four-sigma")
+with pytest.raises(ValueError, match="calibrator 'made' is an object of FourSigmaCalibrator; expected a class"):
+    CALIBRATORS.add("made")(four_sigma.FourSigmaCalibrator())
+with pytest.raises(ValueError, match="calibrator 'other' is Linear, which has no observe, amax, estimate"):
+    CALIBRATORS.add("other")(torch.nn.Linear)
+""",
+    )

@@ -14,6 +14,7 @@ PRELUDE = """
 from pathlib import Path
 
 import onnx
+import onnx_ir
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
@@ -100,5 +101,34 @@ def test_a_name_is_registered_once(folder: Path) -> None:
         + """
 with pytest.raises(ValueError, match="graph pass 'square-by-mul' is registered twice"):
     graph_passes.add("square-by-mul")(square_by_mul.SquareByMul())
+""",
+    )
+
+
+@pytest.mark.promise("The class in place of an object of it is refused when it is added.")
+def test_its_errors_name_it(folder: Path) -> None:
+    run_outside(
+        folder,
+        PRELUDE
+        + """
+from quantizer.export.passes import run_passes
+
+with pytest.raises(ValueError, match="graph pass 'own' is the class SquareByMul; expected an object of it: add"):
+    graph_passes.add("own")(square_by_mul.SquareByMul)
+with pytest.raises(ValueError, match="graph pass 'own' is an object of function, which has no requires, run, ensures"):
+    graph_passes.add("own")(lambda model: 0)
+
+def raises(*_):
+    raise KeyError("boom")
+
+for method in ("match", "run", "requires", "ensures"):
+    broken = type("Broken", (square_by_mul.SquareByMul,), {method: raises})()
+    with pytest.raises(KeyError) as caught:
+        run_passes(onnx_ir.Model(onnx_ir.Graph([], [], nodes=[onnx_ir.node("Relu", [])]), ir_version=10), [broken])
+    assert caught.value.__notes__ == ["in pass Broken"]
+square_by_mul.SquareByMul.run = lambda self, model: None
+with pytest.raises(ExportError, match="pass SquareByMul: run\\(\\) returned None; expected the number of places"):
+    q.export(int8, "net.onnx", (data[0],))
+assert not list(Path().glob("*net*"))
 """,
     )

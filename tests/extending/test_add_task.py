@@ -121,3 +121,53 @@ with pytest.raises(ValueError, match="task '{name}' is registered twice"):
     macro_f1.tasks.add("{name}")(macro_f1.UnbalancedClassification)
 """,
     )
+
+
+@pytest.mark.promise(
+    "An exception in the constructor, and return values of the wrong type or length, are errors that name the task."
+)
+def test_its_errors_name_it(folder: Path) -> None:
+    run_outside(
+        folder,
+        """
+import macro_f1
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from quantizer.errors import TaskError
+from quantizer.tasks import Text, build_task, tasks
+
+Task = macro_f1.UnbalancedClassification
+given = AutoModelForSequenceClassification.from_pretrained("model").eval(), AutoTokenizer.from_pretrained("model")
+rows = [Text("the film is good", 1), Text("the film is bad", 0)]
+
+def broken(**members):
+    made = type("Broken", (Task,), members)
+    tasks._entries["unbalanced-classification"] = made
+    return build_task("unbalanced-classification", *given)
+
+def raises(*_, **__):
+    raise KeyError("boom")
+
+with pytest.raises(KeyError) as caught:
+    broken(make_inputs=raises)
+assert caught.value.__notes__ == ["in task 'unbalanced-classification'"]
+run = lambda batch: given[0](**batch)
+for members, words in [
+    ({"decide": lambda self, outputs: [0, 1]}, "decide.. returned an object of list; expected an array"),
+    ({"metric": lambda self, *_: None}, "metric.. returned an object of NoneType; expected one number"),
+    ({"metric": lambda self, *_: np.zeros(2)}, "metric.. returned an array of shape .2,.; expected one number"),
+    ({"targets": lambda self, rows: np.zeros(1)}, "targets.. returned 1 for 2 rows"),
+]:
+    task = broken(**members)
+    with pytest.raises(TaskError, match=f"task 'unbalanced-classification': {words}"):
+        task.score(task.predict(run, rows), rows)
+task = broken(represent=lambda self, output, batch: output[:1])
+with pytest.raises(TaskError, match="gave 1 outputs for a batch of 2 texts, as task 'unbalanced-classification' reads"):
+    task.predict(run, rows)
+with pytest.raises(ValueError, match="task 'own' is an object of Broken; expected a class"):
+    tasks.add("own")(task)
+""",
+    )

@@ -94,6 +94,53 @@ with pytest.raises(EngineError, match="reference computes in the types of the ON
     )
 
 
+@pytest.mark.promise("An error in code of a backend, or a return value of another type, names the backend.")
+def test_its_errors_name_it(folder: Path) -> None:
+    run(
+        folder,
+        """
+import pytest
+
+from quantizer.engines import backends, build_engine, inspect_engine, load_engine
+
+net, data = torch.nn.Linear(16, 16).eval(), [torch.randn(4, 16) for _ in range(2)]
+q = Quantizer(preset="plain", backend="reference")
+q.calibrate(net, data)
+q.export(q.quantize(net), "errors.onnx", (data[0],))
+onnx, engine = Path("errors.onnx"), Path("errors.engine")
+
+def raises(*_, **__):
+    raise KeyError("boom")
+
+Backend = reference_backend.ReferenceBackend
+keep, nothing = Backend.build, lambda *_, **__: None
+Backend.build = nothing
+with pytest.raises(EngineError, match="backend 'reference': build.* returned None; expected a list of warnings"):
+    build_engine("reference", onnx, engine)
+Backend.build = lambda *_: []
+with pytest.raises(EngineError, match="backend 'reference': build.* wrote no file errors.engine"):
+    build_engine("reference", onnx, engine)
+Backend.build = raises
+with pytest.raises(EngineError, match="KeyError: 'boom', in backend 'reference'"):
+    build_engine("reference", onnx, engine)
+Backend.build = keep
+build_engine("reference", onnx, engine)
+Backend.load = Backend.inspect = nothing
+with pytest.raises(EngineError, match="'reference': load.* returned an object of NoneType, which has no name, .*engine"):
+    load_engine("reference", engine)
+with pytest.raises(EngineError, match="'reference': inspect.* returned None; expected an Inspection"):
+    inspect_engine("reference", engine)
+Backend.load = Backend.inspect = raises
+for function in (load_engine, inspect_engine):
+    with pytest.raises(KeyError) as caught:
+        function("reference", engine)
+    assert caught.value.__notes__ == ["in backend 'reference'"]
+with pytest.raises(ValueError, match="backend 'own' is the class ReferenceBackend; expected an object of it"):
+    backends.add("own")(Backend)
+""",
+    )
+
+
 @pytest.mark.nightly
 def test_by_configuration(folder: Path) -> None:
     words = ["run", "run.yaml", "quantizer.backend=reference", "output=done"]

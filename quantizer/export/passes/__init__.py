@@ -79,7 +79,7 @@ PASSES: tuple[GraphPass, ...] = (
 )
 """Those of every file; names come behind them."""
 
-graph_passes: Registry[GraphPass] = Registry("graph pass")
+graph_passes: Registry[GraphPass] = Registry("graph pass", of="object", has=("requires", "run", "ensures"))
 """Those of other packages, for every file too: ``graph_passes.add(name)(MyPass())`` adds one."""
 
 

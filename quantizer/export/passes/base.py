@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import numpy as np
 
 from quantizer.errors import ExportError
+from quantizer.utils.registry import named_in_errors
 
 Match = TypeVar("Match")
 
@@ -81,12 +82,17 @@ def run_passes(model: Any, passes: Sequence[GraphPass]) -> None:
     """Run passes in order."""
     for entry in passes:
         name = type(entry).__name__
-        before = entry.requires(model)
+        with named_in_errors(f"pass {name}"):
+            before = entry.requires(model)
         if before is not None:
             raise ExportError(f"pass {name} cannot start: {before}")
-        changed = entry.run(model)
+        with named_in_errors(f"pass {name}"):
+            changed = entry.run(model)
+        if not isinstance(changed, int):
+            raise ExportError(f"pass {name}: run() returned {changed!r}; expected the number of places it changed")
         logger.info("pass %s changed %d places", name, changed)
-        after = entry.ensures(model)
+        with named_in_errors(f"pass {name}"):
+            after = entry.ensures(model)
         if after is not None:
             raise ExportError(f"pass {name} did not do its work: {after}")
 

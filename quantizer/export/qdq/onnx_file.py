@@ -355,8 +355,8 @@ def _checker_fault(path: Path) -> str | None:
 
 
 def _line(error: BaseException) -> str:
-    """Return an error in one line."""
+    """Return an error in one line, with the notes on it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else ""
-    name = type(error).__name__
-    return f"{name}: {text[:_LONGEST]}" if text else name
+    name, notes = type(error).__name__, getattr(error, "__notes__", ())
+    return ", ".join([f"{name}: {text[:_LONGEST]}" if text else name, *notes])

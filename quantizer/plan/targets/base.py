@@ -431,7 +431,9 @@ class TargetProfile:
 AUTO = "auto"
 """In place of a backend's name: the one whose engine is the fastest here."""
 
-profiles: Registry[TargetProfile] = Registry("backend", reserved=(AUTO,))
+profiles: Registry[TargetProfile] = Registry(
+    "backend", reserved=(AUTO,), of="object", has=("site_kinds", "float_dtype")
+)
 
 
 def profile(name: str, float_dtype: FloatDtype | None = None) -> TargetProfile:
