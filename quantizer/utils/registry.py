@@ -69,18 +69,17 @@ class Registry(Generic[T]):
 
         return decorate
 
-    def _check(self, name: str, entry: T) -> None:
+    def _check(self, name: str, entry: object) -> None:
         """Raise where an entry is not what the package will use: later the error would be in code of the package."""
         is_class = isinstance(entry, type)
-        if self._of is not None and is_class != (self._of == "class"):
-            given = f"the class {entry.__name__}" if is_class else f"an object of {type(entry).__name__}"
-            expected = f"a class, not an object of it: add({name!r})({type(entry).__name__})"
-            if is_class:
-                expected = f"an object of it: add({name!r})({entry.__name__}())"
-            raise ValueError(f"{self.kind} {name!r} is {given}; expected {expected}")
+        kind = entry.__name__ if isinstance(entry, type) else type(entry).__name__
+        given = kind if is_class else f"an object of {kind}"
+        if self._of == "class" and not is_class:
+            raise ValueError(f"{self.kind} {name!r} is {given}; expected a class: add({name!r})({kind})")
+        if self._of == "object" and is_class:
+            raise ValueError(f"{self.kind} {name!r} is the class {kind}; expected an object: add({name!r})({kind}())")
         if lacking := [attribute for attribute in self._has if not hasattr(entry, attribute)]:
-            what = entry.__name__ if is_class else f"an object of {type(entry).__name__}"
-            raise ValueError(f"{self.kind} {name!r} is {what}, which has no {', '.join(lacking)}")
+            raise ValueError(f"{self.kind} {name!r} is {given}, which has no {', '.join(lacking)}")
 
     def __getitem__(self, name: str) -> T:
         if name not in self._entries:

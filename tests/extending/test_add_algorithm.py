@@ -110,7 +110,7 @@ with pytest.raises(ValueError, match="algorithm 'common-clipping' is registered 
     algorithms.add("common-clipping")(Algorithm(wanted=lambda settings: True, run=common_clipping.choose))
 with pytest.raises(ValueError, match="algorithm 'other' is an object of function, which has no wanted, run"):
     algorithms.add("other")(common_clipping.choose)
-with pytest.raises(ValueError, match="algorithm 'other' is the class Algorithm; expected an object of it"):
+with pytest.raises(ValueError, match="algorithm 'other' is the class Algorithm; expected an object"):
     algorithms.add("other")(Algorithm)
 with pytest.raises(CalibrationError, match="no batch was kept for the algorithms: add them .* before calibration"):
     late.plan

@@ -142,7 +142,7 @@ for number, (members, kind, note) in enumerate([
     assert caught.value.__notes__ == [note], number
 for value in (None, "1.0", torch.tensor(1.0), float("nan"), -1.0):
     four_sigma.FourSigmaCalibrator.estimate = lambda self, value=value: value
-    with pytest.raises(CalibrationError, match="calibrator FourSigmaCalibrator: estimate\\(\\) returned .*; expected a"):
+    with pytest.raises(CalibrationError, match="calibrator FourSigmaCalibrator: estimate.. returned .*; expected"):
         with_calibrator("four-sigma")
 with pytest.raises(ValueError, match="calibrator 'made' is an object of FourSigmaCalibrator; expected a class"):
     CALIBRATORS.add("made")(four_sigma.FourSigmaCalibrator())

@@ -113,7 +113,7 @@ def test_its_errors_name_it(folder: Path) -> None:
         + """
 from quantizer.export.passes import run_passes
 
-with pytest.raises(ValueError, match="graph pass 'own' is the class SquareByMul; expected an object of it: add"):
+with pytest.raises(ValueError, match="graph pass 'own' is the class SquareByMul; expected an object: add"):
     graph_passes.add("own")(square_by_mul.SquareByMul)
 with pytest.raises(ValueError, match="graph pass 'own' is an object of function, which has no requires, run, ensures"):
     graph_passes.add("own")(lambda model: 0)
