@@ -49,10 +49,10 @@ def test_it_runs_in_its_place_and_is_numbered(folder: Path) -> None:
     printed = run_in_copy(
         folder,
         """
-import quantizer.pipeline.measure as measure
+import quantizer.pipeline.benchmark as benchmark
 from quantizer.cli.main import main
 
-measure._LATENCY_SECONDS = 0.1
+benchmark._LATENCY_SECONDS = 0.1
 assert main(["run", "run.yaml", "engine.checksums=true", "output=done"]) == 0
 """,
     )
