@@ -221,8 +221,6 @@ def imported(folder: Path, name: str, text: str) -> types.ModuleType:
     path = folder / f"{name.rpartition('.')[2]}.py"
     path.write_text(text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -251,3 +249,10 @@ def openvino_core() -> Any:
         core = openvino.Core()
         core.get_property("CPU", "FULL_DEVICE_NAME")
     return core
+
+
+def read_json(path: Path) -> Any:
+    """What a file of JSON holds."""
+    import json  # here: goldens name the lines of the nets above
+
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -214,7 +214,6 @@ def test_it_trains() -> None:
     model.train()
     model(**BATCH, labels=torch.tensor([0, 1])).loss.backward()
     weight = model.bert.encoder.layer[0].output.dense.weight
-    assert weight.grad is not None
     assert weight.grad.abs().sum() > 0
 
 

@@ -16,8 +16,6 @@ EXPLAINED = tomllib.loads((ROOT / "mutation" / "equivalent.toml").read_text(enco
 
 def _module(name: str) -> ModuleType:
     found = importlib.util.spec_from_file_location(f"mutation_{name}", ROOT / "mutation" / f"{name}.py")
-    assert found is not None
-    assert found.loader is not None
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module

@@ -31,8 +31,6 @@ def _example(name: str) -> Any:
     sys.path.insert(0, str(EXAMPLES))
     try:
         spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module

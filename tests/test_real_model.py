@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,11 +85,6 @@ def _quantized(case: Case, **options: Any) -> Quantized:
 
 
 @pytest.fixture(scope="module")
-def products(stsb: Case) -> Quantized:
-    return _quantized(stsb, backend="openvino", sites={"residual_add": False})
-
-
-@pytest.fixture(scope="module")
 def default(stsb: Case) -> Quantized:
     return _quantized(stsb, backend="openvino")
 
@@ -97,27 +93,27 @@ def test_the_float_model_is_the_one_that_was_published(stsb: Case) -> None:
     assert stsb.score(stsb.reference) > 0.85
 
 
-def test_every_product_is_quantized(products: Quantized) -> None:
-    sites = products.quantizer.coverage
-    assert sum(site.kind == "linear" for site in sites.quantized) == 37  # six in each layer, and the pooler
-    assert sum(site.kind == "matmul" for site in sites.quantized) == 12
-    assert {site.kind for site in sites.quantized} == {"embedding", "linear", "matmul"}
+def test_int8_keeps_the_score(stsb: Case, default: Quantized) -> None:
+    kinds = Counter(site.kind for site in default.quantizer.coverage.quantized)
+    assert (kinds["linear"], kinds["matmul"]) == (37, 12)  # six linears in each layer, and the pooler
+    difference = stsb.score(default.predictions) - stsb.score(stsb.reference)
+    cosine = stsb.task.paired(stsb.reference, default.predictions)["mean_cosine"]
+    print(f"default: {difference:+.4f}, cosine {cosine:.4f}")
+    assert abs(difference) <= BUDGET
+    assert cosine >= 0.985
 
 
-def test_products_in_int8_keep_the_score(stsb: Case, products: Quantized) -> None:
+# The default is what is delivered; without residual adds it is one more of a kind.
+@pytest.mark.nightly
+def test_products_in_int8_keep_the_score_and_the_default_is_no_worse(stsb: Case, default: Quantized) -> None:
+    products = _quantized(stsb, backend="openvino", sites={"residual_add": False})
+    assert {site.kind for site in products.quantizer.coverage.quantized} == {"embedding", "linear", "matmul"}
     difference = stsb.score(products.predictions) - stsb.score(stsb.reference)
     cosine = stsb.task.paired(stsb.reference, products.predictions)["mean_cosine"]
     print(f"products: {difference:+.4f}, cosine {cosine:.4f}")
     assert abs(difference) <= BUDGET
     assert cosine >= 0.985
-
-
-def test_the_default_is_no_worse(stsb: Case, products: Quantized, default: Quantized) -> None:
-    loss = stsb.score(products.predictions) - stsb.score(default.predictions)
-    cosine = stsb.task.paired(stsb.reference, default.predictions)["mean_cosine"]
-    print(f"default: {loss:+.4f} worse than products alone, cosine {cosine:.4f}")
-    assert loss <= 0.002
-    assert cosine >= 0.985
+    assert stsb.score(products.predictions) - stsb.score(default.predictions) <= 0.002
 
 
 @needs_exact_byte_products
@@ -168,6 +164,7 @@ def test_a_fine_tuned_classifier_keeps_its_labels() -> None:
         pytest.skip(f"the fine-tuned classifier is not here: no folder {model}, or none {data}")
     train, dev = data / "stsa.binary.train", data / "stsa.binary.dev"
     case = _case(str(model), "sequence-classification", "sst2-text", train, dev, 128, None)
+    assert case.score(case.reference) > 0.8
     quantized = _quantized(case, backend="openvino", activations={"calibrator": "auto"}, sites={"residual_add": False})
     flips = case.task.paired(case.reference, quantized.predictions)["label_flips"]
     accuracy = case.score(quantized.predictions) - case.score(case.reference)

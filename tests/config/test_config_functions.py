@@ -41,10 +41,7 @@ def test_a_file_of_functions_needs_no_task_and_no_data(tmp_path: Path, monkeypat
     ("run", "problems"),
     [
         ({"model": {"source": MODEL["source"]}}, ["model.inputs: is missing; expected the function that returns the"]),
-        (
-            {"model": {"source": MODEL["source"], "metric": "a.b:c"}},
-            ["model.inputs: is missing; expected the function that returns the batches to calibrate on, such as"],
-        ),
+        ({"model": {"source": MODEL["source"], "metric": "a.b:c"}}, ["model.inputs: is missing; expected the"]),
         (
             {"model": MODEL, "data": {"calibration": ROWS, "evaluation": ROWS, "batch_size": 8}},
             [
@@ -54,10 +51,7 @@ def test_a_file_of_functions_needs_no_task_and_no_data(tmp_path: Path, monkeypat
         ),
         ({"model": {**MODEL, "task": "sentence-similarity"}}, ["model.task: is for checkpoints, "]),
         ({"model": MODEL, "deliver": ["triton"]}, ["deliver: is for checkpoints; remove it: quantizer.load reads the"]),
-        (
-            {"model": MODEL, "quantize": False, "fallback": {"names": ["a"]}},
-            ["fallback: is for a quantized model, and quantize is false; remove it"],
-        ),
+        ({"model": MODEL, "quantize": False, "fallback": {"names": ["a"]}}, ["fallback: is for a quantized model"]),
         (
             {"model": {**MODEL, "attention": "sdpa", "max_length": 64}},
             [
@@ -65,20 +59,11 @@ def test_a_file_of_functions_needs_no_task_and_no_data(tmp_path: Path, monkeypat
                 "model.max_length: is not used by a source",
             ],
         ),
-        (
-            {"model": {**MODEL, "inputs": "data.py"}},
-            ["model.inputs: got the text 'data.py'; expected the name of a fu"],
-        ),
+        ({"model": {**MODEL, "inputs": "data.py"}}, ["model.inputs: got the text 'data.py'; expected the name of a"]),
         # One key that is wrong, and nothing is said of data.
         ({"model": {**MODEL, "metrics": "a:b"}}, ["model.metrics: unknown key; expected one of source, task, "]),
-        (
-            {"model": MODEL, "fallback": {"max_drop": 0.1}, "amp": {}},
-            ["model.metric: is missing; expected the function that scores, such as 'my_pkg.data:score', for "],
-        ),
-        (
-            {"model": MODEL, "amp": {"measure": "metric"}},
-            ["model.metric: is missing; expected the function that scores, such as 'my_pkg.data:score', for "],
-        ),
+        ({"model": MODEL, "fallback": {"max_drop": 0.1}, "amp": {}}, ["model.metric: is missing; expected the"]),
+        ({"model": MODEL, "amp": {"measure": "metric"}}, ["model.metric: is missing; expected the function that"]),
         ({"model": SCORED, "qat": {}}, ["qat: trains checkpoints; remove it"]),
         (
             {

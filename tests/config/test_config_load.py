@@ -96,43 +96,89 @@ def test_faults_of_text_schema_and_overrides_come_together(write: Write) -> None
         assert any(problem.startswith(start) for problem in problems), start
 
 
+PLACES = {7: "backend: openvino", 8: "{batches: 4}", 9: "{num: 3}"}
+"""What stands in a line of the file; what is put into line 10 comes at its end."""
+
+
 @pytest.mark.parametrize(
-    ("extra", "problem"),
+    ("line", "value", "problem"),
     [
-        ("engine: {threads: true}", "engine.threads: got true; expected a whole number, at least 1"),
-        ("engine: {threads: 1.0}", "engine.threads: got the number 1.0; expected a whole number, at least 1"),
-        ("engine: {threads: 1e1}", "engine.threads: got the text '1e1'; .*: write 10, without quotes"),
-        ("engine: {compute_capability: 89}", "engine.compute_capability: got the whole number 89; expected a compute"),
-        ("engine: {compute_capability: SM89}", "got the text 'SM89'; expected a compute capability such as 'sm89'"),
-        ("engine: {compute_capability: []}", "engine.compute_capability: is an empty list; expected at least one"),
-        ("engine: {compute_capability: [sm89, sm89]}", "engine.compute_capability: 'sm89' is listed twice"),
-        ("engine: {compute_capability: [sm89, null]}", "expected a compute capability such as 'sm89', or a list"),
-        ("engine: {inference_precision: bf16}", "got the text 'bf16'; expected 'float32' or 'bfloat16' or null"),
-        (
-            "engine:",
-            "engine: got null; expected a section with keys compute_capability, inference_precision, compiled, "
-            "strip_weights, threads; leave",
-        ),
-        ("engine: 3", "engine: got the whole number 3; expected a section"),
-        ("export: {dynamic: {batch: [1, 2]}}", r"export.dynamic.batch\[2\]: is missing; expected three whole numbers"),
-        ("export: {dynamic: {batch: [1, 2, 3, 4]}}", "export.dynamic.batch: got a list of 4; expected three whole"),
-        ("export: {dynamic: {batch: [3, 2, 40]}}", r"export.dynamic.batch: got \[3, 2, 40\]; expected \[min, opt"),
-        ("export: {dynamic: {batch: 8}}", "export.dynamic.batch: got the whole number 8; expected three whole"),
-        ("export: {dynamic: {batch: [1, x, 8]}}", r"export.dynamic.batch\[1\]: got the text 'x'; expected a whole"),
-        ("report: {formats: []}", "report.formats: is an empty list; expected at least one entry"),
-        ("report: {formats: [html, html]}", "report.formats: 'html' is listed twice"),
-        ("report: {formats: [htm]}", r"report.formats\[0\]: got the text 'htm'; expected 'json' or 'html'; did you"),
-        ("report: {formats: html}", "report.formats: got the text 'html'; expected a list"),
-        ("report: {latency_batch: 33}", "report.latency_batch: got 33; expected 1 to 32, the export.dynamic.batch"),
-        ("output: ''", "output: is empty; expected text"),
-        ("output: 3", "output: got the whole number 3; expected text"),
-        ("percentile: 99", "percentile: unknown key; .*did you mean 'quantizer.activations.percentile'"),
-        ("zzz: 99", "zzz: unknown key; expected one of model, .*output$"),
+        (10, "engine: {threads: true}", "engine.threads: got true; expected a whole number, at least 1"),
+        (10, "engine: {threads: 1.0}", "engine.threads: got the number 1.0; expected a whole number, at least 1"),
+        (10, "engine: {threads: 1e1}", "engine.threads: got the text '1e1'; .*: write 10, without quotes"),
+        (10, "engine: {compute_capability: 89}", "engine.compute_capability: got the whole number 89; expected a"),
+        (10, "engine: {compute_capability: SM89}", "got the text 'SM89'; expected a compute capability such as 'sm89'"),
+        (10, "engine: {compute_capability: []}", "engine.compute_capability: is an empty list; expected at least one"),
+        (10, "engine: {compute_capability: [sm89, sm89]}", "engine.compute_capability: 'sm89' is listed twice"),
+        (10, "engine: {compute_capability: [sm89, null]}", "expected a compute capability such as 'sm89', or a list"),
+        (10, "engine: {inference_precision: bf16}", "got the text 'bf16'; expected 'float32' or 'bfloat16' or null"),
+        (10, "engine:", "engine: got null; expected a section with keys compute_capability, inference_precision"),
+        (10, "engine: 3", "engine: got the whole number 3; expected a section"),
+        (10, "export: {dynamic: {batch: [1, 2]}}", r"export.dynamic.batch\[2\]: is missing; expected three whole"),
+        (10, "export: {dynamic: {batch: [1, 2, 3, 4]}}", "export.dynamic.batch: got a list of 4; expected three whole"),
+        (10, "export: {dynamic: {batch: [3, 2, 40]}}", r"export.dynamic.batch: got \[3, 2, 40\]; expected \[min, opt"),
+        (10, "export: {dynamic: {batch: 8}}", "export.dynamic.batch: got the whole number 8; expected three whole"),
+        (10, "export: {dynamic: {batch: [1, x, 8]}}", r"export.dynamic.batch\[1\]: got the text 'x'; expected a whole"),
+        (10, "report: {formats: []}", "report.formats: is an empty list; expected at least one entry"),
+        (10, "report: {formats: [html, html]}", "report.formats: 'html' is listed twice"),
+        (10, "report: {formats: [htm]}", r"report.formats\[0\]: got the text 'htm'; expected 'json' or 'html'; did"),
+        (10, "report: {formats: html}", "report.formats: got the text 'html'; expected a list"),
+        (10, "report: {latency_batch: 33}", "report.latency_batch: got 33; expected 1 to 32, the export.dynamic.batch"),
+        (10, "output: ''", "output: is empty; expected text"),
+        (10, "output: 3", "output: got the whole number 3; expected text"),
+        (10, "percentile: 99", "percentile: unknown key; .*did you mean 'quantizer.activations.percentile'"),
+        (10, "zzz: 99", "zzz: unknown key; expected one of model, .*output$"),
+        (7, "sites: {linear: 1}", "quantizer.sites.linear: got the whole number 1; expected true or false"),
+        (7, "sites: {linear: 'true'}", "quantizer.sites.linear: got the text 'true'; expected true or false"),
+        (7, "sites: {residual_add: 1}", "got the whole number 1; expected true, false or 'auto'"),
+        (7, "sites: {residual_add: atuo}", "did you mean 'auto'"),
+        (7, "sites: {matmuls: true}", "quantizer.sites.matmuls: unknown key; .*did you mean 'matmul'"),
+        (7, "fallback_dtype: fp16", "expected 'float16', 'bfloat16' or 'float32' or null; did you mean 'float16'"),
+        (7, "dtype: int4", "got the text 'int4'; expected 'int8' or 'fp8'; did you mean 'int8'"),
+        (7, "activations: {percentile: 0}", "got the whole number 0; expected a number, above 0 and at most 100"),
+        (7, "activations: {percentile: 100.1}", "got the number 100.1; expected a number, above 0 and at most 100"),
+        (7, "activations: {percentile: .nan}", "got the number nan; expected a number, above 0"),
+        (7, "activations: {percentile: true}", "got true; expected a number, above 0"),
+        (7, "activations: {percentile: 1e1}", "write 10.0, without quotes"),
+        (7, "activations: {calibrator: entropie}", "got the text 'entropie'; expected 'percentile', 'max', 'mse"),
+        (7, "activations: {smooth: 0}", "got the whole number 0; expected a number, above 0 and at most 1, or 'auto"),
+        (7, "activations: {smooth: 1.5}", "got the number 1.5; expected a number, above 0 and at most 1, or 'auto' or"),
+        (7, "activations: {smooth: x}", "got the text 'x'; expected a number, above 0 and at most 1, or 'auto' or"),
+        (7, "activations: {smooth: true}", "got true; expected a number, above 0 and at most 1, or 'auto' or null"),
+        (7, "activations: {smooth: .nan}", "got the number nan; expected a number, above 0 and at most 1"),
+        (7, "weights: {granularity: per_chanel}", "did you mean 'per_channel'"),
+        (7, "exclude: {names: classifier}", r"quantizer.exclude.names: got the text 'classifier'; .*write"),
+        (7, "exclude: {names: [a, 3]}", r"quantizer.exclude.names\[1\]: got the whole number 3; expected text"),
+        (7, "exclude: {name: [a]}", "quantizer.exclude.name: unknown key; .*did you mean 'names'"),
+        (7, "exclude: [a]", "quantizer.exclude: got a list; expected a section with keys module_types, names, sites"),
+        (7, "exclude: {3: a}", "quantizer.exclude: the key '3' is not text"),
+        (8, "{measure: gradients}", "amp.measure: got the text 'gradients'; .*did you mean 'gradient'"),
+        (8, "{granularity: module}", "amp.granularity: got the text 'module'; expected 'group', 'layer' or 'block'"),
+        (8, "{batches: 0}", "amp.batches: got the whole number 0; expected a whole number, at least 1"),
+        (9, "{}", "none of num, ratio, names, max_drop and min_speedup is set; expected exactly one of them, such as"),
+        (9, "{names: []}", "fallback.names: is an empty list"),
+        (9, "{names: [a, a]}", "fallback.names: 'a' is listed twice"),
+        (9, "{names: a}", r"fallback.names: got the text 'a'; .*write \[a\]"),
+        (9, "{names: ['']}", r"fallback.names\[0\]: is empty; expected text"),
+        (9, "{names: [a], num: 2}", r"num is 2 and names is \['a'\]; expected exactly one of them: remove the other$"),
+        (9, "{num: 2, ratio: 0.1, names: [a]}", "num is 2, ratio is 0.1 and names is .*: remove the others$"),
+        (9, "{num: 2, max_evaluations: 9}", "fallback.max_evaluations: belongs to the search of max_drop"),
+        (9, "{num: 0}", "fallback.num: got the whole number 0; expected a whole number, at least 1"),
+        (9, "{ratio: 0}", "fallback.ratio: got the whole number 0; expected a number, above 0 and at most 1"),
+        (9, "{num: 2, costs: flops}", "fallback.costs: got the text 'flops'; expected 'multiply_adds' or null"),
+        (9, "{names: [a], costs: multiply_adds}", "fallback.costs: orders the groups to choose from, but names"),
+        (9, "{max_drop: -0.1}", "fallback.max_drop: got the number -0.1; expected a number, at least 0, or null"),
+        (9, "{max_drop: .inf}", "fallback.max_drop: got the number inf; expected a number"),
+        (9, "{max_drop: true}", "fallback.max_drop: got true; expected a number"),
+        (9, "{max_drop: 1e-3}", "fallback.max_drop: got the text '1e-3'; .*write 0.001, without quotes"),
+        (9, "{max_drop: 0.1, max_evaluations: 1}", "max_evaluations: got the whole number 1; expected .*at least 2"),
+        (9, "{max_dorp: 0.1, num: 1}", "fallback.max_dorp: unknown key; .*did you mean 'max_drop'"),
     ],
 )
-def test_bad_values(write: Write, extra: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match="^1 problem in the configuration:\n  - good.yaml:10: .*" + problem):
-        load_run(write(GOOD + extra))
+def test_bad_values(write: Write, line: int, value: str, problem: str) -> None:
+    text = GOOD + value if line == 10 else GOOD.replace(PLACES[line], value)
+    with pytest.raises(ConfigError, match=f"^1 problem in the configuration:\n  - good.yaml:{line}: .*" + problem):
+        load_run(write(text))
 
 
 @pytest.mark.parametrize("setting", ["backend: tensorrt", "backend: tensorrt-rtx", "fallback_dtype: bfloat16"])
@@ -141,50 +187,6 @@ def test_an_opset_without_half_scales(write: Write, setting: str) -> None:
     with pytest.raises(ConfigError, match=r"good.yaml:10: export.opset: got 18; expected 19 or later, the first with"):
         load_run(write(text))
     assert load_run(write(GOOD + "export: {opset: 18}\n")).export.opset == 18
-
-
-@pytest.mark.parametrize(
-    ("value", "problem"),
-    [
-        ("sites: {linear: 1}", "quantizer.sites.linear: got the whole number 1; expected true or false"),
-        ("sites: {linear: 'true'}", "quantizer.sites.linear: got the text 'true'; expected true or false"),
-        ("sites: {residual_add: 1}", "got the whole number 1; expected true, false or 'auto'"),
-        ("sites: {residual_add: atuo}", "did you mean 'auto'"),
-        ("sites: {matmuls: true}", "quantizer.sites.matmuls: unknown key; .*did you mean 'matmul'"),
-        ("fallback_dtype: fp16", "expected 'float16', 'bfloat16' or 'float32' or null; did you mean 'float16'"),
-        ("dtype: int4", "got the text 'int4'; expected 'int8' or 'fp8'; did you mean 'int8'"),
-        ("activations: {percentile: 0}", "got the whole number 0; expected a number, above 0 and at most 100"),
-        ("activations: {percentile: 100.1}", "got the number 100.1; expected a number, above 0 and at most 100"),
-        ("activations: {percentile: .nan}", "got the number nan; expected a number, above 0"),
-        ("activations: {percentile: true}", "got true; expected a number, above 0"),
-        ("activations: {percentile: 1e1}", "write 10.0, without quotes"),
-        (
-            "activations: {calibrator: entropie}",
-            "got the text 'entropie'; expected 'percentile', 'max', 'mse', 'entropy', 'auto' or 'output'; "
-            "did you mean 'entropy'",
-        ),
-        (
-            "activations: {smooth: 0}",
-            "got the whole number 0; expected a number, above 0 and at most 1, or 'auto' or null",
-        ),
-        (
-            "activations: {smooth: 1.5}",
-            "got the number 1.5; expected a number, above 0 and at most 1, or 'auto' or null",
-        ),
-        ("activations: {smooth: x}", "got the text 'x'; expected a number, above 0 and at most 1, or 'auto' or null"),
-        ("activations: {smooth: true}", "got true; expected a number, above 0 and at most 1, or 'auto' or null"),
-        ("activations: {smooth: .nan}", "got the number nan; expected a number, above 0 and at most 1"),
-        ("weights: {granularity: per_chanel}", "did you mean 'per_channel'"),
-        ("exclude: {names: classifier}", r"quantizer.exclude.names: got the text 'classifier'; .*write \[classifier\]"),
-        ("exclude: {names: [a, 3]}", r"quantizer.exclude.names\[1\]: got the whole number 3; expected text"),
-        ("exclude: {name: [a]}", "quantizer.exclude.name: unknown key; .*did you mean 'names'"),
-        ("exclude: [a]", "quantizer.exclude: got a list; expected a section with keys module_types, names, sites"),
-        ("exclude: {3: a}", "quantizer.exclude: the key '3' is not text"),
-    ],
-)
-def test_bad_quantizer_values(write: Write, value: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match="^1 problem in the configuration:\n  - good.yaml:7: .*" + problem):
-        load_run(write(GOOD.replace("backend: openvino", value)))
 
 
 def test_missing_keys_are_placed_at_their_section(write: Write) -> None:
@@ -260,56 +262,11 @@ TUNING = GOOD.replace("  evaluation:", "  tuning: {name: stsb-csv, offset: 128, 
 )
 
 
-@pytest.mark.parametrize(
-    ("fallback", "problem"),
-    [
-        (
-            "{}",
-            "none of num, ratio, names, max_drop and min_speedup is set; expected exactly one of them, such as num: 4",
-        ),
-        ("{names: []}", "fallback.names: is an empty list"),
-        ("{names: [a, a]}", "fallback.names: 'a' is listed twice"),
-        ("{names: a}", r"fallback.names: got the text 'a'; .*write \[a\]"),
-        ("{names: ['']}", r"fallback.names\[0\]: is empty; expected text"),
-        ("{names: [a], num: 2}", r"num is 2 and names is \['a'\]; expected exactly one of them: remove the other$"),
-        ("{num: 2, ratio: 0.1, names: [a]}", "num is 2, ratio is 0.1 and names is .*: remove the others$"),
-        ("{num: 2, max_evaluations: 9}", "fallback.max_evaluations: belongs to the search of max_drop"),
-        ("{num: 0}", "fallback.num: got the whole number 0; expected a whole number, at least 1"),
-        ("{ratio: 0}", "fallback.ratio: got the whole number 0; expected a number, above 0 and at most 1"),
-        ("{num: 2, costs: flops}", "fallback.costs: got the text 'flops'; expected 'multiply_adds' or null"),
-        ("{names: [a], costs: multiply_adds}", "fallback.costs: orders the groups to choose from, but names chooses"),
-        ("{max_drop: -0.1}", "fallback.max_drop: got the number -0.1; expected a number, at least 0, or null"),
-        ("{max_drop: .inf}", "fallback.max_drop: got the number inf; expected a number"),
-        ("{max_drop: true}", "fallback.max_drop: got true; expected a number"),
-        ("{max_drop: 1e-3}", "fallback.max_drop: got the text '1e-3'; .*write 0.001, without quotes"),
-        ("{max_drop: 0.1, max_evaluations: 1}", "max_evaluations: got the whole number 1; expected .*at least 2"),
-        ("{max_dorp: 0.1, num: 1}", "fallback.max_dorp: unknown key; .*did you mean 'max_drop'"),
-    ],
-)
-def test_bad_fallbacks(write: Write, fallback: str, problem: str) -> None:
-    text = GOOD.replace("fallback: {num: 3}", f"fallback: {fallback}")
-    with pytest.raises(ConfigError, match="^1 problem in the configuration:\n  - good.yaml:9: .*" + problem):
-        load_run(write(text))
-
-
 def test_two_problems_of_one_fallback(write: Write) -> None:
     problems = _problems(lambda: load_run(write(GOOD), ["fallback={max_evaluations: 3, num: 2, ratio: 0.5}"]))
     assert len(problems) == 2
     assert "}': fallback: num is 2 and ratio is 0.5; expected exactly one of them" in problems[0]
     assert "}': fallback.max_evaluations: belongs to the search of max_drop, which is not set" in problems[1]
-
-
-@pytest.mark.parametrize(
-    ("amp", "problem"),
-    [
-        ("{measure: gradients}", "amp.measure: got the text 'gradients'; .*did you mean 'gradient'"),
-        ("{granularity: module}", "amp.granularity: got the text 'module'; expected 'group', 'layer' or 'block'"),
-        ("{batches: 0}", "amp.batches: got the whole number 0; expected a whole number, at least 1"),
-    ],
-)
-def test_bad_measurements(write: Write, amp: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match="^1 problem in the configuration:\n  - good.yaml:8: .*" + problem):
-        load_run(write(GOOD.replace("{batches: 4}", amp)))
 
 
 def test_named_groups_need_no_measurement(write: Write) -> None:
@@ -377,7 +334,6 @@ def test_bad_trainings(write: Write, qat: str, problem: str) -> None:
 
 def test_scales_by_pattern(write: Write) -> None:
     run = load_run(write(TRAINING.replace("qat: {}", "qat: {scales: {'**': learned, '**.weight': fixed}}")))
-    assert run.qat is not None
     assert run.qat.scales == {"**": "learned", "**.weight": "fixed"}
     assert load_run(write(dump_yaml(run))) == run
 
@@ -438,7 +394,6 @@ def test_tuning_on_rows_of_the_calibration_is_no_error(write: Write) -> None:
 
 def test_the_path_of_the_tuning_rows_is_made_absolute(write: Write, tmp_path: Path) -> None:
     run = load_run(write(TUNING), ["amp.measure=metric", "data.tuning.path=dev.csv"])
-    assert run.data.tuning is not None
     assert run.data.tuning.path == str(tmp_path / "dev.csv")
 
 
@@ -483,14 +438,12 @@ def test_overrides(write: Write) -> None:
     assert run.engine.compute_capability == "sm89"
     assert run.fallback == FallbackConfig(ratio=0.05)
     assert run.data.calibration.rows is None
-    assert run.amp is not None
     assert run.amp.batches == 7
     assert run.output == "runs/a=b"
 
 
 def test_a_section_that_is_null_comes_into_being(write: Write) -> None:
     run = load_run(write(GOOD.replace("amp: {batches: 4}", "amp: null")), ["amp.batches=3"])
-    assert run.amp is not None
     assert run.amp.batches == 3
 
 
@@ -627,21 +580,12 @@ def test_problems_of_source_and_keywords_come_together(write: Write) -> None:
         ({"exclude": {3: "x"}}, r"mapping: exclude\[3\]: the key is the whole number 3; expected a name"),
         ({"exclude": {"names": {"a"}}}, "mapping: exclude.names: got a set; expected a list"),
         ({"backend": b"openvino"}, "mapping: backend: got a bytes; expected 'auto', 'tensorrt'"),
-        (
-            {"backend": ["openvin"]},
-            r"mapping: backend: got \['openvin'\]; expected some of tensorrt, .*, each of them once",
-        ),
-        (
-            {"backend": ["torch", "torch"]},
-            r"mapping: backend: got \['torch', 'torch'\]; expected some of .* each of them",
-        ),
+        ({"backend": ["openvin"]}, r"mapping: backend: got \['openvin'\]; expected some of tensorrt, .*, each of them"),
+        ({"backend": ["torch", "torch"]}, r"mapping: backend: got \['torch', 'torch'\]; expected some of .* each of"),
         ({"backend": ["torch", "auto"]}, r"mapping: backend: got \['torch', 'auto'\]; expected some of tensorrt, "),
         ({"backend": []}, "mapping: backend: got a list; expected 'auto'"),
         ({"backend": ["torch"], "candidates": ["torch"]}, "mapping: candidates: is set, and so is a list as backend"),
-        (
-            {"candidates": ["torch"]},
-            r"mapping: candidates: got \['torch'\] with backend 'tensorrt'; expected backend: auto",
-        ),
+        ({"candidates": ["torch"]}, r"mapping: candidates: got \['torch'\] with backend 'tensorrt'; expected backend"),
         ({"backend": "auto", "candidates": [1]}, r"mapping: candidates\[0\]: got the whole number 1; expected text"),
         (3, "quantizer configuration: got the whole number 3; expected a YAML file, a mapping or a QuantizerConfig"),
         (b"x.yaml", "quantizer configuration: got a bytes; expected a YAML file"),
@@ -658,9 +602,7 @@ def test_a_misspelt_section_does_not_give_defaults(write: Write) -> None:
 
 
 def test_a_list_is_no_section(write: Write) -> None:
-    with pytest.raises(
-        ConfigError, match=r"good\.yaml:1: holds a list; expected a mapping with keys preset, backend, candidates"
-    ):
+    with pytest.raises(ConfigError, match=r"good\.yaml:1: holds a list; expected a mapping with keys preset, backend"):
         quantizer_config(write("[a]"))
 
 

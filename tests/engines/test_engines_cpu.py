@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -100,15 +99,11 @@ def test_progress_starts_at_zero_and_ends_at_one(name: str, qdq: Any, tmp_path: 
 def test_unknown_operator_is_named_and_the_old_engine_stays(name: str, write_qdq: Any, tmp_path: Path) -> None:
     engine = tmp_path / "model.engine"
     engine.write_bytes(b"the old one")
-    with pytest.raises(EngineError, match=r"refused .*model\.onnx.*Frobnicate"):
+    said = r"refused .*model\.onnx.*node 'tail/0' \(Frobnicate\) of module 'tail'.*; replace the call"
+    with pytest.raises(EngineError, match=said):
         build_engine(name, write_qdq(tail=("Frobnicate",)).path, engine)
     assert engine.read_bytes() == b"the old one"
     assert [path.name for path in tmp_path.iterdir()] == ["model.engine"]
-
-
-def test_compute_capability_is_not_for_a_cpu(name: str, qdq: Any, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=f"{name} builds for the CPU: leave out compute_capability 'sm89'"):
-        build_engine(name, qdq.path, tmp_path / "model.engine", BuildOptions(compute_capability="sm89"))
 
 
 class Cancelled(Exception):
@@ -152,12 +147,6 @@ def test_weights_in_another_file(write_qdq: Any, tmp_path: Path) -> None:
     )
 
 
-def test_openvino_engine_of_another_kind() -> None:
-    pytest.importorskip("openvino")
-    with pytest.raises(EngineError, match=r"is not an engine of backend openvino.* build it again from its ONNX file"):
-        load_engine("openvino", __file__)
-
-
 def test_openvino_names_outputs_as_the_file_does(write_qdq: Any) -> None:
     # The Identity at the end is removed, and its port then carries the name of the node before as well.
     pytest.importorskip("openvino")
@@ -192,13 +181,13 @@ def test_one_array_is_not_two_inputs() -> None:
         checked_inputs("openvino", specs, np.zeros(3, np.int64))
 
 
-@pytest.mark.parametrize("kept", [0.999, 0.5, 0.01])
-def test_an_engine_that_is_cut_short(name: str, kept: float, qdq: Any, tmp_path: Path) -> None:
+def test_an_engine_that_is_cut_short(name: str, qdq: Any, tmp_path: Path) -> None:
     path = build_engine(name, qdq.path, tmp_path / "model.engine").path
     content = path.read_bytes()
-    path.write_bytes(content[: int(kept * len(content))])
-    with pytest.raises(EngineError, match=r"model\.engine (is cut short|is not an engine|is not an ONNX file)"):
-        load_engine(name, path)
+    for kept in (content[: int(0.999 * len(content))], content[: len(content) // 2], content[:50], b"no engine at all"):
+        path.write_bytes(kept)
+        with pytest.raises(EngineError, match=r"model\.engine (is cut short|is not an engine|is not an ONNX file)"):
+            load_engine(name, path)
 
 
 def test_an_engine_of_the_other_library(name: str, qdq: Any, tmp_path: Path) -> None:
@@ -220,25 +209,6 @@ def test_an_openvino_engine_of_another_release(qdq: Any, tmp_path: Path) -> None
     path.write_bytes(content.replace(b"ov=" + release, b"ov=" + b"1" * len(release), 1))
     with pytest.raises(EngineError, match="An engine belongs to the release and the kind of processor that built it"):
         load_engine("openvino", path, verify=False)
-
-
-def test_a_refusal_names_node_module_and_what_to_do(name: str, write_qdq: Any, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"node 'tail/0' \(Frobnicate\) of module 'tail'.*; replace the call"):
-        build_engine(name, write_qdq(tail=("Frobnicate",)).path, tmp_path / "model.engine")
-
-
-def test_a_full_disk_leaves_nothing(name: str, qdq: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = tmp_path / "model.engine"
-    old.write_bytes(b"old")
-
-    def full(path: Path, target: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(EngineError, match=r"cannot write .*model\.engine: No space left on device"):
-        build_engine(name, qdq.path, old)
-    assert old.read_bytes() == b"old"
-    assert [path.name for path in tmp_path.iterdir()] == ["model.engine"]
 
 
 def test_the_input_has_the_name_of_the_file_where_a_node_behind_it_is_removed(name: str, tmp_path: Path) -> None:

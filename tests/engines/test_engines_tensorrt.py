@@ -149,7 +149,6 @@ def test_ctrl_c_leaves_nothing_half_written(write_qdq: Any, tmp_path: Path) -> N
     path = tmp_path / "model.engine"
     command = [sys.executable, "-c", CTRL_C, str(model.path), str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "start\n"
         assert process.stdout.readline(), "the build said nothing"
         process.send_signal(signal.SIGINT)

@@ -73,10 +73,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "engine of torch": ("model.engine", lambda folder: load_engine("torch", folder / "model.engine")),
     "onnx file": ("model.onnx", lambda folder: quantizer.from_onnx(folder / "model.onnx")),
     "run file": ("run.yaml", lambda folder: load_run(folder / "run.yaml")),
-    "marker": (
-        ".quantizer.json",
-        lambda folder: write_folder(folder, lambda new: None, kind="a run", replace=True),
-    ),
+    "marker": (".quantizer.json", lambda folder: write_folder(folder, lambda new: None, kind="a run", replace=True)),
 }
 
 

@@ -21,5 +21,5 @@ def _reads(data: bytes) -> bool:
 @pytest.mark.parametrize("case", [case for case in CASES if case.target == TENSORRT], ids=str)
 def test_tensorrt_rtx_reads_what_is_mended(case: Case) -> None:
     assert _reads(case.mended().proto().SerializeToString())
-    infinite = case.variant == "inf" and case.rule == "scale-value"  # read, and no number comes out
+    infinite = "inf" in case.variant and case.rule == "scale-value"  # read, and no number comes out
     assert _reads(case.broken().proto().SerializeToString()) == (case.rule not in REFUSED or infinite)

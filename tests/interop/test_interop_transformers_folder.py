@@ -62,43 +62,34 @@ def edit_weights(path: Path, change: Callable[[Tensors], object]) -> None:
     (path / WEIGHTS).write_bytes(save(tensors, {"format": "pt"}))
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        pytest.param(
-            lambda config: config["quantization_config"].update(bakend="openvino"),
-            ConfigError,
-            r"quantization_config: bakend: unknown key; expected one of preset, backend, .*did you mean 'backend'",
-            id="unknown-field",
-        ),
-        pytest.param(
-            lambda config: config["quantization_config"].update(quantized="yes", dtype="int7"),
-            ConfigError,
-            r"2 problems.*\n.*quantized: got 'yes'; expected true or false\n.*quantization_config: dtype: got.*'int7'",
-            id="two-fields",
-        ),
-        pytest.param(
-            lambda config: config["quantization_config"].update(backend="tensorrt"),
-            QuantizerError,
-            r"config\.json: its quantization_config is not the one that model\.safetensors was quantized with",
-            id="another-backend",
-        ),
-        pytest.param(
-            lambda config: config["quantization_config"].pop("quantized"),
-            QuantizerError,
-            r"holds a quantized model, and the config\.json beside it does not say so; restore",
-            id="not-said",
-        ),
-        pytest.param(
-            lambda config: config.update(num_hidden_layers=1),
-            ProxyError,
-            r"holds a quantized BertForSequenceClassification, and this BertForSequenceClassification has other sites: "
-            r"\d+ differ, the first is 'bert\.encoder\.layer\.1\..*with the config\.json and the version",
-            id="fewer-layers",
-        ),
-    ],
-)
-def test_a_config_that_is_not_the_folders(copied, change, error, message):
+def _quantization(**changes: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda config: config["quantization_config"].update(changes)
+
+
+CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], object], type[Exception], str]] = {
+    "unknown field": (_quantization(bakend="openvino"), ConfigError, "bakend: unknown key; .*did you mean 'backend'"),
+    "two fields": (
+        _quantization(quantized="yes", dtype="int7"),
+        ConfigError,
+        r"2 problems.*\n.*quantized: got 'yes'; expected true or false\n.*quantization_config: dtype: got.*'int7'",
+    ),
+    "another backend": (_quantization(backend="tensorrt"), QuantizerError, "is not the one that model.safetensors was"),
+    "not said": (
+        lambda config: config["quantization_config"].pop("quantized"),
+        QuantizerError,
+        r"holds a quantized model, and the config\.json beside it does not say so; restore",
+    ),
+    "fewer layers": (
+        lambda config: config.update(num_hidden_layers=1),
+        ProxyError,
+        r"has other sites: \d+ differ, the first is 'bert\.encoder\.layer\.1\..*with the config\.json and the version",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", CONFIGS)
+def test_a_config_that_is_not_the_folders(copied, fault):
+    change, error, message = CONFIGS[fault]
     edit_config(copied, change)
     with pytest.raises(error, match=message):
         loaded(copied)
@@ -114,11 +105,7 @@ def _missing(name: str) -> Callable[[Tensors], object]:
         pytest.param(_missing("site_forward_linear_0._weight_quantizer.stored"), "1 tensors of quantized", id="weight"),
         pytest.param(_missing("site_forward_linear_0._input_quantizer.scale"), "1 tensors of quantized", id="scale"),
         pytest.param(_missing("bias"), "1 tensors of quantized operations are missing there; copy it again", id="bias"),
-        pytest.param(
-            lambda tensors: tensors.pop("quantizer_state"),
-            r"says that it holds a quantized model, and no \.safetensors file there has the tensor 'quantizer_state'",
-            id="no-state",
-        ),
+        pytest.param(lambda tensors: tensors.pop("quantizer_state"), r"says that it holds a quantized", id="no-state"),
         pytest.param(
             lambda tensors: tensors.update(quantizer_state=tensors["quantizer_state"][:-9]),
             r"model\.safetensors is damaged: ",

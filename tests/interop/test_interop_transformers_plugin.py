@@ -25,6 +25,8 @@ quantizer_of = plugin.quantizer_of
 SHARED = Path(__file__).parents[2].parent / "shared"
 INT4 = {"weights": "int4", "activations": "int8", "block_size": 16, "kinds": ["linear"]}
 TEXT = batch("bert", padded=True)
+NIGHTLY = pytest.mark.nightly
+BIAS = {"bias_correction": True, "activations": {"percentile": 95}}
 Prepare = Callable[[Quantizer, nn.Module, dict[str, Tensor]], None]
 
 
@@ -103,8 +105,8 @@ def test_the_model_is_the_float_one_and_knows_its_quantizer(bert):
     assert model.half().dtype == torch.float16
 
 
-@pytest.mark.parametrize("given", [{"quant_method": "quantizer", "backend": "openvino"}], ids=["mapping"])
-def test_a_mapping_is_a_config_too(bert, given):
+def test_a_mapping_is_a_config_too(bert):
+    given = {"quant_method": "quantizer", "backend": "openvino"}
     model = tf.AutoModelForSequenceClassification.from_pretrained(bert, quantization_config=given)
     assert quantizer_of(model).config == QuantizerConfig(backend="openvino")
 
@@ -140,14 +142,14 @@ def test_a_model_that_was_loaded_without_has_no_quantizer(bert):
     ("config", "prepare"),
     [
         pytest.param({"backend": "openvino"}, None, id="int8"),
-        pytest.param({"dtype": "fp8"}, None, id="fp8"),
-        pytest.param({"formats": [INT4]}, None, id="int4-blocks"),
+        pytest.param({"dtype": "fp8"}, None, id="fp8", marks=NIGHTLY),
+        pytest.param({"formats": [INT4]}, None, id="int4-blocks", marks=NIGHTLY),
         pytest.param({"formats": [INT4]}, trained, id="int4-blocks-trained"),
         pytest.param({"activations": {"smooth": 0.5}, "sites": {"embedding": True}}, None, id="smooth-embedding"),
-        pytest.param({"bias_correction": True, "activations": {"percentile": 95}}, None, id="bias-correction"),
+        pytest.param(BIAS, None, id="bias-correction", marks=NIGHTLY),
         pytest.param({"formats": [INT4], "weights": {"rounding": "gptq"}}, None, id="gptq"),
         pytest.param({}, put_back, id="put-back"),
-        pytest.param({"backend": "onnxruntime"}, trained, id="trained"),
+        pytest.param({"backend": "onnxruntime"}, trained, id="trained", marks=NIGHTLY),
     ],
 )
 def test_saving_and_loading_is_exact(bert, tmp_path, config, prepare):
@@ -212,36 +214,31 @@ def test_weights_are_integers_and_files_may_be_many(bert, tmp_path):
 
 def test_saving_keeps_what_lies_beside(bert, tmp_path):
     (tmp_path / "notes").write_text("mine")
+    frozen = quantized(ready(bert))
     for _ in range(2):
-        quantized(ready(bert)).save_pretrained(tmp_path)
+        frozen.save_pretrained(tmp_path)
         assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors", "notes"}
     assert (tmp_path / "notes").read_text() == "mine"
 
 
 def test_a_loaded_model_is_the_frozen_one(bert, tmp_path):
-    pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
     from transformers.trainer_utils import validate_quantization_for_training
 
     model = ready(bert, backend="openvino")
     frozen = quantized(model)
-    frozen.save_pretrained(tmp_path / "int8")
+    # Of a copy that was pickled, too.
+    pickle.loads(pickle.dumps(frozen)).save_pretrained(tmp_path / "int8")
     again = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "int8")
+    assert_same(again(**TEXT), frozen(**TEXT))
     q = quantizer_of(again)
-    assert q.export(again, tmp_path / "again.onnx", TEXT).is_file()
     with pytest.raises(ProxyError, match="this is a proxy already"):
         q.qat(again)
     # What the Trainer asks of a model.
     with pytest.raises(ValueError, match="cannot perform fine-tuning on purely quantized models"):
         validate_quantization_for_training(again)
     validate_quantization_for_training(model)
-
-
-def test_a_pickled_proxy_can_still_be_saved(bert, tmp_path):
-    frozen = quantized(ready(bert, backend="openvino"))
-    copied = pickle.loads(pickle.dumps(frozen))
-    copied.save_pretrained(tmp_path)
-    again = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert_same(again(**TEXT), frozen(**TEXT))
+    pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
+    assert q.export(again, tmp_path / "again.onnx", TEXT).is_file()
 
 
 def test_what_was_not_quantized_or_is_no_more_so_is_not_saved(bert, tmp_path):

@@ -8,9 +8,9 @@ import math
 from xml.etree import ElementTree
 
 import pytest
-from report_samples import sample_record, sample_search
+from report_samples import sample_record, sample_search, sample_training
 
-from quantizer.report.charts.plots import pareto_svg
+from quantizer.report.charts.plots import loss_svg, pareto_svg, score_svg
 from quantizer.report.charts.rankings import sensitivity_bars, sensitivity_heatmap
 from quantizer.report.text import MISSING, amount, error, error_words
 from quantizer.utils.records import Evaluation, FallbackRecord, GroupSensitivity
@@ -238,21 +238,7 @@ def test_numbers_of_a_picture() -> None:
     ]
 
 
-pytest.importorskip("jinja2", reason="needs enginequant[report]")
-
-from report_samples import sample_training
-
-from quantizer.report import html_from_record
-from quantizer.report.charts.plots import loss_svg, score_svg
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def test_the_page_shows_the_training() -> None:
-    page = html_from_record(sample_record())
-    assert "48 of 60 steps, stopped: no better score in 1 evaluations; kept is what there was after 36 steps" in page
-    assert '<a href="#training">Training</a>' in page
-    assert "Training" not in html_from_record(dataclasses.replace(sample_record(), training=None)).partition("<pre>")[0]
+# -- the training ------------------------------------------------------------------------------------------------------
 
 
 def test_the_scores_stand_beside_float_and_ptq() -> None:

@@ -23,7 +23,6 @@ from quantizer.errors import QuantizerError
 from quantizer.report import (
     Latency,
     ModelInfo,
-    RunRecord,
     Score,
     html_from_record,
     latency_entries,
@@ -85,6 +84,12 @@ def write_run(folder: Path, share: float, ms: float, rows: str = "rows", kept: b
         }
         write_resamples(Resamples(rows=rows, metric="accuracy", scores=resampled), folder)
     return folder
+
+
+def _printed(found: Any) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    print_comparison(found, Path("page.html"), console)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
 def test_the_interval_of_a_pair_is_that_of_paired_rows(tmp_path: Path) -> None:
@@ -150,7 +155,6 @@ def write_function_run(folder: Path, base: float, value: float, **changes: Any) 
 def test_a_function_in_python_is_the_same_where_the_float_model_scores_the_same(tmp_path: Path) -> None:
     a, b = write_function_run(tmp_path / "a", 0.85, 0.84), write_function_run(tmp_path / "b", 0.85, 0.8)
     found = compare(read_runs([a, b]))
-    assert found.best is not None
     assert found.best.name == "a"
     assert found.to_best["b"].difference == pytest.approx(-0.04)
     assert found.to_best["b"].why == "no interval: scored by a function"
@@ -168,7 +172,6 @@ def test_a_function_in_python_that_may_be_another_is_not_compared(tmp_path: Path
     c = write_function_run(tmp_path / "c", 0.85, 0.84, model=info)
     found = compare(read_runs([a, b, c]))
     # A run is never on other rows than itself.
-    assert found.best is not None
     assert found.best.name == "a"
     assert {name: pair.difference for name, pair in found.to_best.items()} == {"b": None, "c": None}
     assert found.to_best["b"].why.endswith("score 0.8500 and 0.8000, on other rows or with other weights")
@@ -224,9 +227,7 @@ def test_verdicts_and_noise(tmp_path: Path) -> None:
     assert "Noisy timing: b; measure again on a machine that does nothing else." in page
     rows = {row["run"]: (row["verdict"], row["noisy_timing"]) for row in csv.DictReader(csv_text(found).splitlines())}
     assert rows == {"a": ("usable", "False"), "b": ("do not use", "True"), "c": ("look at this", "False")}
-    console = Console(file=io.StringIO(), width=80)
-    print_comparison(found, tmp_path / "page.html", console)
-    said = console.file.getvalue()  # type: ignore[attr-defined]
+    said = _printed(found)
     assert "1  a: usable, 0.00 s" in said
     assert "3  b: do not use, noisy timing, 0.00 s, on the frontier" in said
 
@@ -332,9 +333,7 @@ def test_without_a_score_the_outputs_are_compared(tmp_path: Path) -> None:
         size = size_entries({"float": 4000, "engine": 1000})
         write_run(tmp_path / name, 0.9, 2.0, kept=False, scores=(), outputs=outputs, size=size)
     found = compare(read_runs([tmp_path / name for name in told]))
-    console = Console(file=io.StringIO(), width=80)
-    print_comparison(found, None, console)
-    said = console.file.getvalue()  # type: ignore[attr-defined]
+    said = _printed(found)
     rows = [line.split() for line in said.splitlines()]
     assert [row for row in rows if row[:1] == ["dB"]] == [["dB", "ms", "speed", "size"]]
     assert [row[1] for row in rows if row[-1:] == ["KiB"]] == ["equal", "40.6", "17.0"]
@@ -376,9 +375,7 @@ def test_long_names_stay_different_in_a_narrow_terminal(tmp_path: Path) -> None:
     ends = [f"{kept},names=classifier,num={num},formats=float" for num in (2, 4)]
     middles = [f"{kept},smooth={smooth},{kept.replace('onnx', 'torch')}" for smooth in ("0.5", "0.7")]
     found = compare(read_runs([write_run(tmp_path / name, 0.9, 2.0) for name in (*ends, *middles, "short")]))
-    console = Console(file=io.StringIO(), width=80)
-    print_comparison(found, tmp_path / "page.html", console)
-    lines = [line for line in console.file.getvalue().splitlines() if "usable" in line]  # type: ignore[attr-defined]
+    lines = [line for line in _printed(found).splitlines() if "usable" in line]
     assert max(map(len, lines)) <= 80
     names = [line[5:].partition(": ")[0] for line in lines]
     assert len(set(names)) == 5
@@ -392,9 +389,7 @@ def test_a_setting_in_the_name_is_not_said_twice(tmp_path: Path) -> None:
         write_run(tmp_path / f"add={value}".lower(), 0.9, 2.0, config={"quantizer": {"add": value, "smooth": value}})
         for value in (True, False)
     ]
-    console = Console(file=io.StringIO(), width=80)
-    print_comparison(compare(read_runs(runs)), tmp_path / "page.html", console)
-    said = console.file.getvalue()  # type: ignore[attr-defined]
+    said = _printed(compare(read_runs(runs)))
     assert "1  add=true smooth=True: usable" in said
     assert "2  add=false smooth=False: usable" in said
 
@@ -411,54 +406,30 @@ def test_short_names() -> None:
 
 def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "a", 0.9, 2.0)
-    assert main(["compare", str(folder)]) == 1
-    assert "1 run to compare; expected two or more" in capsys.readouterr().err
-    assert main(["compare", str(folder), str(folder / "report.json")]) == 1
-    assert "is named twice" in capsys.readouterr().err
-    assert main(["compare", str(folder), str(tmp_path)]) == 1
-    assert "is named twice" in capsys.readouterr().err
-    assert main(["compare", str(tmp_path)]) == 1
-    assert "1 run to compare; expected two or more" in capsys.readouterr().err
+    for words, said in (
+        ([folder], "1 run to compare; expected two or more"),
+        ([tmp_path], "1 run to compare; expected two or more"),
+        ([folder, folder / "report.json"], "is named twice"),
+        ([folder, tmp_path], "is named twice"),
+        ([folder, tmp_path / "nowhere"], "nowhere"),
+    ):
+        assert main(["compare", *map(str, words)]) == 1
+        assert said in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert main(["compare", str(folder), str(tmp_path / "empty")]) == 1
-    said = "holds no report.json, and no folder in it does; expected a folder that `quantizer run` wrote"
-    assert said in capsys.readouterr().err
-    assert main(["compare", str(folder), str(tmp_path / "nowhere")]) == 1
-    assert "nowhere" in capsys.readouterr().err
+    assert "holds no report.json, and no folder in it does; expected a folder" in capsys.readouterr().err
     (folder / "resamples.json").write_text(json.dumps({"rows": "r"}))
     with pytest.raises(QuantizerError, match=r"resamples\.json cannot be read .*; remove it to compare without"):
         read_resamples(folder)
-
-
-def _run(folder: Path, score: float, ms: float, metric: str = "accuracy") -> Path:
-    folder.mkdir()
-    record = RunRecord(
-        name=folder.name,
-        created="2026-11-01T00:00:00+00:00",
-        config={"quantizer": {"backend": "openvino"}},
-        machine={"cpu": "a CPU", "cores": 2},
-        model=ModelInfo(source="nets:build", task="module", parameters=100),
-        scores=(
-            Score(which="float", value=0.9, metric=metric, rows=200),
-            Score(which="engine", value=score, metric=metric, difference=score - 0.9, rows=200),
-        ),
-        latency=Latency(
-            batch=8,
-            sequence=None,
-            threads=1,
-            reference="openvino float32",
-            engines=latency_entries({"float": [4.0], "engine": [ms]}),
-        ),
-    )
-    write_record(record, folder / "report.json")
-    return folder
 
 
 def test_runs_are_text_table_picture_and_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jinja2", reason="needs enginequant[report]")
     # As Jupyter asks for colours, which a text has no use for.
     monkeypatch.setenv("FORCE_COLOR", "1")
-    runs = quantizer.compare_runs([_run(tmp_path / "fast", 0.8, 1.0), str(_run(tmp_path / "good", 0.89, 2.0))])
+    runs = quantizer.compare_runs(
+        [write_run(tmp_path / "fast", 0.8, 1.0, kept=False), str(write_run(tmp_path / "good", 0.89, 2.0, kept=False))]
+    )
     assert [run.name for run in runs.runs] == ["good", "fast"]
     assert [(one.first, one.second, round(one.difference or 0, 3)) for one in runs.pairs] == [("fast", "good", 0.09)]
     text = repr(runs)
@@ -472,18 +443,16 @@ def test_runs_are_text_table_picture_and_page(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
-    runs = quantizer.compare_runs([_run(tmp_path / "a", 0.8, 1.0), _run(tmp_path / "b", 0.7, 1.0, metric="F1 & more")])
+    other = (Score(which="float", value=0.9, metric="F1 & more"), Score(which="engine", value=0.7, metric="F1 & more"))
+    runs = quantizer.compare_runs(
+        [write_run(tmp_path / "a", 0.8, 1.0), write_run(tmp_path / "b", 0.7, 1.0, scores=other)]
+    )
     assert "not compared with a, and not in the picture: b; accuracy and F1 & more" in runs.notes[0]
     assert "F1 &amp; more" in runs._repr_html_()
 
 
-def test_one_run_is_nothing_to_compare(tmp_path: Path) -> None:
-    with pytest.raises(QuantizerError, match="1 run to compare; expected two or more"):
-        quantizer.compare_runs([_run(tmp_path / "a", 0.8, 1.0)])
-
-
 def test_python_says_what_the_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders = [str(_run(tmp_path / "a", 0.8, 1.0)), str(_run(tmp_path / "b", 0.85, 2.0))]
+    folders = [str(write_run(tmp_path / name, share, ms)) for name, share, ms in (("a", 0.8, 1.0), ("b", 0.85, 2.0))]
     assert main(["compare", *folders]) == 0
     said = capsys.readouterr().out
     assert repr(quantizer.compare_runs(folders)).split() == said.split()

@@ -32,7 +32,6 @@ def test_scores_are_metadata_and_figures_a_table(tmp_path: Path) -> None:
         {"type": engine.metric, "value": round(engine.value, 6), "name": f"{engine.metric} (engine)"}
     ]
     assert {"name", "type"} == set(result["dataset"])
-    assert record.latency is not None
     told = f"batch {record.latency.batch} x {record.latency.sequence}, threads: 1, float is openvino float32"
     assert f"| latency, median, {told} |" in body
     assert "| peak memory |" in body

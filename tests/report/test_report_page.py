@@ -129,48 +129,18 @@ def test_sections_that_were_not_measured_say_so() -> None:
     assert text.count('<div class="note">not measured</div>') == 5
 
 
-def test_the_page_shows_the_figures() -> None:
-    text = html_from_record(sample_record())
-    assert "compiled recurrence" in text
-    ratios = ("3.71×", "3.94×", "1.79×")  # noqa: RUF001
-    differences = ("−0.0013", "[−0.0034, +0.0008]")  # noqa: RUF001
-    for figure in (*ratios, *differences, "51 of 60", "98.4%"):
-        assert figure in text
-    assert "All 60 sites" in text
-    assert "The 10 largest of 40" in text
-    assert '<span class="add">+        return F.linear' in text
-
-
-def test_the_page_shows_formats_estimates_and_histograms() -> None:
-    text = html_from_record(sample_record())
-    for part in ("<td>int4 /128</td>", "<td>384 blocks</td>", "<td>percentile 99.9</td>", "<td>float</td>"):
-        assert part in text
-    assert "Histograms of the quantized activations" in text
-    assert Page(text).count("figure") == 1
-    without = html_from_record(dataclasses.replace(sample_record(), histograms=()))
-    assert "Histograms" not in without
-    assert Page(without).count("figure") == 0
-
-
-def test_the_page_shows_where_it_hurts_and_what_the_search_found() -> None:
-    text = html_from_record(sample_record())
-    assert (
-        "Divergence of the output (Kullback-Leibler of logits, else relative error), estimated from gradients" in text
-    )
-    assert "4 evaluations; the float model scores 0.8673; a drop of 0.00500 is allowed; " in text
-    assert "with 1 group put back it scores 0.8650" in text
-    assert "All 4 evaluations of the search" in text
-    assert '<td class="qz-num" data-sort="-0.0017">\u22120.00170</td><td>yes</td><td>front</td>' in text
-    for title in ("Estimated divergence", "Quantizers", "Block"):
-        assert f">{title}</th>" in text
-    found = sample_record().fallback
-    assert found is not None
-    fallback = dataclasses.replace(found, evaluations=(), float_score=None, max_drop=None)
-    without = html_from_record(
-        dataclasses.replace(sample_record(), fallback=fallback, sensitivity=(), measure=None, training=None)
-    )
-    assert "evaluations" not in without.partition("<pre>")[0]
-    assert "1 group, by fallback(max_drop=0.005)" in without
+def test_what_a_run_did_not_do_is_left_out() -> None:
+    """What the page shows of a run that did all of it: tests/goldens/recorded/page.json."""
+    whole = sample_record()
+    assert whole.fallback is not None
+    fallback = dataclasses.replace(whole.fallback, evaluations=(), float_score=None, max_drop=None)
+    less = {"histograms": (), "sensitivity": (), "measure": None, "training": None, "choice": None, "placement": None}
+    text = html_from_record(dataclasses.replace(whole, fallback=fallback, **less))
+    for words in ("Histograms", "evaluations", "Training", 'id="choice"', 'id="placement"', "Estimated divergence"):
+        assert words in html_from_record(whole)
+        assert words not in text.partition("<pre>")[0]
+    assert "1 group, by fallback(max_drop=0.005)" in text
+    assert (Page(html_from_record(whole)).count("figure"), Page(text).count("figure")) == (1, 0)
 
 
 def test_a_histogram_as_a_picture() -> None:
@@ -344,31 +314,6 @@ def test_the_first_lines_name_what_costs_most() -> None:
     header = page[page.index("<header>") : page.index("</header>")]
     assert "1. layer.3: 24.7 dB alone" in header
     assert "cure: quantizer: {activations: {smooth: 0.7}}, measured gain 4.9 dB" in header
-
-
-def test_the_page_shows_how_the_engine_was_chosen() -> None:
-    page = html_from_record(sample_record())
-    header = page[page.index("<header>") : page.index("</header>")]
-    assert "Openvino int8 is the fastest; in float it is openvino float32" in header
-    section = page[page.index('<section id="choice">') : page.index('<section id="placement">')]
-    assert "failed: &lt;it&gt; crashed" in section
-    assert "Not tried, as it is not installed: other: pip install" in section
-    # Three ran, and the chosen one has a ring.
-    assert section.count("<title>") == 3
-    assert section.count('r="9"') == 1
-    assert '<section id="choice">' not in html_from_record(bare_record())
-
-
-def test_the_page_shows_what_groups_are_worth() -> None:
-    page = html_from_record(sample_record())
-    section = page[page.index('<section id="placement">') : page.index('<section id="engine">')]
-    assert "1 group went back because low precision makes the engine slower there." in section
-    assert "Asked for 1.50× the speed of float: the engine has 1.58x, reached." in section  # noqa: RUF001
-    # A point for each plan, and one more for the plan that was taken: that of 1.3 ms is the nearest to 1.25.
-    assert section.count("<title>") == 4
-    assert section.count('r="7"') == 1
-    assert "1 group in float: 1.30 ms" in section
-    assert '<section id="placement">' not in html_from_record(bare_record())
 
 
 def test_the_picture_of_a_placement_without_errors() -> None:

@@ -90,10 +90,7 @@ def test_another_version_is_refused(tmp_path: Path, version: object) -> None:
         ({"name": None}, r"\.name: expected a string, got None"),
         ({"extra": 1}, r"unknown field 'extra'; known: version, name"),
         ({"model": {"source": "a", "task": "b"}}, r"\.model: missing field 'parameters'"),
-        (
-            {"model": {"source": "a", "task": "b", "parameters": 1.5}},
-            r"\.parameters: expected a whole number, got 1\.5",
-        ),
+        ({"model": {"source": "a", "task": "b", "parameters": 1.5}}, r"\.parameters: expected a whole number, got"),
         ({"scores": {}}, r"\.scores: expected a list, got \{\}"),
         ({"scores": [{"which": "a", "value": "x", "metric": "m"}]}, r"scores\[0\]\.value: expected a number, got 'x'"),
         ({"scores": [{"which": "a", "value": 1, "metric": "m", "interval": [1]}]}, r"interval: expected a list of 2"),

@@ -305,7 +305,6 @@ def test_a_report_without_quartiles_is_read() -> None:
     for entry in values["latency"]["engines"]:
         del entry["quartiles_ms"]
     found = record_from_mapping(values).latency
-    assert found is not None
     assert found.engines[0].quartiles_ms is None
 
 

@@ -86,14 +86,12 @@ def test_the_end_says_whether_the_budget_is_met(
     common: dict[str, Any] = {"metric": "m", "higher_is_better": higher}
     engine = Score(which="engine", value=0.9, difference=difference, interval=interval, **common)
     outcome = budget_outcome(FOUND, 0.002, (), [Score(which="float", value=0.9, **common), engine])
-    assert outcome is not None
     assert outcome.verdict == verdict
     assert outcome.evaluation == pytest.approx(-difference if higher else difference)
     line = budget_line(outcome)
     assert line.startswith("asked 0.00200; drop in tuning 0.0000; in evaluation of the engine ")
     assert line.endswith(f": {verdict}")
     if interval is not None:
-        assert outcome.interval is not None
         assert outcome.interval[0] <= outcome.evaluation <= outcome.interval[1]
 
 

@@ -150,5 +150,4 @@ def test_one_sample_of_many_does_not_condemn_a_float_engine() -> None:
 
     # That sample alone has 26 dB, and 32 samples 41.
     (one,) = [check for check in _checks(_OneSample(1, 0), BF16) if check.batch == 1]
-    assert one.sqnr_db is not None
     assert 30 < one.sqnr_db < 50

@@ -190,10 +190,8 @@ def test_an_engine_may_be_as_far_as_the_noise_of_sums_and_no_further() -> None:
     # PyTorch's own order of sums happens to give nearly what float does.
     lucky = replace(expected, outputs={"y": right + 1e-4 * np.abs(right).mean()})
     (check,) = check_engine(_Given(expected.noisy()[0]["y"]), [lucky], [plain], tolerance(None, True, torch.float32))
-    assert check.sqnr_db is not None
     assert check.sqnr_db < 30
     assert check.noise_float_db is not None
-    assert check.float_db is not None
     assert check.float_db >= check.noise_float_db - 3
     (distance,) = distances_of([check], engine=True)
     assert distance.is_alike

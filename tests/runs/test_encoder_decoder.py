@@ -20,6 +20,7 @@ for _package in ("transformers", "onnx", "onnxscript", "onnxruntime"):
 import onnx
 import onnxruntime
 import transformers
+from helpers import read_json
 from pbtxt import read_pbtxt
 from tiny_audio import tiny_recordings
 from tiny_seq2seq import TEXTS, tiny_bart, tiny_t5, tiny_whisper
@@ -34,8 +35,7 @@ from quantizer.pipeline.convert_options import conversion_configs
 from quantizer.pipeline.load_converted import ConvertedParts, load_converted
 from quantizer.pipeline.model_graphs import most_tokens
 from quantizer.pipeline.open_axes import with_written_sizes
-from quantizer.report import RunRecord, read_record
-from quantizer.report.compare import read_resamples
+from quantizer.report import read_record
 from quantizer.tasks import load_model
 from quantizer.tasks.seq2seq.parts import DECODER, PARTS, WITH_PAST
 from quantizer.tasks.seq2seq.writer import Writer
@@ -72,7 +72,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, times in (("pairs", 4), ("few", 1), ("more", 2)):
         rows = "".join(f"{text},{TEXTS[number - 1]}\n" for number, text in enumerate(TEXTS)) * times
         (folder / f"{name}.csv").write_text(f"source,target\n{rows}")
-    (folder / "run.yaml").write_text(yaml.safe_dump(_settings(folder)))
+    fallback = {"amp": {"batches": 1}, "fallback": {"num": 2}}
+    (folder / "run.yaml").write_text(yaml.safe_dump(_settings(folder) | fallback))
     (folder / "settings.yaml").write_text("preset: plain\nformats:\n  - {names: ['**.wo'], activations: dynamic}\n")
     return folder
 
@@ -93,11 +94,6 @@ def made(place: Path) -> Path:
         patch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
         assert main(["run", str(place / "run.yaml")]) == 0
     return place / "out"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return document
 
 
 def _loaded(folder: Path) -> ConvertedParts:
@@ -129,7 +125,7 @@ def test_the_settings_of_a_file_are_those_of_all_graphs(converted: Path) -> None
 
 
 def test_each_graph_has_a_file_and_an_engine_under_the_usual_names(converted: Path) -> None:
-    config = _read(converted / "config.json")
+    config = read_json(converted / "config.json")
     assert list(config["parts"]) == list(PARTS)
     shapes: dict[str, dict[str, Any]] = {}
     for name, part in config["parts"].items():
@@ -155,14 +151,14 @@ def test_each_graph_has_a_file_and_an_engine_under_the_usual_names(converted: Pa
             "past_key_values.0.encoder.value": states,
         },
     }
-    assert _read(converted / "onnx" / "config.json")["model_type"] == "t5"
+    assert read_json(converted / "onnx" / "config.json")["model_type"] == "t5"
     card = (converted / "README.md").read_text()
     assert "samples = ['a text']" in card
     assert "model.generate(samples)" in card
 
 
 def test_triton_has_a_model_for_each_graph(converted: Path) -> None:
-    for name, part in _read(converted / "config.json")["parts"].items():
+    for name, part in read_json(converted / "config.json")["parts"].items():
         model = converted / part["triton"]
         assert model.name == f"made-{name}"
         told = read_pbtxt((model / "config.pbtxt").read_text())
@@ -172,12 +168,12 @@ def test_triton_has_a_model_for_each_graph(converted: Path) -> None:
         assert told["max_batch_size"] == [4]
 
 
-def test_what_was_measured_is_written_down(converted: Path) -> None:
-    config, record = _read(converted / "config.json"), read_record(converted / "report.json")
+def test_what_is_written_is_compared_token_by_token(converted: Path) -> None:
+    """Latency, scores and the rest of the record, as of a run: tests/goldens."""
+    config = read_json(converted / "config.json")
     assert config["quantization"]["sites"]["linear"] == [17, 17]
     assert 0.5 < config["quantization"]["multiply_adds"] <= 1
-    assert config["quantization"]["rows"] == 36
-    assert config["tokens"] == 6
+    assert (config["quantization"]["rows"], config["tokens"]) == (36, 6)
     steps = config["generated"]["checks"]
     assert {(one["batch"], one["sequence"]) for one in steps} == {(1, 4), (2, 8), (4, 16)}
     assert all(one["sqnr_db"] > 30 for one in steps)
@@ -185,19 +181,7 @@ def test_what_was_measured_is_written_down(converted: Path) -> None:
         agreement = config["generated"]["agreement"][name]
         assert agreement["rows"] == 3
         assert 0 <= agreement["texts"] <= agreement["tokens"] <= 1
-    assert [one.which for one in record.agreement] == ["proxy", "engine"]
-    assert record.latency is not None
-    latencies = (record.latency, *record.other_latencies)
-    assert all({entry.name for entry in one.engines} == {"PyTorch float", "float", "engine"} for one in latencies)
-    assert [one.graph for one in latencies] == [None] * 3 + [name for name in PARTS for _ in range(3)]
-    assert [(one.which, one.metric, one.rows) for one in record.scores] == [
-        (which, "rouge_l", 3) for which in ("float", "proxy", "engine")
-    ]
-    assert set(record.scores[2].paired) == {"equal_tokens", "equal_texts"}
-    assert record.covered_share == config["quantization"]["multiply_adds"]
-    assert record.inspection is not None
-    assert record.inspection.verified
-    assert {one.name for one in record.size} == {"float", "engine"}
+    assert {one.which for one in read_record(converted / "report.json").agreement} == {"proxy", "engine"}
 
 
 def test_loaded_engines_write_what_the_quantized_model_writes(converted: Path, made: Path, place: Path) -> None:
@@ -217,7 +201,7 @@ def test_what_the_engines_were_not_built_for_is_refused(converted: Path, tmp_pat
         loaded.generate(["the cat"] * 5)
     with pytest.raises(QuantizerError, match="7 tokens, and these engines were built to write 1 to 6"):
         loaded.generate(["the cat"], 7)
-    (tmp_path / "config.json").write_text(json.dumps({**_read(converted / "config.json"), "tokens": None}))
+    (tmp_path / "config.json").write_text(json.dumps({**read_json(converted / "config.json"), "tokens": None}))
     with pytest.raises(QuantizerError, match=r"config\.json\.tokens: expected 1 or more, got None"):
         load_converted(tmp_path)
 
@@ -292,7 +276,7 @@ def test_engines_that_do_not_run_here_are_told_as_such(place: Path, monkeypatch:
     words = ["--quantization", "--calibration", str(place / "texts.txt"), "--config", str(place / "settings.yaml")]
     assert main(["convert", "-m", str(place / "t5"), *SMALL, *words, "-o", str(place / "elsewhere")]) == 0
     folder = place / "elsewhere" / "onnxruntime"
-    config, record = _read(folder / "config.json"), read_record(folder / "report.json")
+    config, record = read_json(folder / "config.json"), read_record(folder / "report.json")
     assert config["verified"] == "not verified: built ahead of time, and there is no GPU here"
     assert all((folder / part["engine"]).is_file() for part in config["parts"].values())
     assert [one.which for one in record.agreement] == ["proxy"]
@@ -301,7 +285,6 @@ def test_engines_that_do_not_run_here_are_told_as_such(place: Path, monkeypatch:
         (f"{name}: {output}", False)
         for name, output in zip(PARTS, ("last_hidden_state", "logits", "logits"), strict=True)
     ]
-    assert record.engine is not None
     assert record.engine.verified.startswith("not verified")
 
 
@@ -315,7 +298,7 @@ def test_graphs_are_built_for_a_gpu_elsewhere(place: Path) -> None:
     words += ["--backend", "tensorrt-rtx", "--compute-capability", "sm89"]
     assert main(["convert", "-m", str(place / "t5"), *words]) == 0
     folder = place / "rtx" / "tensorrt-rtx"
-    config = _read(folder / "config.json")
+    config = read_json(folder / "config.json")
     assert config["compute_capability"] == "sm89"
     assert list(config["generated"]["agreement"]) == ["proxy", "simulation"]
     for name, part in config["parts"].items():
@@ -324,8 +307,7 @@ def test_graphs_are_built_for_a_gpu_elsewhere(place: Path) -> None:
         settings = (script.parent / "gpu" / "settings.sh").read_text()
         assert "CAPABILITY=sm89" in settings
         cases = re.search(r"CASES='?([^'\n]*)", settings)
-        assert cases is not None
-        least, usual = (_read(script.parent / "gpu" / case / "case.json") for case in cases[1].split())
+        least, usual = (read_json(script.parent / "gpu" / case / "case.json") for case in cases[1].split())
         # Caches are compared at the least shape: dozens of them would fill the folder.
         assert len(least["outputs"]) == len(part["outputs"])
         assert len(usual["outputs"]) == 1
@@ -336,35 +318,13 @@ def test_graphs_are_built_for_a_gpu_elsewhere(place: Path) -> None:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("`quantizer run` makes the same of a configuration")
-def test_the_report_of_a_run_is_of_all_graphs(made: Path) -> None:
-    record = read_record(made / "report.json")
-    assert record.name == "out"
-    assert [(one.which, one.metric, one.rows) for one in record.scores] == [
-        (which, "rouge_l", 12) for which in ("float", "proxy", "engine")
-    ]
-    outputs = {"encoder_model: last_hidden_state", "decoder_model: logits", "decoder_with_past_model: logits"}
-    assert {one.output for one in record.outputs} == {*outputs, "generated: logits"}
-    assert {(one.batch, one.sequence) for one in record.outputs if one.output.startswith("enc")} == {
-        (3, 8),
-        (1, 4),
-        (2, 8),
-        (4, 16),
-    }
-    assert record.latency is not None
-    assert (record.latency.batch, record.latency.sequence) == (3, 8)
-    assert (made / "report.html").is_file()
-    kept = read_resamples(made)
-    assert kept is not None
-    assert len(kept.scores["engine"]) == 50
-
-
 def test_loading_puts_back_what_a_kill_left_aside(made: Path) -> None:
     made.rename(new_name(made).with_suffix(OLD))
     assert isinstance(load_converted(made), ConvertedParts)
     assert made.is_dir()
 
 
+@pytest.mark.promise("`quantizer run` makes the same of a configuration")
 def test_the_configuration_of_a_run_is_the_one_to_repeat_it(made: Path) -> None:
     again = load_run(made / "config.yaml")
     assert again.export.dynamic.batch == (1, 2, 4)
@@ -372,38 +332,27 @@ def test_the_configuration_of_a_run_is_the_one_to_repeat_it(made: Path) -> None:
     assert main(["validate", str(made / "config.yaml")]) == 0
 
 
-def _run(place: Path, name: str, **sections: Any) -> RunRecord:
-    settings = _settings(place) | sections | {"output": str(place / name)}
-    (place / f"{name}.yaml").write_text(yaml.safe_dump(settings))
-    assert main(["run", str(place / f"{name}.yaml")]) == 0
-    return read_record(place / name / "report.json")
-
-
-def test_groups_fall_back_by_sensitivity(place: Path) -> None:
-    record = _run(place, "ranked", amp={"batches": 1}, fallback={"num": 2})
+def test_groups_fall_back_by_sensitivity(made: Path) -> None:
+    record = read_record(made / "report.json")
     assert len(record.sensitivity) > 2
-    assert record.fallback is not None
     assert len(record.fallback.groups) == 2
     low = {site.name for site in record.coverage if site.quantized}
     ranked = {row.group: row.sites for row in record.sensitivity}
     assert not low & {site for group in record.fallback.groups for site in ranked[group]}
-    _writes_what_it_quantized(place / "ranked", place)
 
 
+# Of a model that is one engine: test_run_search.py, test_engine_budget.py.
+@pytest.mark.nightly
 def test_groups_fall_back_until_what_is_written_scores_as_well(place: Path) -> None:
-    data = _settings(place)["data"]
-    tuning = {"name": "text-pairs", "path": str(place / "few.csv")}
-    record = _run(
-        place,
-        "searched",
-        data={**data, "tuning": tuning},
-        quantizer={"backend": "onnxruntime", "preset": "plain", "activations": {"percentile": 60.0}},
-        amp={"batches": 1},
-        fallback={"max_drop": 0.0, "max_evaluations": 6},
+    settings = _settings(place) | {"output": str(place / "searched"), "amp": {"batches": 1}}
+    settings["data"]["tuning"] = {"name": "text-pairs", "path": str(place / "few.csv")}
+    settings["quantizer"]["activations"] = {"percentile": 60.0}
+    (place / "searched.yaml").write_text(
+        yaml.safe_dump(settings | {"fallback": {"max_drop": 0.0, "max_evaluations": 6}})
     )
-    assert record.fallback is not None
+    assert main(["run", str(place / "searched.yaml")]) == 0
+    record = read_record(place / "searched" / "report.json")
     assert record.fallback.evaluations
-    assert record.fallback.checks
     assert record.fallback.checks[-1].rows == 1
     _writes_what_it_quantized(place / "searched", place)
 
@@ -439,40 +388,3 @@ def test_default_sizes_and_limits_of_what_is_written(place: Path, tmp_path: Path
     assert most_tokens(300, t5) == 300
     with pytest.raises(TaskError, match=r"new_tokens: got 93, and the decoder has 100 positions, .*; give 92 or less"):
         most_tokens(93, whisper)
-
-
-QAT = "qat: task 'text-to-text' is of an encoder-decoder model, which becomes several engines, and is for models that"
-TRAINING = ["data.training={name: text-pairs, path: more.csv}", "data.tuning={name: text-pairs, path: few.csv}"]
-REFUSED = {
-    "a training": (
-        ["qat={}", "data.training={name: text-pairs, path: more.csv}", "data.tuning={name: texts, path: texts.txt}"],
-        QAT,
-    ),
-    "a speed": (
-        ["fallback={min_speedup: 1.5}", "amp={}"],
-        "fallback.min_speedup: task 'text-to-text' is of an encoder",
-    ),
-    "engines without weights": (["engine.strip_weights=true"], "engine.strip_weights: task 'text-to-text' is of an en"),
-    "no tokens": (["model.new_tokens=0"], "model.new_tokens=0': model.new_tokens: got the whole number 0; expected"),
-    "a task of one engine": (["model.task=fill-mask"], "model.new_tokens: got 6, and task 'fill-mask' writes no text"),
-    "another problem": (["quantizer.bakend=openvino"], "quantizer.bakend: unknown key"),
-}
-
-
-@pytest.mark.promise("`qat`, `fallback.min_speedup` and `engine.strip_weights` are refused")
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_encoder_decoder_models_cannot_have(
-    what: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(place)
-    asked, said = REFUSED[what]
-    assert main(["run", "run.yaml", *asked, "--output", "refused"]) != 0
-    told = capsys.readouterr()
-    assert said in " ".join((told.out + told.err).split())
-    assert not (place / "refused").exists()
-
-
-def test_options_for_other_models_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["convert", "-m", str(place / "t5"), *SMALL, "--task", "fill-mask", "-o", str(place / "refused")]
-    assert main(words) != 0
-    assert "--new-tokens 6: task fill-mask writes no text; leave it out" in " ".join(capsys.readouterr().err.split())

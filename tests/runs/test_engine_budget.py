@@ -28,6 +28,7 @@ from quantizer.utils.records import FallbackRecord
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,report,openvino]")
 
+from helpers import read_json
 from tiny_run import tiny_run
 
 BUDGET = 0.1
@@ -67,40 +68,38 @@ def done(*words: str) -> FallbackRecord:
     return fallback
 
 
-def test_an_engine_within_the_budget_is_checked_once(
-    rows: list[Row], drops: list[float], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.promise("the search goes on with a smaller one, for at most three engines")
+@pytest.mark.promise(
+    "where it loses more the search goes on with a smaller budget, for at most three engines "
+    "(`quantization.budget` and `quantization.outcome` in `config.json`)"
+)
+def test_the_search_goes_on_with_what_the_engine_loses_more(
+    rows: list[Row], drops: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     searched: list[list[Row]] = []
     metric = TaskMetric.__init__
-    monkeypatch.setattr(
-        TaskMetric,
-        "__init__",
-        lambda self, *given, **more: (searched.append(given[2]), metric(self, *given, **more))[1],
-    )
-    fallback = done()
-    (check,) = fallback.checks
-    assert (check.drop, check.rows) == (0.0, len(rows) // 3)
-    assert f"max_drop={BUDGET:g}" in fallback.reason
-    assert check.groups == len(fallback.groups)
-    # The search saw all others.
-    assert searched == [[row for place, row in enumerate(rows) if place % 3 != 2]]
-    assert f"on {check.rows} rows that the search did not see, the engine" in evaluation_caption(fallback)
 
+    def noted(self: TaskMetric, *given: Any, **more: Any) -> None:
+        searched.append(given[2])
+        metric(self, *given, **more)
 
-@pytest.mark.promise("the search goes on with a smaller one, for at most three engines")
-def test_the_search_goes_on_with_what_the_engine_loses_more(
-    rows: list[Row], drops: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
+    monkeypatch.setattr(TaskMetric, "__init__", noted)
     drops += [0.14]
-    fallback = done()
+    fallback = done("deliver=[processor]")
     first, second = fallback.checks
     assert first.drop == pytest.approx(0.14)
     assert "max_drop=0.06" in fallback.reason
     assert second.drop <= BUDGET
-    assert second.groups >= first.groups
+    assert len(fallback.groups) == second.groups >= first.groups
     assert fallback.max_drop == BUDGET
     assert "and 0.1 is allowed: the search goes on with 0.06000" in " ".join(capsys.readouterr().out.split())
     assert "not met" not in evaluation_caption(fallback)
+    # The search saw all other rows.
+    assert {check.rows for check in fallback.checks} == {len(rows) // 3}
+    assert searched == [[row for place, row in enumerate(rows) if place % 3 != 2]]
+    assert f"on {second.rows} rows that the search did not see, the engine" in evaluation_caption(fallback)
+    told = read_json(Path("out/config.json"))["quantization"]
+    assert [one["drop"] for one in told["budget"]] == [first.drop, second.drop]
     assert Path("out/quantizer").is_dir()
 
 
@@ -130,6 +129,12 @@ class Engines(EngineBudget):
 
 
 ROWS: list[Row] = [Text(text=f"row {number}", label=number % 2) for number in range(7)]
+
+
+def test_an_engine_within_the_budget_is_checked_once() -> None:
+    engines = Engines(ROWS, [0.05, 0.2])
+    assert engines.allowed() == []
+    assert [check.drop for check in engines.checks] == pytest.approx([0.05])
 
 
 def test_a_budget_that_no_engine_meets_ends_after_three_and_says_so() -> None:

@@ -115,9 +115,7 @@ def test_a_speed_goal_without_the_gpu_that_it_is_timed_on(
 ) -> None:
     monkeypatch.setattr(run_ready, "runs_here", lambda name: False)
     values["fallback"] = {"min_speedup": 2.0}
-    with pytest.raises(
-        QuantizerError, match=r"min_speedup goes by measured times.*expected num, ratio, names or max_dr"
-    ):
+    with pytest.raises(QuantizerError, match=r"min_speedup goes by measured times.*expected num, ratio, names or"):
         _ready(values, tmp_path)
     values["fallback"] = {"num": 1}
     _ready(values, tmp_path)

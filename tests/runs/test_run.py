@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,15 +19,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from helpers import openvino_core
+from helpers import openvino_core, read_json
 
 import quantizer.pipeline.benchmark as run_measure
-import quantizer.pipeline.context as stages
-import quantizer.pipeline.preflight as run_ready
-import quantizer.pipeline.record as run_reports
 import quantizer.pipeline.run as pipeline
-import quantizer.pipeline.run_engines as run_engines
-import quantizer.pipeline.scores as scoring
+import quantizer.pipeline.stages as stages
 import quantizer.pipeline.time_groups as place_groups
 from quantizer import Quantizer
 from quantizer.cli.main import main
@@ -35,6 +31,7 @@ from quantizer.config import load_run
 from quantizer.engines import PeakMemory, load_engine
 from quantizer.errors import EngineError
 from quantizer.pipeline import progress as stage_timer
+from quantizer.pipeline.job import Job
 from quantizer.report import read_record, trackers
 from quantizer.tasks import load_model
 from quantizer.utils.files import MARKER, write_folder
@@ -46,17 +43,8 @@ from tiny_run import tiny_run
 
 REPOSITORY = Path(__file__).parents[2]
 COMPLETE = {
-    ".quantizer.json",
-    "README.md",
-    "config.yaml",
-    "float.engine",
-    "float.onnx",
-    "model.engine",
-    "model.onnx",
-    "quantizer",
-    "report.html",
-    "report.json",
-    "resamples.json",
+    *(".quantizer.json", "README.md", "config.yaml", "report.html", "report.json", "resamples.json"),
+    *("float.engine", "float.onnx", "model.engine", "model.onnx", "quantizer"),
 }
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
@@ -94,23 +82,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture
 def at(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder with the configuration; slow steps give what the finished run gave."""
+    """An empty current folder with the configuration; memory is not measured."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(place.folder / "tiny.yaml", tmp_path)
-
-    def copied(name: str) -> Callable[..., Path]:
-        return lambda _, path, *arguments, **keywords: Path(shutil.copy(place.done / name, path))
-
-    export = Quantizer.export
-
-    def exported(self: Quantizer, *arguments: Any, **keywords: Any) -> Path:
-        # The file of one target is none for another.
-        if self.config.backend != "openvino":
-            return export(self, *arguments, **keywords)
-        return copied("model.onnx" if self.coverage.share else "float.onnx")(None, *arguments[1:])
-
-    monkeypatch.setattr(Quantizer, "export", exported)
-    monkeypatch.setattr(run_engines, "export_onnx", copied("float.onnx"))
     monkeypatch.setattr(run_measure, "peak_memory_mib", lambda *_, **__: PeakMemory(peak_mib=3.0, baseline_mib=1.0))
     return tmp_path
 
@@ -119,104 +93,43 @@ def at(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.promise("A run's folder is complete or absent.")
-def test_the_folder_is_complete(place: Place) -> None:
+@pytest.mark.promise("`config.yaml` with every default filled in.")
+def test_the_folder_is_complete(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    """What its files hold, and what is printed: tests/goldens."""
     assert {path.name for path in place.done.iterdir()} == COMPLETE
-    files = {path.name for path in (place.done / "quantizer").iterdir()}
-    assert files == {".quantizer.json", "observed.safetensors", "quantizer.yaml", "ranges.safetensors"}
     left = {path.name for path in place.folder.iterdir()}
     # A run that repeats this one finds the times of its engines.
     assert left == {"model", "vocab.txt", "calibration.csv", "evaluation.csv", "tiny.yaml", "done", "done.times"}
     assert oct(place.done.stat().st_mode)[-3:] == "755"
+    assert load_run(place.done / "config.yaml") == load_run(place.folder / "tiny.yaml")
+    assert main(["validate", str(place.folder / "tiny.yaml"), str(place.done / "config.yaml")]) == 0
+    assert main(["show", str(place.done)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("ok: ") == 2
+    assert all(word in out for word in ("accuracy", "float", "proxy", "engine", "model.engine", "report.html"))
 
 
-@pytest.mark.promise("`config.yaml` with every default filled in.")
-def test_the_resolved_configuration_gives_the_same_run(place: Place) -> None:
-    resolved = load_run(place.done / "config.yaml")
-    assert resolved == load_run(place.folder / "tiny.yaml")
-    written = yaml.safe_load((place.done / "config.yaml").read_text())
-    # Every default of the preset is there.
-    assert written["quantizer"]["activations"] == {
-        "ranges": "static",
-        "calibrator": "percentile",
-        "percentile": 99.99,
-        "smooth": None,
-        "zero_point": False,
-        "all_experts": False,
-    }
-
-
-def test_the_report_holds_every_part(place: Place) -> None:
+def test_what_the_report_says_is_so(place: Place) -> None:
     json.loads((place.done / "report.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     record = read_record(place.done / "report.json")
-    assert record.name == "done"
-    assert [score.which for score in record.scores] == ["float", "proxy", "engine"]
-    for score in record.scores:
-        assert score.metric == "accuracy"
-        assert score.rows == 24
-    for score in record.scores[1:]:
-        assert set(score.paired) == {"label_flips", "kl_divergence", "sqnr_db"}
-        assert score.interval is not None
-        assert score.interval[0] <= score.difference <= score.interval[1]
-    assert record.latency is not None
-    assert [entry.name for entry in record.latency.engines] == ["float", "engine"]
-    assert (record.latency.batch, record.latency.sequence, record.latency.threads) == (2, 16, 1)
-    assert {entry.name: entry.bytes for entry in record.size} == {
-        name: (place.done / f"{file}.engine").stat().st_size for name, file in [("float", "float"), ("engine", "model")]
-    }
-    assert [entry.name for entry in record.memory] == ["float", "engine"]
-    assert record.engine is not None
-    assert (place.done / record.engine.path).is_file()
-    assert "scored" in record.engine.verified
-    assert record.inspection is not None
-    assert record.inspection.verified
-    assert {layer.precision for layer in record.inspection.layers if layer.role == "product"} >= {"int8"}
+    assert record.versions["torch"] == torch.__version__
     operands = {f"{site.name}.{operand.name}": operand for site in record.coverage for operand in site.operands}
     noisiest = [operands[histogram.name].sqnr_db for histogram in record.histograms]
     assert 0 < len(noisiest) <= 6
     assert noisiest == sorted(noisiest)
     assert noisiest[0] == min(o.sqnr_db for o in operands.values() if o.quantized and o.sqnr_db is not None)
-    assert record.diff.startswith("---")
-    assert record.versions["torch"] == torch.__version__
-    names = [stage.name for stage in record.stages]
-    assert names == [
-        "load model and data",
-        "calibrate",
-        "quantize",
-        "export",
-        "build the engines",
-        "time the groups",
-        "measure sensitivity",
-        "quantize",
-        "export",
-        "build the engines",
-        "compare the outputs",
-        "score the float",
-        "score the proxy",
-        "inspect the engine",
-        "score the engine",
-        "compare the float engine",
-        "measure latency",
-        "measure memory",
-        "look for causes",
-    ]
 
 
-def test_coverage_and_sensitivity_agree_in_the_report(place: Place) -> None:
-    record = read_record(place.done / "report.json")
-    assert record.fallback is not None
-    assert len(record.fallback.groups) == 2
-    ranked = {row.group: row for row in record.sensitivity}
-    assert [row.rank for row in record.sensitivity] == list(range(1, len(ranked) + 1))
-    assert [row.error for row in record.sensitivity] == sorted((row.error for row in record.sensitivity), reverse=True)
-    assert [row.group for row in record.sensitivity if row.fallback] == list(record.fallback.groups)
-    sites = {site.name: site for site in record.coverage}
-    for row in record.sensitivity:
-        for name in row.sites:
-            quantized = [o.quantized for o in sites[name].operands if o.group == row.group]
-            assert quantized
-            assert set(quantized) == {not row.fallback}
-    excluded = [site for site in record.coverage if site.name.startswith("classifier.")]
-    assert [site.rule for site in excluded] == ["exclude.names: classifier"]
+@pytest.mark.promise("Beside an engine lies a model card in Hugging Face's format")
+def test_the_code_of_the_card_runs(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = pytest.importorskip("huggingface_hub", reason="comes with transformers: install enginequant[hf]")
+    card = hub.ModelCard.load(place.done / "README.md")
+    assert len(card.data.eval_results) == 1
+    monkeypatch.chdir(place.done)
+    exec(compile(card.text.split("```python\n")[1].split("```")[0], "README.md", "exec"), {})
+    assert "logits" in capsys.readouterr().out
 
 
 @pytest.mark.promise("`report.html` (one file, opens offline)")
@@ -225,23 +138,6 @@ def test_the_page_opens_offline(place: Place) -> None:
     assert page.lower().startswith("<!doctype html>")
     for word in ("http://", "https://", "src=", "<link"):
         assert word not in page.replace("http://www.w3.org/", ""), word
-
-
-@pytest.mark.promise("Beside an engine lies a model card in Hugging Face's format")
-def test_the_card_beside_the_engine_has_scores_and_code_that_runs(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hub = pytest.importorskip("huggingface_hub", reason="comes with transformers: install enginequant[hf]")
-    card = hub.ModelCard.load(place.done / "README.md")
-    scores = {score.which: score for score in read_record(place.done / "report.json").scores}
-    (result,) = card.data.eval_results
-    assert (result.metric_type, result.metric_value) == (scores["engine"].metric, round(scores["engine"].value, 6))
-    assert {"int8", "openvino"} <= set(card.data.tags)
-    assert card.data.base_model is None, "a local folder is no model of the hub"
-    code = card.text.split("```python\n")[1].split("```")[0]
-    monkeypatch.chdir(place.done)
-    exec(compile(code, "README.md", "exec"), {})
-    assert "logits" in capsys.readouterr().out
 
 
 def test_what_was_saved_gives_the_model_that_was_scored(place: Place) -> None:
@@ -255,18 +151,6 @@ def test_what_was_saved_gives_the_model_that_was_scored(place: Place) -> None:
     engine = load_engine("openvino", place.done / "model.engine")
     result = engine({name: inputs[name].numpy() for name in engine.input_names})["logits"]
     assert torch.allclose(torch.from_numpy(result), expected, atol=1e-3)
-
-
-def test_show(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(place.done)]) == 0
-    out = capsys.readouterr().out
-    for word in ("accuracy", "float", "proxy", "engine", "model.engine", "report.html"):
-        assert word in out
-
-
-def test_validate(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", str(place.folder / "tiny.yaml"), str(place.done / "config.yaml")]) == 0
-    assert capsys.readouterr().out.count("ok: ") == 2
 
 
 def test_inspect(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,13 +205,6 @@ def test_a_tracker_that_is_not_installed_is_told_before_the_work(
     assert not (at / "done").exists()
 
 
-def test_without_a_measurement(at: Path) -> None:
-    assert main(["run", "tiny.yaml", "~fallback", "~amp", "--output", "out"]) == 0
-    record = read_record(at / "out" / "report.json")
-    assert record.sensitivity == ()
-    assert "measure sensitivity" not in [stage.name for stage in record.stages]
-
-
 def test_nothing_quantized_is_a_run_too(at: Path) -> None:
     off = [f"quantizer.sites.{kind}=false" for kind in ("linear", "conv", "matmul", "residual_add")]
     assert main(["run", "tiny.yaml", *off, "~fallback", "--output", "out"]) == 0
@@ -340,12 +217,6 @@ def test_nothing_quantized_is_a_run_too(at: Path) -> None:
     assert "Infinity" not in text
     assert record.sensitivity == ()
     assert not any(site.quantized for site in record.coverage)
-
-
-def test_fallback_of_more_groups_than_there_are(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "tiny.yaml", "fallback.num=999", "--output", "out"]) == 1
-    assert "num=999: there are only" in capsys.readouterr().err
-    assert _left(at) == ["tiny.yaml"]
 
 
 def test_a_head_is_fitted_on_float_embeddings(
@@ -367,12 +238,6 @@ def test_a_head_is_fitted_on_float_embeddings(
     assert _left(at) == ["head.yaml", "tiny.yaml"]
 
 
-def test_a_head_that_no_task_reads(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "tiny.yaml", "data.head={name: text-csv, path: a.csv}"]) == 1
-    assert "head" in capsys.readouterr().err
-    assert _left(at) == ["tiny.yaml"]
-
-
 @pytest.mark.nightly
 def test_ahead_of_time_for_a_machine_with_a_gpu(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tensorrt_rtx_bindings", reason="needs enginequant[tensorrt-rtx]")
@@ -384,10 +249,8 @@ def test_ahead_of_time_for_a_machine_with_a_gpu(at: Path, capsys: pytest.Capture
     assert [score.which for score in record.scores] == ["float", "proxy", "simulation"]
     assert record.latency is None
     assert record.memory == ()
-    assert record.engine is not None
     assert record.engine.verified == "not verified: built ahead of time, and there is no GPU here"
     assert (at / "out" / "model.engine").stat().st_size > 10_000
-    assert record.inspection is not None
     assert not record.inspection.verified
     assert record.inspection.note.startswith("an engine of tensorrt-rtx runs on an NVIDIA GPU, and there is none here")
     assert "int8" in [share.precision for share in record.inspection.shares]
@@ -398,7 +261,7 @@ def test_ahead_of_time_for_a_machine_with_a_gpu(at: Path, capsys: pytest.Capture
 
 
 def test_a_bf16_rest_is_built_scored_and_seen(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["run", "tiny.yaml", "engine.inference_precision=bfloat16", "--output", "out"]
+    words = ["run", "tiny.yaml", "engine.inference_precision=bfloat16", "deliver=[processor]", "--output", "out"]
     if main(words) != 0:
         error = capsys.readouterr().err
         assert "in f32 on this CPU, where bf16 was asked for" in error
@@ -406,19 +269,11 @@ def test_a_bf16_rest_is_built_scored_and_seen(at: Path, capsys: pytest.CaptureFi
     native = "BF16" in openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     told = "warning: model.engine: this CPU has no BF16 instructions" in " ".join(capsys.readouterr().out.split())
     assert told == (not native)
-    record = read_record(at / "out" / "report.json")
-    assert record.inspection is not None
+    record, config = read_record(at / "out" / "report.json"), read_json(at / "out" / "config.json")
     assert {"int8", "bf16"} <= {share.precision for share in record.inspection.shares}
+    assert (config["inference_precision"], config["float_dtype"]) == ("bfloat16", "float32")
     assert main(["show", "out/model.engine"]) == 0
     assert "BF16" in capsys.readouterr().out.rpartition("model.engine")[2]
-
-
-def test_a_bf16_rest_is_not_for_every_engine(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["quantizer.backend=onnxruntime", "engine.inference_precision=bfloat16"]
-    assert main(["run", "tiny.yaml", *words, "--output", "out"]) == 1
-    message = "engine.inference_precision: onnxruntime computes in the types of the ONNX file; leave 'bfloat16' out"
-    assert message in capsys.readouterr().err
-    assert _left(at) == ["tiny.yaml"]
 
 
 @pytest.mark.promise(
@@ -439,28 +294,8 @@ def test_an_engine_that_lacks_the_precision_gets_a_verdict(
 
 # -- complete or absent --------------------------------------------------------------------------------------------
 
-STAGES: dict[str, tuple[Any, str]] = {
-    "load": (stages, "load_model"),
-    "data": (run_ready, "_rows"),
-    "calibrate": (Quantizer, "calibrate"),
-    "amp": (Quantizer, "amp"),
-    "fallback": (Quantizer, "fallback"),
-    "quantize": (Quantizer, "quantize"),
-    "save": (Quantizer, "save"),
-    "score": (scoring, "score_record"),
-    "export": (Quantizer, "export"),
-    "export float": (run_engines, "export_onnx"),
-    "build": (stage_timer, "build_engine"),
-    "inspect": (run_engines, "observe_engine"),
-    "load engine": (run_engines, "load_engine"),
-    "price": (place_groups, "price_groups"),
-    "latency": (run_measure, "interleaved_latency"),
-    "memory": (run_measure, "peak_memory_mib"),
-    "report": (run_reports, "write_record"),
-    "page": (run_reports, "write_html"),
-}
-# Each of the others is between two of these.
-_DAILY = ("load", "calibrate", "save", "build", "page")
+STAGES = [stage.run.__name__ for stage in (*stages.TOGETHER, *stages.ALONE)]
+_DAILY = ("load", "calibrate", "build", "benchmark", "report")
 
 
 def _left(folder: Path) -> list[str]:
@@ -468,35 +303,44 @@ def _left(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != "out.times")
 
 
-def _fail(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) -> None:
-    def raising(*_: Any, **__: Any) -> None:
-        raise error
+def _fail(monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException) -> None:
+    """Let a stage end with an error after all of its work."""
 
-    monkeypatch.setattr(*STAGES[stage], raising)
+    def failing(run: Callable[[Job], Any]) -> Callable[[Job], None]:
+        def carried_out(job: Job) -> None:
+            run(job)
+            raise error
+
+        return carried_out
+
+    if name == "report":
+        monkeypatch.setattr(stages, "report", failing(stages.report))
+    for kind in ("TOGETHER", "ALONE"):
+        found = [replace(s, run=failing(s.run)) if s.run.__name__ == name else s for s in getattr(stages, kind)]
+        monkeypatch.setattr(stages, kind, tuple(found))
 
 
 @pytest.mark.promise("A run's folder is complete or absent.")
 @pytest.mark.parametrize(
-    "stage", [pytest.param(stage, marks=[] if stage in _DAILY else pytest.mark.nightly) for stage in STAGES]
+    "stage", [pytest.param(name, marks=[] if name in _DAILY else pytest.mark.nightly) for name in (*STAGES, "report")]
 )
 def test_an_interruption_leaves_nothing(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str
 ) -> None:
     _fail(monkeypatch, stage, KeyboardInterrupt())
-    assert main(["run", "tiny.yaml", "--output", "out"]) == 130
+    assert main(["run", "tiny.yaml", "~fallback", "~amp", "--output", "out"]) == 130
     assert capsys.readouterr().err == "interrupted: nothing was written\n"
     assert _left(at) == ["tiny.yaml"]
 
 
 @pytest.mark.promise("A run's folder is complete or absent.")
-@pytest.mark.parametrize("stage", ["load", "build", pytest.param("page", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "error", [EngineError("no"), ZeroDivisionError("ours"), OSError(28, "No space left on device")]
 )
 def test_an_error_leaves_nothing(
-    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str, error: Exception
+    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    _fail(monkeypatch, stage, error)
+    _fail(monkeypatch, "build", error)
     if isinstance(error, ZeroDivisionError):
         with pytest.raises(ZeroDivisionError, match="ours"):
             main(["run", "tiny.yaml", "--output", "out"])
@@ -506,129 +350,31 @@ def test_an_error_leaves_nothing(
     assert _left(at) == ["tiny.yaml"]
 
 
-def test_an_interrupted_replacement_keeps_what_was_there(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_folder(at / "out", lambda target: (target / "report.json").write_text("former"), kind=pipeline.RUN)
-    _fail(monkeypatch, "page", KeyboardInterrupt())
-    assert main(["run", "tiny.yaml", "--output", "out", "--force"]) == 130
-    assert _left(at) == ["out", "tiny.yaml"]
-    assert _left(at / "out") == [MARKER, "report.json"]
-    assert (at / "out" / "report.json").read_text() == "former"
-
-
-def test_an_existing_folder_is_kept_without_force(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_what_a_run_wrote_is_replaced_and_only_in_the_end(
+    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which folders may be replaced: tests/files."""
     write_folder(at / "out", lambda target: (target / "report.json").write_text("former"), kind=pipeline.RUN)
     assert main(["run", "tiny.yaml", "--output", "out"]) == 1
     assert "out exists already; choose another folder, or replace it with --force" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        _fail(patch, "report", KeyboardInterrupt())
+        assert main(["run", "tiny.yaml", "--output", "out", "--force"]) == 130
+    assert _left(at / "out") == [MARKER, "report.json"]
     assert (at / "out" / "report.json").read_text() == "former"
     assert main(["run", "tiny.yaml", "--output", "out", "--force"]) == 0
     assert {path.name for path in (at / "out").iterdir()} == COMPLETE
     assert _left(at) == ["out", "tiny.yaml"]
 
 
-@pytest.mark.parametrize("force", [[], ["--force"]], ids=["without force", "with force"])
-@pytest.mark.parametrize("marked", [True, False])
-def test_what_no_run_wrote_is_kept(
-    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], force: list[str], marked: bool
-) -> None:
-    if marked:
-        write_folder(at / "out", lambda target: (target / "report.json").write_text("former"), kind=pipeline.RUN)
-    (at / "out").mkdir(exist_ok=True)
-    (at / "out" / "mine").write_text("mine")
-    before = _left(at / "out")
-    _fail(monkeypatch, "load", AssertionError("loaded"))
-    assert main(["run", "tiny.yaml", "--output", "out", *force]) == 1
-    assert "'mine'" in capsys.readouterr().err
-    assert _left(at / "out") == before
-    assert _left(at) == ["out", "tiny.yaml"]
-
-
-PLACES = {
-    "the current folder": (".", "is the current folder, or holds it"),
-    "nothing": ("", "is the current folder, or holds it"),
-    "the root": ("/", "is the root of a file system"),
-    "a dangling link": ("link", r"link is a link to nowhere, which does not exist"),
-    "a file": ("tiny.yaml", "it is no folder"),
-    "a long name": ("n" * 300, "File name too long"),
-    "a name with a zero": ("a\0b", "is no name of a file or folder"),
-}
-
-
-@pytest.mark.parametrize("case", PLACES)
-def test_where_no_run_can_be_is_told_before_the_work(
-    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
-) -> None:
-    (at / "link").symlink_to("nowhere")
-    _fail(monkeypatch, "load", AssertionError("loaded"))
-    name, message = PLACES[case]
-    assert main(["run", "tiny.yaml", "--output", name, "--force"]) == 1
-    assert message in capsys.readouterr().err
-    assert _left(at) == ["link", "tiny.yaml"]
-
-
 def test_no_room_is_told_before_anything_is_calibrated(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _fail(monkeypatch, "calibrate", AssertionError("calibrated"))
+    monkeypatch.setattr(Quantizer, "calibrate", lambda *_, **__: pytest.fail("it was calibrated"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     assert main(["run", "tiny.yaml", "--output", "out"]) == 1
     assert "no room in" in capsys.readouterr().err
     assert _left(at) == ["tiny.yaml"]
-
-
-def test_a_file_in_the_place_of_the_folder(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (at / "out").write_text("mine")
-    assert main(["run", "tiny.yaml", "--output", "out/run"]) == 1
-    assert "out is no folder; choose another folder" in capsys.readouterr().err
-    assert main(["run", "tiny.yaml", "--output", "out"]) == 1
-    assert "out cannot be written: it is no folder" in capsys.readouterr().err
-    assert (at / "out").read_text() == "mine"
-
-
-def test_force_does_not_replace_a_file(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (at / "out").write_text("mine")
-    assert main(["run", "tiny.yaml", "--output", "out", "--force"]) == 1
-    assert "cannot be written" in capsys.readouterr().err
-    assert (at / "out").read_text() == "mine"
-    assert _left(at) == ["out", "tiny.yaml"]
-
-
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a file system that nobody can write to: /proc")
-def test_a_file_system_that_nobody_can_write_to(
-    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # Told before anything is loaded, not after the hour that a run may take.
-    _fail(monkeypatch, "load", AssertionError("loaded"))
-    assert main(["run", "tiny.yaml", "--output", "/proc/run"]) == 1
-    assert "/proc/run cannot be written" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("model.source=./nowhere", "there is no folder "),
-        ("model.source=package:no_such_package/model", "the package 'no_such_package' is not installed"),
-        ("data.calibration.path=nowhere.csv", "nowhere.csv"),
-        ("data.evaluation.rows=9999", "has 24 rows, fewer than"),
-        ("data.evaluation.name=nonsense", "unknown data set 'nonsense'"),
-        ("quantizer.exclude.names=[nonsense]", "nonsense"),
-        ("engine.compute_capability=sm89", "which has no compute capability; leave 'sm89' out"),
-        ("engine.strip_weights=true", "engine.strip_weights: openvino keeps the weights in its engines; leave it out"),
-    ],
-)
-def test_what_a_run_cannot_have(at: Path, capsys: pytest.CaptureFixture[str], word: str, message: str) -> None:
-    assert main(["run", "tiny.yaml", word, "--output", "out"]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("error: ")
-    assert message in err
-    assert "Traceback" not in err
-    assert _left(at) == ["tiny.yaml"]
-
-
-def test_calibration_data_without_rows(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (at / "empty.csv").write_text("text,label\n")
-    assert main(["run", "tiny.yaml", "data.calibration.path=empty.csv", "--output", "out"]) == 1
-    assert "has no rows" in capsys.readouterr().err
-    assert _left(at) == ["empty.csv", "tiny.yaml"]
 
 
 @pytest.fixture
@@ -658,7 +404,6 @@ def test_a_signal_to_end_leaves_nothing(place: Place, tmp_path: Path, number: in
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
     try:
-        assert process.stdout is not None
         for line in process.stdout:
             # A slow machine is told how long it has to go: "[4/12] export, about 25 s".
             if line.rstrip().partition(",")[0].endswith("] export"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ for _package in ("transformers", "sklearn", "onnx", "onnxscript", "openvino", "o
 
 import onnx
 from daily import some_daily
+from helpers import read_json
 from tiny_run import tiny_run
 
 import quantizer.pipeline.benchmark as run_measure
@@ -25,10 +27,11 @@ import quantizer.pipeline.stages
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import dump_yaml, load_run
-from quantizer.engines import BuildResult, PeakMemory, for_this_cpu
+from quantizer.engines import BuildOptions, BuildResult, PeakMemory, for_this_cpu
 from quantizer.engines.engine_file import read_engine
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
+from quantizer.pipeline import load_converted
 from quantizer.report import read_record
 
 OPENVINO, ONNXRUNTIME, TORCH = sorted(cpu_candidates()[0], key=lambda name: ("torch" in name, "onnx" in name))
@@ -69,6 +72,8 @@ def _taking(times: Mapping[str, float], monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.promise("the run goes on with the fastest; its first line and the report say which that is")
 @pytest.mark.promise("compared with the model and timed in turns; the fastest is kept.")
 @pytest.mark.promise("does all of it in one call, for all engines of this CPU, and keeps the fastest.")
+@pytest.mark.promise("times all of them in turns, and writes the fastest to `converted/my-model`")
+@pytest.mark.promise("compares their outputs with PyTorch's, times them in turns, and keeps the fastest.")
 def test_the_run_goes_on_with_the_fastest(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,7 +81,6 @@ def test_the_run_goes_on_with_the_fastest(
     _taking(TIMES, monkeypatch)
     assert main(["run", "tiny.yaml"]) == 0
     record = read_record(at / "done" / "report.json")
-    assert record.choice is not None
     assert [one.name for one in record.choice.candidates] == sorted(TIMES, key=lambda name: TIMES[name])
     assert all(one.sqnr_db for one in record.choice.candidates)
     chosen, *_, plain = record.choice.candidates
@@ -89,7 +93,6 @@ def test_the_run_goes_on_with_the_fastest(
     # The chosen engine was scored once, as the rows of the choice.
     assert [stage.name for stage in record.stages].count("score the float") == 1
     assert "score the engine" not in [stage.name for stage in record.stages]
-    assert record.engine is not None
     assert record.engine.backend == ONNXRUNTIME
     assert record.scores[-1].which == "engine"
     assert load_run("done/config.yaml").quantizer.backend == ONNXRUNTIME
@@ -115,7 +118,6 @@ def test_float_wins_and_is_named_in_the_end(
     assert main(["run", "tiny.yaml"]) == 0
     said = capsys.readouterr().out
     record = read_record(at / "done" / "report.json")
-    assert record.choice is not None
     assert record.choice.headline.startswith(
         f"nothing in INT8 is faster than float here, and {ONNXRUNTIME} float32 is delivered"
     )
@@ -174,7 +176,6 @@ def test_a_stopped_choice_goes_on(
     assert len(names) == len(set(names)) == len(TIMES)
     assert names[:2] == first
     record = read_record(at / "done" / "report.json")
-    assert record.choice is not None
     assert {one.name for one in record.choice.candidates} == set(TIMES)
     assert all(one.score_difference is not None for one in record.choice.candidates)
     assert not (at / "done.engines").exists()
@@ -226,7 +227,6 @@ def test_the_run_goes_on_with_the_ranges_that_won(at: Path, monkeypatch: pytest.
     Path("tiny.yaml").write_text(yaml.safe_dump(settings))
     assert main(["run", "tiny.yaml"]) == 0
     record = read_record(at / "done" / "report.json")
-    assert record.choice is not None
     assert [one.format for one in record.choice.candidates] == ["int8 dynamic", "int8", "float32"]
     assert load_run("done/config.yaml").quantizer.activations.ranges == "dynamic"
     assert Quantizer.load("done/quantizer").config.activations.ranges == "dynamic"
@@ -256,7 +256,6 @@ def test_a_backend_that_is_far_slower_gets_no_plan(
     )
     assert made == ([ONNXRUNTIME] if plans else [])
     record = read_record(at / "done" / "report.json")
-    assert record.choice is not None
     verdicts = {one.name: one.verdict for one in record.choice.candidates}
     assert verdicts[f"{OPENVINO} int8"] == "chosen"
     why = f"not built: with ranges by largest values it takes 1.21x the time of {OPENVINO} int8"
@@ -281,7 +280,6 @@ def test_a_rough_plan_that_fails_says_nothing(at: Path, monkeypatch: pytest.Monk
     settings = ("quantizer.preset=balanced", f"quantizer.candidates=[{OPENVINO},{ONNXRUNTIME}]")
     assert main(["run", "tiny.yaml", *settings]) == 0
     record = read_record(at / "done" / "report.json")
-    assert record.choice is not None
     assert {one.name: one.verdict for one in record.choice.candidates} == {
         f"{ONNXRUNTIME} int8 dynamic": "chosen",
         f"{OPENVINO} int8": "2.00x the time",
@@ -307,7 +305,6 @@ def test_ranges_at_run_time_that_no_budget_asks_for(
     monkeypatch.setattr(pick, "load_engine", loaded)
     assert main(["run", "tiny.yaml"]) == 0
     record = read_record(at / "done" / "report.json")
-    assert record.choice is not None
     verdicts = {one.format: one.verdict for one in record.choice.candidates}
     if fails:
         assert verdicts["int8 dynamic"] == "chosen"
@@ -338,7 +335,6 @@ def test_one_that_breaks_while_it_is_timed(at: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(pick, "_called", call)
     assert main(["run", "tiny.yaml"]) == 0
     record = read_record(at / "done" / "report.json")
-    assert record.choice is not None
     assert [(one.name, one.verdict) for one in record.choice.candidates] == [
         (f"{ONNXRUNTIME} int8", "chosen"),
         (f"{ONNXRUNTIME} float32", "1.50x the time"),
@@ -358,13 +354,74 @@ def test_the_run_goes_on_with_the_rest_that_won(at: Path, monkeypatch: pytest.Mo
     assert main(["run", "tiny.yaml"]) == 0
     record = read_record(at / "done" / "report.json")
     assert record.fallback is not None
+    decibels = {one.format: one.sqnr_db for one in record.choice.candidates}
+    assert 30 <= decibels["bfloat16"] < (decibels["float32"] or math.inf)
     assert load_run("done/config.yaml").engine.inference_precision == "bfloat16"
     # What groups cost in float is taken from an engine in the types of the other one's rest.
     for stem in ("model", "float"):
         assert read_engine(at / "done" / f"{stem}.engine")[1].startswith("inference_precision bfloat16")
 
 
-def test_a_list_with_an_engine_of_a_gpu(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "tiny.yaml", "quantizer.backend=[openvino, tensorrt]"]) == 1
-    assert "auto times engines on this CPU, and tensorrt's run elsewhere" in capsys.readouterr().err
-    assert not (at / "done").exists()
+# -- of a conversion ---------------------------------------------------------------------------------------------------
+
+
+def _convert(at: Path, *backends: str) -> None:
+    Path("settings.yaml").write_text("preset: plain\n")
+    data = ("--quantization", "--calibration", f"text-csv:{at / 'calibration.csv'}", "--rows", "12")
+    sizes = ("--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32", "--config", "settings.yaml")
+    assert main(["convert", "-m", "model", *data, *sizes, "-o", "out", "--backend", "auto", *backends]) == 0
+
+
+@pytest.mark.promise(
+    "Where nothing in INT8 is faster than float, the first line says so and what bounds it, and the engine in float is "
+    "delivered."
+)
+@pytest.mark.promise("`load_converted` warns on another kind of CPU.")
+def test_a_conversion_delivers_float_where_it_is_faster(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = pick.tried_build
+
+    def tried(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
+        if engine.parent.name == f"{OPENVINO}-int8":
+            engine.write_bytes(b"half of an engine")
+            raise EngineError("building it crashed")
+        return build(name, onnx, engine, *more, **options)
+
+    monkeypatch.setattr(pick, "tried_build", tried)
+    _taking({**TIMES, f"{ONNXRUNTIME} int8": 8.0}, monkeypatch)
+    _convert(at, OPENVINO, ONNXRUNTIME)
+    (folder,) = (path for path in Path("out").iterdir() if path.is_dir())
+    assert folder.name == OPENVINO
+    choice = read_record(folder / "report.json").choice
+    assert choice.headline.startswith(
+        f"nothing in INT8 is faster than float here, and {OPENVINO} float32 is delivered: {ONNXRUNTIME} int8 takes "
+        f"2.00x its time in the choice. This CPU ({choice.instructions})"
+    )
+    assert f"the time of {ONNXRUNTIME} int8 is spent " in choice.headline
+    assert choice.shapes == ("2 x 24", "1 x 16", "4 x 32")
+    assert choice.candidates[-1].verdict == "failed: building it crashed"
+    config = read_json(folder / "config.json")
+    assert (config["quantization"], config["chosen_on"]) == (None, choice.instructions)
+    assert not list(folder.glob("float.*"))
+    assert not load_run(folder / "config.yaml").quantize
+    assert load_converted.load_converted(folder)(["a good film", "dull"])["logits"].shape[0] == 2
+    monkeypatch.setattr(load_converted, "collect_machine", lambda: {"instructions": "neon"})
+    with pytest.warns(UserWarning, match="chosen as the fastest on a CPU with .* and this one has neon"):
+        load_converted.load_converted(folder)
+
+
+@pytest.mark.promise("torch is built on its eager road, in seconds")
+@pytest.mark.nightly
+def test_torch_competes_on_its_eager_road(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    roads: dict[str, bool | None] = {}
+    built = pick.tried_build
+
+    def tried(name: str, onnx: Path, engine: Path, options: BuildOptions, **more: Any) -> BuildResult:
+        roads[engine.parent.name] = options.compiled
+        return built(name, onnx, engine, options, **more)
+
+    monkeypatch.setattr(pick, "tried_build", tried)
+    _taking({f"{TORCH} float32": 5.0, f"{TORCH} int8": 2.0}, monkeypatch)
+    _convert(at)
+    assert set(roads.values()) == {False}
+    assert read_json(Path(f"out/{TORCH}/config.json"))["backend"] == TORCH
+    assert load_converted.load_converted(f"out/{TORCH}")(["a good film"])["logits"].shape[0] == 1

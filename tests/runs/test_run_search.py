@@ -29,7 +29,6 @@ from quantizer.pipeline.placement import RunPlacement
 from quantizer.pipeline.run_engines import RunEngines
 from quantizer.pipeline.scores import TaskMetric
 from quantizer.report import RunRecord, read_record
-from quantizer.report.text import shorten
 from quantizer.tasks import Predictions, Row, build_task, load_model, load_rows, load_tokenizer, tasks
 
 for _package in ("transformers", "sklearn", "jinja2"):
@@ -150,41 +149,19 @@ def _plain(text: str) -> str:
 @pytest.mark.promise(
     "`fallback: {max_drop: 0.002}` searches for as little as keeps the task's own score that close to the float model's"
 )
-def test_a_search_meets_its_budget_and_says_how(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_meets_its_budget(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is printed and recorded of it: tests/goldens."""
     record = _run()
-    printed = capsys.readouterr().out
-    out = _plain(printed)
+    out = _plain(capsys.readouterr().out)
     assert record is not None
-    assert record.fallback is not None
     assert 0 < len(record.fallback.groups) < len(record.sensitivity)
-    said = re.fullmatch(
-        r"found by fallback\(max_drop=0\.02\) in (\d+) evaluations: ([\d.]+) on the tuning rows, where the float model "
-        r"has ([\d.]+)",
-        record.fallback.reason,
-    )
-    assert said is not None, record.fallback.reason
+    said = re.fullmatch(r"found by .* in (\d+) evaluations: ([\d.]+) on .* has ([\d.]+)", record.fallback.reason)
     assert int(said[1]) == search.taken <= 25
     assert float(said[3]) == pytest.approx(search.scores[0], abs=1e-5)
     assert float(said[3]) - float(said[2]) <= 0.02 + 1e-5
     assert any(float(said[2]) == pytest.approx(score, abs=1e-5) for score in search.scores)
     assert f"until the run is complete, each score is kept in {Path.cwd() / 'out.search'}" in out
-    assert f"{len(record.fallback.groups)} groups put back to float, {record.fallback.reason}" in out
-    # The float model's score has no line of its own.
-    row = r"^  try +(\d+): +(\d+) groups in float, score ([\d.]+), drop +(-?[\d.]+), +(ok|not ok), [\d.]+ s$"
-    rows = re.findall(row, printed, flags=re.MULTILINE)
-    assert [int(row[0]) for row in rows] == list(range(1, search.taken))
-    assert [float(row[2]) for row in rows] == [pytest.approx(score, abs=1e-5) for score in search.scores[1:]]
-    assert rows[0][1] == "0"
-    assert {row[4] for row in rows} == {"ok", "not ok"}
-    assert all((float(row[3]) <= 0.02) == (row[4] == "ok") for row in rows)
-    shown = record.fallback.groups[0]
-    assert shorten(shown, 40) in out
-    outcome = record.fallback.outcome
-    assert outcome is not None
-    assert outcome.asked == 0.02
-    assert outcome.tuning <= 0.02
-    assert f"budget asked 0.0200; drop in tuning {outcome.tuning:.4f}" in out
-    assert "search what goes back to float" in [stage.name for stage in record.stages]
+    assert record.fallback.outcome.tuning <= record.fallback.outcome.asked == 0.02
     assert _left() == {"tiny.yaml", "out"}
     assert [row.group for row in record.sensitivity if row.fallback] == list(record.fallback.groups)
 
@@ -323,7 +300,6 @@ def test_a_search_that_is_killed_goes_on(
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     try:
-        assert process.stdout is not None
         seen = 0
         for line in process.stdout:
             seen += line.startswith("  try ")
@@ -358,8 +334,6 @@ def test_without_a_search(search: Search, files: dict[str, Any], fallback: dict[
     document = {**files, "data": data, "fallback": fallback, "amp": None if "names" in fallback else {}}
     Path("tiny.yaml").write_text(yaml.safe_dump(document))
     record = _run()
-    assert record is not None
-    assert record.fallback is not None
     assert record.fallback.groups
     assert record.fallback.reason == reason
     assert bool(record.sensitivity) is ("names" not in fallback)
@@ -370,14 +344,12 @@ def test_without_a_search(search: Search, files: dict[str, Any], fallback: dict[
 @pytest.mark.parametrize("measure", ["gradient", "output", "local", "metric"])
 def test_measures(search: Search, measure: str) -> None:
     record = _run(f"amp.measure={measure}", "fallback={num: 1}", *([] if measure == "metric" else ["~data.tuning"]))
-    assert record is not None
     assert len(record.sensitivity) > 5
     assert search.taken == (1 + len(record.sensitivity) if measure == "metric" else 0)
 
 
 def test_layers_are_measured_and_put_back_whole(search: Search) -> None:
     record = _run("amp.granularity=layer", "fallback={num: 1}", "~data.tuning")
-    assert record is not None
     names = [row.group for row in record.sensitivity]
     assert "bert.encoder.layer.0.attention" in names
     assert [row.fallback for row in record.sensitivity] == [True] + [False] * (len(names) - 1)

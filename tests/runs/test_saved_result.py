@@ -165,7 +165,6 @@ def test_what_goes_back_can_be_given_as_the_report_says(made: Any, tmp_path: Pat
     group = made.record.sensitivity[0].group
     setting = _keywords(shown.replace("&#34;", '"').replace("...", group))
     back = quantizer.quantize_model(_parts(), _batches(), backend=ONNXRUNTIME, **setting)
-    assert back.record.fallback is not None
     assert back.record.fallback.groups == (group,)
     assert any(site.name == group and not site.quantized for site in back.record.coverage)
 

@@ -1,4 +1,4 @@
-"""Files for servers: what config.pbtxt says, and that the files which it names are links that hold."""
+"""Files for servers: what config.pbtxt says (all of it: tests/goldens), and that its files are links that hold."""
 
 from __future__ import annotations
 
@@ -71,61 +71,6 @@ def served(folder: Path, backend: str, **changes: object) -> ServedEngine:
 
 
 # -- config.pbtxt ------------------------------------------------------------------------------------------------------
-
-
-def test_a_configuration_for_onnx_runtime(tmp_path: Path) -> None:
-    assert config_text(served(tmp_path, "onnxruntime", signature=TEXTS)) == (
-        'name: "m"\n'
-        'backend: "onnxruntime"\n'
-        'default_model_filename: "model.onnx"\n'
-        "max_batch_size: 32\n"
-        "input [\n"
-        "  {\n"
-        '    name: "input_ids"\n'
-        "    data_type: TYPE_INT64\n"
-        "    dims: [ -1 ]\n"
-        "  },\n"
-        "  {\n"
-        '    name: "attention_mask"\n'
-        "    data_type: TYPE_INT64\n"
-        "    dims: [ -1 ]\n"
-        "  }\n"
-        "]\n"
-        "output [\n"
-        "  {\n"
-        '    name: "logits"\n'
-        "    data_type: TYPE_FP32\n"
-        "    dims: [ 2 ]\n"
-        "  },\n"
-        "  {\n"
-        '    name: "hidden"\n'
-        "    data_type: TYPE_FP32\n"
-        "    dims: [ -1, 32 ]\n"
-        "  }\n"
-        "]\n"
-        "dynamic_batching {\n"
-        "  preferred_batch_size: [ 8, 32 ]\n"
-        "}\n"
-        "instance_group [\n"
-        "  {\n"
-        "    count: 1\n"
-        "    kind: KIND_CPU\n"
-        "  }\n"
-        "]\n"
-        "optimization { graph { level: -1 } }\n"
-        "parameters {\n"
-        '  key: "intra_op_thread_count"\n'
-        '  value { string_value: "2" }\n'
-        "}\n"
-        "parameters {\n"
-        '  key: "inter_op_thread_count"\n'
-        '  value { string_value: "1" }\n'
-        "}\n"
-        "parameters {\n"
-        '  key: "execution_mode"\n'
-        '  value { string_value: "0" }\n'
-        "}\n"
-    )
 
 
 def parameters(text: str) -> dict[str, str]:

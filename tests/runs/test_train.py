@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -31,7 +30,6 @@ from quantizer.config import QatConfig
 from quantizer.errors import TrainingError
 from quantizer.pipeline.scores import TaskMetric
 from quantizer.pipeline.train import Training, TrainingResult
-from quantizer.report import read_record
 from quantizer.tasks import Row, Task, build_task, load_model, load_rows, load_tokenizer
 
 TASK = "sequence-classification"
@@ -257,35 +255,6 @@ def test_patience(files: dict[str, Any], tmp_path: Path) -> None:
     course = bench.train(tmp_path / "kept", score=lambda _: next(scores), patience=2)
     assert course.stopped == "no better score in 2 evaluations"
     assert (course.best, len(course.losses)) == (4, 12)
-
-
-@pytest.mark.promise(
-    "checkpoints lie beside the run's folder until it is complete, and the report has float, PTQ and QAT side "
-    "by side with the curves."
-)
-def test_a_run_reports_float_ptq_and_qat(
-    files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("openvino", reason="the engine of this run is OpenVINO's")
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(files))
-    assert main(["run", str(tmp_path / "run.yaml"), "--output", str(tmp_path / "out")]) == 0
-    record = read_record(tmp_path / "out" / "report.json")
-    assert [score.which for score in record.scores] == ["float", "ptq", "qat", "engine"]
-    assert record.training is not None
-    assert len(record.training.losses) == record.training.planned == 20
-    assert [score.step for score in record.training.scores] == [0, 4, 8, 12, 16, 20]
-    assert sum(score.best for score in record.training.scores) == 1
-    divergence = {score.which: score.paired.get("kl_divergence") for score in record.scores}
-    assert divergence["qat"] is not None
-    assert divergence["ptq"] is not None
-    assert divergence["qat"] < divergence["ptq"]
-    assert not (tmp_path / "out.training").exists()
-    printed = capsys.readouterr().out
-    assert "after 4 of 20 steps, mean loss" in printed
-    assert "kept the state after" in printed
-    # The folder holds what was learned.
-    assert Quantizer.load(tmp_path / "out" / "quantizer").scales()
-    assert json.loads((tmp_path / "out" / "report.json").read_text())["training"]["metric"] == "accuracy"
 
 
 def _stopped_by_a_signal(words: list[str], last: Path) -> tuple[int, str]:

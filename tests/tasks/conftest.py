@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizer
 
 WORDS = [
-    "a",
-    "the",
-    "film",
-    "plane",
-    "cat",
-    "dog",
-    "is",
-    "was",
-    "good",
-    "bad",
-    "fine",
-    "dull",
-    "fast",
-    "slow",
-    "and",
-    "not",
-    "very",
-    ".",
-    ",",
+    *("a", "the", "film", "plane", "cat", "dog", "is", "was", "good", "bad", "fine", "dull", "fast", "slow"),
+    *("and", "not", "very", ".", ","),
 ]
-SHARED = Path(__file__).parents[2].parent / "shared"
 
 
 @pytest.fixture(scope="session")
@@ -62,10 +42,3 @@ def encoder():
 def classifier():
     torch.manual_seed(0)
     return BertForSequenceClassification(tiny_config(num_labels=3)).eval()
-
-
-@pytest.fixture(scope="session")
-def shared():
-    if not SHARED.is_dir():
-        pytest.skip(f"the real models and data are not here: no folder {SHARED}")
-    return SHARED

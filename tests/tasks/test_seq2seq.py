@@ -25,7 +25,6 @@ from quantizer.tasks import (
     load_model,
     load_processor,
     load_rows,
-    read_checkpoint,
 )
 from quantizer.tasks.seq2seq.parts import DECODER, ENCODER, WITH_PAST, parts_of, require_parts
 from quantizer.tasks.seq2seq.writer import Steps, Writer, equal_texts, equal_tokens, in_parts, read_tokens
@@ -62,11 +61,6 @@ def _runs(model: Any) -> dict[str, Any]:
             return part(**batch)
 
     return {name: partial(run, part) for name, part in parts_of(model).items()}
-
-
-@pytest.mark.parametrize("name", MADE)
-def test_the_task_is_told_from_the_checkpoint(name: str, sources: dict[str, str]) -> None:
-    assert read_checkpoint(sources[name]).task == TASKS[name]
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -182,15 +176,6 @@ def test_pairs_of_texts_are_read(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text('{"source": "a long text", "target": "short"}\n')
     for name in ("pairs.csv", "pairs.jsonl"):
         assert load_rows("text-pairs", path=tmp_path / name) == [Rewritten("a long text", "short")]
-    wrong = {
-        "empty.csv": ("source,target\na text,\n", "a text is empty, expected what is read and what is to be written"),
-        "keys.jsonl": ('{"source": "a text"}\n', "expected an object like"),
-        "pairs.txt": ("a text", "expected a file that ends in .csv or .jsonl"),
-    }
-    for name, (text, said) in wrong.items():
-        (tmp_path / name).write_text(text)
-        with pytest.raises(TaskError, match=said):
-            load_rows("text-pairs", path=tmp_path / name)
 
 
 def test_models_that_cannot_be_taken_apart_are_refused(built: dict[str, tuple[Any, Task]], reads: Any) -> None:

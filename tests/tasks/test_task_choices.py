@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForMultipleChoice
 
 from quantizer.cli.main import main
 from quantizer.errors import TaskError
-from quantizer.tasks import Choices, Task, build_task, load_model, load_rows, read_checkpoint
+from quantizer.tasks import Choices, Task, build_task, load_model, load_rows
 
 NAME = "multiple-choice"
 ROWS = [
@@ -50,10 +50,6 @@ def _scores(task: Task, of: dict[str, float]) -> Callable[[dict[str, torch.Tenso
         return {"logits": torch.tensor([[words[int(one)]] for one in ids])}
 
     return run
-
-
-def test_a_checkpoint_tells_its_task(source: str) -> None:
-    assert read_checkpoint(source).task == NAME
 
 
 def test_scores_are_those_of_the_model_with_all_choices_at_once(source: str, task: Task, tokenizer: Any) -> None:
@@ -99,25 +95,6 @@ def test_files_of_choices(tmp_path: Path) -> None:
         Choices("q", "c", ("a", "b"), 0),
         Choices("", "c", ("a", "b"), 1),
     ]
-
-
-BAD = {
-    "one choice": ({"question": "q", "choices": ["a"], "label": 0}, "two choices or more"),
-    "no question": ({"choices": ["a", "b"], "label": 0}, "expected a question or a context"),
-    "numbers": ({"question": "q", "choices": [1, 2], "label": 0}, "two choices or more"),
-    "label too high": ({"question": "q", "choices": ["a", "b"], "label": 2}, "the label is 2, .* 0 to 1, or its text"),
-    "no label": ({"question": "q", "choices": ["a", "b"]}, "the label is None"),
-    "label twice": ({"question": "q", "choices": ["a", "a"], "label": "a"}, "the label is 'a'"),
-    "a truth": ({"question": "q", "choices": ["a", "b"], "label": True}, "the label is True"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_lines_of_another_form(tmp_path: Path, case: str) -> None:
-    row, expected = BAD[case]
-    (tmp_path / "c.jsonl").write_text(json.dumps(row))
-    with pytest.raises(TaskError, match=rf"c\.jsonl:1: .*{expected}"):
-        load_rows("choices-jsonl", path=tmp_path / "c.jsonl")
 
 
 def test_what_is_no_choice(task: Task) -> None:

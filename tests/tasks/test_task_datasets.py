@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quantizer.errors import ConfigError, TaskError
+from quantizer.errors import TaskError
 from quantizer.tasks import Pair, Text, load_rows
 from quantizer.tasks.datasets import builtin
 
@@ -40,56 +40,6 @@ def test_sst2_reads_labelled_texts(write):
 def test_text_csv_takes_columns_in_any_order(write):
     path = write('\ufefflabel,id,text\n2,x,"Fast, cheap"\n0,y,Slow\n')
     assert load_rows("text-csv", path=path) == [Text("Fast, cheap", 2), Text("Slow", 0)]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        pytest.param("stsb-csv", "a,b,1\na,b\n", r"data\.txt:2: 2 fields, expected 3", id="stsb-fields"),
-        pytest.param("stsb-csv", "a,b,high\n", r"data\.txt:1: the score is 'high'", id="stsb-score"),
-        pytest.param("stsb-csv", "a,b,nan\n", r"data\.txt:1: the score is 'nan', expected a finite", id="stsb-nan"),
-        pytest.param("stsb-csv", "a,,1\n", r"data\.txt:1: an empty sentence", id="stsb-empty"),
-        pytest.param("stsb-csv", 'a,"b" c,1\n', r"data\.txt:1: not CSV", id="stsb-quotes"),
-        pytest.param("sst2-text", "1 fine\npositive great\n", r"data\.txt:2: 'positive great'", id="sst2-label"),
-        pytest.param("sst2-text", "1\n", r"data\.txt:1: '1', expected an integer label", id="sst2-no-text"),
-        pytest.param("sst2-text", b"1 caf\xe9\n", "is not UTF-8 text", id="sst2-encoding"),
-        pytest.param("text-csv", "a fine film,1\n", r"data\.txt:1: the columns are", id="csv-header"),
-        pytest.param("text-csv", "text,label\nfine,good\n", r"data\.txt:2: the label is 'good'", id="csv-label"),
-        pytest.param("text-csv", "text,label\nfine\n", r"data\.txt:2: 1 fields, expected 2", id="csv-fields"),
-        pytest.param("text-csv", "text,label\n ,1\n", r"data\.txt:2: the text is empty", id="csv-empty-text"),
-        pytest.param("stsb-csv", "", "has no rows", id="stsb-no-rows"),
-        pytest.param("sst2-text", "\n\n", "has no rows", id="sst2-no-rows"),
-        pytest.param("text-csv", "", "has no rows", id="csv-no-rows"),
-        pytest.param("text-csv", "text,label\n", "has no rows", id="csv-header-only"),
-    ],
-)
-def test_malformed_data_names_file_and_line(write, name, content, message):
-    with pytest.raises(TaskError, match=message):
-        load_rows(name, path=write(content))
-
-
-@pytest.mark.parametrize("name", ["stsb-csv", "sst2-text", "text-csv"])
-def test_a_file_data_set_needs_a_file(tmp_path, name):
-    with pytest.raises(TaskError, match="no path was given: set 'path'"):
-        load_rows(name)
-    with pytest.raises(TaskError, match=r"there is no file .*absent\.csv"):
-        load_rows(name, path=tmp_path / "absent.csv")
-    with pytest.raises(TaskError, match="is a folder, expected a file"):
-        load_rows(name, path=tmp_path)
-
-
-@pytest.mark.parametrize("option", ["split", "subset"])
-def test_a_plain_file_has_no_splits(write, option):
-    with pytest.raises(TaskError, match=f"has no {option}s, but {option}='train'"):
-        load_rows("sst2-text", path=write("1 fine\n"), **{option: "train"})
-
-
-def test_an_unknown_data_set_lists_the_known_ones():
-    with pytest.raises(
-        ConfigError,
-        match="unknown data set 'glue'; known: audio-csv, audio-folder, choices-jsonl, coco-json, conll, hf, image-csv",
-    ):
-        load_rows("glue")
 
 
 def test_rows_and_offset_cut_out_a_part(write):

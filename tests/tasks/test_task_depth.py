@@ -11,7 +11,7 @@ import transformers
 from PIL import Image as Picture
 
 from quantizer.errors import TaskError
-from quantizer.tasks import Depths, Image, Task, build_task, load_model, load_processor, load_rows, read_checkpoint
+from quantizer.tasks import Depths, Image, Task, build_task, load_model, load_processor, load_rows
 
 NAME = "depth-estimation"
 SIZE = 32
@@ -55,10 +55,6 @@ def _says(*distances: torch.Tensor):  # type: ignore[no-untyped-def]
 def _ramp(right: bool) -> torch.Tensor:
     ramp = torch.arange(1.0, SIZE + 1).repeat(SIZE, 1)
     return ramp if right else ramp.flip(1)
-
-
-def test_a_checkpoint_tells_its_task(glpn: Path) -> None:
-    assert read_checkpoint(str(glpn)).task == NAME
 
 
 @pytest.mark.promise("So the score is of their order")

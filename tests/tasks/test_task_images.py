@@ -22,7 +22,6 @@ from quantizer.tasks import (
     load_model,
     load_processor,
     load_rows,
-    read_checkpoint,
     read_image,
     read_images,
 )
@@ -77,23 +76,6 @@ def test_a_list_of_images_keeps_its_order(images: Path, header: str) -> None:
     written.write_text("\n".join([header, *rows]) + "\n")
     found = load_rows("image-csv", path=written)
     assert found == [Image(images / "red" / "0.png", "red"), Image(images / "blue" / "2.png", "2")]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("name,label\n", r"the columns are \['name', 'label'\], expected a header line with 'path' or 'file' and 'la"),
-        ("path,label\nred/1.png,red\n", r"list\.csv:2: there is no image .*red/1\.png \(a relative path starts at"),
-        ("path,label\nred/0.png,\n", r"list\.csv:2: the label is empty"),
-        ("path,label\nred/0.png\n", r"list\.csv:2: 1 fields, expected 2"),
-        ("path,label\n", "has no rows"),
-    ],
-    ids=["header", "no-image", "no-label", "fields", "empty"],
-)
-def test_a_list_that_is_wrong(images: Path, text: str, expected: str) -> None:
-    (images / "list.csv").write_text(text)
-    with pytest.raises(TaskError, match=expected):
-        load_rows("image-csv", path=images / "list.csv")
 
 
 def test_folders_that_are_wrong(images: Path, tmp_path: Path) -> None:
@@ -176,26 +158,17 @@ def test_a_name_of_two_classes_is_no_label(vit: Path, images: Path) -> None:
     model.config.id2label = {0: "crane", 1: "crane", 2: "7"}
     task = build_task(NAME, model, load_processor(str(vit), NAME))
     assert task.targets([Image(images, "7"), Image(images, "1")]).tolist() == [2, 1]
-    with pytest.raises(
-        TaskError, match=r"'crane' is the name of 2 classes of the model; expected .* a number from 0 to"
-    ):
+    with pytest.raises(TaskError, match=r"'crane' is the name of 2 classes of the model; expected .* a number from 0"):
         task.targets([Image(images, "crane")])
 
 
 def test_rows_of_another_kind(task: Task, tmp_path: Path) -> None:
     (tmp_path / "texts.csv").write_text("text,label\na film,0\n")
-    with pytest.raises(
-        TaskError, match="needs rows of kind Image, got Text: use a data set of such rows, like 'image-f"
-    ):
+    with pytest.raises(TaskError, match="needs rows of kind Image, got Text: use a data set of such rows, like"):
         task.batches(load_rows("text-csv", path=tmp_path / "texts.csv"))
 
 
 # -- checkpoints and processors ----------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_tells_its_task(vit: Path) -> None:
-    checkpoint = read_checkpoint(str(vit))
-    assert (checkpoint.task, checkpoint.labels) == (NAME, CLASSES)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +191,6 @@ def test_a_task_for_another_kind_of_model(
 def test_a_model_without_its_head(tmp_path: Path) -> None:
     options = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
     transformers.ViTModel(transformers.ViTConfig(image_size=16, patch_size=8, **options)).save_pretrained(tmp_path)
-    assert read_checkpoint(str(tmp_path)).task is None
     with pytest.raises(TaskError, match=r"has no weights for classifier\.bias, classifier\.weight"):
         load_model(str(tmp_path), NAME)
 

@@ -178,26 +178,6 @@ def test_files_of_coco_are_read(tmp_path: Path) -> None:
     assert load_rows("coco-json", path=_file(tmp_path)) == [first, Boxes(tmp_path / "images" / "b.png", (), (), ())]
 
 
-WRONG = {
-    "no categories": ({"categories": []}, r"is not in the format of COCO \(there is no 3\); expected images with id"),
-    "no image": (
-        {"images": [{"id": 7, "file_name": "gone.png"}]},
-        r"names gone.png, but there is no .*gone.png and no",
-    ),
-    "box": (
-        {"annotations": [{"image_id": 7, "category_id": 3, "bbox": [1, 2, -3, 4]}]},
-        r"a box is \[1, 2, -3, 4\], expected x, y, width and height",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", WRONG)
-def test_files_of_another_form_are_refused(tmp_path: Path, fault: str) -> None:
-    changes, message = WRONG[fault]
-    with pytest.raises(TaskError, match=message):
-        load_rows("coco-json", path=_file(tmp_path, **changes))
-
-
 def test_rows_and_models_that_do_not_fit(task: Task, rows: list[Boxes]) -> None:
     with pytest.raises(TaskError, match=r"the class 'fish', which the model does not have; it has cat, dog, bird"):
         task.targets([Boxes(rows[0].path, ((1.0, 1.0, 1.0, 1.0),), ("fish",), (False,))])

@@ -12,7 +12,7 @@ import transformers
 from PIL import Image as Picture
 
 from quantizer.errors import TaskError
-from quantizer.tasks import Masked, Task, build_task, load_model, load_processor, load_rows, read_checkpoint
+from quantizer.tasks import Masked, Task, build_task, load_model, load_processor, load_rows
 
 NAME = "semantic-segmentation"
 CLASSES = ("road", "car", "sky")
@@ -70,10 +70,6 @@ def _says(*classes: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], object]
 
 def _half(right: int) -> torch.Tensor:
     return torch.tensor([[0] * 4 + [right] * 4] * 8)
-
-
-def test_a_checkpoint_tells_its_task(segformer: Path) -> None:
-    assert read_checkpoint(str(segformer)).task == NAME
 
 
 def test_right_classes_have_a_score_of_one(task: Task, data: Path) -> None:

@@ -175,9 +175,7 @@ def test_a_task_without_head_says_so(similarity, encoder):
 
 
 def test_rows_of_another_kind_are_refused(similarity, classification):
-    with pytest.raises(
-        TaskError, match="needs rows of kind Pair, got Text: use a data set of such rows, like 'stsb-csv'"
-    ):
+    with pytest.raises(TaskError, match="needs rows of kind Pair, got Text: use a data set of such rows, like"):
         similarity.batches(TEXTS)
     with pytest.raises(TaskError, match="needs rows of kind Text, got Pair"):
         classification.batches(PAIRS)
@@ -203,9 +201,7 @@ def test_predictions_on_other_rows_are_refused(classification, classifier):
     [
         pytest.param(lambda n: np.full((n, 3), np.nan), "holds NaN or infinite values for batch 1 of 3", id="nan"),
         pytest.param(lambda n: np.zeros((n + 1, 3)), "gave 3 outputs for a batch of 2 texts", id="rows"),
-        pytest.param(
-            lambda n: np.zeros((n, 4, 3)), r"shape \(2, 4, 3\), expected logits \[batch, classes\]", id="rank"
-        ),
+        pytest.param(lambda n: np.zeros((n, 4, 3)), r"shape \(2, 4, 3\), expected logits \[batch", id="rank"),
         pytest.param(lambda n: {}, "gave dict, in which there is no tensor or array for 'logits'", id="empty"),
         pytest.param(lambda n: None, "gave NoneType, in which there is no tensor", id="none"),
     ],

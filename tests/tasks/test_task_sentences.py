@@ -126,10 +126,7 @@ def test_a_folder_without_modules_has_the_mean(encoder: Any, tmp_path: Path) -> 
 
 CLS = {FLAGS["cls"]: True}
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "a dense layer": (
-        {"pooling": CLS, "kinds": ("Transformer", "Pooling", "Dense")},
-        "modules.json has Transformer, Pooling, Dense, expected Transformer in the folder itself, Pooling",
-    ),
+    "a dense layer": ({"pooling": CLS, "kinds": ("Transformer", "Pooling", "Dense")}, "modules.json has Transformer"),
     "no mode": ({"pooling": {}}, "its pooling says no mode, expected some of cls, max, mean"),
     "no file": ({"pooling": None}, "its pooling says no mode"),
     "unknown mode": ({"pooling": {"pooling_mode": "median"}}, r"its pooling says \('median',\)"),
@@ -148,10 +145,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         },
         "leaves out the tokens of a prompt",
     ),
-    "lower case": (
-        {"pooling": CLS, "sentence_bert_config": {"do_lower_case": True}},
-        "sentence_bert_config.json has do_lower_case",
-    ),
+    "lower case": ({"pooling": CLS, "sentence_bert_config": {"do_lower_case": True}}, "sentence_bert_config.json has"),
 }
 
 
