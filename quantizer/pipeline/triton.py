@@ -198,7 +198,7 @@ def write_gpu_check(folder: Path, served: ServedEngine, expected: Expected, tool
     cases = dict(_cases(place, served, expected))
     (place / "settings.sh").write_text(_settings(served, list(cases), tool), encoding="utf-8")
     (place / CONFIG_NAME).write_text(config_text(served), encoding="utf-8")
-    for name, source in ((f"{CASES}/compare.py", "compare_alone.py"), (GPU_SCRIPT, GPU_SCRIPT)):
+    for name, source in ((f"{CASES}/compare.py", "trtexec_compare.py"), (GPU_SCRIPT, GPU_SCRIPT)):
         (folder / name).write_text((_HERE / source).read_text(encoding="utf-8"), encoding="utf-8")
 
 

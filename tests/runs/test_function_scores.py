@@ -21,6 +21,7 @@ from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.resume import ResumeFiles
 from quantizer.pipeline.scores import FunctionMetric, FunctionScorer
 from quantizer.tasks.metrics import accuracy, bootstrap_interval
+from quantizer.utils.files import NO_STORE
 
 DECISIONS = np.random.default_rng(0).integers(0, 2, (2, 60))
 """What the float model and another decide of 60 rows; right is 1."""
@@ -36,10 +37,9 @@ class _Decided(nn.Module):
 
 
 def _scorer(function: Callable[[Any], Any], model: nn.Module) -> FunctionScorer:
-    here = Path()
     context = RunContext(
         timer=StageTimer(Console(file=StringIO())),
-        resume=ResumeFiles(here, here, here),
+        resume=ResumeFiles(NO_STORE, Path(), NO_STORE, NO_STORE),
         model=model,
         processor=None,
         feed=ModuleFeed([{"x": torch.ones(2, 3)}]),

@@ -155,9 +155,10 @@ def test_an_engine_that_loses_more_by_the_function_narrows_the_search(folder: Pa
     from quantizer.pipeline.module_feed import ModuleFeed
     from quantizer.pipeline.progress import StageTimer
     from quantizer.pipeline.resume import ResumeFiles
+    from quantizer.utils.files import NO_STORE
 
     timer = StageTimer(Console(file=StringIO()))
-    feed, kept = ModuleFeed([{"image": torch.ones(2, 3)}]), ResumeFiles(folder, folder, folder)
+    feed, kept = ModuleFeed([{"image": torch.ones(2, 3)}]), ResumeFiles(NO_STORE, folder, NO_STORE, NO_STORE)
     context = RunContext(timer=timer, resume=kept, model=_net(), processor=None, feed=feed)
     budget = EngineBudget(context, 0.1, [], checked=True, function=_Scorer([0.15, 0.05]))
     budget.warn("fallback.max_drop")
