@@ -342,21 +342,19 @@ def test_the_stages_of_the_architecture_are_those_of_the_pipeline() -> None:
         assert told.split(", ") == [stage.run.__name__ for stage in getattr(stages, name)]
 
 
-def test_rooms_of_the_architecture_exist() -> None:
-    text = _text("docs/architecture.md")
-    table = text[text.index("| path |") :].split("\n\n")[0]
-    rooms = re.findall(r"^\| (`.+?`) \| (.+) \|$", table, flags=re.MULTILINE)
+def test_places_of_the_architecture_exist() -> None:
+    text, package = _text("docs/architecture.md"), REPOSITORY / "quantizer"
+    text = text[text.index("## Where things are") : text.index("## Libraries")]
     named: set[str] = set()
-    for paths, about in rooms:
-        room = paths.strip("`").split("`, `")
-        named |= {name.rstrip("/") for name in room}
-        for name in room:
-            assert (REPOSITORY / "quantizer" / name).exists(), name
-        inside = re.findall(r"`([\w/]+(?:\.py|/))`", about)
-        for name in inside:
-            assert (REPOSITORY / "quantizer" / room[0] / name).exists(), f"{room[0]}{name}"
-    folders = {path.name for path in (REPOSITORY / "quantizer").iterdir() if (path / "__init__.py").is_file()}
-    assert folders <= named
+    for paths, about in re.findall(r"^\| (`.+?`) \| (.+) \|$", text, flags=re.MULTILINE):
+        first, *others = paths.strip("`").split("`, `")
+        named |= {name.partition("/")[0] for name in (first, *others)}
+        # A name without a folder lies in that of the first one, or beside it.
+        folders = ["", f"{Path(first).parent}/", *([first] if first.endswith("/") else [])]
+        for name in (first, *others, *re.findall(r"`([\w/]+(?:\.py|/))`", about)):
+            pattern = name.replace("NAME", "*")
+            assert any(list(package.glob(folder + pattern)) for folder in folders), f"{first}: {name}"
+    assert {path.name for path in package.iterdir() if (path / "__init__.py").is_file()} <= named
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
