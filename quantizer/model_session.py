@@ -504,7 +504,7 @@ class ModelSession:
 
     @property
     def _deciding(self) -> Held | CalibrationSession | Inherited | None:
-        """What gives the plan; None without a calibration."""
+        """Source of the plan; None without a calibration."""
         held, session = self.held, self.calibration
         if held is not None and not (held.until_new and session is not None and session.has_new):
             return held

@@ -46,7 +46,7 @@ class ObservedPass(Protocol):
 
 
 class Observer(Protocol):
-    """What observes the passes of a proxy."""
+    """Observer of the passes of a proxy."""
 
     def pass_of(self, call: SourceCall) -> ObservedPass | None:
         """Return the pass that a call is part of; None if a part of the model runs alone, which is no batch."""
