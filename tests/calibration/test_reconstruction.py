@@ -293,10 +293,14 @@ def test_outputs_that_are_masked_say_nothing(mask: float) -> None:
 # -- the work ------------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupt_leaves_nothing_half_and_the_next_call_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("config", "left"), [({}, ["layers.1", "head"]), (CLIPPED, ["layers.1"])], ids=["int4", "ranges"]
+)
+def test_an_interrupt_leaves_nothing_half_and_the_next_call_goes_on(
+    config: dict[str, Any], left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, original, done = Net().eval(), reconstruction._reconstruct, list[str]()
-    # Ranges are learned, too.
-    whole, q = reconstructed(model, **CLIPPED), reconstructed(model, **CLIPPED)
+    whole, q = reconstructed(model, **config), reconstructed(model, **config)
 
     def interrupted(path: str, *rest: Any) -> None:
         if path == "layers.1":
@@ -314,7 +318,7 @@ def test_an_interrupt_leaves_nothing_half_and_the_next_call_goes_on(monkeypatch:
     assert all(
         torch.equal(codes(q, site), codes(whole, site)) for site in ("layers.0.up", "layers.1.up", "layers.1.down")
     )
-    assert done[:2] == ["layers.1", "head"]
+    assert done[: len(left)] == left
     assert_same(q.quantize(model)(data()[0]), whole.quantize(model)(data()[0]))
 
 

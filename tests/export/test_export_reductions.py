@@ -43,7 +43,7 @@ def graph(nodes: str, kind: str = "float", outputs: str = "float[3] y") -> Any:
 def test_a_reduction_is_kept_apart(nodes: str, outputs: str, after: list[str]) -> None:
     model, inputs, entry = graph(nodes, outputs=outputs), {"x": X, "a": np.array([1])}, UnfusedReductions(KINDS)
     before = computed(model, **inputs)
-    assert entry.ensures(model) == "a reduction can still be fused"
+    assert entry.ensures(model).startswith("a reduction can still be fused")
     run_passes(model, [entry])
     assert operators(model) == after
     assert all(map(np.array_equal, computed(model, **inputs), before))
