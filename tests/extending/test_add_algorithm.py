@@ -34,6 +34,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.promise(
+    "| `kept` | these batches; `few()` for a smaller part, `halves()` to check a choice on other batches |"
+)
 @pytest.mark.promise("Choices are saved with the statistics, so a saved quantizer loads without your module.")
 def test_its_choice_is_planned_saved_and_loaded(folder: Path) -> None:
     run_outside(
