@@ -80,7 +80,9 @@ def calibrated() -> Net:
     model = built()
     collect(model)
     model(X)
-    round_again(model)
+    for module in quantizers(model).values():
+        module.load_calib_amax()
+        module.enable()
     return model
 
 

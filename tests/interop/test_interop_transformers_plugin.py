@@ -144,12 +144,12 @@ def test_a_model_that_was_loaded_without_has_no_quantizer(bert):
         pytest.param({"backend": "openvino"}, None, id="int8"),
         pytest.param({"dtype": "fp8"}, None, id="fp8", marks=NIGHTLY),
         pytest.param({"formats": [INT4]}, None, id="int4-blocks", marks=NIGHTLY),
-        pytest.param({"formats": [INT4]}, trained, id="int4-blocks-trained"),
+        pytest.param({"formats": [INT4]}, trained, id="int4-blocks-trained", marks=NIGHTLY),
         pytest.param({"activations": {"smooth": 0.5}, "sites": {"embedding": True}}, None, id="smooth-embedding"),
         pytest.param(BIAS, None, id="bias-correction", marks=NIGHTLY),
         pytest.param({"formats": [INT4], "weights": {"rounding": "gptq"}}, None, id="gptq"),
         pytest.param({}, put_back, id="put-back"),
-        pytest.param({"backend": "onnxruntime"}, trained, id="trained", marks=NIGHTLY),
+        pytest.param({"backend": "onnxruntime"}, trained, id="trained"),
     ],
 )
 def test_saving_and_loading_is_exact(bert, tmp_path, config, prepare):

@@ -282,6 +282,20 @@ def test_interrupted_nothing_is_left(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_conversion_whose_engine_is_refused_fails(
+    convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = run_engines.load_engine
+    monkeypatch.setattr(run_engines, "load_engine", lambda *at, **more: Wrong(load(*at, **more), lambda _: True, 1.5))
+    code, said = convert(*SIZES, "-o", "out")
+    assert code == 1
+    assert "the engine is refused: openvino engine, batch " in said
+    assert "SQNR 6.0 dB against PyTorch" in said
+    folder = Path("out/openvino")
+    assert not list(folder.glob("model.engine*"))
+    assert verdict_of(read_record(folder / "report.json")).level == "do not use"
+
+
 def test_a_model_for_all_sizes_that_is_wrong_gives_way_to_fixed_sizes(
     place: Place, convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
