@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from quantizer.check import rules as _rules
-from quantizer.check.subject import Finding, read_subject, rules
+from quantizer.check.checked_file import Finding, read_subject, rules
 from quantizer.errors import ExportError
 from quantizer.export.qdq.onnx_file import unreadable_is
 from quantizer.plan.targets.base import profile

@@ -15,8 +15,8 @@ from typing import Any
 
 from quantizer.errors import ExportError
 from quantizer.export.qdq.onnx_file import light_message, without_weights
-from quantizer.utils.files.place import file_behind, settle, sync_folder
 from quantizer.utils.files.temporary import temporary_beside
+from quantizer.utils.files.writable import file_behind, settle, sync_folder
 
 _ONE_FILE = 2**31 - 2**26
 """The most bytes of tensors in one file: protobuf's limit, with room for the graph."""

@@ -19,7 +19,7 @@ from torch import nn
 from quantizer.config import RunConfig
 from quantizer.engines import Engine
 from quantizer.errors import TaskError
-from quantizer.pipeline.check_batches import check_batches, checked_shapes
+from quantizer.pipeline.comparison_batches import check_batches, checked_shapes
 from quantizer.pipeline.context import RunContext, Runs
 from quantizer.pipeline.load_converted import engine_run
 from quantizer.pipeline.time_groups import EngineFiles

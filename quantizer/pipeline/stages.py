@@ -35,11 +35,11 @@ from quantizer.pipeline.deliver import deliver
 from quantizer.pipeline.fastest_engine import for_all_variants, quantizer_of
 from quantizer.pipeline.faults import require_tools
 from quantizer.pipeline.job import QUANTIZER, Job, Outline
+from quantizer.pipeline.make_record import record_of, write_reports
 from quantizer.pipeline.model_graphs import QUANTIZED_STEM
 from quantizer.pipeline.open_axes import settle_axes
 from quantizer.pipeline.placement import RunPlacement
 from quantizer.pipeline.processes import from_first_rank, require_same_work
-from quantizer.pipeline.record import record_of, write_reports
 from quantizer.pipeline.run_engines import RunEngines, nearest_form
 from quantizer.pipeline.search_max_drop import CAUSES, has_causes, measure_sensitivity, search_fallback, with_causes_of
 from quantizer.pipeline.train import train

@@ -49,10 +49,10 @@ from quantizer.pipeline.compare_outputs import refusal
 from quantizer.pipeline.faults import Looks, require_package
 from quantizer.pipeline.job import QUANTIZER
 from quantizer.pipeline.loaded_work import LoadedWork, needs, shared_work
+from quantizer.pipeline.make_record import write_reports
 from quantizer.pipeline.placement import missed_speed
 from quantizer.pipeline.preflight import ready_to_run
 from quantizer.pipeline.progress import StageTimer, rounded_time
-from quantizer.pipeline.record import write_reports
 from quantizer.pipeline.resume import ResumeFiles, resume_files
 from quantizer.pipeline.run import RUN, carry_out
 from quantizer.pipeline.search_max_drop import CAUSES, has_causes, with_causes_of

@@ -16,7 +16,7 @@ from quantizer.engines import inspect_file, load_engine
 from quantizer.errors import QuantizerError
 from quantizer.tasks import load_model
 from quantizer.utils.files import write_folder
-from quantizer.utils.files.place import real_place
+from quantizer.utils.files.writable import real_place
 from quantizer.utils.paths import expanded
 
 DEEP = "/".join("a" * 2000)

@@ -48,7 +48,7 @@ def test_ctrl_c_at_every_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool, every: int, former: bool
 ) -> None:
     if not exchanges:
-        monkeypatch.setattr("quantizer.utils.files.exchange.exchange", _no_exchange)
+        monkeypatch.setattr("quantizer.utils.files.swap.exchange", _no_exchange)
     out = tmp_path / "out"
 
     def stop() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import quantizer.check
-from quantizer.check.subject import rules
+from quantizer.check.checked_file import rules
 from quantizer.plan.targets import profile
 
 PAGE = (Path(__file__).parents[2] / "docs" / "check.md").read_text(encoding="utf-8")

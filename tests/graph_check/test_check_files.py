@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from qdq_graphs import linear, onnx
 
-from quantizer.check import Finding, check_file
-from quantizer.check import subject as read
+from quantizer.check import Finding, check_file, checked_file
 from quantizer.errors import ConfigError, ExportError, MissingDependencyError
 from quantizer.export.qdq import onnx_file as light_message
 from quantizer.plan.targets import profile
@@ -195,9 +194,9 @@ def test_weights_are_kept_out_of_what_onnx_reads(file: Path, monkeypatch: pytest
         check(proto)
 
     monkeypatch.setattr(onnx.checker, "check_model", checked)
-    whole = read.read_subject(file, profile("tensorrt"))
+    whole = checked_file.read_subject(file, profile("tensorrt"))
     monkeypatch.setattr(light_message, "_LARGE", 0)
-    light = read.read_subject(file, profile("tensorrt"))
+    light = checked_file.read_subject(file, profile("tensorrt"))
     assert given[0] > 0
     assert given[1] == 0
     # What the rules see is the same: constants with their values, inputs, and inferred shapes.

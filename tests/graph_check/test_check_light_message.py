@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from qdq_graphs import onnx
 
-from quantizer.check import check_file
-from quantizer.check import subject as read
+from quantizer.check import check_file, checked_file
 from quantizer.errors import ExportError
 from quantizer.export.qdq import onnx_file as module
 from quantizer.export.qdq.onnx_file import light_message
@@ -57,7 +56,7 @@ def _said(path: Path) -> Any:
 
 def _said_of_the_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     with monkeypatch.context() as patch:
-        patch.setattr(read, "light_message", lambda path: None)
+        patch.setattr(checked_file, "light_message", lambda path: None)
         return _said(path)
 
 
@@ -83,7 +82,7 @@ def test_large_data_is_not_read_and_is_found(file: Path, monkeypatch: pytest.Mon
     light = onnx.load_model_from_string(message)
     assert light == whole, "all else is the same"
     assert structural_fault(onnx, light, {name: place.length for name, place in held.items()}) is None
-    subject = read.read_subject(file, profile("openvino"))
+    subject = checked_file.read_subject(file, profile("openvino"))
     codes = subject.model.graph.initializers["codes"].const_value.numpy()
     assert np.array_equal(codes, onnx.numpy_helper.to_array(_proto().graph.initializer[0]))
     assert not subject.refused_data

@@ -14,7 +14,7 @@ import pytest
 from qdq_graphs import SCALE, Graph, attention, linear, onnx
 
 from quantizer.check import check_file
-from quantizer.check.subject import rules
+from quantizer.check.checked_file import rules
 from quantizer.numerics.formats import FP8
 from quantizer.plan.targets import profile, profiles
 

@@ -20,15 +20,7 @@ from rich.console import Console
 import quantizer
 from quantizer.cli.main import main
 from quantizer.errors import QuantizerError
-from quantizer.report import (
-    Latency,
-    ModelInfo,
-    Score,
-    html_from_record,
-    latency_entries,
-    size_entries,
-    write_record,
-)
+from quantizer.report import Latency, ModelInfo, Score, html_from_record, latency_entries, size_entries, write_record
 from quantizer.report.compare import Resamples, compare, failed_run, pair, read_resamples, read_runs, write_resamples
 from quantizer.report.compare_shown import (
     csv_text,

@@ -29,7 +29,7 @@ from quantizer.report import (
     write_text_atomic,
 )
 from quantizer.report import record as record_module
-from quantizer.report.format_page import field_documentation, format_page
+from quantizer.report.document_format import field_documentation, format_page
 from quantizer.report.record import mapping_from_record, pair, record_from_mapping
 from quantizer.utils.records import Cure
 
@@ -167,7 +167,7 @@ def test_records_are_frozen_keyword_only_and_documented(cls: type) -> None:
 
 def test_the_page_of_the_format_is_up_to_date() -> None:
     page = ROOT / "docs" / "report-format.md"
-    advice = "run: python -m quantizer.report.format_page > docs/report-format.md"
+    advice = "run: python -m quantizer.report.document_format > docs/report-format.md"
     assert page.read_text(encoding="utf-8") == format_page(), advice
     assert all(f"## {cls.__name__}\n" in format_page() for cls in (RunRecord, *RECORDS))
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from quantizer.engines import TensorSpec
-from quantizer.pipeline.check_batches import LEAST_SAMPLES, check_batches, check_shapes
 from quantizer.pipeline.compare_outputs import (
     OutputCheck,
     Tolerance,
@@ -21,6 +20,7 @@ from quantizer.pipeline.compare_outputs import (
     reference_outputs,
     tolerance,
 )
+from quantizer.pipeline.comparison_batches import LEAST_SAMPLES, check_batches, check_shapes
 from quantizer.pipeline.module_feed import ModuleFeed
 from quantizer.tasks.inputs import TextInputs
 

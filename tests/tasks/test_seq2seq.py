@@ -16,16 +16,7 @@ from tiny_seq2seq import TEXTS, tiny_bart, tiny_t5, tiny_whisper
 
 from quantizer import Quantizer
 from quantizer.errors import TaskError
-from quantizer.tasks import (
-    Predictions,
-    Rewritten,
-    Speech,
-    Task,
-    build_task,
-    load_model,
-    load_processor,
-    load_rows,
-)
+from quantizer.tasks import Predictions, Rewritten, Speech, Task, build_task, load_model, load_processor, load_rows
 from quantizer.tasks.seq2seq.parts import DECODER, ENCODER, WITH_PAST, parts_of, require_parts
 from quantizer.tasks.seq2seq.writer import Steps, Writer, equal_texts, equal_tokens, in_parts, read_tokens
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.check.subject import Fault, Subject, rules
+from quantizer.check.checked_file import Fault, Subject, rules
 from quantizer.export.qdq.graph import constant, name_of, readers, shape
 from quantizer.export.qdq.operand import Attention, masks_only
 from quantizer.numerics.formats import FLOAT16_MASK, FP8, INT8

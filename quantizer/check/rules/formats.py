@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from quantizer.check.checked_file import Fault, Subject, rules
 from quantizer.check.rules.operators import is_quantized_operator, opset_format
-from quantizer.check.subject import Fault, Subject, rules
 from quantizer.export.qdq.graph import (
     HALVES,
     WIDTHS,

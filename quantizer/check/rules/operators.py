@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from quantizer.check.subject import Fault, Subject, rules
+from quantizer.check.checked_file import Fault, Subject, rules
 from quantizer.export.qdq.graph import (
     HALVES,
     attribute,

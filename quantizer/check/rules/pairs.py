@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from quantizer.check.checked_file import Fault, Subject, rules
 from quantizer.check.rules.operators import is_quantized_operator
-from quantizer.check.subject import Fault, Subject, rules
 from quantizer.export.qdq.graph import constant, is_constant, is_dequantize, name_of, paired, readers
 from quantizer.export.qdq.operand import MOVES, PRODUCTS, Operand
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from quantizer.check.subject import Fault, Subject, rules
+from quantizer.check.checked_file import Fault, Subject, rules
 from quantizer.export.qdq.graph import (
     attribute,
     is_constant,

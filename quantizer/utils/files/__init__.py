@@ -20,9 +20,9 @@ from quantizer.utils.files.folder import (
     write_folder,
 )
 from quantizer.utils.files.marker import MARKER
-from quantizer.utils.files.place import checked_file, require_room, require_writable
 from quantizer.utils.files.store import NO_STORE, Store
 from quantizer.utils.files.temporary import begun_in, is_begun, scratch, scratch_folder, temporary_beside
+from quantizer.utils.files.writable import checked_file, require_room, require_writable
 
 __all__ = [
     "MARKER",

@@ -17,18 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quantizer.errors import QuantizerError
-from quantizer.utils.files import exchange
+from quantizer.utils.files import swap
 from quantizer.utils.files.marker import MARKER, discard, foreign, read_marker, write_marker
-from quantizer.utils.files.place import (
-    file_behind,
-    probe,
-    protected_reason,
-    real_place,
-    said_plainly,
-    settle,
-    sync_folder,
-    system_errors_as,
-)
 from quantizer.utils.files.temporary import (
     NEW,
     OLD,
@@ -37,6 +27,16 @@ from quantizer.utils.files.temporary import (
     other_writer,
     remove_leftovers,
     temporary_beside,
+)
+from quantizer.utils.files.writable import (
+    file_behind,
+    probe,
+    protected_reason,
+    real_place,
+    said_plainly,
+    settle,
+    sync_folder,
+    system_errors_as,
 )
 
 _SHOWN = 3
@@ -168,7 +168,7 @@ def _put_in_place(new: Path, place: Path, kind: str) -> None:
         # A folder of an earlier version gets a marker, since its removal needs the list of names.
         write_marker(place, kind)
     shutil.copymode(place, new)
-    if exchange.exchange(new, place):
+    if swap.exchange(new, place):
         return
     old = new.with_suffix(OLD)
     try:

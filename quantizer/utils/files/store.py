@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quantizer.errors import QuantizerError
-from quantizer.utils.files.place import real_place, require_writable, settle, sync_folder
 from quantizer.utils.files.temporary import temporary_beside
+from quantizer.utils.files.writable import real_place, require_writable, settle, sync_folder
 from quantizer.utils.paths import regular_file
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
 """The documentation of ``report.json``, generated from the records.
 
-``python -m quantizer.report.format_page > docs/report-format.md`` writes the page; a test compares the two.
+``python -m quantizer.report.document_format > docs/report-format.md`` writes the page; a test compares the two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from quantizer.report.record import VERSION, RunRecord
 
 _INTRODUCTION = f"""# The format of `report.json`
 
-<!-- Made by `python -m quantizer.report.format_page > docs/report-format.md`: change the records, not this page. -->
+<!-- Made by `python -m quantizer.report.document_format > docs/report-format.md`: change the records, not
+this page. -->
 
 One run, one object of type [RunRecord](#runrecord). This page describes version {VERSION}. A reader
 refuses every other version, an unknown field, a missing field that has no default, and a value of the wrong type, and
