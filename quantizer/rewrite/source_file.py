@@ -49,7 +49,8 @@ class SourceFile:
         patched = apply_operator_patches(self.text, tree, self.module_name)
         if patched.applied:
             tree = _compiled(patched.text, path, ast.PyCF_ONLY_AST)
-        name = self.module_name if self.module_name != "__main__" else path
+        # A module may also run text from elsewhere, such as what is generated of an ONNX file: each has its own name.
+        name = self.module_name if self.module_name != "__main__" and namespace.get("__file__") == path else path
         added = registered_operations()
         again = f", patches {changes()}" if patched.applied else f", operations {added}" if added else ""
         variant = f"{', qualified' if qualified else ''}{again}"
