@@ -21,8 +21,8 @@ from quantizer.engines.inspection import RUNS
 from quantizer.errors import EngineError
 from quantizer.export.qdq.onnx_file import TensorSpec
 from quantizer.plan.targets import profile
+from quantizer.utils.dimension_names import PAST, TOTAL
 from quantizer.utils.records import Inspection
-from quantizer.utils.sizes import PAST, TOTAL
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from quantizer.proxy.site import Site
 from quantizer.report.record import ALIKE_DB, FURTHER_DB, OutputDistance, is_no_further
 from quantizer.tasks import Batch, batch_shape, rows_at
 from quantizer.tasks.metrics import mean_cosine, sqnr_db
-from quantizer.utils.sizes import PRESENT
+from quantizer.utils.dimension_names import PRESENT
 from quantizer.utils.structure import fields_of, leaves
 
 HALF_DB = 30.0

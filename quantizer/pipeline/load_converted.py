@@ -34,11 +34,11 @@ from quantizer.tasks import Batch, Recordings, Sample, load_processor, read_imag
 from quantizer.tasks.models import empty_model
 from quantizer.tasks.seq2seq.parts import ENCODER, PARTS
 from quantizer.tasks.seq2seq.writer import Writer, in_parts, written_tokens
+from quantizer.utils.dimension_names import CACHE, PRESENT
 from quantizer.utils.files import restore_folder
 from quantizer.utils.lazy import once_property
 from quantizer.utils.paths import regular_file
 from quantizer.utils.plain_values import decoded, json_values
-from quantizer.utils.sizes import CACHE, PRESENT
 
 CONFIG = "config.json"
 ENGINE = "model.engine"

@@ -28,7 +28,8 @@ from quantizer.tasks import Batch
 from quantizer.tasks.seq2seq.part_batches import PartBatches, calibration_batches, part_batches
 from quantizer.tasks.seq2seq.parts import DECODER, ENCODER, ENCODER_STEPS, PARTS, dynamic_axes, parts_of
 from quantizer.tasks.seq2seq.writer import Steps, Writer, equal_texts, equal_tokens, in_parts
-from quantizer.utils.sizes import BATCH, PAST, SEQUENCE
+from quantizer.utils.dimension_names import PAST
+from quantizer.utils.sizes import BATCH, SEQUENCE
 
 FLOAT_STEM, QUANTIZED_STEM = "float", "model"
 """The names of the two files of each engine, without their endings."""

@@ -13,7 +13,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from quantizer.errors import TaskError
-from quantizer.utils.sizes import CACHE, DataSizes
+from quantizer.utils.dimension_names import CACHE
+from quantizer.utils.sizes import DataSizes
 
 Batch: TypeAlias = dict[str, torch.Tensor]
 """The model's inputs by name: int64 [B x S] for texts, float32 [B x channels x height x width] for images,

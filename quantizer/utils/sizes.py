@@ -1,7 +1,7 @@
-"""Sizes of what is given as data, and the names of a decoder's cache of keys and values.
+"""Sizes of what is given as data: the one source of them.
 
-The one source of both: exports open these axes, engines are built, run and timed at these sizes, and outputs are
-compared at them. No size is made up where there is data.
+Exports open these axes, engines are built, run and timed at these sizes, and outputs are compared at them. No size is
+made up where there is data.
 """
 
 from __future__ import annotations
@@ -15,15 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CACHE = "past_key_values"
-"""The beginning of the names of inputs: ``past_key_values.0.key`` [batch x heads x tokens x width] is layer 0's."""
-
-PRESENT = "present"
-"""The beginning of the names of outputs, which hold the tokens that were read, too: ``present.0.key``."""
-
-PAST, TOTAL = "past_sequence", "total_sequence"
-"""Dimensions: the tokens in the cache, and those with the tokens that are read, whose own is ``sequence``."""
-
+from quantizer.utils.dimension_names import CACHE, PAST, TOTAL
 
 Axes = Mapping[str, Mapping[int, str]]
 """Input name to {axis: dimension name}."""

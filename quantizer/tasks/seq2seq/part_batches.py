@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from quantizer.tasks import Batch, rows_at
 from quantizer.tasks.seq2seq.parts import DECODER, ENCODER, WITH_PAST
 from quantizer.tasks.seq2seq.writer import read_tokens
+from quantizer.utils.dimension_names import CACHE, PRESENT
 from quantizer.utils.progress import loop
-from quantizer.utils.sizes import CACHE, PRESENT
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from quantizer.errors import TaskError
 from quantizer.tasks.checkpoints import transformers_package
 from quantizer.tasks.inputs import Batch
-from quantizer.utils.sizes import CACHE, PAST, PRESENT
+from quantizer.utils.dimension_names import CACHE, PAST, PRESENT
 
 ENCODER, DECODER, WITH_PAST = "encoder_model", "decoder_model", "decoder_with_past_model"
 PARTS = (ENCODER, DECODER, WITH_PAST)

@@ -23,7 +23,7 @@ from quantizer.tasks.outputs import first_output
 from quantizer.tasks.seq2seq.parts import DECODER, ENCODER, WITH_PAST, PartRun, cached, halves, keep, require_parts
 from quantizer.tasks.task import CountedTask, Predictions
 from quantizer.tasks.tokens.parts import whole_numbers
-from quantizer.utils.sizes import CACHE, PRESENT
+from quantizer.utils.dimension_names import CACHE, PRESENT
 
 _LEVEL = threading.Lock()
 _generating = 0

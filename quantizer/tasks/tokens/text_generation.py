@@ -26,7 +26,7 @@ from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs
 from quantizer.tasks.outputs import first_output
 from quantizer.tasks.task import CountedTask, Predictions, Run, rows_of_kind, tasks
 from quantizer.tasks.tokens.parts import flips, per_token, whole_numbers
-from quantizer.utils.sizes import CACHE, PRESENT
+from quantizer.utils.dimension_names import CACHE, PRESENT
 
 _KINDS = ("key", "value")
 
