@@ -10,7 +10,7 @@ from onnx_graphs import computed, graph, node_by_node, operators
 
 from quantizer.errors import ExportError
 from quantizer.export.passes import PASSES, FoldChannelFactors, UnsignedActivations, run_passes
-from quantizer.export.passes.base import NameNodes
+from quantizer.export.passes.base import NameNodes, replace_node
 from quantizer.export.passes.clamp_masks import ClampMasks
 from quantizer.export.passes.weights import StoreWeights, WeightsAsRead
 from quantizer.export.qdq.graph import scalar
@@ -380,6 +380,26 @@ def test_each_pass_says_what_it_would_have_to_do(entry: Any, model: Any) -> None
     assert entry.ensures(model) is not None
     run_passes(model, [entry])
     assert entry.ensures(model) is None
+
+
+@pytest.mark.parametrize(
+    ("outputs", "nodes", "kinds"),
+    [
+        # The value is an input of the graph, and what replaces an output of it; the same inside; another output.
+        ("float[3] y", "y = Abs (x)", ["Identity"]),
+        ("float[3] y", "a = Abs (x) y = Neg (a)", ["Neg"]),
+        ("float[3] a, float[3] y", "a = Neg (x) y = Abs (a)", ["Neg", "Identity"]),
+        ("float[3] y", "a = Neg (x) y = Abs (a)", ["Neg"]),
+    ],
+)
+def test_a_replaced_node_leaves_the_names_of_the_graph(outputs: str, nodes: str, kinds: list[str]) -> None:
+    model = graph("float[3] x", outputs, nodes)
+    names = [value.name for value in (*model.graph.inputs, *model.graph.outputs)]
+    (node,) = (node for node in model.graph if node.op_type == "Abs")
+    replace_node(model, node, node.inputs[0])
+    assert operators(model) == kinds
+    assert [value.name for value in (*model.graph.inputs, *model.graph.outputs)] == names
+    assert all(np.array_equal(np.abs(found), [1, 2, 3]) for found in computed(model, x=np.float32([1, -2, 3])))
 
 
 def test_scalar() -> None:

@@ -151,7 +151,10 @@ def insert_transpose(node: Any, value: Any, perm: Sequence[int], *, like: Any) -
 
 
 def take_out(model: Any, node: Any, value: Any) -> None:
-    """Redirect the readers of a node's output to ``value``; remove the node, and constants that nothing else reads."""
+    """Redirect the readers of a node's output to ``value``; remove the node, and constants that nothing else reads.
+
+    The output must not be one of the graph: ``replace_node`` takes those.
+    """
     inputs = [given for given in node.inputs if given is not None]
     node.outputs[0].replace_all_uses_with(value)
     model.graph.remove(node, safe=True)
@@ -160,9 +163,17 @@ def take_out(model: Any, node: Any, value: Any) -> None:
 
 
 def replace_node(model: Any, node: Any, value: Any) -> None:
-    """Replace the only output of a node by ``value``, under the same name, and remove the node."""
-    value.name = node.outputs[0].name
-    node.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
+    """Replace the only output of a node by ``value``, and remove the node.
+
+    A new value gets the name of the output. Inputs and outputs of the graph keep theirs: where the output is one of the
+    graph and the value another, or an input, an Identity stays between the two.
+    """
+    result = node.outputs[0]
+    if (value.is_graph_input() or value.is_graph_output()) and result.is_graph_output():
+        value = insert_before(node, "Identity", [value], like=value, shape=value.shape)
+    if not value.is_graph_input() and not value.is_graph_output():
+        value.name = result.name
+    result.replace_all_uses_with(value, replace_graph_outputs=True)
     model.graph.remove(node, safe=True)
 
 
