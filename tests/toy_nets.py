@@ -19,7 +19,6 @@ from torch.nn import functional
 _CLASSES: dict[str, type[nn.Module]] = {}
 _KNOWN = {
     "F": functional,
-    "functional": functional,
     "Tensor": Tensor,
     "functools": functools,
     "math": math,
@@ -53,9 +52,7 @@ def _class_of(body: str, inputs: str) -> type[nn.Module]:
         file = f"<{module.__name__}>"
         source = f"class Net(nn.Module):\n    def forward(self, {inputs}):\n{lines}\n"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-        vars(module).update(
-            {"torch": torch, "nn": nn, "F": functional, "Tensor": Tensor, "math": math, "functools": functools}
-        )
+        vars(module).update(_KNOWN)
         exec(compile(source, file, "exec"), vars(module))
         sys.modules[module.__name__] = module
         _CLASSES[key] = module.Net

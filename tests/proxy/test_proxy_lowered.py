@@ -305,7 +305,7 @@ def test_reads_of_a_stored_weight_outside_of_its_site() -> None:
 
 def test_another_weight_than_the_frozen_one_is_refused() -> None:
     model = net(
-        "functional.linear(x, self.table[self.pick])", table=nn.Parameter(rows(3, 32, 16).reshape(2, 8, 32)), pick=0
+        "F.linear(x, self.table[self.pick])", table=nn.Parameter(rows(3, 32, 16).reshape(2, 8, 32)), pick=0
     ).eval()
     q = calibrated(model)
     lowered = q.lower(model)

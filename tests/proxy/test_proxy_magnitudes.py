@@ -69,7 +69,7 @@ class Attention(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.query, self.key, self.value = (nn.Linear(16, 16, bias=False) for _ in range(3))
-        self.inner = net("functional.scaled_dot_product_attention(query, key, value)", "query, key, value")
+        self.inner = net("F.scaled_dot_product_attention(query, key, value)", "query, key, value")
         with torch.no_grad():
             self.query.weight.mul_(factor)
             self.key.weight.mul_(factor)
