@@ -108,7 +108,7 @@ def test_calibration_by_calls_in_several_modes() -> None:
 def in_place() -> nn.Module:
     """A forward that writes into its input."""
     torch.manual_seed(0)
-    return net("self.linear(torch.nn.F.silu(x, inplace=True))", linear=linear())
+    return net("self.linear(F.silu(x, inplace=True))", linear=linear())
 
 
 def test_data_made_in_inference_mode_that_a_forward_changes() -> None:

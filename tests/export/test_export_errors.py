@@ -191,7 +191,7 @@ def test_a_model_that_cannot_be_exported(tmp_path: Path) -> None:
 )
 def test_fused_attention_of_three_axes_that_stays_float(tmp_path: Path) -> None:
     model, x = (
-        net("self.head(nn.F.scaled_dot_product_attention(x, x, x))", head=nn.Linear(8, 8)).eval(),
+        net("self.head(F.scaled_dot_product_attention(x, x, x))", head=nn.Linear(8, 8)).eval(),
         torch.randn(2, 6, 8),
     )
     quantizer = Quantizer(preset="plain", backend="onnxruntime")

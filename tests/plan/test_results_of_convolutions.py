@@ -82,7 +82,7 @@ _SHARES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 def _gate() -> nn.Module:
     """A tensor times its hard sigmoid, as MobileNetV3 has it."""
-    return net("x * nn.F.hardsigmoid(x)")
+    return net("x * F.hardsigmoid(x)")
 
 
 _SHARES["gate"] = _gate, "HardSigmoid"

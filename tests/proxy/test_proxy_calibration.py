@@ -124,7 +124,7 @@ def test_a_tensor_changed_in_place_is_another_tensor() -> None:
 def pyramid() -> nn.Module:
     """A map of one pixel, resized: torch has a kernel for this, and for graphs a decomposition of another layout."""
     return net(
-        "self.out(nn.F.interpolate(self.narrow(x), size=(1, 1), mode='nearest'))",
+        "self.out(F.interpolate(self.narrow(x), size=(1, 1), mode='nearest'))",
         narrow=nn.Conv2d(64, 64, 3, padding=1),
         out=nn.Conv2d(64, 64, 3, padding=1),
     )
