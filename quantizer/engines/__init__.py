@@ -20,7 +20,7 @@ from quantizer.engines.base import Array, Backend, BuildOptions, BuildResult, En
 from quantizer.engines.measure import PeakMemory, interleaved_latency, medians, peak_memory_mib
 from quantizer.engines.onnx_graph import graph_inspection
 from quantizer.engines.openvino import engine as _openvino
-from quantizer.engines.torch_engine import engine as _torch
+from quantizer.engines.torch_engine import backend as _torch
 from quantizer.export.qdq.onnx_file import TensorSpec
 from quantizer.utils.records import Inspection, Layer, PrecisionShare
 

@@ -117,10 +117,6 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 LOGS = "logs"
 """The folder with what the processes print, a file for each run."""
 
@@ -613,3 +609,7 @@ def _compared(run: SweepRun, folder: Path, outcome: Outcome) -> ComparedRun:
 
 def _plain(config: RunConfig) -> dict[str, object]:
     return config.model_dump(mode="json")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

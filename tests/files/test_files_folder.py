@@ -339,7 +339,10 @@ def _write_inside(new: Path, _: Path) -> None:
         (_write_over_a_folder, "ELSEWHERE/taken cannot be written: File exists; nothing was written to OUT"),
         (_full_elsewhere, "ELSEWHERE/cache cannot be written: No space left on device; nothing was written to OUT"),
         (_no_network, "OSError: We couldn't connect to the hub; nothing was written to OUT"),
-        (_library_reads, "RuntimeError: Error while loading: No such file or directory (os error 2); nothing was"),
+        (
+            _library_reads,
+            "RuntimeError: Error while loading: No such file or directory (os error 2); nothing was written to OUT",
+        ),
         (_write_inside, "nothing was written to OUT: No such file or directory"),
     ],
 )

@@ -93,12 +93,12 @@ from folders import Steps
 from folders import names
 from folders import text_of
 from folders import write
-from quantizer.utils.files import exchange
+from quantizer.utils.files import swap
 from quantizer.utils.files import restore_folder
 
 os.fsync = lambda _: None
 if sys.argv[3] == "False":
-    exchange.exchange = lambda one, other: False
+    swap.exchange = lambda one, other: False
 base = Path(sys.argv[1])
 out = base / "out"
 found, number, ended = set(), 0, False

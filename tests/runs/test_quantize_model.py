@@ -356,7 +356,7 @@ def test_a_format_of_a_later_opset(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnx
 
     # On a busy machine a head of 8 inputs may be timed as slower than in float, and be put back.
-    monkeypatch.setattr(RunPlacement, "price", lambda *_: None)
+    monkeypatch.setattr(RunPlacement, "priced", lambda *_: None)
     openvino = next(name for name in cpu_candidates()[0] if name.startswith("openvino"))
     four = [{"weights": "int4", "kinds": ["linear"]}]
     made = _quantize(_net(), _images(), backend=openvino, formats=four)

@@ -126,7 +126,7 @@ def search(files: dict[str, Any], expected: Expected, tmp_path: Path, monkeypatc
     monkeypatch.setattr(RunEngines, "inspect", lambda *_: unseen)
     monkeypatch.setattr(RunEngines, "load", lambda *_: {})
     monkeypatch.setattr(RunEngines, "runs_here", False)
-    monkeypatch.setattr(RunPlacement, "price", lambda *_: None)
+    monkeypatch.setattr(RunPlacement, "priced", lambda *_: None)
     return search
 
 
@@ -172,7 +172,7 @@ def _no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     def enough(*_: Any, **__: Any) -> None:
         raise EngineError("far enough")
 
-    monkeypatch.setattr(RunPlacement, "price", lambda *_: None)
+    monkeypatch.setattr(RunPlacement, "priced", lambda *_: None)
     monkeypatch.setattr(Quantizer, "quantize", enough)
 
 
