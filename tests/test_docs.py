@@ -342,6 +342,23 @@ def test_the_stages_of_the_architecture_are_those_of_the_pipeline() -> None:
         assert told.split(", ") == [stage.run.__name__ for stage in getattr(stages, name)]
 
 
+def test_files_that_texts_name_exist() -> None:
+    there = [
+        file.as_posix()
+        for folder in ("quantizer", "tests", "benchmarks")
+        for file in (REPOSITORY / folder).rglob("*.py")
+    ]
+    texts = [*(REPOSITORY / "docs" / "explain").glob("*.md"), *(REPOSITORY / "quantizer").rglob("*.py")]
+    found = {
+        f"{path.relative_to(REPOSITORY)}: {name}"
+        for path in texts
+        for name in re.findall(r"`([\w/]+\.py)`", path.read_text(encoding="utf-8"))
+        if not any(file.endswith(f"/{name}") for file in there)
+    }
+    # Of the standard library, named as what must not be imported in its place.
+    assert found == {"quantizer/utils/child_process.py: socket.py"}
+
+
 def test_places_of_the_architecture_exist() -> None:
     text, package = _text("docs/architecture.md"), REPOSITORY / "quantizer"
     text = text[text.index("## Where things are") : text.index("## Libraries")]

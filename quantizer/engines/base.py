@@ -253,7 +253,7 @@ class Backend(Protocol):
             path: the file.
             threads: of the CPU.
             verify: compare the file with its checksum.
-            trust: run native code in the file that this process has not built; see ``trust.py``.
+            trust: run native code in the file that this process has not built; see ``utils/cpu.py``.
 
         Raises:
             EngineError: the file is missing, damaged or cannot be run here, or holds native code that is not trusted.

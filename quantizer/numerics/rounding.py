@@ -4,7 +4,7 @@ Below its smallest normal number a half float has fewer digits. A scale in that 
 clipped; it grows by at most the smallest number of the type. With that number as scale, integer formats have the same
 numbers as the type itself near 0, so that nothing is lost that half floats would have kept.
 
-Legend as in ``torch_operators.py``. Training changes the logarithm of a scale: see ``log_scale.py``.
+Legend as in ``torch_operators.py``. Training changes the logarithm of a scale: see ``algorithms/qat/scales.py``.
 
 Scales trained by their logarithm: a scale stays positive, and an optimizer's step is relative to it.
 """

@@ -57,7 +57,7 @@ class OperandPlan:
         clipped: the share of values beyond the range.
         range_group: the name of the first of the operands that share the range.
         estimate: the calibrator that was chosen for the range among several (None: there was no choice).
-        group: the precision group, see ``precision_groups.py``.
+        group: the precision group, see ``decide_sites.py``.
         parameter: the path of the weight in the model.
         view: the weight as a view of the parameter (None: the parameter itself).
         computation: how the weight is computed from parameters and buffers, ``parameter`` the largest of them (None: it

@@ -1,7 +1,7 @@
 """Kernels of torch for a product of an activation and a weight that is stored as codes.
 
 Legend: x [.., K] the activation; w [N, K] the weight, with one scale t_n a row; a the codes of x, with scale s and zero
-point z (see ``activation.py``); b [N] the bias.
+point z; b [N] the bias.
 
     y = s (a - z) w^T t + b,  all sums in integers
 
@@ -12,7 +12,7 @@ returns is corrected afterwards, in operations that a compiler fuses. ``aten::_s
 
 Inductor takes oneDNN's own operator only where it prepacks the weight itself, from a constant of a frozen graph, and
 stops with an assertion elsewhere. This operator takes the weight as it is stored and packs it at the first call, so
-that graphs need not be frozen. Legend as in ``kernels.py``; s [] and z [] are tensors, which a range of each call makes
+that graphs need not be frozen. Legend as above; s [] and z [] are tensors, which a range of each call makes
 in the graph.
 
 The codes of an activation for an integer kernel.

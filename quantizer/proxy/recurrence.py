@@ -2,7 +2,7 @@
 
 Legend: as in ``numerics/recurrence.py``; x [T, B, I], hidden [B, P], cell [B, H], weights in torch's order.
 
-Legend: as in ``layer.py``; D directions, which is 1 or 2. The arguments are those of torch's kernels, such as
+Legend: as above; D directions, which is 1 or 2. The arguments are those of torch's kernels, such as
 ``torch.lstm``.
 """
 

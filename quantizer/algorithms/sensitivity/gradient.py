@@ -2,7 +2,7 @@
 
 Legend: y the output; d_s [.., C] the change of a site's output if a group is rounded, d_st its rows; J_st the
 derivative of y by such a row; v a random direction at the output whose covariance is H, the Hessian of the divergence
-(see ``divergence.py``).
+(see ``metric.py``).
 
 To second order a change J d of the output costs |J d|^2 in the metric H. One backward pass gives g_st = v J_st, and
 E (g_st . d_st)^2 is that cost (Hutchinson's estimator). The estimate for a group is the sum of (g_st . d_st)^2 over the

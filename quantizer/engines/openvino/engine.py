@@ -6,7 +6,7 @@ loads one. (Its portable form, IR, is two files.) The export does not state the 
 compiled, nor the blocks of ranges at run time, and has to be loaded with the same; nor does it keep the names of
 dimensions. The footer of the file holds all of them. Where the usual sizes of the inputs are known, further exports
 follow the first: the same model, each compiled for fixed shapes alone (``compiled_models.py``); what they have in
-common with it is in the file once (``shared_bytes.py``). Where OpenVINO computes the model for all sizes wrongly, a
+common with it is in the file once (``compiled_models.py``). Where OpenVINO computes the model for all sizes wrongly, a
 file holds those for fixed shapes alone, and its footer says so.
 """
 

@@ -16,7 +16,7 @@ A lowered graph as JSON and safetensors, in one zip archive: nothing in it is co
 The archive is not compressed: codes and floats of a model gain little, and reading would take longer.
 
 A file may be damaged or malicious. Operators, types and keywords are looked up in lists of ours, every other name is
-replaced by one of ours, and no source code is made of any of it (``lowered_graph.py``).
+replaced by one of ours, and no source code is made of any of it.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ operator before it is of another kind.
 
 ``FoldConvolutionFactors`` folds the factors of equalized convolutions into the convolution before.
 
-Legend: f [C] the factors 1 / s (``calibration/rounding/equalize.py``), held as [C, 1, ..]; q [C, ..] the codes of a
-convolution's weight with scales t [C], b its bias.
+Legend: f [C] the factors 1 / s (``algorithms/cross_layer_equalization.py``), held as [C, 1, ..]; q [C, ..] the codes
+of a convolution's weight with scales t [C], b its bias.
 
     relu(x (q t) + b) * f = relu(x (q (t f)) + b f)        min(relu(y), c) * f = min(relu(y f), c f)
 
