@@ -8,6 +8,7 @@ The later ones need the machine to themselves, and the first process carries the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -57,12 +58,16 @@ Value = TypeVar("Value")
 def carry_out(job: Job) -> RunRecord | None:
     """Carry out all stages of a job; return its record, or None in a process that is not the first one."""
     for stage in TOGETHER:
-        stage(job)
+        if stage.wanted(job.config):
+            with stage.named():
+                stage.run(job)
     if get_rank() != 0:
         return None
     with alone():
         for stage in ALONE:
-            stage(job)
+            if stage.wanted(job.config):
+                with stage.named():
+                    stage.run(job)
         return report(job)
 
 
@@ -389,11 +394,9 @@ class Stage:
         """Return whether a configuration asks for it."""
         return config.quantize or not self.of_quantized
 
-    def __call__(self, job: Job) -> None:
-        """Carry it out where the configuration asks for it."""
-        if self.wanted(job.config):
-            with named_in_errors(f"stage {self.run.__name__}"):
-                self.run(job)
+    def named(self) -> AbstractContextManager[None]:
+        """Return a context in which errors say that they came in this stage."""
+        return named_in_errors(f"stage {self.run.__name__}")
 
 
 def _loads(of: Outline) -> Iterator[str]:

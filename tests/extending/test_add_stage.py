@@ -83,8 +83,9 @@ for asked in (False, True):
     outline = Outline.of(config, chooses=False)
     assert ("write checksums" in stages.stage_names(outline)) == asked
 
+stages.TOGETHER = (stages.ALONE[-1],)
 with pytest.raises(AttributeError) as caught:
-    stages.ALONE[-1](SimpleNamespace(config=config))
+    stages.carry_out(SimpleNamespace(config=config))
 assert caught.value.__notes__ == ["in stage write_checksums"]
 
 stages.ALONE = (stages.Stage(stages.write_checksums, lambda of: None),)
