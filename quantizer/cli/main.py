@@ -1,7 +1,5 @@
 """``quantizer``: the verbs, and the script that completes them in a shell.
 
-Entry point of the command line.
-
 Exit codes: 0 success; 1 an error that the message explains; 2 wrong usage; 130 ended by Ctrl-C, 143 by SIGTERM, 129 by
 SIGHUP, all with the same cleanup.
 """

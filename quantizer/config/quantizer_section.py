@@ -1,10 +1,7 @@
-"""The base class of all sections of a configuration, and field types used in several of them.
+"""The ``quantizer:`` section: the quantized sites, their formats and calibrators, and the backend.
 
-Values for keys that a configuration does not set: presets, and sizes that fit those of the engine.
-
-The ``amp:`` and ``fallback:`` sections: the sensitivity of the groups, and the groups that fall back to float.
-
-The ``quantizer:`` section: the quantized sites, their formats and calibrators, and the backend.
+Beside it are the ``amp:`` and ``fallback:`` sections, the presets, which set keys that a configuration does not, and
+the base class and field types of all sections.
 """
 
 from __future__ import annotations

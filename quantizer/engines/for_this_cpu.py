@@ -1,6 +1,6 @@
-"""Saturation of byte products on CPUs that accumulate them in 16 bits.
+"""The engines for this machine's CPU, of which the fastest can be chosen by measuring.
 
-The engines for this machine's CPU, of which the fastest can be chosen by measuring.
+Byte products saturate on CPUs that accumulate them in 16 bits. There a build warns of a file that they spoil.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""A check for parameters that are not finite, which names them: their results reach other sites first, or none.
-
-Calibration of mixtures of experts in which every expert sees every token, whatever the router chooses.
-
-A mixture runs again with other experts until all have seen all tokens. Those results are dropped: the model goes on
-with what its router chose.
-
-The observation of one batch in a proxy, and of each site that it reaches.
+"""The observation of one batch in a proxy, and of each site that it reaches.
 
 Operands that are the same tensor (the inputs of query, key and value) share a ``RangeGroup``: one calibrator, which
-gets the tensor once a batch, and one range.
+gets the tensor once a batch, and one range. Parameters that are not finite are named, as their results reach other
+sites first, or none.
+
+In a mixture of experts every expert sees every token, whatever the router chooses: the mixture runs again with other
+experts until all have seen all tokens. Those results are dropped: the model goes on with what its router chose.
 """
 
 from __future__ import annotations

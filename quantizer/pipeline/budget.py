@@ -1,10 +1,12 @@
-"""Fineness of a budget: tuning rows cannot tell every drop, as one row is a step of the score and chance moves it.
+"""A budget of the score: what tuning rows can tell of a drop, and whether the built engine keeps to it too.
+
+Tuning rows cannot tell every drop, as one row is a step of the score and chance moves it.
 
 Legend: n the rows that are scored, p the share of them whose answer quantization changes. A score that is the share of
 right answers moves in steps of 1 / n. Of the answers that change, as many become right as wrong if nothing is lost, and
 the score still moves: its standard deviation is the root of p / n.
 
-A budget that the engine meets, too: its score on tuning rows that the search for fallback did not see.
+The engine is scored on tuning rows that the search for fallback did not see.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Checks of one output of an engine: its figures, and the condition on them.
+"""The comparison of an engine's outputs with PyTorch's, at the least, the usual and the largest shape.
+
+Each output has figures and a condition on them.
 
 The noise of float sums, added to the products of a quantized model: how far it alone moves the outputs.
 
@@ -6,8 +8,6 @@ No engine adds up in the order of PyTorch. In a model that rounds, a sum that di
 rounded to the neighbouring step, that moves sums of later layers by more, and so on: DINOv2's logits move by as much as
 quantization itself moves them, with any order of sums. Where PyTorch's own output happens to be closer to that of the
 float model, no engine is wrong for not being so.
-
-The comparison of an engine's outputs with PyTorch's, at the least, the usual and the largest shape.
 
 The reference for the engine of a quantized model is the frozen proxy, which rounds as the graph does; for that of a
 float model it is this model. The cosine to the float model shows the cost of quantization; it is reported, not checked.

@@ -1,4 +1,6 @@
-"""The folder of one engine: all that a server needs to run it.
+"""``quantizer.load_converted``: an engine that reads texts, images or recordings, from its folder alone.
+
+The folder of one engine has all that a server needs:
 
 model.onnx     the graph
 model.engine   the engine that was built from the graph
@@ -6,9 +8,8 @@ tokenizer/     the tokenizer, which makes inputs from texts, or
 processor/     the image processor or feature extractor, which makes inputs from images or recordings
 config.json    names, types and shapes, labels, lengths, and how the engine was made
 
-The engines of an encoder-decoder model, loaded from their folder alone.
-
-Generation with an engine of one decoding step: it reads its own cache of keys and values.
+The engines of an encoder-decoder model are loaded together. An engine of one decoding step generates, and reads its own
+cache of keys and values.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""The times of an earlier run of the same command, from its own report: the best estimate of what this one takes.
+"""Progress of a command: its stages are told before it starts, and each is numbered, timed and printed.
 
-A sign of life while a stage says nothing: a line drawn anew in a terminal, a plain line now and then in a log.
-
-Outlook of a command: its stages, told before it starts, and how long each of them takes, where that is known.
-
-The stages of a command: each is numbered, timed and printed.
+The report of an earlier run of the same command tells how long each stage will take. While a stage says nothing, a line
+is drawn anew in a terminal, or printed now and then in a log.
 """
 
 from __future__ import annotations

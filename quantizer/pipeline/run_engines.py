@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,15 +130,12 @@ class RunEngines:
             for name in names:
                 self._forget(name)
                 self._is_refused = self._is_refused and name != "engine"
+                # The float engine serves other runs too.
+                build = partial(built_once, self._context.floats, timer.build) if name == "float" else timer.build
                 built: dict[str, BuildResult] = {}
                 for graph in self._graphs.names:
                     files = self.files(name, graph)
-                    if name == "float":
-                        built[graph] = built_once(
-                            self._context.floats, timer.build, backend, files.onnx, files.engine, self.options(graph)
-                        )
-                    else:
-                        built[graph] = timer.build(backend, files.onnx, files.engine, self.options(graph))
+                    built[graph] = build(backend, files.onnx, files.engine, self.options(graph))
                 self._built[name] = built
 
     def _forget(self, name: str) -> None:

@@ -1,6 +1,6 @@
 """``quantizer sweep``: many runs in one folder, in processes of their own.
 
-``python -m quantizer.pipeline.sweep`` is started by ``sweep.py``. It reads one JSON document, and writes a line
+``python -m quantizer.pipeline.sweep`` is one of these processes. It reads one JSON document, and writes a line
 of JSON for each run. What libraries print goes to stderr.
 
 Causes and cures of a run whose folder is complete without them.

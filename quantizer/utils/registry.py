@@ -1,8 +1,7 @@
 """A registry of named entries, with a decorator that adds them and an error that lists the names.
 
-The registries of names in a configuration, usable before the modules that fill them are imported with torch.
-
-``calibrators`` and ``tasks`` export them under their own names, with their types.
+``CALIBRATORS`` and ``TASKS`` have the names that a configuration may say, before the modules that fill them, and torch
+with them, are imported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The operators that an engine file may call: those that an import and its lowering make, and no others.
+"""The file of an engine: a graph of torch's operators with its constants, and the program that runs it.
 
-A file names its operators by text. A name that is not listed here is refused before anything is looked up.
-
-A graph of torch's operators with its constants, and a program that runs it. No source code is made of either.
+A file names its operators by text. A name that is not listed here is refused before anything is looked up. No source
+code is made of a file.
 
 ``torch.fx.GraphModule`` writes names and arguments of its nodes into Python text, which it executes. A graph that was
 read from a file may hold any text there, so it is run node by node.

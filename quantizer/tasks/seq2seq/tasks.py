@@ -1,8 +1,6 @@
 """The tasks ``speech-to-text`` and ``text-to-text``: words by encoders with decoders.
 
 Shapes: N rows.
-
-Shapes: N rows.
 """
 
 from __future__ import annotations
