@@ -32,7 +32,7 @@ torture-files: $(INSTALLED)
 torture-faults: $(INSTALLED)
 	$(TORTURE) --kind faults --folder runs/torture/faults
 
-# What make test leaves out: see docs/testing.md.
+# What make test leaves out: see docs/design/testing.md.
 nightly: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --max-worker-restart=0 --dist loadfile --no-loadscope-reorder -m "nightly and not gpu"
 
@@ -140,7 +140,7 @@ gpu:
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu -rs tests
 	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_latency.py
 
-# Hours long, resumable, and no part of the tests: see docs/testing.md.
+# Hours long, resumable, and no part of the tests: see docs/design/testing.md.
 mutation: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[mutation]'
 	OMP_NUM_THREADS=1 $(BIN)/python mutation/run.py

@@ -2,7 +2,7 @@
 
 Each mutant is written into a copy of the tree under runs/mutation, never into the tree itself, and tested in a process
 of its own. What was tested is kept there in one session of Cosmic Ray for each file, and a run that was stopped goes
-on where it ended. See docs/testing.md.
+on where it ended. See docs/design/testing.md.
 """
 
 from __future__ import annotations

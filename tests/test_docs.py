@@ -205,7 +205,7 @@ def test_the_own_run_is_inspected_and_runs(
 @pytest.mark.nightly
 def test_the_guide_of_torch_models_as_it_is_written(tmp_path: Path) -> None:
     _skip_without("onnx", "onnxscript", "openvino", "onnxruntime", "jinja2")
-    page = _text("docs/guide/plain-torch.md")
+    page = _text("docs/how-to/plain-torch.md")
     for file, block in (("nets.py", "plain-torch-nets"), ("data.py", "plain-torch-data")):
         (tmp_path / file).write_text(_scripts()[block], encoding="utf-8")
     (tmp_path / "my-net.yaml").write_text(_yaml("my-net.yaml"), encoding="utf-8")
@@ -345,10 +345,10 @@ def test_the_stages_of_the_architecture_are_those_of_the_pipeline() -> None:
 def test_files_that_texts_name_exist() -> None:
     there = [
         file.as_posix()
-        for folder in ("quantizer", "tests", "benchmarks")
+        for folder in ("quantizer", "tests", "benchmarks", "examples")
         for file in (REPOSITORY / folder).rglob("*.py")
     ]
-    texts = [*(REPOSITORY / "docs" / "explain").glob("*.md"), *(REPOSITORY / "quantizer").rglob("*.py")]
+    texts = [*(REPOSITORY / "docs" / "design").glob("*.md"), *(REPOSITORY / "quantizer").rglob("*.py")]
     found = {
         f"{path.relative_to(REPOSITORY)}: {name}"
         for path in texts

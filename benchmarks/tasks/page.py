@@ -17,7 +17,7 @@ _INTRO = """# Tasks
 
 <!-- Made by `make tasks`: change benchmarks/tasks, not this page. -->
 
-What INT8 does to a model of each of the [tasks](guide/tasks.md).
+What INT8 does to a model of each of the [tasks](how-to/tasks.md).
 
 Each by `quantizer run` for OpenVINO and by `quantizer convert` for ONNX Runtime, with all defaults. The score is that
 of float, proxy and engine on the same rows; behind the engine's the 95% interval of its difference to float, from

@@ -208,7 +208,7 @@ def _text(setting: Setting, estimates: Sequence[Estimate]) -> str:
 _GAIN_DB = 1.0
 """The gain in the output's SQNR from which on attention stays in float, after a search.
 
-docs/explain/calibration.md shows the measurement behind both figures.
+docs/design/calibration.md shows the measurement behind both figures.
 """
 
 _GAIN_UNSEARCHED_DB = 6.0

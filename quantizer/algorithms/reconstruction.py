@@ -13,7 +13,7 @@ precision and with its chosen codes.
 The error of blocks is from BRECQ (Li et al. 2021, arXiv:2102.05426), the descent from AutoRound (Cheng et al. 2023,
 arXiv:2309.05516): all its steps are with codes, and some hundred suffice where AdaRound (Nagel et al. 2020,
 arXiv:2004.10568) takes ten thousand to come to codes. To leave some of the inputs and activations in float (QDrop, Wei
-et al. 2022, arXiv:2203.05740) gained nothing (docs/explain/calibration.md).
+et al. 2022, arXiv:2203.05740) gained nothing (docs/design/calibration.md).
 
 A part of the batches is only for checks: there the codes must make a smaller error than the nearest ones.
 

@@ -21,7 +21,7 @@ from quantizer.plan.targets import TargetProfile
 logger = logging.getLogger(__name__)
 
 _BY_OUTPUT = tuple(entry for entry in CANDIDATES if entry.label not in ("percentile 99.9", "entropy"))
-"""These two were worse in every measurement (docs/explain/calibration.md)."""
+"""These two were worse in every measurement (docs/design/calibration.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

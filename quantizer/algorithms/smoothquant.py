@@ -37,7 +37,7 @@ ALPHAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
 _FLOOR = 1.5
 """The least magnitude of a channel, in medians over all channels.
 
-docs/explain/calibration.md shows the measurement behind the figure.
+docs/design/calibration.md shows the measurement behind the figure.
 """
 
 _LEAST = 1e-5

@@ -28,7 +28,7 @@ filled in. A key that is not listed here is an error.
 - On the command line a key is written with dots, and its value is YAML: `quantizer.activations.percentile=99.9`,
   `fallback='{num: 4}'`. `~fallback` removes a key.
 - Values with commas outside brackets and quotes, `engine.threads=1,2`, and a section `sweep` with keys in dots, each
-  with a list of its values, `sweep: {engine.threads: [1, 2]}`, make several runs: [sweeps](guide/sweeps.md).
+  with a list of its values, `sweep: {engine.threads: [1, 2]}`, make several runs: [sweeps](how-to/sweeps.md).
 - A relative path starts at the current folder, not at the YAML file.
 - `Quantizer(...)` takes a file or mapping of a whole run or of the `quantizer` section alone, and that section's keys
   as keywords: `Quantizer(backend="openvino", exclude={"names": ["classifier"]})`.
@@ -45,7 +45,7 @@ data:
   evaluation: {name: text-csv, path: dev.csv}
 ```
 
-A torch model of your own is named by a function, and so are its batches: [the guide](guide/plain-torch.md).
+A torch model of your own is named by a function, and so are its batches: [the guide](how-to/plain-torch.md).
 """
 
 _TAIL = """\
@@ -79,7 +79,7 @@ fits `sentence-similarity`, `conll` `token-classification`, `squad-json` `questi
 `image-classification`, `audio-folder` and `audio-csv` `audio-classification`, with the names that the model has for its
 classes, or their numbers, as labels; `transcripts` fits `automatic-speech-recognition` and `speech-to-text`, and
 `text-pairs` fits `text-to-text`. Subsets of `vader`: `tweets`, `movieReviewSnippets`, `amazonReviewSnippets`,
-`nytEditorialSnippets`; its splits `head`, `calibration` and `evaluation` share no document. [Tasks](guide/tasks.md)
+`nytEditorialSnippets`; its splits `head`, `calibration` and `evaluation` share no document. [Tasks](how-to/tasks.md)
 says what each task reads, and how it is scored.
 
 The report is always scored on all rows of `evaluation`, and calibrated on all rows of `calibration`: keep them apart.

@@ -13,7 +13,7 @@ each row of neighbours along the last axis, in blocks of B:
     s = max|x| / qmax
 
 That is OpenVINO's dynamic quantization, whose formula was found by comparing what its release 2026.4 computes
-(docs/explain/numerics.md). s is 1 if it would be 0. q and x' are those of ``torch_operators.py`` with these s and z.
+(docs/design/numerics.md). s is 1 if it would be 0. q and x' are those of ``torch_operators.py`` with these s and z.
 Nothing is clipped, so that the gradient of x passes straight through.
 
 It is a custom operator for the reasons given there, and so that a file has the one operator that engines fuse.

@@ -12,7 +12,7 @@ W[:, j+1:] -= (W[:, j] - Q[:, j]) / U[j, j] * U[j, j+1:]
 
 First K / M times the mean of its diagonal is added to that of H, for M rows, and at least the paper's 0.01. H of few
 rows says little about the inputs of other data, and columns would make up for each other as only those rows allow.
-docs/explain/calibration.md shows the measurement behind it.
+docs/design/calibration.md shows the measurement behind it.
 
 All arguments may have leading axes, which are products of their own, as in a grouped convolution.
 

@@ -88,7 +88,7 @@ def formats_for(
 RESIDUAL_SQNR_DB = 33.0
 """``residual_add: auto`` quantizes an operand whose own signal to quantization-noise ratio reaches this.
 
-docs/explain/calibration.md shows the measurement behind the figure.
+docs/design/calibration.md shows the measurement behind the figure.
 """
 
 _MATRIX = 2  # axes of a weight that has blocks

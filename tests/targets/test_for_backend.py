@@ -233,7 +233,7 @@ def test_minilm_calibrated_once(name: str, tmp_path: Path) -> None:
     engine = load_engine(name, tmp_path / "model.onnx")
     result = engine({key: inputs[key].numpy() for key in engine.input_names})
     real = inputs["attention_mask"].numpy().astype(bool)
-    # Six layers multiply what rounding makes of a float's last bit: docs/explain/completeness.md.
+    # Six layers multiply what rounding makes of a float's last bit: docs/design/completeness.md.
     one, two = result["last_hidden_state"][real], expected["last_hidden_state"].numpy()[real]
     cosine = float((one * two).sum() / (np.linalg.norm(one) * np.linalg.norm(two)))
     print(f"{name}: {_decibels(one, two):.1f} dB, cosine {cosine:.4f}")
