@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.multiprocessing
 
-GUIDE = Path(__file__).parents[1] / "docs" / "guide"
+GUIDES = Path(__file__).parents[1] / "docs" / "extending"
 _TIMEOUT_S = 300
 # Libraries that start no threads: a fork has none of them. OpenVINO starts some.
 _PRELOADED = ("torch", "torch._dynamo", "transformers", "transformers.modeling_utils", "onnx.reference", "onnxscript")
@@ -30,13 +30,13 @@ _PRELOADED = ("torch", "torch._dynamo", "transformers", "transformers.modeling_u
 
 def write_guide_module(folder: Path, page: str, name: str) -> None:
     """Write the one block of Python of a page as a module."""
-    (block,) = re.findall(r"^```python\n(.*?)^```$", (GUIDE / page).read_text(encoding="utf-8"), flags=re.M | re.S)
+    (block,) = re.findall(r"^```python\n(.*?)^```$", (GUIDES / page).read_text(encoding="utf-8"), flags=re.M | re.S)
     (folder / f"{name}.py").write_text(block, encoding="utf-8")
 
 
 def apply_guide_changes(folder: Path, page: str) -> list[str]:
     """Make the changes of a page's diffs in a folder, and return their files; each hunk must fit at one place."""
-    blocks = re.findall(r"^```diff\n(.*?)^```$", (GUIDE / page).read_text(encoding="utf-8"), flags=re.M | re.S)
+    blocks = re.findall(r"^```diff\n(.*?)^```$", (GUIDES / page).read_text(encoding="utf-8"), flags=re.M | re.S)
     changed = []
     for block in blocks:
         head, *hunks = block.split("@@\n")
