@@ -52,7 +52,8 @@ class RunPlacement:
             example=self._context.feed.example(),
             timing=engines.timing,
             times=self._context.resume.times,
-            build=partial(self._context.timer.build, self._config.quantizer.backend, options=engines.options()),
+            # The configuration names the backend from before the choice.
+            build=partial(self._context.timer.build, quantizer.config.backend, options=engines.options()),
             folder=self._folder,
             opset=self._config.export.opset,
             axes=self._context.feed.sizes,

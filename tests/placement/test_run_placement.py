@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import yaml
 import quantizer.pipeline.time_groups as place_groups
 from quantizer.algorithms.sensitivity.prices import GroupPrice, Prices
 from quantizer.cli.main import main
+from quantizer.pipeline.placement import RunPlacement
 from quantizer.pipeline.time_groups import GroupPlacer, Timing
 from quantizer.report import RunRecord, read_record
 
@@ -82,6 +85,19 @@ def test_groups_that_are_hardly_slower_stay(
     assert record.placement is not None
     assert record.placement.back == 0
     assert "1 group is slower in int8 than in float, but too little to put it back" in capsys.readouterr().out
+
+
+def test_a_trial_is_built_for_the_chosen_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The run's configuration names the backend from before ``auto`` chose another one."""
+    monkeypatch.setattr(
+        "quantizer.pipeline.placement.GroupPlacer",
+        lambda **given: SimpleNamespace(prices=lambda *_: given["build"](Path("a.onnx"), Path("a.engine"))),
+    )
+    context, chosen = MagicMock(), SimpleNamespace(config=SimpleNamespace(backend="torch"), quantize=lambda _: None)
+    config = MagicMock(fallback=None, quantizer=SimpleNamespace(backend="openvino"))
+    placement = RunPlacement(context, config, tmp_path, MagicMock(several=False))
+    placement.priced(chosen, MagicMock(runs_here=True))  # type: ignore[arg-type]
+    assert context.timer.build.call_args.args == ("torch", Path("a.onnx"), Path("a.engine"))
 
 
 @pytest.mark.promise("puts back what costs most accuracy while the engine stays twice as fast as in float.")
