@@ -58,6 +58,8 @@ SCRIPTS = {
     "transformers": Script(("transformers",), frozenset({"my-int8-model"})),
     "formats": Script(),
     "exclude": Script(),
+    "concept-source": Script(),
+    "concept-sensitivity": Script(),
     "onnx-input": Script(_EXPORT, frozenset({"my-model.onnx", "my-net-int8"})),
     "lower": Script((), frozenset({"my-quantizer"})),
     "plain-torch-nets": Script((), frozenset({"w.safetensors"}), imports=(("data.py", "plain-torch-data"),)),
