@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.promise(
-    "| `kept` | these batches; `few()` for a smaller part, `halves()` to check a choice on other batches |"
+    "| `kept` | the saved batches; `few()` for a smaller part, `halves()` to check a choice on other batches |"
 )
 @pytest.mark.promise("Choices are saved with the statistics, so a saved quantizer loads without your module.")
 def test_its_choice_is_planned_saved_and_loaded(folder: Path) -> None:
@@ -97,7 +97,7 @@ assert ranges(calibrated("mse")) == before
     )
 
 
-@pytest.mark.promise("A name is registered once; a second algorithm under it is refused.")
+@pytest.mark.promise("A second algorithm under the same name is an error.")
 def test_its_errors_name_it(folder: Path) -> None:
     run_outside(
         folder,

@@ -92,7 +92,7 @@ with pytest.raises(ConfigError, match="'auto', 'output' or 'four-sigma'; did you
     )
 
 
-@pytest.mark.promise("A name is registered once; a second class under it is refused.")
+@pytest.mark.promise("A second class under the same name is an error.")
 def test_a_name_is_registered_once(folder: Path) -> None:
     run_outside(
         folder,
@@ -110,8 +110,8 @@ with pytest.raises(ValueError, match="calibrator 'auto': the name has a meaning 
 
 
 @pytest.mark.promise(
-    "A class that cannot be made, an `estimate()` that raises, and one that returns no finite number are errors that "
-    "name the calibrator."
+    "Errors name the calibrator if its constructor or `estimate()` raises, or if `estimate()` does not return a finite "
+    "number."
 )
 def test_its_errors_name_it(folder: Path) -> None:
     run_outside(

@@ -74,8 +74,8 @@ for target in (None, *(profile(name) for name in ("tensorrt", "openvino", "onnxr
 
 
 @pytest.mark.promise(
-    "What these two return, and a node that still matches, ends the export with an `ExportError` that has the pass's "
-    "name, and no file is written."
+    "A returned problem, or a node that still matches, ends the export with an `ExportError` that names the pass. "
+    "No file is written."
 )
 def test_a_broken_promise_ends_the_export(folder: Path) -> None:
     run_outside(
@@ -93,7 +93,7 @@ assert not list(Path().glob("*net*"))
     )
 
 
-@pytest.mark.promise("A name is registered once; a second pass under it is refused.")
+@pytest.mark.promise("A second pass under the same name is an error.")
 def test_a_name_is_registered_once(folder: Path) -> None:
     run_outside(
         folder,
@@ -105,7 +105,7 @@ with pytest.raises(ValueError, match="graph pass 'square-by-mul' is registered t
     )
 
 
-@pytest.mark.promise("The class in place of an object of it is refused when it is added.")
+@pytest.mark.promise("Adding the class instead of an instance is also an error.")
 def test_its_errors_name_it(folder: Path) -> None:
     run_outside(
         folder,

@@ -40,7 +40,7 @@ def run(folder: Path, text: str) -> str:
     return run_outside(folder, PRELUDE + text)
 
 
-@pytest.mark.promise("Memory is measured in a process of its own.")
+@pytest.mark.promise("Memory is measured in a separate process")
 def test_by_class(folder: Path) -> None:
     run(
         folder,
