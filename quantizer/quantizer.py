@@ -28,12 +28,11 @@ from quantizer.plan.histograms import OperandHistogram, histogram_of
 from quantizer.plan.replace_scales import scales_of, with_scales
 from quantizer.plan.saved_folder import load_state, save_state
 from quantizer.plan.site_plan import Plan, plan_digest
-from quantizer.proxy.build import build_proxy, source_diff
+from quantizer.proxy.build import Model, build_proxy, module_of, refuse_compiled, source_diff
 from quantizer.proxy.lower import Kernels, Lowering, kernels_of, lower
 from quantizer.settings import settings_of
 from quantizer.utils.batches import batches_of, doubts_of_calibration, run_batches, warn_user
 from quantizer.utils.distributed import all_reduce_sum, get_world_size
-from quantizer.utils.exported_program import Model, module_of, refuse_compiled
 from quantizer.utils.sizes import DataSizes
 from quantizer.utils.torch_modes import ordinary_tensors
 

@@ -26,9 +26,8 @@ from quantizer.cli.output import Verb, parser_of, print_error, standard_output
 from quantizer.cli.run import Run
 from quantizer.cli.show import Show
 from quantizer.cli.validate import Validate
-from quantizer.errors import QuantizerError
+from quantizer.errors import QuantizerError, is_out_of_memory
 from quantizer.plan.targets import AUTO, profiles
-from quantizer.utils.out_of_memory import is_out_of_memory
 
 _SHELLS = ("bash", "zsh", "fish", "tcsh")
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from quantizer import __version__
 from quantizer.errors import QuantizerError
 from quantizer.pipeline.launcher import launched
-from quantizer.report.page.page import words_in
+from quantizer.report.page import words_in
 from quantizer.report.text import visible
 
 

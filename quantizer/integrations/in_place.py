@@ -16,11 +16,10 @@ from quantizer.observe.observation import Observation
 from quantizer.plan.apply import apply_plan, switch_on, with_passes
 from quantizer.plan.coverage import Coverage
 from quantizer.plan.site_plan import Plan
-from quantizer.proxy.build import instrument, is_proxy
+from quantizer.proxy.build import instrument, is_proxy, refuse_compiled
 from quantizer.proxy.eager_attention import use_eager_attention
 from quantizer.rewrite.constructor_patch import Source, patched
 from quantizer.settings import settings_of
-from quantizer.utils.exported_program import refuse_compiled
 from quantizer.utils.torch_modes import ordinary_tensors
 
 _METHODS = {"histogram": "percentile"}

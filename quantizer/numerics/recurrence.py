@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantizer.numerics.dynamic_range import fake_quantize_dynamic
-from quantizer.numerics.torch_operators import dequantize, fake_quantize
+from quantizer.numerics.torch_operators import dequantize, fake_quantize, fake_quantize_dynamic
 
 _Next = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 

@@ -26,7 +26,7 @@ from quantizer.plan.targets import AUTO, profile, profiles
 from quantizer.tasks import datasets, folder_holds, load_rows, read_checkpoint, tasks, text_files
 from quantizer.tasks.from_onnx import OnnxModule, from_onnx
 from quantizer.tasks.models import Checkpoint
-from quantizer.utils.array_files import ARRAY_FILES, array_batches
+from quantizer.utils.batches import ARRAY_FILES, array_batches
 from quantizer.utils.files import checked_folder
 from quantizer.utils.paths import is_file, is_folder
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from quantizer.config import ModelConfig, RunConfig
 from quantizer.config.describe import nearest
-from quantizer.errors import CalibrationError, QuantizerError, TaskError
+from quantizer.errors import CalibrationError, QuantizerError, TaskError, is_out_of_memory
 from quantizer.pipeline.engine_module import CallForm
 from quantizer.pipeline.faults import Faults
 from quantizer.pipeline.processes import require_room_to_write
@@ -35,7 +35,6 @@ from quantizer.pipeline.scores import FunctionScorer, ScoreFunction
 from quantizer.pipeline.workload import Workload, module_batches, module_workload, output_of
 from quantizer.proxy.build import is_proxy
 from quantizer.tasks import Batch
-from quantizer.utils.out_of_memory import is_out_of_memory
 from quantizer.utils.paths import is_file, is_there, regular_file
 
 _MACHINERY = (__file__, importlib.__file__, "<frozen ")

@@ -44,7 +44,7 @@ from quantizer.pipeline.run import RUN, carry_out
 from quantizer.pipeline.scores import FunctionScorer, ScoreFunction
 from quantizer.pipeline.workload import module_batches, module_workload, output_of
 from quantizer.plan.targets import AUTO
-from quantizer.proxy.build import is_proxy
+from quantizer.proxy.build import is_proxy, refuse_compiled
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, print_record, write_html
 from quantizer.report.record import GIVEN_IN_PYTHON
@@ -52,7 +52,6 @@ from quantizer.report.tables import plain_text
 from quantizer.tasks import Batch
 from quantizer.utils.batches import warn_user
 from quantizer.utils.distributed import alone
-from quantizer.utils.exported_program import refuse_compiled
 from quantizer.utils.files import scratch_folder, write_folder
 from quantizer.utils.lazy import once_property
 from quantizer.utils.sizes import BATCH, SEQUENCE, DataSizes

@@ -31,7 +31,7 @@ from quantizer.report.compare import Resamples, write_resamples
 from quantizer.tasks import Predictions, Row, Task
 from quantizer.tasks.datasets.rows import content_of
 from quantizer.tasks.metrics import resampled_scores
-from quantizer.utils.statistics import paired_interval
+from quantizer.utils.records import paired_interval
 
 
 class Metric(Protocol):

@@ -24,8 +24,8 @@ from quantizer.errors import CalibrationError
 from quantizer.functional import fake_quantize
 from quantizer.numerics.formats import INT8, QTYPES, QType, qtype
 from quantizer.numerics.granularity import in_blocks, scale_shape
-from quantizer.numerics.packing import pack_pairs, unpack_pairs
 from quantizer.numerics.rounding import held_scale, is_normal
+from quantizer.numerics.weight_codes import pack_pairs, unpack_pairs
 from quantizer.plan.reasons import ReasonCode
 from quantizer.plan.site_plan import OperandPlan, Plan, summary
 from quantizer.proxy.weight import Weight, operand_of

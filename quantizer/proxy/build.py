@@ -1,4 +1,7 @@
-"""Construction of a proxy: copy the module tree, share its tensors, swap the classes, add the sites."""
+"""Construction of a proxy: copy the module tree, share its tensors, swap the classes, add the sites.
+
+An ``ExportedProgram`` of torch is taken as the module that it unlifts to (``module_of``).
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pickle import PickleError
-from typing import Any
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 
 from quantizer.errors import ProxyError, require_supported
 from quantizer.plan.reasons import ReasonCode
@@ -258,3 +263,52 @@ def _attach(module: nn.Module, path: str, source: SiteSource) -> None:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+Model: TypeAlias = nn.Module | ExportedProgram
+"""What a ``Quantizer`` takes."""
+
+_MODULES: WeakKeyDictionary[ExportedProgram, nn.Module] = WeakKeyDictionary()
+
+
+def module_of(model: Model) -> nn.Module:
+    """Return the module of a program, the same each time, with its parameters and their names; a module as it is.
+
+    The checks of the program's guards are left out: its examples bind what it was exported for, not the data.
+    """
+    if not isinstance(model, ExportedProgram):
+        refuse_compiled(model)
+        return model
+    if model not in _MODULES:
+        _MODULES[model] = _with_named_convolutions(model.module(check_guards=False))
+    return _MODULES[model]
+
+
+def refuse_compiled(model: object) -> None:
+    """Raise for a model that is TorchScript as a whole, whose source is gone; a part of a model may be."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ProxyError(
+            f"{model.original_name} is compiled by torch.jit, and no Python source of it is left to quantize: pass the "
+            "module that was scripted or traced"
+        )
+
+
+def _with_named_convolutions(module: fx.GraphModule) -> fx.GraphModule:
+    """Call each convolution by the operator of its kind, as before ``run_decompositions``; it computes the same."""
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.convolution.default:
+            node.target, node.args = _named_convolution(*node.args)
+    module.recompile()
+    return module
+
+
+def _named_convolution(
+    x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, added: Any, groups: int
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return the operator and its arguments for those of ``aten.convolution``; ``added`` is the output padding."""
+    axes = len(stride)
+    if not transposed:
+        return getattr(torch.ops.aten, f"conv{axes}d").default, (x, weight, bias, stride, padding, dilation, groups)
+    overloads = getattr(torch.ops.aten, f"conv_transpose{axes}d")
+    function = overloads.default if axes == 1 else overloads.input
+    return function, (x, weight, bias, stride, padding, added, groups, dilation)

@@ -39,9 +39,9 @@ from torch.nn import functional
 from torch.utils import _pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from quantizer.numerics.dynamic_range import block_scales, dynamic_range
 from quantizer.numerics.formats import INT8, UINT8, qtype
-from quantizer.numerics.packing import byte_codes
+from quantizer.numerics.torch_operators import block_scales, dynamic_range
+from quantizer.numerics.weight_codes import byte_codes
 from quantizer.proxy.operand_quantizer import OperandQuantizer, is_recorded
 
 Window = tuple[Any, ...]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quantizer.errors import ProxyError
 from quantizer.numerics.formats import qtype
-from quantizer.numerics.packing import spend_deprecation_warning
+from quantizer.numerics.weight_codes import spend_deprecation_warning
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.call_numbers import count_call, next_call
 from quantizer.proxy.integer_kernels import (

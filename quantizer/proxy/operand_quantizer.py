@@ -18,9 +18,9 @@ from torch.nn import functional
 
 from quantizer.errors import ProxyError
 from quantizer.numerics import torch_operators as ops
-from quantizer.numerics.dynamic_range import fake_quantize_dynamic
 from quantizer.numerics.formats import qtype
 from quantizer.numerics.rounding import as_held, held_scale, learned, trained_scale
+from quantizer.numerics.torch_operators import fake_quantize_dynamic
 from quantizer.proxy.call_numbers import current_call
 from quantizer.proxy.weight import WeightView, laid_out
 

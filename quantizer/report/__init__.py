@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quantizer.report.charts.rankings import sensitivity_bars
 from quantizer.report.machine import collect_machine, collect_versions
-from quantizer.report.page.page import html_from_record, require_html, write_html
+from quantizer.report.page import html_from_record, require_html, write_html
 from quantizer.report.record import (
     VERSION,
     EngineFile,

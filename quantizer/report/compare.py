@@ -25,8 +25,7 @@ from quantizer.report.verdict import verdict_of
 from quantizer.utils.files import restore_folder, whole_file
 from quantizer.utils.paths import is_file, is_folder, regular_file
 from quantizer.utils.plain_values import decoded, json_values
-from quantizer.utils.records import Score
-from quantizer.utils.statistics import paired_interval
+from quantizer.utils.records import Score, paired_interval
 
 RESAMPLES = "resamples.json"
 

@@ -24,7 +24,7 @@ from quantizer.report import text
 from quantizer.report.charts.plots import RunPoint, runs_svg
 from quantizer.report.compare import ComparedRun, Comparison, Pair, compare, read_runs
 from quantizer.report.notebook import Picture
-from quantizer.report.page.page import render
+from quantizer.report.page import render
 from quantizer.report.record import write_text_atomic
 from quantizer.report.tables import Column, Table, names, numbers, plain_text
 from quantizer.report.verdict import NOT, THRESHOLDS, USABLE

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantizer.errors import MissingDependencyError, TaskError
-from quantizer.utils.statistics import paired_interval
+from quantizer.utils.records import paired_interval
 
 Array: TypeAlias = npt.NDArray[Any]
 Metric: TypeAlias = Callable[[Array, Array], Array]

@@ -9,30 +9,42 @@ Doubts about calibration data and about the model's mode: possible, and more oft
 
 A doubt is raised on what can be told for certain: the mode of the model, the number of rows, whole numbers from 0 to
 255 in an image, and neighbouring pixels that have nothing to do with each other.
+
+Batches in files of named arrays: ``.npz`` and ``.safetensors``, or a folder of them.
+
+Labels of batches: loaders for training give (inputs, label), and a model takes the inputs alone.
+
+Whether the last part of a batch is a label is told by the signature of ``forward`` and by shapes: what ``forward`` has
+no place for is none of its inputs, and one number for each row is a label more often than an input. Where both may be,
+an error says how to write what is meant: a label that enters as a mask would spoil every range without a word.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from quantizer.errors import CalibrationError, CalibrationWarning, QuantizerError
+from quantizer.errors import CalibrationError, CalibrationWarning, QuantizerError, is_out_of_memory
 from quantizer.utils.fingerprint import tensor_version
-from quantizer.utils.labels import Forward, without_label
-from quantizer.utils.out_of_memory import is_out_of_memory
+from quantizer.utils.paths import regular_file
 from quantizer.utils.progress import counted
 from quantizer.utils.structure import flattened
 from quantizer.utils.torch_modes import as_ordinary
@@ -396,3 +408,194 @@ def warn_user(doubts: Iterable[str]) -> None:
         level, frame = level + 1, frame.f_back
     for doubt in doubts:
         warnings.warn(doubt, CalibrationWarning, stacklevel=level)
+
+
+ARRAY_FILES = (".npz", ".safetensors")
+
+
+def array_batches(path: Path, batch_rows: int, rows: int | None = None) -> list[dict[str, Tensor]]:
+    """Return the batches of a file, or of a folder of files: tensors by name, with their rows along axis 0.
+
+    Args:
+        path: a file, whose arrays are cut into batches; or a folder, of which each file is one batch, so that batches
+            may differ in their shapes.
+        batch_rows: how many rows of a file are one batch.
+        rows: how many rows are read at most; of a folder the batches that begin before; None: all.
+    """
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() in ARRAY_FILES)
+        if not files:
+            raise CalibrationError(f"the folder {path} has no file of arrays: expected {' or '.join(ARRAY_FILES)}")
+        found, read = [], 0
+        for file in files:
+            if rows is None or read < rows:
+                found.append(_arrays(file))
+                read += len(next(iter(found[-1].values())))
+        return found
+    arrays = _arrays(path)
+    count = len(next(iter(arrays.values())))
+    count = count if rows is None else min(rows, count)
+    return [
+        {name: tensor[start : min(start + batch_rows, count)] for name, tensor in arrays.items()}
+        for start in range(0, count, batch_rows)
+    ]
+
+
+def _arrays(path: Path) -> dict[str, Tensor]:
+    if path.suffix.lower() not in ARRAY_FILES or not path.is_file():
+        raise CalibrationError(
+            f"{path} is no file of arrays that exists: expected {' or '.join(ARRAY_FILES)}, with an array for each "
+            "input of the model, by its name"
+        )
+    arrays = _of_numpy(path) if path.suffix.lower() == ".npz" else _of_safetensors(path)
+    lengths = {name: len(tensor) if tensor.dim() else 0 for name, tensor in arrays.items()}
+    if not lengths or 0 in lengths.values() or len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in arrays.items()) or "none"
+        raise CalibrationError(
+            f"{path}: the arrays have not one number of rows (axis 0), from 1: {told}; give each input as many rows"
+        )
+    return arrays
+
+
+def _of_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        regular_file(path)
+    except OSError as error:
+        raise CalibrationError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CalibrationError(f"{path} is damaged, or no .safetensors file: {error}") from error
+
+
+def _of_numpy(path: Path) -> dict[str, Tensor]:
+    try:
+        # Objects in such a file are pickled, and are not read.
+        with np.load(path, allow_pickle=False) as held:
+            if not isinstance(held, Mapping):
+                raise CalibrationError(f"{path} holds one array without a name; save it with np.savez and its name")
+            return {name: torch.from_numpy(held[name]) for name in held}
+    except (OSError, ValueError, EOFError, TypeError, KeyError) as error:
+        raise CalibrationError(f"{path} is damaged, or holds what is no array of numbers: {error}") from error
+
+
+_LABELS = frozenset({"label", "labels", "target", "targets", "y"})
+"""Names of arguments that take a label."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """The arguments of a model's ``forward``.
+
+    Attributes:
+        owner: the name of the model's class.
+        names: those that can be given by position.
+        required: how many of these have no default.
+        most: how many can be given by position; infinite with ``*args``.
+        keywords: the names that can be given by keyword; None: any.
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    required: int
+    most: float
+    keywords: frozenset[str] | None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Forward:
+        """Return the arguments of a model's ``forward``; any, where it does not tell them."""
+        owner = type(model).__name__
+        try:
+            parameters = inspect.signature(model.forward).parameters.values()
+        except (TypeError, ValueError):
+            # A scripted module has none.
+            return cls(owner=owner, names=(), required=0, most=math.inf, keywords=None)
+        kinds = {parameter.kind for parameter in parameters}
+        placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        named = frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
+        return cls(
+            owner=owner,
+            names=tuple(parameter.name for parameter in placed),
+            required=sum(parameter.default is parameter.empty for parameter in placed),
+            most=math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else len(placed),
+            keywords=None if inspect.Parameter.VAR_KEYWORD in kinds else named,
+        )
+
+    def takes(self, keys: Sequence[str]) -> bool:
+        """Return whether the model names all of these arguments."""
+        return set(keys) <= {*self.names, *(self.keywords or ())}
+
+
+def without_label(forward: Forward, batch: Any, number: int) -> Any:
+    """Return a batch without its label; one that has none as it is."""
+    if hasattr(batch, "keys"):
+        return _mapping_without_label(forward, batch)
+    if not isinstance(batch, tuple | list) or len(batch) < 2:
+        return batch
+    *inputs, last = batch
+    if len(inputs) == 1 and hasattr(inputs[0], "keys") and forward.takes(list(inputs[0])):
+        return _mapping_without_label(forward, inputs[0])
+    surplus = len(batch) - forward.most
+    if surplus == 1 and isinstance(last, int | float | str):
+        raise CalibrationError(
+            f"batch {number} of the calibration data is {_described(batch)}, which is one row and not a batch: give "
+            f"torch.utils.data.DataLoader(data, batch_size=32), or tensors whose first axis are rows"
+        )
+    if surplus == 1 and (len(inputs) == 1 or _one_a_row(last, inputs[0])) and not _one_a_row(inputs[0], last):
+        return tuple(inputs)
+    if surplus > 0:
+        raise CalibrationError(
+            f"batch {number} of the calibration data is {_described(batch)}, and {forward.owner}.forward takes "
+            f"{_count(forward)}: which of them are its inputs cannot be told. {_cure(forward, len(batch))}"
+        )
+    name = forward.names[len(inputs)] if len(inputs) < len(forward.names) else None
+    if len(batch) > forward.required and name not in _LABELS and _one_a_row(last, inputs[0]):
+        place = "one more input" if name is None else f"the input {name!r}"
+        raise CalibrationError(
+            f"batch {number} of the calibration data is {_described(batch)}: whether the last is a label or {place} of "
+            f"{forward.owner}.forward cannot be told. {_cure(forward, len(batch))}"
+        )
+    return batch
+
+
+def _mapping_without_label(forward: Forward, batch: Any) -> Any:
+    if forward.keywords is None:
+        return batch
+    inputs = {key: batch[key] for key in batch if key in forward.keywords or key not in ("label", "labels")}
+    return inputs if inputs and len(inputs) < len(batch) else batch
+
+
+def _one_a_row(value: Any, inputs: Any) -> bool:
+    """Return whether a value has one number for each row, and the inputs have more."""
+    if not isinstance(value, Tensor) or not isinstance(inputs, Tensor) or not value.dim() or not inputs.dim():
+        return False
+    return value.numel() == value.shape[0] == inputs.shape[0] and inputs.dim() > value.dim()
+
+
+def _described(batch: Sequence[Any]) -> str:
+    return f"({', '.join(map(_part, batch))})"
+
+
+def _part(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return f"{type(value).__name__} {value!r}" if isinstance(value, int | float) else type(value).__name__
+
+
+def _count(forward: Forward) -> str:
+    most = int(forward.most)
+    return f"{'one input' if most == 1 else f'{most} inputs'} ({', '.join(forward.names)})"
+
+
+def _cure(forward: Forward, parts: int) -> str:
+    """Return how to write batches without a label, and with all parts as inputs."""
+    kept = max(1, min(forward.required, parts - 1))
+    names = [(*forward.names, *"abcdefgh")[place] for place in range(kept)]
+    rest = ["_"] if parts - kept == 1 else ["*_"]
+    inputs = names[0] if kept == 1 else f"({', '.join(names)})"
+    without = f"Without the label:  [{inputs} for {', '.join([*names, *rest])} in loader]"
+    if parts > len(forward.names):
+        return without
+    every = forward.names[:parts]
+    named = ", ".join(f'"{name}": {name}' for name in every)
+    return f"{without}  With all of them as inputs:  [{{{named}}} for {', '.join(every)} in loader]"

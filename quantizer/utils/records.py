@@ -16,6 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import prod
 from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quantizer.plan.reasons import ReasonCode, RuleKind
 from quantizer.utils.plain_values import yaml_values
@@ -722,3 +726,9 @@ def _formats(site: Site, role: str) -> str | None:
         replace(one, zero_point=None).format if one.quantized else FLOAT for one in site.operands if one.role == role
     ]
     return ", ".join(dict.fromkeys(found)) or None
+
+
+def paired_interval(first: NDArray[Any], second: NDArray[Any]) -> tuple[float, float]:
+    """Return the 95% interval of ``second - first``, the scores of two models on the same resamples [R]."""
+    low, high = np.quantile(second - first, [0.025, 0.975])
+    return float(low), float(high)

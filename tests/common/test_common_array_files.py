@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from quantizer.errors import CalibrationError
-from quantizer.utils.array_files import array_batches
+from quantizer.utils.batches import array_batches
 
 
 def test_a_file_is_cut_into_batches(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_weights_that_may_not_be_read_are_not_missing(tmp_path: Path, monkeypatc
     from safetensors.torch import save_file
 
     from quantizer.pipeline.function_source import load_weights
-    from quantizer.utils.array_files import array_batches
+    from quantizer.utils.batches import array_batches
 
     net, path = nn.Linear(2, 2), tmp_path / "weights.safetensors"
     save_file(dict(net.state_dict()), path)

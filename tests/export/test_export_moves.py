@@ -18,7 +18,7 @@ from quantizer import Quantizer
 from quantizer.export.exporter import export_onnx
 from quantizer.export.passes import ConcatsBeforeQuantize, PairsOfCodes, PlainSoftplus, UnfusedRectifiers
 from quantizer.export.passes.base import DropUnreadNodes, NameNodes, run_passes
-from quantizer.export.passes.clamp_masks import ClampMasks
+from quantizer.export.passes.float_types import ClampMasks
 from quantizer.export.passes.folding import FoldBatchNorm, FoldChannelFactors
 from quantizer.export.passes.quantizers import LayoutBeforeQuantize, ScaleBeforeQuantize, ShareQuantizers
 from quantizer.export.passes.weights import UnspreadWeights

@@ -11,7 +11,7 @@ from onnx_graphs import computed, graph, node_by_node, operators
 from quantizer.errors import ExportError
 from quantizer.export.passes import PASSES, FoldChannelFactors, UnsignedActivations, run_passes
 from quantizer.export.passes.base import NameNodes, replace_node
-from quantizer.export.passes.clamp_masks import ClampMasks
+from quantizer.export.passes.float_types import ClampMasks
 from quantizer.export.passes.weights import StoreWeights, WeightsAsRead
 from quantizer.export.qdq.graph import scalar
 from quantizer.numerics.formats import FLOAT16_MASK

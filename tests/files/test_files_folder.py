@@ -16,8 +16,8 @@ import pytest
 from folders import KIND, fill, names, text_of, write
 
 from quantizer.errors import QuantizerError
-from quantizer.utils.files import MARKER, checked_folder, restore_folder, swap, write_folder
-from quantizer.utils.files.swap import exchange as really_exchange
+from quantizer.utils.files import MARKER, checked_folder, folder, restore_folder, write_folder
+from quantizer.utils.files.folder import exchange as really_exchange
 from quantizer.utils.files.temporary import NEW, OLD, new_name
 
 # -- what is kept --------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def test_a_file_that_comes_at_the_last_moment_is_not_removed(
         (other / "mine").write_text("mine")
         return bool(way(one, other))
 
-    monkeypatch.setattr(swap, "exchange", late)
+    monkeypatch.setattr(folder, "exchange", late)
     write(tmp_path / "out", "new")
     assert text_of(tmp_path / "out") == "new"
     (aside,) = (path for path in tmp_path.iterdir() if path.name != "out")
@@ -404,17 +404,17 @@ def test_where_the_system_exchanges_nothing(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("ctypes.CDLL", Library)
     for code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
         monkeypatch.setattr("ctypes.get_errno", lambda code=code: code)
-        assert not swap.exchange(tmp_path / "a", tmp_path / "b")
+        assert not folder.exchange(tmp_path / "a", tmp_path / "b")
         write(tmp_path / "out", "old")
         write(tmp_path / "out", "new")
         assert text_of(tmp_path / "out") == "new"
     monkeypatch.setattr("ctypes.get_errno", lambda: errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
-        swap.exchange(tmp_path / "a", tmp_path / "b")
+        folder.exchange(tmp_path / "a", tmp_path / "b")
     monkeypatch.delattr(Library, "renameat2")
-    assert not swap.exchange(tmp_path / "a", tmp_path / "b")
+    assert not folder.exchange(tmp_path / "a", tmp_path / "b")
     monkeypatch.setattr("sys.platform", "darwin")
-    assert not swap.exchange(tmp_path / "a", tmp_path / "b")
+    assert not folder.exchange(tmp_path / "a", tmp_path / "b")
 
 
 def test_a_rename_that_fails_brings_the_former_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,7 +427,7 @@ def test_a_rename_that_fails_brings_the_former_folder_back(tmp_path: Path, monke
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         rename(one, other)
 
-    monkeypatch.setattr(swap, "exchange", lambda one, other: False)
+    monkeypatch.setattr(folder, "exchange", lambda one, other: False)
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(QuantizerError, match=r"Input/output error.*kept in .*out\.new1"):
         write(tmp_path / "out", "new")

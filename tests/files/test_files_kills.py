@@ -48,7 +48,7 @@ def test_ctrl_c_at_every_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool, every: int, former: bool
 ) -> None:
     if not exchanges:
-        monkeypatch.setattr("quantizer.utils.files.swap.exchange", _no_exchange)
+        monkeypatch.setattr("quantizer.utils.files.folder.exchange", _no_exchange)
     out = tmp_path / "out"
 
     def stop() -> None:
@@ -93,12 +93,12 @@ from folders import Steps
 from folders import names
 from folders import text_of
 from folders import write
-from quantizer.utils.files import swap
+from quantizer.utils.files import folder
 from quantizer.utils.files import restore_folder
 
 os.fsync = lambda _: None
 if sys.argv[3] == "False":
-    swap.exchange = lambda one, other: False
+    folder.exchange = lambda one, other: False
 base = Path(sys.argv[1])
 out = base / "out"
 found, number, ended = set(), 0, False

@@ -24,7 +24,7 @@ import quantizer
 from quantizer import Quantizer
 from quantizer.errors import QuantizerError
 from quantizer.plan.targets.base import profiles
-from quantizer.report.page.page import html_from_record
+from quantizer.report.page import html_from_record
 from quantizer.report.record import RunRecord
 
 FOLDER = Path(__file__).resolve().parent / "recorded"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantizer.numerics.dynamic_range import block_scales, dynamic_range, fake_quantize_dynamic
+from quantizer.numerics.torch_operators import block_scales, dynamic_range, fake_quantize_dynamic
 
 VALUES = {
     "both signs": lambda g: torch.randn(5, 7, generator=g) * 3 + 1,

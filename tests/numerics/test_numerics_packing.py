@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantizer.numerics.packing import pack_pairs, packed_size, unpack_pairs
+from quantizer.numerics.weight_codes import pack_pairs, packed_size, unpack_pairs
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (3, 5), (1,), (0,), ()], ids=str)

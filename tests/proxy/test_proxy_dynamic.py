@@ -14,7 +14,7 @@ from toy_nets import net
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError, ConfigError
-from quantizer.numerics.dynamic_range import fake_quantize_dynamic
+from quantizer.numerics.torch_operators import fake_quantize_dynamic
 
 DYNAMIC = {"ranges": "dynamic"}
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from quantizer.engines.for_this_cpu import EXACT_QMAX
 from quantizer.numerics import torch_operators as ops
-from quantizer.numerics.dynamic_range import fake_quantize_dynamic
-from quantizer.numerics.packing import spend_deprecation_warning
+from quantizer.numerics.torch_operators import fake_quantize_dynamic
+from quantizer.numerics.weight_codes import spend_deprecation_warning
 from quantizer.proxy.integer_kernels import (
     Activation,
     IntegerConvolution,

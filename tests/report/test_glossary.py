@@ -9,14 +9,14 @@ from report_samples import sample_record
 
 from quantizer.cli.output import print_error
 from quantizer.errors import QuantizerError
-from quantizer.report.page.page import GLOSSARY, glossary_page, words_in
+from quantizer.report.page import GLOSSARY, glossary_page, words_in
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_is_up_to_date_and_linked() -> None:
     page = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
-    assert page == glossary_page(), "run  python -m quantizer.report.page.page > docs/glossary.md"
+    assert page == glossary_page(), "run  python -m quantizer.report.page > docs/glossary.md"
     for name in ("README.md", "docs/index.md", "mkdocs.yml"):
         assert "glossary.md" in (ROOT / name).read_text(encoding="utf-8"), name
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from report_samples import bare_record, sample_record
 
-from quantizer.report.page.page import html_from_record
+from quantizer.report.page import html_from_record
 from quantizer.report.tables import layers_table
 from quantizer.utils.records import (
     Cause,

@@ -35,7 +35,7 @@ from quantizer.report import (
 )
 from quantizer.report.charts.axes import histogram_figure
 from quantizer.report.charts.plots import candidates_svg, frontier_svg
-from quantizer.report.page.page import diff_files
+from quantizer.report.page import diff_files
 from quantizer.report.tables import choice_table
 from quantizer.report.terminal import print_choice
 from quantizer.report.text import significant, typeset

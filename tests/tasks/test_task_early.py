@@ -120,7 +120,7 @@ def test_a_run_tells_of_labels_before_it_calibrates(
 def test_a_run_tells_of_missing_packages_before_it_calibrates(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quantizer.report.page import page as html
+    from quantizer.report import page as html
 
     def missing() -> None:
         raise MissingDependencyError("jinja2", "report")

@@ -14,9 +14,9 @@ import yaml
 from tiny_vision import CLASSES, SIZE, tiny_images
 
 from quantizer.cli.main import main
+from quantizer.config.data_section import label_texts
 from quantizer.errors import TaskError
 from quantizer.tasks import Pair, build_task, load_model, load_processor, load_rows, read_checkpoint
-from quantizer.utils.label_texts import label_texts
 
 NAME = "zero-shot-image-classification"
 TEXTS = {"red": "a cat is fast .", "green": "the film was good", "blue": "the plane"}

@@ -46,7 +46,7 @@ from quantizer.engines.torch_engine.lowering import (
 from quantizer.errors import EngineError
 from quantizer.export.onnx_import.graph_builder import OperatorGraph
 from quantizer.export.qdq.onnx_file import TensorSpec
-from quantizer.numerics.packing import byte_codes, spend_deprecation_warning
+from quantizer.numerics.weight_codes import byte_codes, spend_deprecation_warning
 from quantizer.utils.child_process import interrupts_end_the_block
 from quantizer.utils.cpu import note_built
 from quantizer.utils.files import scratch

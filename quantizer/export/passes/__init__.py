@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from quantizer.export.passes.base import DropUnreadNodes, GraphPass, NameNodes, run_passes
-from quantizer.export.passes.clamp_masks import ClampMasks
 from quantizer.export.passes.codes import BytesFirst, MovesOfCodes, PairsOfCodes, RowsOfCodes, UnsignedActivations
 from quantizer.export.passes.einsum import EinsumToMatMul, EinsumWeights, GemmToMatMul
-from quantizer.export.passes.float_types import FloatTypes
+from quantizer.export.passes.float_types import ClampMasks, FloatTypes
 from quantizer.export.passes.folding import FoldBatchNorm, FoldChannelFactors, FoldConvolutionFactors, FoldPadding
 from quantizer.export.passes.onnxruntime import PlainSoftplus, UnfusedRectifiers
 from quantizer.export.passes.openvino import (

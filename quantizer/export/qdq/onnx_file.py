@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quantizer.errors import EngineError, QuantizerError
+from quantizer.errors import EngineError, QuantizerError, is_out_of_memory
 from quantizer.export.qdq.structure import structural_fault
 from quantizer.utils.lazy import import_library
-from quantizer.utils.out_of_memory import is_out_of_memory
 from quantizer.utils.paths import existing_file
 
 _LARGE = 1 << 16

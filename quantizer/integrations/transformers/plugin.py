@@ -28,7 +28,7 @@ from quantizer.integrations.transformers.folder import (
     require_sites,
 )
 from quantizer.numerics.formats import qtype
-from quantizer.numerics.packing import pack_pairs, packed_size, unpack_pairs
+from quantizer.numerics.weight_codes import pack_pairs, packed_size, unpack_pairs
 from quantizer.observe.float16_simulation import is_simulation
 from quantizer.plan.apply import add_planned_outputs, dropped_parameters, frozen_skeleton, is_frozen_by
 from quantizer.plan.saved_folder import state_bytes, state_of_bytes

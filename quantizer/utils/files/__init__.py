@@ -1,9 +1,8 @@
 """Atomic writing of files and folders, which replaces only what this package wrote.
 
-place.py       the real place of a path, and checks that it can be written, before any work
+writable.py    the real place of a path, and checks that it can be written, before any work
 temporary.py   temporary folders beside their targets, and removal of those that killed processes left
 marker.py      the marker file of a folder: its kind, and the names of everything written into it
-exchange.py    atomic exchange of two folders, if the system supports it
 folder.py      atomic writing of a file, or of a folder, which may replace a former one
 store.py       results in a folder, each made once by all that it depends on
 """

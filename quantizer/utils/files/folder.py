@@ -10,14 +10,16 @@ Atomic writing of a file.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quantizer.errors import QuantizerError
-from quantizer.utils.files import swap
 from quantizer.utils.files.marker import MARKER, discard, foreign, read_marker, write_marker
 from quantizer.utils.files.temporary import (
     NEW,
@@ -168,7 +170,7 @@ def _put_in_place(new: Path, place: Path, kind: str) -> None:
         # A folder of an earlier version gets a marker, since its removal needs the list of names.
         write_marker(place, kind)
     shutil.copymode(place, new)
-    if swap.exchange(new, place):
+    if exchange(new, place):
         return
     old = new.with_suffix(OLD)
     try:
@@ -214,3 +216,26 @@ def whole_file(path: str | os.PathLike[str], error: type[QuantizerError] = Quant
         settle(folder)
         os.replace(part, place)
         sync_folder(place.parent)
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+# The kernel, file system or container does not support the call; the two folders are in order.
+_UNABLE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM})
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two paths of one file system atomically; return False, with no change, if the system cannot do that."""
+    if sys.platform != "linux":
+        return False
+    library = ctypes.CDLL(None, use_errno=True)
+    # Older C libraries lack the function.
+    call = getattr(library, "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNABLE:
+        return False
+    raise OSError(code, os.strerror(code), str(other))

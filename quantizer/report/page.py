@@ -1,6 +1,6 @@
 """The page of a run in HTML, with the words that it explains.
 
-``docs/glossary.md`` is made of it: ``python -m quantizer.report.page.page > docs/glossary.md``.
+``docs/glossary.md`` is made of it: ``python -m quantizer.report.page > docs/glossary.md``.
 
 The page contains its style and a small script (sorting and filtering of tables). A content security policy admits this
 script by its hash and forbids everything else, the network included.
@@ -131,7 +131,7 @@ def glossary_page() -> str:
     lines = [
         "# Glossary",
         "",
-        "<!-- made by  python -m quantizer.report.page.page > docs/glossary.md -->",
+        "<!-- made by  python -m quantizer.report.page > docs/glossary.md -->",
         "",
         "The words of reports, guides and messages. The report has the same list at its end.",
         "",
@@ -146,7 +146,7 @@ if __name__ == "__main__":
     sys.stdout.write(glossary_page())
 
 
-_FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).parent / "templates"
 
 
 def html_from_record(record: RunRecord) -> str:
@@ -155,7 +155,7 @@ def html_from_record(record: RunRecord) -> str:
 
 
 def render(template: str, view: Mapping[str, Any]) -> str:
-    """Return a page: a template of this folder with the common style and script, and the variables of ``view``."""
+    """Return a page: a template of ``templates/`` with the common style and script, and the variables of ``view``."""
     style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("report.css", "tables.js"))
     return _environment().get_template(template).render(style=style, script=script, **view)
 
