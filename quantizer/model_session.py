@@ -17,8 +17,7 @@ from quantizer.algorithms.qat import Scales
 from quantizer.algorithms.qat.session import QatSession
 from quantizer.algorithms.sensitivity import Fallback, Loss, Metric, fallback_for_target, operands_of
 from quantizer.algorithms.sensitivity.prices import Prices
-from quantizer.algorithms.sensitivity.ranking import Sensitivity
-from quantizer.algorithms.sensitivity.session import SensitivitySession
+from quantizer.algorithms.sensitivity.session import Sensitivity, SensitivitySession
 from quantizer.algorithms.settings import tell_where_nothing_is_quantized, warn_of_float32
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError, ProxyError, SensitivityError

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from quantizer.algorithms.algorithm import proxied_copy
 from quantizer.algorithms.make_plan import make_observation, make_plan
-from quantizer.algorithms.proxied import proxied_copy
 from quantizer.algorithms.qat import Scales
 from quantizer.algorithms.sensitivity import Fallback, Loss, Metric, Score, Tell
 from quantizer.algorithms.sensitivity.prices import Prices
-from quantizer.algorithms.sensitivity.ranking import Layers, Sensitivity
+from quantizer.algorithms.sensitivity.session import Layers, Sensitivity
 from quantizer.config import QuantizerConfig, quantizer_config
 from quantizer.config.schema import check_formats
 from quantizer.error_causes import Causes, find_causes

@@ -334,8 +334,8 @@ def test_every_key_of_the_shipped_files_is_described() -> None:
 
 
 def test_the_core_of_the_architecture_is_what_the_facade_does() -> None:
+    from quantizer.algorithms.algorithm import proxied_copy
     from quantizer.algorithms.make_plan import make_observation, make_plan
-    from quantizer.algorithms.proxied import proxied_copy
     from quantizer.plan.apply import frozen_proxy
     from quantizer.settings import settings_of
 

@@ -1,20 +1,84 @@
-"""``Algorithm``: a function from plan to plan that runs kept batches again, and ``Work``: what it is given."""
+"""``Algorithm``: a function from plan to plan that runs kept batches again, and ``Work``: what it is given.
+
+The parts that all choices of codes by data share: weights without a choice, and the work before an interrupt.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from quantizer.algorithms.proxied import Proxied
+from torch import nn
+
 from quantizer.algorithms.replay import OutputError
 from quantizer.algorithms.settings import Settings
 from quantizer.errors import CalibrationError
+from quantizer.numerics.formats import qtype
+from quantizer.observe.range_group import RoundedWeight
 from quantizer.observe.replay_batches import FEW, Enough, ReplayBatches
-from quantizer.observe.statistics import Seen
+from quantizer.observe.statistics import RoundingProgress, Seen
 from quantizer.plan.decide_operands import PlanSettings, formats_for
 from quantizer.plan.decide_sites import decide
-from quantizer.plan.site_plan import Plan
+from quantizer.plan.selection import exclusions
+from quantizer.plan.site_plan import OperandPlan, Plan
+from quantizer.plan.weight_scales import ScaledWeights
+from quantizer.proxy.build import UnrewrittenSource, applied_patches, build_proxy, sites_of, skipped_sources
+from quantizer.proxy.site import Site, add_output_sites
+from quantizer.rewrite.operator_patches import OperatorPatch
+from quantizer.utils.distributed import alone, get_world_size
+from quantizer.utils.fingerprint import Fingerprint, tensors_digest
 from quantizer.utils.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Proxied:
+    """A proxy as one quantizer calibrates it.
+
+    Attributes:
+        settings: the settings of the calibration.
+        module: the proxy, or a model that was instrumented in place; never the user's float model, so that keeping
+            this keeps no model alive.
+        sites: all sites of ``module``, in the order of its modules.
+        excluded: the rule that leaves out a site or operand, by ``SITE`` or ``SITE.OPERAND``.
+        skipped: calls and functions whose source could not be rewritten.
+        patches: the operator patches in the rewritten source, by name.
+        weights: the scales of weights that plans of it were made with.
+    """
+
+    settings: Settings
+    module: nn.Module
+    sites: tuple[Site, ...]
+    excluded: Mapping[str, str]
+    skipped: tuple[UnrewrittenSource, ...]
+    patches: tuple[OperatorPatch, ...]
+    weights: ScaledWeights = field(default_factory=ScaledWeights)
+
+    def planned(self, plan: Collection[str]) -> list[Site]:
+        """Return the sites that a plan has: without those of results that nothing followed in calibration."""
+        return [site for site in self.sites if site.path in plan]
+
+
+def proxied(settings: Settings, module: nn.Module, source: nn.Module | None = None) -> Proxied:
+    """Return the ``Proxied`` of a proxy."""
+    if settings.target.quantizes_outputs:
+        add_output_sites(module)
+    sites = tuple(sites_of(module))
+    scanned = module if source is None else source
+    return Proxied(
+        settings=settings,
+        module=module,
+        sites=sites,
+        excluded=exclusions(module, sites, settings.include, settings.exclude),
+        skipped=tuple(skipped_sources(scanned)),
+        patches=applied_patches(scanned),
+    )
+
+
+def proxied_copy(settings: Settings, model: nn.Module) -> Proxied:
+    """Return a new proxy of a float model, in eval mode and with eager attention; see ``proxied`` for errors."""
+    return proxied(settings, build_proxy(model, eager_attention=True).eval(), model)
 
 
 def _never(settings: Settings) -> bool:
@@ -101,3 +165,69 @@ class Work:
     def plan(self) -> Plan:
         """Return the plan by the choices so far."""
         return decide(self.proxy.module, list(self.proxy.sites), self.observed, self.proxy.excluded, self.planned)
+
+
+UNREACHED = "no batch that was kept reaches it"
+
+
+@contextmanager
+def with_all_batches(work: Work) -> Iterator[None]:
+    """Let each process do the block by itself with all kept batches, which gives all of them the same bits."""
+    if get_world_size() > 1 and not work.kept.on_every_rank:
+        raise CalibrationError(
+            f"weights.rounding: {work.settings.rounding} needs all that a weight multiplies, and each process has its "
+            "own batches: give all of them the same ones with calibrate(split=True), calibrate in one process, or with "
+            "rounding: nearest"
+        )
+    with alone():
+        yield
+
+
+def progress(plan: Plan, work: Work) -> RoundingProgress:
+    """Return what is rounded already; what is added to it survives an interrupt."""
+    key, known = _key(plan, work), work.observed.rounding
+    if known is None or known.key != key:
+        known = work.observed.rounding = RoundingProgress(key=key)
+    return known
+
+
+def record(observation: Seen, chosen: Mapping[str, RoundedWeight]) -> None:
+    """Set ``rounded`` of the records of weights, by ``SITE.OPERAND``."""
+    for name, rounded in chosen.items():
+        path, _, operand = name.rpartition(".")
+        observation.records[path].operands[operand].rounded = rounded
+
+
+def nearest(why: str) -> RoundedWeight:
+    """Return the nearest codes, with the reason."""
+    return RoundedWeight(codes=None, text=f"rounded to nearest: {why}")
+
+
+def stored_weights(plan: Plan) -> Counter[tuple[object, object, object]]:
+    """Return how many sites store each weight of a plan."""
+    operands = (o for entry in plan.values() for o in entry.operands if o.quantized and o.role == "weight")
+    return Counter((operand.parameter, operand.view, operand.computation) for operand in operands)
+
+
+def why_nearest(weight: OperandPlan, stored: Counter[tuple[object, object, object]], method: str) -> str | None:
+    """Return why a weight keeps the nearest codes whatever the data is; None if its codes can be chosen."""
+    kind = qtype(weight.dtype)
+    if kind.is_float:
+        return f"{method} chooses whole numbers, and those of {kind.name} are none"
+    if stored[weight.parameter, weight.view, weight.computation] > 1:
+        return "other sites store the same weight, and a file holds it once"
+    return None
+
+
+def _key(plan: Plan, work: Work) -> str:
+    """Return a checksum of all that the codes depend on: weights, scales, factors, batches and the configuration."""
+    tensors = {
+        f"{path}.{operand.name}.{field}": value
+        for path, entry in plan.items()
+        for operand in entry.operands
+        for field, value in (("scale", operand.scale), ("smooth", operand.smooth))
+        # The scales of weights follow from what else is in the checksum, or were chosen together with codes.
+        if operand.quantized and value is not None and (operand.role, field) != ("weight", "scale")
+    }
+    weights = Fingerprint.of(work.proxy.module).plain()
+    return tensors_digest(tensors, f"{weights} {work.kept.digest} {work.settings.text}")

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.algorithm import Algorithm, Work
-from quantizer.algorithms.chosen_codes import UNREACHED, with_all_batches
+from quantizer.algorithms.algorithm import UNREACHED, Algorithm, Work, with_all_batches
 from quantizer.algorithms.replay import Replay
 from quantizer.algorithms.smoothquant import held_factors
 from quantizer.functional import fake_quantize

@@ -30,8 +30,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from quantizer.algorithms.algorithm import Algorithm, Work
-from quantizer.algorithms.proxied import Proxied
+from quantizer.algorithms.algorithm import Algorithm, Proxied, Work
 from quantizer.algorithms.replay import quantized, run
 from quantizer.observe.replay_batches import Batch
 from quantizer.observe.statistics import BiasShifts, padding_mask, without_padding

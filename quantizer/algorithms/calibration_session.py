@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.algorithm import Work
+from quantizer.algorithms.algorithm import Proxied, Work, proxied_copy
 from quantizer.algorithms.bias_correction import BiasCorrection
 from quantizer.algorithms.make_plan import make_observation, make_plan, needs_batches, replays_batches
-from quantizer.algorithms.proxied import Proxied, proxied_copy
 from quantizer.algorithms.replay import other_attention_error
 from quantizer.algorithms.settings import Settings
 from quantizer.algorithms.smoothquant import fit_migrations

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantizer.algorithms.algorithm import Algorithm, Work
-from quantizer.algorithms.chosen_codes import (
+from quantizer.algorithms.algorithm import (
     UNREACHED,
+    Algorithm,
+    Work,
     nearest,
     progress,
     record,

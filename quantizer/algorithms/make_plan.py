@@ -20,8 +20,7 @@ from quantizer.algorithms import (
     reconstruction,
     site_ranges,
 )
-from quantizer.algorithms.algorithm import Algorithm, Work, algorithms
-from quantizer.algorithms.proxied import Proxied
+from quantizer.algorithms.algorithm import Algorithm, Proxied, Work, algorithms
 from quantizer.algorithms.settings import Settings
 from quantizer.errors import CalibrationError
 from quantizer.observe.batch_pass import Watched, calls_together

@@ -36,9 +36,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.algorithm import Algorithm, Work
-from quantizer.algorithms.chosen_codes import progress, record, stored_weights, why_nearest, with_all_batches
-from quantizer.algorithms.proxied import Proxied
+from quantizer.algorithms.algorithm import (
+    Algorithm,
+    Proxied,
+    Work,
+    progress,
+    record,
+    stored_weights,
+    why_nearest,
+    with_all_batches,
+)
 from quantizer.algorithms.replay import Replay, quantized
 from quantizer.errors import CalibrationError
 from quantizer.functional import fake_quantize, quantize

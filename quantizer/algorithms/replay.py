@@ -12,12 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.proxied import Proxied
 from quantizer.observe.replay_batches import Batch, ReplayBatches
 from quantizer.observe.statistics import flat_output, floats, is_no_mask, padding_mask, without_padding
 from quantizer.plan.apply import apply_plan, switch_on
@@ -31,6 +30,9 @@ from quantizer.utils.batches import copied
 from quantizer.utils.distributed import exact_sums
 from quantizer.utils.fingerprint import tensors_digest
 from quantizer.utils.progress import counted
+
+if TYPE_CHECKING:
+    from quantizer.algorithms.algorithm import Proxied
 
 Called = TypeVar("Called", bound=nn.Module)
 

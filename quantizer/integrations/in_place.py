@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from torch import nn
 
+from quantizer.algorithms.algorithm import Proxied, proxied
 from quantizer.algorithms.calibration_session import merge_across_ranks
 from quantizer.algorithms.make_plan import make_observation, make_plan
-from quantizer.algorithms.proxied import Proxied, proxied
 from quantizer.config import quantizer_config
 from quantizer.errors import CalibrationError, ConfigError, ProxyError
 from quantizer.observe.completeness import CountedProduct

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from quantizer.algorithms.sensitivity.ranking import Sensitivity
+from quantizer.algorithms.sensitivity.session import Sensitivity
 from quantizer.config import (
     AmpConfig,
     DataConfig,

@@ -42,7 +42,7 @@ from quantizer.utils.files import whole_file
 from quantizer.utils.records import FLOAT
 
 if TYPE_CHECKING:
-    from quantizer.algorithms.sensitivity.ranking import Layers, PutBack, Search
+    from quantizer.algorithms.sensitivity.session import Layers, PutBack, Search
     from quantizer.error_causes import Causes
     from quantizer.plan.coverage import Coverage, Ranges
     from quantizer.plan.histograms import OperandHistogram, RangeCandidates

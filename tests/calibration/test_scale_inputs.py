@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from toy_nets import linear, net
 
 from quantizer import Quantizer
-from quantizer.algorithms import chosen_codes as progress
+from quantizer.algorithms import algorithm as progress
 from quantizer.errors import CalibrationError
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.site_plan import OperandPlan

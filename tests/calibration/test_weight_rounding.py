@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from toy_nets import linear, net
 
 from quantizer import QATCalibrate, Quantizer
-from quantizer.algorithms import chosen_codes as progress
+from quantizer.algorithms import algorithm as progress
 from quantizer.algorithms import gptq
 from quantizer.errors import CalibrationError, ConfigError, QuantizerError
 from quantizer.numerics.weight_codes import gptq_codes

@@ -295,9 +295,9 @@ def test_training_moves_the_scale_of_each_call(kind: Any) -> None:
         sum(output.square().mean() for output in proxy(*(0.5 * each for each in batch))).backward()
         optimizer.step()
         if kind == "average":
-            from quantizer.algorithms.qat.scales import step
+            from quantizer.algorithms.qat.scales import step_averages
 
-            step(quantizers_of(proxy))
+            step_averages(quantizers_of(proxy))
     frozen = q.quantize(model.eval())
     after = scale_of(q, ".input")
     assert after.shape == before.shape

@@ -13,7 +13,7 @@ from calibrated import make_calibrated
 from helpers import Mlp
 from torch import Tensor, nn
 
-from quantizer.algorithms.sensitivity.passes import RepeatedCalls
+from quantizer.algorithms.sensitivity.gradient import RepeatedCalls
 
 _WIDTH = 16
 

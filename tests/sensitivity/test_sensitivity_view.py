@@ -13,7 +13,7 @@ from torch import nn
 
 from quantizer import Quantizer
 from quantizer.algorithms.sensitivity import Evaluation, Fallback, GroupSensitivity
-from quantizer.algorithms.sensitivity.ranking import Sensitivity
+from quantizer.algorithms.sensitivity.session import Sensitivity
 from quantizer.errors import SensitivityError
 
 SVG = "{http://www.w3.org/2000/svg}"

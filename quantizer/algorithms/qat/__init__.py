@@ -5,7 +5,7 @@ from __future__ import annotations
 from quantizer.algorithms.qat.checkpoint import prepare_state_dict
 from quantizer.algorithms.qat.distillation import Distillation
 from quantizer.algorithms.qat.scales import ScaleKind, Scales, changed_scales, kinds_of, set_up_scales
-from quantizer.algorithms.qat.schedule import Schedule, parameter_groups
+from quantizer.algorithms.qat.session import Schedule, parameter_groups
 
 __all__ = [
     "Distillation",

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.algorithms.qat.schedule import Schedule
-from quantizer.algorithms.qat.session import has_gradient
+from quantizer.algorithms.qat.session import Schedule, has_gradient
 from quantizer.errors import MissingDependencyError, TrainingError, require_supported
 from quantizer.proxy.build import is_proxy, quantizers_of
 

@@ -17,26 +17,32 @@ The result leaves out three kinds of groups. No gradient reaches the first: they
 block without gradients. The changes of the second are not small: a range clips a few rows on which the rest of the
 network depends (the first token of many decoders). There the second order is no estimate: the true cost is bounded, or
 far larger. The operands of the third are overwritten by the model before the backward pass, which computes the changes.
+
+Calls that the backward pass repeats, so that autograd keeps their inputs only.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from quantizer.algorithms.sensitivity.groups import Changes, Group, Pending, watched
 from quantizer.algorithms.sensitivity.metric import Divergence, Probe
-from quantizer.algorithms.sensitivity.passes import RepeatedCalls, overwritten
 from quantizer.errors import SensitivityError
 from quantizer.observe.statistics import padding_mask
+from quantizer.proxy.call_numbers import calls_so_far, numbered
 from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import Site
 from quantizer.utils.batches import copied
+from quantizer.utils.structure import leaves
 
 _SMALL = 0.25
 """The largest share that the square of a row's change may have of the row's own square."""
@@ -156,3 +162,74 @@ def _of_loss(loss: Loss, output: Any) -> Probe:
     if not value.requires_grad:
         raise SensitivityError("loss(output) does not depend on the model's output by anything torch can differentiate")
     return Probe(tensors=[value], directions=[torch.ones_like(value)], factor=0.5)
+
+
+_PLAIN = (Tensor, bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+
+
+def overwritten(error: BaseException) -> bool:
+    """Return whether autograd says that the model changed in place what the backward pass needs."""
+    return isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error)
+
+
+class RepeatedCalls:
+    """Calls of modules of which autograd keeps the inputs only: the backward pass repeats each call once.
+
+    A call whose arguments are more than tensors and plain values, such as a cache that it fills, is not repeated. An
+    error of a repeated call ends the block without an error: the call depends on what it changed, or others did.
+
+    Attributes:
+        held: whether every repeated call gave what it gave first, bit for bit.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
+        self._kept: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._repeating = False
+        self.held = True
+
+    def __enter__(self) -> Self:
+        for module in self._modules:
+            self._kept.append((module, {name: value for name, value in vars(module).items() if name == "forward"}))
+            vars(module)["forward"] = partial(self._call, module.forward)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        for module, own in self._kept:
+            del vars(module)["forward"]
+            vars(module).update(own)
+        self._kept.clear()
+        if not isinstance(error, Exception):
+            return False
+        ended = self._repeating or isinstance(error, CheckpointError) or overwritten(error)
+        self.held = self.held and not ended
+        return ended
+
+    def _call(self, forward: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        if not all(isinstance(value, _PLAIN) for value in leaves((args, keywords))):
+            return forward(*args, **keywords)
+        first: list[Any] = []
+        before = calls_so_far()
+
+        def run(*args: Any, **keywords: Any) -> Any:
+            self._repeating = bool(first)
+            with numbered(self, before) if first and before is not None else nullcontext():
+                result = forward(*args, **keywords)
+            found = [value.detach() if isinstance(value, Tensor) else value for value in leaves(result)]
+            if first:
+                self.held = self.held and all(map(_same, first, found)) and len(first) == len(found)
+                self._repeating = False
+            first[:] = found
+            return result
+
+        # Otherwise a repeated call would end before its result is there.
+        with set_checkpoint_early_stop(False):
+            return checkpoint(run, *args, use_reentrant=False, **keywords)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and (one is other or not isinstance(one, _PLAIN) or bool(one == other))
