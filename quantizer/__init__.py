@@ -13,10 +13,9 @@ if TYPE_CHECKING:
     from quantizer.config import QuantizerConfig
     from quantizer.errors import QuantizerError
     from quantizer.integrations.in_place import QATCalibrate
-    from quantizer.pipeline.load_converted import load_converted
-    from quantizer.pipeline.load_run import load
-    from quantizer.pipeline.measured_prices import measured_prices
+    from quantizer.pipeline.load import load, load_converted
     from quantizer.pipeline.quantize_model import QuantizedModel, quantize_model
+    from quantizer.pipeline.time_groups import measured_prices
     from quantizer.quantizer import Quantizer
     from quantizer.report.compare_shown import compare_runs
     from quantizer.tasks.from_onnx import from_onnx
@@ -46,9 +45,9 @@ _HOMES = {
     "QuantizerError": "quantizer.errors",
     "compare_runs": "quantizer.report.compare_shown",
     "from_onnx": "quantizer.tasks.from_onnx",
-    "load": "quantizer.pipeline.load_run",
-    "load_converted": "quantizer.pipeline.load_converted",
-    "measured_prices": "quantizer.pipeline.measured_prices",
+    "load": "quantizer.pipeline.load",
+    "load_converted": "quantizer.pipeline.load",
+    "measured_prices": "quantizer.pipeline.time_groups",
     "quantize_model": "quantizer.pipeline.quantize_model",
 }
 

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from rich.console import Console
 
 from quantizer.cli.output import OVERRIDES_HELP
-from quantizer.config import load_run
+from quantizer.config import RunConfig, load_run
 
 
 class Inspect:
@@ -27,8 +27,28 @@ example:
 
     def __call__(self, args: Namespace, console: Console) -> int:
         config = load_run(args.config, args.overrides)
-        # Imported here, so that a mistake in the file is reported before the seconds that these imports take.
-        from quantizer.pipeline.inspect_model import inspect
-
-        inspect(config, args.diff, console)
+        inspect_model(config, args.diff, console)
         return 0
+
+
+def inspect_model(config: RunConfig, diff: bool, console: Console) -> None:
+    """Print what would be quantized in the model, or with ``diff`` also the rewritten source."""
+    # Imported here, so that a mistake in the file is reported before the seconds that these imports take.
+    from rich.syntax import Syntax
+
+    from quantizer.pipeline.function_source import returned_module
+    from quantizer.quantizer import Quantizer
+    from quantizer.tasks import load_model
+
+    named = config.model
+    if named.task is None:
+        model = returned_module(named)
+    else:
+        model = load_model(named.source, named.task, named.attention, named.texts)
+    quantizer = Quantizer(config.quantizer)
+    console.print(quantizer.inspect(model).text(), markup=False, highlight=False, soft_wrap=True)
+    if diff and console.is_terminal:
+        console.print(Syntax(quantizer.diff(model), "diff", background_color="default", word_wrap=True))
+    elif diff:
+        # For a file or a pipe, lines must not be cut or wrapped.
+        console.out(quantizer.diff(model), highlight=False)

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from quantizer import __version__
 from quantizer.errors import QuantizerError
-from quantizer.pipeline.launcher import launched
 from quantizer.report.page import words_in
 from quantizer.report.text import visible
+from quantizer.utils.child_process import launched
 
 
 def require_one_process(command: str) -> None:

@@ -25,6 +25,7 @@ from quantizer.pipeline.fastest_engine import (
     FAILURES,
     NO_FASTER,
     Calibrated,
+    RoughTrials,
     bound,
     candidate_line,
     choose,
@@ -33,12 +34,12 @@ from quantizer.pipeline.fastest_engine import (
     not_built,
     quantized_of,
     require_sites,
+    rough_engine,
     slow_ones,
     timed,
     variants_of,
 )
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
-from quantizer.pipeline.rough_plan import RoughTrials, rough_engine
 from quantizer.pipeline.run_engines import MadeEngine, RunEngines, built_once, export_float, export_quantized
 from quantizer.pipeline.time_groups import EngineFiles
 from quantizer.pipeline.workload import Workload

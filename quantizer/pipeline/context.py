@@ -49,6 +49,11 @@ def engine_inputs(engine: Engine, batch: Batch) -> dict[str, Array]:
     return {spec.name: as_array(batch[spec.name], spec.dtype) for spec in engine.inputs}
 
 
+def engine_run(engine: Engine, batch: Batch) -> dict[str, torch.Tensor]:
+    """Return the outputs of a part's engine, of the inputs that it takes, in its types."""
+    return {name: torch.from_numpy(value) for name, value in engine(engine_inputs(engine, batch)).items()}
+
+
 def as_array(value: torch.Tensor, dtype: Any) -> Array:
     """Return a tensor as an array of a type; of those of torch, numpy lacks bfloat16."""
     plain = value.float() if value.dtype == torch.bfloat16 else value

@@ -18,7 +18,7 @@ from quantizer.export.qdq.structure import Signature, read_signature
 from quantizer.pipeline.benchmark import NOT_VERIFIED, deployed
 from quantizer.pipeline.compare_outputs import Reference, is_cache
 from quantizer.pipeline.job import Job
-from quantizer.pipeline.load_converted import CONFIG, FORMAT, processor_folder, write_json
+from quantizer.pipeline.load import CONFIG, FORMAT, processor_folder, write_json
 from quantizer.pipeline.model_graphs import FLOAT_STEM, GENERATED, QUANTIZED_STEM
 from quantizer.pipeline.time_groups import EngineFiles
 from quantizer.pipeline.triton import (

@@ -13,7 +13,6 @@ from torch import nn
 
 from quantizer.config import RunConfig
 from quantizer.engines import BuildResult, Inspection, runs_here
-from quantizer.pipeline.budget import EngineBudget
 from quantizer.pipeline.compare_outputs import OnlySizes, OutputCheck, References, Tolerance, distances_of, tolerance
 from quantizer.pipeline.context import RunContext, RunRows
 from quantizer.pipeline.model_graphs import Graphs
@@ -23,6 +22,7 @@ from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.resume import ResumeFiles
 from quantizer.pipeline.run_engines import RunEngines
 from quantizer.pipeline.scores import Metric
+from quantizer.pipeline.search_max_drop import EngineBudget
 from quantizer.pipeline.train import TrainingResult
 from quantizer.pipeline.workload import Load, Scorer, Workload
 from quantizer.quantizer import Quantizer

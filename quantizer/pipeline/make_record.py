@@ -5,7 +5,7 @@ The reports in the folder of a run, written with it or anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,10 +15,10 @@ from quantizer.algorithms.fallback import fallback_record
 from quantizer.pipeline.benchmark import engine_file, with_deployed
 from quantizer.pipeline.context import sizes_of
 from quantizer.pipeline.job import Job
-from quantizer.pipeline.plan_records import site_records
 from quantizer.plan.histograms import noisiest
 from quantizer.report import RunRecord, collect_machine, collect_versions, write_html, write_record
 from quantizer.report.model_card import write_run_card
+from quantizer.utils.records import Site
 
 _HISTOGRAMS = 6
 
@@ -76,6 +76,11 @@ def _of_plan(job: Job) -> Mapping[str, Any]:
     }
     assert found.keys() <= {one.name for one in fields(RunRecord)}
     return found
+
+
+def site_records(coverage: Iterable[Site]) -> tuple[Site, ...]:
+    """Return the rows of a coverage that are not quiet."""
+    return tuple(row for row in coverage if not row.quiet)
 
 
 def write_reports(record: RunRecord, formats: Sequence[str], folder: Path, snippet: str | None = None) -> None:

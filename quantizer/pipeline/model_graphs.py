@@ -19,9 +19,8 @@ from torch import nn
 from quantizer.config import RunConfig
 from quantizer.engines import Engine
 from quantizer.errors import TaskError
-from quantizer.pipeline.comparison_batches import check_batches, checked_shapes
-from quantizer.pipeline.context import RunContext, Runs
-from quantizer.pipeline.load_converted import engine_run
+from quantizer.pipeline.compare_outputs import check_batches, checked_shapes
+from quantizer.pipeline.context import RunContext, Runs, engine_run
 from quantizer.pipeline.time_groups import EngineFiles
 from quantizer.report.record import Agreement
 from quantizer.tasks import Batch

@@ -5,23 +5,25 @@ A speed-up that the engine reaches, too: groups are quantized again until it is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from torch import nn
 
-from quantizer.algorithms.sensitivity.prices import Prices
+from quantizer.algorithms.sensitivity import Fallback
+from quantizer.algorithms.sensitivity.prices import Prices, frontier
 from quantizer.config import RunConfig
 from quantizer.pipeline.context import RunContext
 from quantizer.pipeline.model_graphs import Graphs
-from quantizer.pipeline.plan_records import placement_record
 from quantizer.pipeline.processes import from_first_rank
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.run_engines import RunEngines
 from quantizer.pipeline.time_groups import GroupPlacer
 from quantizer.quantizer import Quantizer
-from quantizer.report.record import Placement, SpeedCheck
+from quantizer.report.record import Placement, PlacementPoint, SpeedCheck
+from quantizer.utils.records import GroupSensitivity, GroupTime
 
 
 class RunPlacement:
@@ -127,3 +129,23 @@ class SpeedGoal:
             return None
         self._target *= _MARGIN * self.asked / reached
         return self._target
+
+
+def placement_record(prices: Prices, rows: Sequence[GroupSensitivity], chosen: Fallback | None) -> Placement:
+    """Return the record of a plan that was placed by its prices."""
+    slower, back = prices.slower(), [] if chosen is None else list(chosen.reasons())
+    return Placement(
+        where=prices.where,
+        low_ms=prices.low_us / 1000,
+        float_ms=prices.float_us / 1000,
+        predicted_ms=prices.time_us(back) / 1000,
+        back=len(back),
+        groups=tuple(
+            GroupTime(group=one.group, low_us=one.low_us, float_us=one.float_us, slower=slower.get(one.group))
+            for one in sorted(prices.groups.values(), key=lambda one: -one.gain_us)
+        ),
+        frontier=tuple(
+            PlacementPoint(back=point.back, milliseconds=point.time_us / 1000, error=point.error)
+            for point in (frontier(rows, prices) if rows else ())
+        ),
+    )

@@ -33,7 +33,6 @@ from quantizer.engines import backend, runs_here
 from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import ConfigError, QuantizerError, TaskError
 from quantizer.pipeline.benchmark import build_options
-from quantizer.pipeline.budget import budget_warnings, rows_searched
 from quantizer.pipeline.choose_engine import chooses
 from quantizer.pipeline.context import RunRows
 from quantizer.pipeline.faults import Faults, Looks, check_export_packages, check_packages, require_package
@@ -41,6 +40,7 @@ from quantizer.pipeline.function_source import check_functions
 from quantizer.pipeline.open_axes import require_possible_run
 from quantizer.pipeline.progress import earlier_stages, rounded_time
 from quantizer.pipeline.resume import require_names
+from quantizer.pipeline.search_max_drop import budget_warnings, rows_searched
 from quantizer.plan.targets import AUTO, profile
 from quantizer.report import Stage
 from quantizer.tasks import Pair, Row, Sample, Text, read_checkpoint, require_labels, resolve_source, tasks

@@ -24,9 +24,9 @@ from typing import Any, TypeAlias, TypeVar
 from torch import distributed, nn
 
 from quantizer.errors import LostRankError, QuantizerError
-from quantizer.pipeline.launcher import launched
 from quantizer.tasks import Row
 from quantizer.tasks.datasets.rows import content_of
+from quantizer.utils.child_process import launched
 from quantizer.utils.distributed import all_gather_bytes, get_rank, get_world_size, of_first_rank
 from quantizer.utils.files import require_room, scratch
 from quantizer.utils.fingerprint import Fingerprint

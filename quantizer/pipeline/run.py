@@ -19,12 +19,11 @@ from quantizer.config.data_section import MODULE
 from quantizer.config.schema import check_run
 from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import EngineError
-from quantizer.pipeline.checkpoint_workload import configured_workload
 from quantizer.pipeline.choose_engine import chooses, with_backend
 from quantizer.pipeline.compare_outputs import refusal
 from quantizer.pipeline.faults import Looks
 from quantizer.pipeline.job import Job, Outline
-from quantizer.pipeline.loaded_work import LoadedWork
+from quantizer.pipeline.load_workload import LoadedWork, configured_workload
 from quantizer.pipeline.placement import missed_speed
 from quantizer.pipeline.preflight import earlier_run, ready_to_run
 from quantizer.pipeline.processes import from_first_rank, own_place

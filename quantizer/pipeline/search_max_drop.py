@@ -1,10 +1,22 @@
-"""The search for groups that fall back to float: sensitivity on batches, and a choice within a drop of the score."""
+"""The search for groups that fall back to float: sensitivity on batches, and a choice within a drop of the score.
+
+A budget of the score: what tuning rows can tell of a drop, and whether the built engine keeps to it too.
+
+Tuning rows cannot tell every drop, as one row is a step of the score and chance moves it.
+
+Legend: n the rows that are scored, p the share of them whose answer quantization changes. A score that is the share of
+right answers moves in steps of 1 / n. Of the answers that change, as many become right as wrong if nothing is lost, and
+the score still moves: its standard deviation is the root of p / n.
+
+The engine is scored on tuning rows that the search for fallback did not see.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,14 +26,15 @@ from quantizer.algorithms.fallback import fallback_reason
 from quantizer.algorithms.sensitivity import Evaluation, fingerprint
 from quantizer.algorithms.sensitivity.prices import Prices
 from quantizer.config import RunConfig
-from quantizer.pipeline.context import RunContext
-from quantizer.pipeline.scores import Metric
+from quantizer.pipeline.context import RunContext, Runs, as_predictor, bar
+from quantizer.pipeline.scores import FunctionScorer, Metric
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, text
-from quantizer.tasks import Batch, rows_at
+from quantizer.tasks import Batch, Row, rows_at
 from quantizer.utils.distributed import is_mine
 from quantizer.utils.fingerprint import Fingerprint
 from quantizer.utils.progress import counted
+from quantizer.utils.records import EngineCheck
 
 _BATCHES, _ROWS = 2, 8
 """On so many rows of so many batches causes are looked for, as each setting that is tried is calibrated on them."""
@@ -122,3 +135,125 @@ class _Tries:
             f"try {self._count:>2}: {len(tried.groups):>3} groups in float, score {tried.score:.5f}, "
             f"drop {tried.drop + 0.0:>8.5f}, {judged:>6}, {seconds:.1f} s"
         )
+
+
+_CHANGED = 0.01
+"""p before anything ran: an assumption, of which the message tells. The demo's INT8 changes 1.5% of the answers."""
+
+_NORMAL_95 = 1.96
+
+
+def budget_warnings(asked: float, rows: int, metric: str, option: str) -> Iterator[str]:
+    """Yield why a budget is finer than what its rows can tell, in a sentence; nothing if they can."""
+    if metric != "accuracy" or asked <= 0 or rows <= 0:
+        return
+    step, noise = 1 / rows, _NORMAL_95 * math.sqrt(_CHANGED / rows)
+    if asked < step:
+        yield (
+            f"{option}: {asked:g} is finer than one of the {rows} tuning rows that the search sees, which is "
+            f"{step:.4f} of the accuracy: nothing but a drop of 0 meets it; give {math.ceil(1 / asked)} or more, or "
+            "allow more"
+        )
+    elif asked < noise:
+        yield (
+            f"{option}: {asked:g} is within the noise of the {rows} tuning rows that the search sees: where 1 answer "
+            f"in 100 changes, chance alone moves the accuracy by {noise:.4f} (95%)"
+        )
+
+
+CHECK_ON_ROWS, CHECK_BY_FUNCTION = "check the engine on rows that the search did not see", "check the engine"
+"""The stage in which an engine is held to its budget."""
+
+_CHECKS = 3
+"""How often an engine is built for one budget."""
+
+_SHARE = 3
+"""One of so many tuning rows is held back from the search."""
+
+
+def rows_searched(tuning: int, *, checked: bool) -> int:
+    """Return how many of the tuning rows the search sees, where engines are checked on the others."""
+    return tuning - tuning // _SHARE if checked else tuning
+
+
+class EngineBudget:
+    """The drop of an engine's score that is allowed, and what the search may drop so that the engine meets it.
+
+    Attributes:
+        asked: the budget; None: there is none.
+        searched: the tuning rows for the search; all of them if no engine is to be checked.
+        checks: the engines that were checked, in order.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        asked: float | None,
+        tuning: list[Row],
+        *,
+        checked: bool,
+        function: FunctionScorer | None = None,
+    ) -> None:
+        """
+        Args:
+            context: the model and its task.
+            asked: the budget; None: there is none.
+            tuning: the tuning rows.
+            checked: whether an engine of what the search finds runs here; with training, other engines are built.
+            function: scores engines where there are no rows but those that a function knows.
+        """
+        self.asked = asked
+        self.checks: list[EngineCheck] = []
+        checked = checked and asked is not None
+        self.searched = [row for place, row in enumerate(tuning, start=1) if place % _SHARE] if checked else tuning
+        self._rows = tuning[_SHARE - 1 :: _SHARE] if checked else []
+        self._function = function if checked else None
+        self._context = context
+        self._float_score: float | None = None
+        self._allowed = self.asked or 0.0
+
+    def warn(self, option: str) -> None:
+        """Print a warning where the rows of the search cannot tell a drop as small as the budget."""
+        if self.asked is not None and self.searched:
+            metric = self._context.task.metric_name
+            for line in budget_warnings(self.asked, len(self.searched), metric, option):
+                self._context.timer.tell(f"warning: {line}")
+
+    def next_drop(self, engine: Runs | None, groups: int) -> float | None:
+        """Return the drop that the search is allowed now; None if the engine meets the budget, or nothing is checked.
+
+        The search's budget shrinks by what the engine exceeds its own, down to 0; after three engines it ends.
+        """
+        if self.asked is None or engine is None or not (self._rows or self._function):
+            return None
+        timer, rows = self._context.timer, None if self._function else len(self._rows)
+        with timer(CHECK_BY_FUNCTION if self._function else CHECK_ON_ROWS):
+            drop = self._drop(engine)
+        self.checks.append(EngineCheck(groups=groups, drop=drop, rows=rows))
+        told = "" if rows is None else f" on {rows} rows"
+        said = f"the engine's drop{told} is {drop:.5f}, and {self.asked:g} is allowed"
+        if drop <= self.asked:
+            timer.tell(said)
+            return None
+        if self._allowed == 0 or len(self.checks) == _CHECKS:
+            timer.tell(f"{said}: the budget is not met on the engine, and this is the best plan found")
+            return None
+        self._allowed = max(0.0, self._allowed - (drop - self.asked))
+        timer.tell(f"{said}: the search goes on with {self._allowed:.5f}")
+        return self._allowed
+
+    def _drop(self, engine: Runs) -> float:
+        """Return how much worse the engine is than the float model."""
+        if self._function is not None:
+            gain = self._function.difference("engine", engine)
+            assert gain is not None
+            return 0.0 - gain if self._function.metric.higher_is_better else gain
+        if self._float_score is None:
+            self._float_score = self._score(self._context.model)
+        sign = 1 if self._context.task.higher_is_better else -1
+        return sign * (self._float_score - self._score(engine))
+
+    def _score(self, model: Runs) -> float:
+        task = self._context.task
+        with bar("rows to check on") as progress:
+            return task.score(task.predict(as_predictor(model), self._rows, progress), self._rows)

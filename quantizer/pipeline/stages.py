@@ -19,7 +19,6 @@ from quantizer.algorithms.sensitivity.prices import Prices
 from quantizer.config import AmpConfig, RunConfig, dump_yaml
 from quantizer.errors import EngineError
 from quantizer.pipeline.benchmark import build_options, measure_latency, measure_memory
-from quantizer.pipeline.budget import CHECK_BY_FUNCTION, CHECK_ON_ROWS
 from quantizer.pipeline.choose_engine import Picked, pick_backend
 from quantizer.pipeline.compare_outputs import (
     NOTHING_DB,
@@ -42,7 +41,15 @@ from quantizer.pipeline.open_axes import settle_axes
 from quantizer.pipeline.placement import RunPlacement
 from quantizer.pipeline.processes import from_first_rank, require_same_work
 from quantizer.pipeline.run_engines import RunEngines, nearest_form
-from quantizer.pipeline.search_max_drop import CAUSES, has_causes, measure_sensitivity, search_fallback, with_causes_of
+from quantizer.pipeline.search_max_drop import (
+    CAUSES,
+    CHECK_BY_FUNCTION,
+    CHECK_ON_ROWS,
+    has_causes,
+    measure_sensitivity,
+    search_fallback,
+    with_causes_of,
+)
 from quantizer.pipeline.train import train
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord

@@ -48,7 +48,7 @@ from quantizer.errors import ConfigError, MissingDependencyError, QuantizerError
 from quantizer.pipeline.compare_outputs import refusal
 from quantizer.pipeline.faults import Looks, require_package
 from quantizer.pipeline.job import QUANTIZER
-from quantizer.pipeline.loaded_work import LoadedWork, needs, shared_work
+from quantizer.pipeline.load_workload import LoadedWork, needs, shared_work
 from quantizer.pipeline.make_record import write_reports
 from quantizer.pipeline.placement import missed_speed
 from quantizer.pipeline.preflight import ready_to_run

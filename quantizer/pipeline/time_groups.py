@@ -3,6 +3,8 @@
 A checksum of all in an ONNX file that decides how long its engine takes: operators, shapes and types, no weights.
 
 The stage that prices the groups of a plan by measured time, and finds those that low precision makes slower.
+
+``quantizer.measured_prices`` returns the prices of the groups of a ``Quantizer``.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,21 +22,25 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from quantizer.algorithms.sensitivity.prices import Prices, prices_from_places
 from quantizer.engines import Engine, inspect_engine, interleaved_latency, load_engine, medians
-from quantizer.engines.base import InputSizes
+from quantizer.engines.backends import build_engine, runs_here
+from quantizer.engines.base import BuildOptions, InputSizes
 from quantizer.engines.inspection import place_times
 from quantizer.engines.measure import working_inputs
 from quantizer.engines.onnx_graph import product_names
+from quantizer.errors import EngineError
+from quantizer.export.exporter import export_onnx
 from quantizer.export.qdq.onnx_file import input_dimensions, read_graph
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import sites_of
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_machine, collect_versions
 from quantizer.report.text import counted
-from quantizer.utils.files import Store
+from quantizer.utils.files import Store, scratch
 from quantizer.utils.lazy import import_library
 from quantizer.utils.sizes import DataSizes
 
@@ -263,3 +270,75 @@ class GroupPlacer:
                 quantizer.clear_fallback()
             self.build(placed.onnx, placed.engine)
             return is_faster(placed, low, self.timing)
+
+
+def measured_prices(
+    quantizer: Quantizer,
+    model: nn.Module,
+    example: Any,
+    *,
+    batch: int = 8,
+    sequence: int = 128,
+    threads: int = 1,
+    cache: str | os.PathLike[str] | None = None,
+) -> Prices:
+    """Build an engine of the plan and one of the float model, and return what each group takes in both.
+
+    For ``fallback(prices=...)``: groups that low precision makes slower go back, the others by their error per
+    microsecond.
+
+    Args:
+        quantizer: a calibrated quantizer for a backend whose engines run on this machine, without a fallback.
+        model: the float model.
+        example: one batch, to export with.
+        batch: rows of the inputs that are timed.
+        sequence: size of their other dynamic dimensions.
+        threads: threads of the CPU.
+        cache: a folder for times, which are taken from there if operators, shapes and machine are the same.
+
+    Raises:
+        EngineError: engines of the backend do not run here, groups fell back already, or an engine fails.
+        CalibrationError: nothing was calibrated yet.
+    """
+    name = quantizer.config.backend
+    if not runs_here(name):
+        raise EngineError(
+            f"measured_prices() times engines of {name}, which need a GPU that is not here; "
+            "call it on a machine with one, or choose groups without times, as by fallback(num=...)"
+        )
+    times = Store(cache, EngineError)
+    with scratch() as folder:
+        quantized, low, plain = _exported_pair(quantizer, model, example, folder)
+
+        def build(onnx: Path, engine: Path) -> None:
+            build_engine(name, onnx, engine, BuildOptions(dynamic={"batch": (batch,) * 3, "sequence": (sequence,) * 3}))
+
+        for files in (low, plain):
+            build(files.onnx, files.engine)
+        placer = GroupPlacer(
+            model=model,
+            example=example,
+            timing=Timing(backend=name, sizes=InputSizes(batch, sequence), threads=threads),
+            times=times,
+            build=build,
+            folder=folder,
+        )
+        prices = placer.prices(quantizer, quantized, low, plain)
+    if prices is None:
+        raise EngineError(f"engines of {name} tell no times of their layers, so that groups have no price")
+    return prices
+
+
+def _exported_pair(
+    quantizer: Quantizer, model: nn.Module, example: Any, folder: Path
+) -> tuple[nn.Module, EngineFiles, EngineFiles]:
+    """Return the frozen proxy, and where its ONNX file and that of the float model were written."""
+    if quantizer.chosen_fallback is not None:
+        raise EngineError("prices are taken of all groups, and some fell back: call clear_fallback() first")
+    low, plain = (
+        EngineFiles(onnx=folder / f"{stem}.onnx", engine=folder / f"{stem}.engine") for stem in ("model", "float")
+    )
+    quantized = quantizer.quantize(model)
+    quantizer.export(quantized, low.onnx, example)
+    export_onnx(model, plain.onnx, example, opset=quantizer.config.target.opset, dtype=torch.float32)
+    return quantized, low, plain

@@ -14,13 +14,13 @@ from torch import nn
 from quantizer.algorithms.make_plan import sees_the_same
 from quantizer.config import RunConfig
 from quantizer.config.data_section import MODULE
-from quantizer.pipeline.budget import EngineBudget
 from quantizer.pipeline.context import RunContext, RunRows, Runs, as_predictor, bar
 from quantizer.pipeline.model_graphs import Graphs
 from quantizer.pipeline.module_feed import ModuleFeed, fitted, named_batches
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.resume import ResumeFiles
 from quantizer.pipeline.scores import FunctionScorer, Metric
+from quantizer.pipeline.search_max_drop import EngineBudget
 from quantizer.proxy.restored_state import untouched
 from quantizer.quantizer import Quantizer
 from quantizer.report import ModelInfo, Score

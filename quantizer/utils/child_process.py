@@ -4,6 +4,8 @@
 file named ``socket.py`` or ``torch.py`` there would be executed. Whoever starts a process uses this module.
 
 Interrupts that other people's code may swallow, raised again after it.
+
+What a launcher such as ``torchrun`` tells this process in its environment.
 """
 
 from __future__ import annotations
@@ -90,3 +92,10 @@ def interrupts_end_the_block() -> Iterator[None]:
         if raised:
             # It replaces whatever the swallowed interrupt led to.
             raise raised[0] from None
+
+
+def launched() -> tuple[str, int]:
+    """Return the rank of this process as it is told, ``?`` if it is not, and the number of processes, 1 by itself."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    count = int(size) if size.isdecimal() else 1
+    return (os.environ.get("RANK", "?"), count) if count > 1 else ("0", 1)

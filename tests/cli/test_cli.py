@@ -51,9 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     module = ModuleType("quantizer.pipeline.run")
     module.run = note("run")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "quantizer.pipeline.run", module)
-    module = ModuleType("quantizer.pipeline.inspect_model")
-    module.inspect = note("inspect")  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "quantizer.pipeline.inspect_model", module)
+    monkeypatch.setattr("quantizer.cli.inspect.inspect_model", note("inspect"))
     return calls
 
 

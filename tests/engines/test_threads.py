@@ -150,7 +150,7 @@ def test_texts_are_padded_as_their_own_call_asks(tmp_path: Path) -> None:
     """A fast tokenizer keeps the padding of the last call."""
     transformers = pytest.importorskip("transformers", reason="install enginequant[hf]")
     from quantizer.engines import TensorSpec
-    from quantizer.pipeline.load_converted import Converted
+    from quantizer.pipeline.load import Converted
 
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"]))
     tokenizer = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"))

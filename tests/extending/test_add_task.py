@@ -46,7 +46,7 @@ def test_a_checkpoint_is_converted_for_it(folder: Path) -> None:
         folder,
         f"""
 import macro_f1
-from quantizer.pipeline.load_converted import load_converted
+from quantizer.pipeline.load import load_converted
 
 assert macro_f1.main({[*words, "--task", NAME, "-o", "converted"]}) == 0
 assert load_converted("converted/openvino").config["task"] == "{NAME}"

@@ -16,7 +16,7 @@ from quantizer import Quantizer
 from quantizer.config import load_run
 from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError, TaskError
-from quantizer.pipeline.load_converted import load_converted
+from quantizer.pipeline.load import load_converted
 from quantizer.report import read_record
 from quantizer.tasks import read_checkpoint, resolve_source
 from quantizer.utils.files import write_folder

@@ -314,7 +314,7 @@ def test_times_of_engines_that_cannot_be_measured(
     q.fallback(amp, num=1)
     with pytest.raises(EngineError, match=r"some fell back: call clear_fallback\(\) first"):
         measured_prices(q, model, torch.randn(8, 32))
-    monkeypatch.setattr("quantizer.pipeline.measured_prices.runs_here", lambda name: False)
+    monkeypatch.setattr("quantizer.pipeline.time_groups.runs_here", lambda name: False)
     with pytest.raises(EngineError, match=r"need a GPU that is not here; call it on a machine with one, or .*num="):
         measured_prices(q, model, torch.randn(8, 32))
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from quantizer import Quantizer
 from quantizer.engines import build_engine, load_engine
-from quantizer.pipeline import rough_plan
+from quantizer.pipeline import fastest_engine
 from quantizer.plan.site_plan import Plan
 
 ROWS = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
@@ -41,7 +41,7 @@ def test_it_is_the_plan_of_largest_values(settings: dict[str, Any]) -> None:
     first = calibrated(model, **settings)
     before: Plan = dict(first.plan)
     calls: list[nn.Module] = []
-    rough = rough_plan.rough_quantizer(first, "onnxruntime")
+    rough = fastest_engine.rough_quantizer(first, "onnxruntime")
     with nn.modules.module.register_module_forward_pre_hook(lambda module, _: calls.append(module)):
         rough.quantize(model)
     assert not calls
@@ -75,7 +75,7 @@ def test_it_is_the_plan_of_largest_values(settings: dict[str, Any]) -> None:
 def test_where_it_tells_how_fast_a_good_plan_is(
     backend: str, settings: dict[str, Any], planned: list[str], least: float | None
 ) -> None:
-    assert rough_plan.least_ratio(Quantizer(backend="openvino", **settings).config, backend, planned) == least
+    assert fastest_engine.least_ratio(Quantizer(backend="openvino", **settings).config, backend, planned) == least
 
 
 def test_what_fell_back_is_quantized() -> None:
@@ -84,7 +84,7 @@ def test_what_fell_back_is_quantized() -> None:
     proxy = first.amp(model)
     proxy(ROWS)
     first.fallback(proxy, num=1)
-    rough = rough_plan.rough_quantizer(first, "onnxruntime")
+    rough = fastest_engine.rough_quantizer(first, "onnxruntime")
     rough.quantize(model)
     assert rough.coverage.share == 1
     assert first.coverage.share < 1
@@ -99,7 +99,7 @@ def test_an_engine_is_built_from_it(tmp_path: Path) -> None:
     def build(onnx: Path, path: Path) -> Any:
         return load_engine("onnxruntime", build_engine("onnxruntime", onnx, path).path)
 
-    engine = rough_plan.rough_engine(
+    engine = fastest_engine.rough_engine(
         calibrated(model), "onnxruntime", model, ROWS, tmp_path / "of.a.backend-rough", build
     )
     result = next(iter(engine(ROWS.numpy()).values()))
@@ -124,9 +124,9 @@ def test_the_fastest_of_the_others_counts(taken: list[float], why: str | None, m
         assert set(calls) == {"quick", "slow", "this"}
         return {"quick": [2.0], "slow": [9.0], "this": [left.pop(0)]}
 
-    monkeypatch.setattr(rough_plan, "interleaved_latency", given)
-    monkeypatch.setattr(rough_plan, "engine_inputs", lambda engine, batch: batch)
+    monkeypatch.setattr(fastest_engine, "interleaved_latency", given)
+    monkeypatch.setattr(fastest_engine, "engine_inputs", lambda engine, batch: batch)
     engine: Any = dict
-    found = rough_plan.too_slow("this", engine, {"quick": engine, "slow": engine}, [{}] * len(taken), 1.2)
+    found = fastest_engine.too_slow("this", engine, {"quick": engine, "slow": engine}, [{}] * len(taken), 1.2)
     assert found == (None if why is None else f"with ranges by largest values it takes {why}")
     assert not left

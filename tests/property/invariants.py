@@ -28,8 +28,7 @@ from quantizer.check import check_file
 from quantizer.engines import BuildOptions, Engine, build_engine, load_engine
 from quantizer.errors import ExportError
 from quantizer.export.exporter import export_onnx
-from quantizer.pipeline.compare_outputs import check_engine, reference_outputs, tolerance
-from quantizer.pipeline.comparison_batches import LEAST_SAMPLES
+from quantizer.pipeline.compare_outputs import LEAST_SAMPLES, check_engine, reference_outputs, tolerance
 from quantizer.pipeline.context import engine_inputs
 from quantizer.plan.site_plan import Plan
 from quantizer.tasks import rows_at

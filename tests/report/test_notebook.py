@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quantizer import Quantizer
 from quantizer.algorithms.sensitivity.prices import GroupPrice, Prices
 from quantizer.errors import CalibrationError, QuantizerError
-from quantizer.pipeline.plan_records import site_records
+from quantizer.pipeline.make_record import site_records
 from quantizer.plan.coverage import Coverage, Ranges
 from quantizer.plan.site_plan import OperandPlan, SitePlan
 from quantizer.report.notebook import Picture

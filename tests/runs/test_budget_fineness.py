@@ -11,7 +11,7 @@ import yaml
 from quantizer.algorithms.fallback import budget_outcome
 from quantizer.algorithms.sensitivity import Evaluation, Fallback
 from quantizer.cli.main import main
-from quantizer.pipeline.budget import budget_warnings
+from quantizer.pipeline.search_max_drop import budget_warnings
 from quantizer.report import Score
 from quantizer.report.terminal import budget_line
 from quantizer.utils.records import EngineCheck

@@ -13,14 +13,16 @@ from torch import nn
 
 from quantizer.engines import TensorSpec
 from quantizer.pipeline.compare_outputs import (
+    LEAST_SAMPLES,
     OutputCheck,
     Tolerance,
     WrongEngineError,
+    check_batches,
     check_engine,
+    check_shapes,
     reference_outputs,
     tolerance,
 )
-from quantizer.pipeline.comparison_batches import LEAST_SAMPLES, check_batches, check_shapes
 from quantizer.pipeline.module_feed import ModuleFeed
 from quantizer.tasks.inputs import TextInputs
 

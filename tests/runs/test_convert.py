@@ -50,7 +50,7 @@ from quantizer.pipeline import time_groups as place_groups
 from quantizer.pipeline.compare_outputs import OutputCheck, tolerance
 from quantizer.pipeline.convert_options import conversion_configs
 from quantizer.pipeline.fastest_engine import variants_of
-from quantizer.pipeline.load_converted import load_converted
+from quantizer.pipeline.load import load_converted
 
 (ONNXRUNTIME,), _ = cpu_candidates(("onnxruntime",))
 """The backend for this CPU."""

@@ -17,7 +17,7 @@ from helpers import read_json
 from tiny_audio import CLASSES, tiny_ast, tiny_ctc, tiny_recordings
 
 from quantizer.pipeline import benchmark
-from quantizer.pipeline.load_converted import load_converted
+from quantizer.pipeline.load import load_converted
 from quantizer.tasks import build_task, load_model, load_processor, load_rows
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")

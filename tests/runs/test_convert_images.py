@@ -21,7 +21,7 @@ from tiny_vision import CLASSES, SIZE, tiny_images, tiny_resnet, tiny_vit
 from quantizer import Quantizer
 from quantizer.pipeline import benchmark
 from quantizer.pipeline import time_groups as place_groups
-from quantizer.pipeline.load_converted import load_converted
+from quantizer.pipeline.load import load_converted
 
 MADE = {"vit": "openvino", "resnet": "onnxruntime"}
 """Which of the two is converted for which backend."""

@@ -32,7 +32,7 @@ from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import QuantizerError, TaskError
 from quantizer.pipeline import benchmark, model_graphs, run_engines
 from quantizer.pipeline.convert_options import conversion_configs
-from quantizer.pipeline.load_converted import ConvertedParts, load_converted
+from quantizer.pipeline.load import ConvertedParts, load_converted
 from quantizer.pipeline.model_graphs import most_tokens
 from quantizer.pipeline.open_axes import with_written_sizes
 from quantizer.report import read_record

@@ -15,10 +15,10 @@ from torch import nn
 import quantizer.pipeline.run as pipeline
 from quantizer.cli.main import main
 from quantizer.engines import Engine
-from quantizer.pipeline.budget import EngineBudget
 from quantizer.pipeline.context import RunRows
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.scores import TaskMetric
+from quantizer.pipeline.search_max_drop import EngineBudget
 from quantizer.report import read_record
 from quantizer.report.terminal import evaluation_caption
 from quantizer.tasks import Row

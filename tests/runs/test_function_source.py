@@ -26,8 +26,8 @@ from quantizer.config import load_run
 from quantizer.engines import load_engine
 from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.pipeline import function_source
-from quantizer.pipeline.budget import EngineBudget
 from quantizer.pipeline.scores import FunctionMetric, FunctionScorer
+from quantizer.pipeline.search_max_drop import EngineBudget
 from quantizer.report import RunRecord, read_record
 
 ONNXRUNTIME = next(name for name in cpu_candidates()[0] if name.startswith("onnxruntime"))

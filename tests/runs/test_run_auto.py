@@ -21,8 +21,8 @@ from tiny_run import tiny_run
 
 import quantizer.pipeline.benchmark as run_measure
 import quantizer.pipeline.choose_engine as pick
+import quantizer.pipeline.fastest_engine as rough_plan
 import quantizer.pipeline.fastest_engine as run_variants
-import quantizer.pipeline.rough_plan as rough_plan
 import quantizer.pipeline.stages
 from quantizer import Quantizer
 from quantizer.cli.main import main
@@ -31,7 +31,7 @@ from quantizer.engines import BuildOptions, BuildResult, PeakMemory, for_this_cp
 from quantizer.engines.engine_file import read_engine
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
-from quantizer.pipeline import load_converted
+from quantizer.pipeline import load
 from quantizer.report import read_record
 
 OPENVINO, ONNXRUNTIME, TORCH = sorted(cpu_candidates()[0], key=lambda name: ("torch" in name, "onnx" in name))
@@ -403,10 +403,10 @@ def test_a_conversion_delivers_float_where_it_is_faster(at: Path, monkeypatch: p
     assert (config["quantization"], config["chosen_on"]) == (None, choice.instructions)
     assert not list(folder.glob("float.*"))
     assert not load_run(folder / "config.yaml").quantize
-    assert load_converted.load_converted(folder)(["a good film", "dull"])["logits"].shape[0] == 2
-    monkeypatch.setattr(load_converted, "collect_machine", lambda: {"instructions": "neon"})
+    assert load.load_converted(folder)(["a good film", "dull"])["logits"].shape[0] == 2
+    monkeypatch.setattr(load, "collect_machine", lambda: {"instructions": "neon"})
     with pytest.warns(UserWarning, match="chosen as the fastest on a CPU with .* and this one has neon"):
-        load_converted.load_converted(folder)
+        load.load_converted(folder)
 
 
 @pytest.mark.promise("torch is built on its eager road, in seconds")
@@ -424,4 +424,4 @@ def test_torch_competes_on_its_eager_road(at: Path, monkeypatch: pytest.MonkeyPa
     _convert(at)
     assert set(roads.values()) == {False}
     assert read_json(Path(f"out/{TORCH}/config.json"))["backend"] == TORCH
-    assert load_converted.load_converted(f"out/{TORCH}")(["a good film"])["logits"].shape[0] == 1
+    assert load.load_converted(f"out/{TORCH}")(["a good film"])["logits"].shape[0] == 1

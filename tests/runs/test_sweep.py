@@ -35,7 +35,7 @@ from quantizer.config.sweep import SweepRun
 from quantizer.engines import PeakMemory
 from quantizer.errors import EngineError
 from quantizer.pipeline import sweep as launchers
-from quantizer.pipeline.loaded_work import shared_work
+from quantizer.pipeline.load_workload import shared_work
 from quantizer.pipeline.sweep import Outcome, Pace, config_of, plain_config, ready_to_sweep, time_left
 from quantizer.report import read_record
 from quantizer.report.verdict import Verdict

@@ -14,7 +14,7 @@ from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError, TaskError
-from quantizer.pipeline.load_converted import load_converted
+from quantizer.pipeline.load import load_converted
 from quantizer.tasks import Plain, Task, batch_shape, build_task, load_model
 from quantizer.tasks.tokens.text_generation import DecodeStep
 

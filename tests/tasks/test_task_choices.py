@@ -111,7 +111,7 @@ def test_a_checkpoint_is_converted_end_to_end(
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason="a conversion needs enginequant[hf,onnx,onnxruntime]")
     from quantizer.pipeline import benchmark
-    from quantizer.pipeline.load_converted import load_converted
+    from quantizer.pipeline.load import load_converted
 
     monkeypatch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
     lines = [dataclasses.asdict(row) for row in ROWS]

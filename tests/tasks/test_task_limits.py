@@ -15,7 +15,7 @@ from transformers import BertForSequenceClassification
 
 from quantizer.errors import QuantizerError, TaskError
 from quantizer.export.qdq.onnx_file import TensorSpec
-from quantizer.pipeline.load_converted import Converted
+from quantizer.pipeline.load import Converted
 from quantizer.pipeline.scores import TaskMetric
 from quantizer.tasks import Image, build_task, load_model, load_rows, read_checkpoint, read_image, read_images
 

@@ -153,7 +153,7 @@ def test_clip_is_converted_end_to_end(clip: str, tmp_path: Path, monkeypatch: py
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason="a conversion needs enginequant[hf,onnx,onnxruntime]")
     from quantizer.pipeline import benchmark
-    from quantizer.pipeline.load_converted import load_converted
+    from quantizer.pipeline.load import load_converted
 
     monkeypatch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
     folder = tiny_images(tmp_path / "photos", 6, seed=0)

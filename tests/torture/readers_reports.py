@@ -12,7 +12,7 @@ from rich.console import Console
 from tiny_run import tiny_run
 
 from quantizer.pipeline.convert_options import conversion_configs
-from quantizer.pipeline.load_converted import load_converted
+from quantizer.pipeline.load import load_converted
 from quantizer.pipeline.run import convert
 from quantizer.report import html_from_record, print_summary, read_record, write_record
 from quantizer.utils.files import Store
