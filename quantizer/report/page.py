@@ -70,52 +70,37 @@ if TYPE_CHECKING:
 
 
 GLOSSARY = {
-    "amax": "The largest magnitude that a range holds. What lies beyond it is clipped to it. Symmetric INT8 has steps "
-    "of amax / 127.",
-    "backend": "The library and the kind of processor that an engine is for, such as `openvino` or `tensorrt-rtx`.",
-    "calibration": "Running the float model on sample inputs, and recording which values occur at each operand.",
-    "calibrator": "The rule that makes a range from the recorded values: `max`, `percentile`, `mse`, `entropy`.",
-    "covered share": "The share of all multiply-adds of the model that run in low precision. It says how much of the "
-    "work is quantized, while the count of sites says how many operations are: a residual add or a classifier's head "
-    "is one site and next to no work.",
-    "dynamic range": "A range that is taken from each batch as it runs, instead of from calibration.",
-    "engine": "The file that a library runs, built from the ONNX file for one kind of processor.",
-    "escaped": "A product that torch computed and that runs in floats; its reason is beside it. The column says "
-    "'in float'.",
-    "fallback": "Leaving part of the model in float to save accuracy or time; also called putting back.",
-    "frozen": "With ranges that are fixed and weights that are stored as integers; what `quantize()` returns.",
-    "group": "Sites that are quantized, or put back to float, together, because they share an input or an output.",
-    "indices": "Whole numbers such as token ids, positions and shapes. Layers that compute with them alone are neither "
-    "quantized nor in float.",
-    "operand": "One input of an operation: its weight, or an activation. Each has a range of its own.",
-    "per channel": "With one scale for each output channel of a weight, instead of one for all of it (per tensor).",
-    "proxy": "The copy of your model, with your weights, in which quantized operations round as the engine will. The "
-    "model itself is never changed.",
-    "PTQ, QAT": "Quantization after training (PTQ), and training on with the rounding in it (QAT).",
-    "put back": "Returned to float, by a budget, by a name that you gave, or because INT8 is slower there.",
-    "Q/DQ": "QuantizeLinear and DequantizeLinear, the pairs of ONNX operators that mark what is quantized. A library "
-    "that builds an engine turns them into integer kernels.",
-    "range": "The values that an operand's codes can stand for. A wide one has coarse steps, a narrow one clips.",
-    "rest": "All that is not quantized; it runs in float32, float16 or bfloat16.",
-    "scale": "The width of one step: a code times the scale is the value that it stands for.",
-    "sensitivity": "How much worse the output, or the score, gets when one group alone is quantized.",
-    "site": "One operation of the model that can be quantized, such as one linear layer, one matmul of attention, or "
-    "one residual add.",
-    "smoothing": "Moving large channels of an activation into the weight, which has room for them (SmoothQuant).",
-    "SQNR": "Signal to quantization noise ratio, in dB: how far the rounding error lies below the values. 6 dB more "
-    "is half the error; an output with 20 dB is off by a tenth of its size, one with 40 dB by a hundredth.",
-    "tuning rows": "Labelled rows that a choice is scored on. None of them is among those of the final score.",
-    "zero point": "The code that stands for 0. A symmetric range has none; an asymmetric one wastes no codes on values "
-    "that do not occur.",
+    "amax": "The largest magnitude of a range. Larger values are clipped to it. For symmetric INT8, the "
+    "scale is amax / 127.",
+    "backend": "An inference library with a kind of processor, such as `openvino` or `tensorrt-rtx`.",
+    "calibrator": "The method that estimates a range from calibration data: `max`, `percentile`, `mse` or `entropy`.",
+    "coverage": "The share of all multiply-adds of the model that run in low precision. A count of sites says less, "
+    "because a residual add is one site with few multiply-adds.",
+    "engine": "The file that a backend builds from the ONNX file and runs.",
+    "fallback": "Part of the model is kept in floating point, to save accuracy or latency.",
+    "frozen": "With fixed ranges and integer weights. `quantize()` returns a frozen model.",
+    "operand": "One input of an operation: a weight or an activation. Each operand has a range.",
+    "precision group": "Sites that are quantized or kept in floating point together, because they share an input "
+    "or an output.",
+    "proxy": "A copy of your model that shares its weights and simulates the quantized operations. The model itself is "
+    "not changed.",
+    "Q/DQ": "QuantizeLinear and DequantizeLinear, the ONNX operators that mark quantized tensors. Engines replace "
+    "them by integer kernels.",
+    "sensitivity": "The increase of the output's error, or the drop of the score, if one precision group is quantized.",
+    "site": "One operation of the model that can be quantized: a linear layer, a convolution, a MatMul or a residual "
+    "add.",
+    "SQNR": "Signal-to-quantization-noise ratio in dB. At 20 dB, the error is a tenth of the output; at 40 dB, a "
+    "hundredth.",
+    "zero point": "The quantized value that stands for 0. A symmetric range does not need one.",
 }
-"""Terms, in the order of the alphabet."""
+"""Terms with their meaning, in alphabetical order."""
 
-_UNUSUAL = ("amax", "frozen", "operand", "proxy", "put back", "Q/DQ", "site", "smoothing", "SQNR", "zero point")
-"""Those that a reader of an error may meet for the first time."""
+_UNUSUAL = ("amax", "frozen", "operand", "precision group", "proxy", "Q/DQ", "site", "SQNR", "zero point")
+"""Terms that error messages explain."""
 
 
 def words_in(message: str) -> dict[str, str]:
-    """Return the unusual terms that a message uses, each with its sentence, in the order of the glossary.
+    """Return the terms of a message that need an explanation, each with its sentence, in alphabetical order.
 
     A term counts as a whole word, also in the plural; in quotes or in a dotted name it is a name, not a word.
     """
@@ -133,9 +118,9 @@ def glossary_page() -> str:
         "",
         "<!-- made by  python -m quantizer.report.page > docs/glossary.md -->",
         "",
-        "The words of reports, guides and messages. The report has the same list at its end.",
+        "Terms of the reports, pages and messages. Each report ends with this list.",
         "",
-        "| word | meaning |",
+        "| term | meaning |",
         "|---|---|",
         *(f"| {term} | {sentence} |" for term, sentence in GLOSSARY.items()),
     ]
