@@ -35,7 +35,7 @@ from quantizer.engines import BuildOptions, Engine, build_engine, interleaved_la
 from quantizer.export.exporter import export_onnx
 from quantizer.pipeline.compare_outputs import float_noise
 from quantizer.tasks import Plain, Task, build_task, tasks
-from quantizer.tasks.tokens.text_generation import next_cache
+from quantizer.tasks.text_generation import next_cache
 
 NAME = "text-generation-with-past"
 FLOAT = "ONNX Runtime, float32"

@@ -27,8 +27,8 @@ from quantizer.observe.replay_batches import Batch, DealtBatches, ReplayBatches,
 from quantizer.observe.snapshot import restored, snapshot
 from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import Plan
-from quantizer.proxy.computed_weights import named_tensors
 from quantizer.proxy.model_sharing import LocalHook, OwnBuffers
+from quantizer.proxy.weight import named_tensors
 from quantizer.utils.batches import copied, warn_user
 from quantizer.utils.distributed import all_gather_bytes, get_rank, get_world_size
 from quantizer.utils.fingerprint import Fingerprint, changed_types, tensor_version, warn_of_other_weights

@@ -33,10 +33,9 @@ from quantizer.observe.replay_batches import Batch
 from quantizer.observe.statistics import Seen, SiteStatistics, merge_dimension, same_weight, why_varies, without_padding
 from quantizer.observe.tensor_origin import Origin, OriginTracker, OutputReaders
 from quantizer.plan.reasons import ReasonCode
-from quantizer.proxy.computed_weights import RANDOM, Computation, named_tensors
 from quantizer.proxy.model_sharing import LocalHook
 from quantizer.proxy.site import OUTPUT, Place, Site
-from quantizer.proxy.weight import Weight, Weights, is_transformed, non_finite
+from quantizer.proxy.weight import RANDOM, Computation, Weight, Weights, is_transformed, named_tensors, non_finite
 from quantizer.rewrite.operations import group_sizes, kind_of
 from quantizer.rewrite.product_sizes import Call, labels, recurrent
 from quantizer.utils.fingerprint import tensor_version

@@ -28,9 +28,8 @@ from quantizer.observe.completeness import CountedProduct
 from quantizer.observe.float16_modules import Float32Modules
 from quantizer.observe.range_group import ChannelRange, Migration, OperandRecord, RangeGroup
 from quantizer.observe.statistics import Seen, SiteStatistics
-from quantizer.proxy.computed_weights import Computation, named_tensors
 from quantizer.proxy.site import OUTPUT
-from quantizer.proxy.weight import Weight, WeightView
+from quantizer.proxy.weight import Computation, Weight, WeightView, named_tensors
 from quantizer.rewrite.operations import Kind
 from quantizer.utils.distributed import all_gather_bytes, get_world_size
 from quantizer.utils.plain_values import decoded, json_values

@@ -26,9 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizer.observe.completeness import ProductCounter
 from quantizer.observe.float16_overflow import OverflowTracker
-from quantizer.proxy.computed_weights import RANDOM, Computation, Step, plain_arguments, why_not_repeated
 from quantizer.proxy.site import Site
-from quantizer.proxy.weight import is_transformed
+from quantizer.proxy.weight import RANDOM, Computation, Step, is_transformed, plain_arguments, why_not_repeated
 from quantizer.rewrite.torch_products import COMPOSITE, PRODUCTS, is_composite, product_name
 
 _DEEPEST = 100

@@ -24,9 +24,17 @@ from quantizer.pipeline.context import RunContext, Runs, engine_run
 from quantizer.pipeline.time_groups import EngineFiles
 from quantizer.report.record import Agreement
 from quantizer.tasks import Batch
-from quantizer.tasks.seq2seq.part_batches import PartBatches, calibration_batches, part_batches
 from quantizer.tasks.seq2seq.parts import DECODER, ENCODER, ENCODER_STEPS, PARTS, dynamic_axes, parts_of
-from quantizer.tasks.seq2seq.writer import Steps, Writer, equal_texts, equal_tokens, in_parts
+from quantizer.tasks.seq2seq.writer import (
+    PartBatches,
+    Steps,
+    Writer,
+    calibration_batches,
+    equal_texts,
+    equal_tokens,
+    in_parts,
+    part_batches,
+)
 from quantizer.utils.dimension_names import PAST
 from quantizer.utils.sizes import BATCH, SEQUENCE
 

@@ -65,7 +65,7 @@ from quantizer.report.trackers import print_tracked
 from quantizer.report.verdict import USABLE, verdict_of
 from quantizer.utils.child_process import child_environment, python_command, safe_children
 from quantizer.utils.files import restore_folder
-from quantizer.utils.files.marker import read_marker
+from quantizer.utils.files.temporary import read_marker
 
 if TYPE_CHECKING:
     from quantizer.config import RunConfig

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from quantizer.numerics.formats import FLOAT16_MAX, INT8
 from quantizer.plan.reasons import ReasonCode, RuleKind
-from quantizer.proxy.computed_weights import Computation
-from quantizer.proxy.weight import WeightView
+from quantizer.proxy.weight import Computation, WeightView
 from quantizer.utils.fingerprint import tensors_digest
 
 _REMARKS = {"reason", "rule", "note", "bias_note", "smoothing", "rounding", "estimate", "sqnr_db", "clipped"}

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from quantizer.tasks import audio, classification, sentence_similarity
+from quantizer.tasks import (
+    audio,
+    classification,
+    depth_estimation,
+    fill_mask,
+    multiple_choice,
+    object_detection,
+    question_answering,
+    segmentation,
+    sentence_similarity,
+    text_generation,
+    token_classification,
+    zero_shot,
+)
 from quantizer.tasks.audio import Recordings
 from quantizer.tasks.checkpoints import resolve_source, save_processor
 from quantizer.tasks.datasets import (
@@ -28,8 +41,7 @@ from quantizer.tasks.datasets import (
     read_texts,
     text_files,
 )
-from quantizer.tasks.images import depth_estimation, object_detection, segmentation, zero_shot
-from quantizer.tasks.images.image_inputs import read_image
+from quantizer.tasks.image_inputs import read_image
 from quantizer.tasks.inputs import Batch, Feed, Sample, batch_shape, rows_at
 from quantizer.tasks.models import (
     load_image_processor,
@@ -42,7 +54,6 @@ from quantizer.tasks.models import (
 from quantizer.tasks.outputs import first_output
 from quantizer.tasks.seq2seq import tasks as seq2seq_tasks
 from quantizer.tasks.task import Predictions, Progress, Run, Task, build_task, tasks
-from quantizer.tasks.tokens import fill_mask, multiple_choice, question_answering, text_generation, token_classification
 
 __all__ = [
     # rows

@@ -26,9 +26,8 @@ from quantizer.errors import MissingDependencyError, TaskError
 from quantizer.tasks.classification import FileClassification, compare_classifiers
 from quantizer.tasks.datasets.rows import Audio, Row, Speech
 from quantizer.tasks.inputs import EXAMPLE_ROWS, Batch, Inputs, Sample
-from quantizer.tasks.outputs import first_output
+from quantizer.tasks.outputs import first_output, is_token
 from quantizer.tasks.task import CountedTask, Predictions, rows_of_kind, tasks
-from quantizer.tasks.tokens.parts import is_token
 
 
 def word_errors(said: Iterable[str], right: Iterable[str]) -> npt.NDArray[np.float64]:

@@ -25,7 +25,7 @@ import torch
 
 from quantizer.errors import MissingDependencyError, TaskError
 from quantizer.tasks.datasets.rows import Audio, Image, Row, Text, class_number
-from quantizer.tasks.images.image_inputs import ImageInputs
+from quantizer.tasks.image_inputs import ImageInputs
 from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.metrics import accuracy, kl_divergence, label_flips, mean_cosine, sqnr_db
 from quantizer.tasks.outputs import MEAN

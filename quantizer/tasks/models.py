@@ -28,10 +28,10 @@ from quantizer.tasks.checkpoints import (
     transformers_package,
 )
 from quantizer.tasks.classification import class_names, require_one_label
-from quantizer.tasks.images.image_inputs import require_pillow
-from quantizer.tasks.images.zero_shot import has_text_tower
+from quantizer.tasks.image_inputs import require_pillow
 from quantizer.tasks.inputs import longest_sequence
 from quantizer.tasks.task import tasks
+from quantizer.tasks.zero_shot import has_text_tower
 
 _CAUSAL = "AutoModelForCausalLM"
 _ENCODER = "AutoModel"

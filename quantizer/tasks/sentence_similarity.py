@@ -10,11 +10,11 @@ import numpy.typing as npt
 import torch
 
 from quantizer.tasks.datasets.rows import Pair, Row
-from quantizer.tasks.images.zero_shot import EMBEDDING, TextTower, has_text_tower
 from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.metrics import mean_cosine, spearman, sqnr_db
 from quantizer.tasks.outputs import MEAN, first_output
 from quantizer.tasks.task import Predictions, Task, rows_of_kind, tasks
+from quantizer.tasks.zero_shot import EMBEDDING, TextTower, has_text_tower
 
 
 @tasks.add("sentence-similarity")

@@ -15,7 +15,7 @@ from toy_nets import linear, net
 
 from quantizer import Quantizer
 from quantizer.errors import ExportError
-from quantizer.export.dynamic_axes import hint
+from quantizer.export.exporter import hint
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 

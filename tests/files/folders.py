@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from quantizer.utils.files import MARKER, write_folder
-from quantizer.utils.files.marker import read_marker
+from quantizer.utils.files.temporary import read_marker
 
 KIND = "run"
 

@@ -12,7 +12,7 @@ from toy_nets import linear, net
 
 from quantizer import Quantizer
 from quantizer.errors import ProxyError
-from quantizer.proxy.computed_weights import Computation, Step
+from quantizer.proxy.weight import Computation, Step
 from tests.outsiders.case import sqnr
 
 _SPREAD: dict[str, Callable[[Tensor, int], Tensor]] = {

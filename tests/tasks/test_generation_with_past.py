@@ -16,7 +16,7 @@ from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError, TaskError
 from quantizer.pipeline.load import load_converted
 from quantizer.tasks import Plain, Task, batch_shape, build_task, load_model
-from quantizer.tasks.tokens.text_generation import DecodeStep
+from quantizer.tasks.text_generation import DecodeStep
 
 TASK = "text-generation-with-past"
 PLAIN = [Plain("the cat is fast and the dog is not very slow ."), Plain("a good film , not a bad plane .")]

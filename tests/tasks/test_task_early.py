@@ -166,7 +166,7 @@ def test_a_run_tells_of_more_tokens_than_positions_before_it_calibrates(
 
 def test_a_file_that_is_no_image_is_told_before_anything_runs(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
-    from quantizer.tasks.images.image_inputs import ImageInputs
+    from quantizer.tasks.image_inputs import ImageInputs
 
     (tmp_path / "a.png").write_bytes(b"no image")
     with pytest.raises(TaskError, match=r"a\.png cannot be read as an image"):

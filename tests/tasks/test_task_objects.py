@@ -17,8 +17,8 @@ from PIL import Image as Picture
 
 from quantizer.errors import TaskError
 from quantizer.tasks import Boxes, Image, Task, build_task, load_rows
-from quantizer.tasks.images.image_inputs import read_size
-from quantizer.tasks.images.object_detection import Found, average_precision, match_objects
+from quantizer.tasks.image_inputs import read_size
+from quantizer.tasks.object_detection import Found, average_precision, match_objects
 
 COCO = pytest.importorskip("pycocotools.coco", reason="install enginequant[hf]").COCO
 COCOeval = pytest.importorskip("pycocotools.cocoeval", reason="install enginequant[hf]").COCOeval

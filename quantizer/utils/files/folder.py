@@ -20,15 +20,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quantizer.errors import QuantizerError
-from quantizer.utils.files.marker import MARKER, discard, foreign, read_marker, write_marker
 from quantizer.utils.files.temporary import (
+    MARKER,
     NEW,
     OLD,
+    discard,
+    foreign,
     leftovers,
     new_name,
     other_writer,
+    read_marker,
     remove_leftovers,
     temporary_beside,
+    write_marker,
 )
 from quantizer.utils.files.writable import (
     file_behind,

@@ -17,9 +17,8 @@ from quantizer.errors import TaskError
 from quantizer.tasks.classification import class_names, compare_classifiers
 from quantizer.tasks.datasets.rows import Row, Words
 from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs
-from quantizer.tasks.outputs import first_output
+from quantizer.tasks.outputs import first_output, is_token, per_token
 from quantizer.tasks.task import CountedTask, Predictions, rows_of_kind, tasks
-from quantizer.tasks.tokens.parts import is_token, per_token
 
 _OUTSIDE = "O"
 _SHOWN = 8

@@ -15,9 +15,8 @@ import torch
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import Plain, Row
 from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs
-from quantizer.tasks.outputs import first_output
+from quantizer.tasks.outputs import first_output, flips, per_token, whole_numbers
 from quantizer.tasks.task import CountedTask, Predictions, rows_of_kind, tasks
-from quantizer.tasks.tokens.parts import flips, per_token, whole_numbers
 
 _EVERY = 7
 """One in so many tokens is hidden: the 15% of BERT, at the same places in every run."""

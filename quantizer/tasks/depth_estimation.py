@@ -15,9 +15,9 @@ import torch
 
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import Depths, Image, Row
-from quantizer.tasks.images.image_inputs import ImageInputs, read_depths, read_size
-from quantizer.tasks.images.segmentation import at_size
+from quantizer.tasks.image_inputs import ImageInputs, read_depths, read_size
 from quantizer.tasks.inputs import Batch, Inputs, Sample
+from quantizer.tasks.segmentation import at_size
 from quantizer.tasks.task import CountedTask, Predictions, rows_of_kind, tasks
 
 

@@ -16,10 +16,9 @@ import torch
 from quantizer.tasks.datasets.rows import Question, Row
 from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.metrics import label_flips, sqnr_db
-from quantizer.tasks.outputs import first_output
+from quantizer.tasks.multiple_choice import PairInputs
+from quantizer.tasks.outputs import first_output, is_token, per_token
 from quantizer.tasks.task import CountedTask, Predictions, rows_of_kind, tasks
-from quantizer.tasks.tokens.multiple_choice import PairInputs
-from quantizer.tasks.tokens.parts import is_token, per_token
 
 _OUTPUTS = ("start_logits", "end_logits")
 

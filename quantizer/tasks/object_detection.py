@@ -24,7 +24,7 @@ import torch
 from quantizer.errors import TaskError
 from quantizer.tasks.classification import class_names
 from quantizer.tasks.datasets.rows import Boxes, Row
-from quantizer.tasks.images.image_inputs import ImageInputs, read_size
+from quantizer.tasks.image_inputs import ImageInputs, read_size
 from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.outputs import first_output
 from quantizer.tasks.task import JudgedTask, Predictions, rows_of_kind, tasks

@@ -17,7 +17,7 @@ import torch
 from quantizer.errors import TaskError
 from quantizer.tasks.classification import class_names
 from quantizer.tasks.datasets.rows import Masked, Row
-from quantizer.tasks.images.image_inputs import ImageInputs, read_image, read_mask
+from quantizer.tasks.image_inputs import ImageInputs, read_image, read_mask
 from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.metrics import label_flips
 from quantizer.tasks.task import CountedTask, Predictions, rows_of_kind, tasks

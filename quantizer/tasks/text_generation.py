@@ -23,9 +23,8 @@ from quantizer.errors import TaskError
 from quantizer.tasks.checkpoints import transformers_package
 from quantizer.tasks.datasets.rows import Plain, Row
 from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs
-from quantizer.tasks.outputs import first_output
+from quantizer.tasks.outputs import first_output, flips, per_token, whole_numbers
 from quantizer.tasks.task import CountedTask, Predictions, Run, rows_of_kind, tasks
-from quantizer.tasks.tokens.parts import flips, per_token, whole_numbers
 from quantizer.utils.dimension_names import CACHE, PRESENT
 
 _KINDS = ("key", "value")
