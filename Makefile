@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 # environment forbids it: then every process would compile torch and transformers afresh.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: delivered demo test tasks zoo compat pictures gallery nightly structure goldens property torture torture-files torture-faults lint docs bench field gpu mutation clean
+.PHONY: delivered demo test tasks zoo compat pictures gallery nightly structure goldens property torture torture-files torture-faults lint docs bench field figures gpu mutation clean
 
 demo: $(INSTALLED)
 	$(BIN)/quantizer run configs/minilm-sentiment-int8.yaml --output runs/demo --force
@@ -129,6 +129,10 @@ field: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m pip install --quiet --no-deps -r benchmarks/requirements-no-deps.txt
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/field
+
+# The figures of README.md and docs/index.md from the kept rows of `make field`; `make field` does it as well.
+figures: $(INSTALLED)
+	$(BIN)/python benchmarks/field/headline.py
 
 # The tests that need a GPU, and the benchmark that writes its section of RESULTS.md; without one all of it is skipped and
 # says why. make gpu GPU_PYTHON=python3 takes an environment that is there, with a torch of its own.

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from field_growth import GROWN, grown
 from field_page import write_pages
 from field_row import about, measured_row
+from headline import MACHINE, write_headline
 from kept_rows import keep_rows, kept_rows
 from subjects import SUBJECTS
 from tools import TOOLS
@@ -64,6 +65,7 @@ def main() -> None:
     machines = kept_rows(_KEPT)
     told = [{slug: _in_order(models, rows) for slug, rows in machines.items()} for models in (SUBJECTS, (_GROWTH,))]
     write_pages(*told, _PAGES)
+    write_headline(machines[MACHINE], _ROOT)
 
 
 def _tools(model: str) -> Sequence[str]:
