@@ -55,7 +55,7 @@ needs_exact_byte_products = pytest.mark.skipif(
 def user_pages() -> str:
     """The README and the pages of ``docs/`` that say how to use the package, those without which it is no promise."""
     repository = Path(__file__).parents[1]
-    names = ("index", "install", "backends", "limitations")
+    names = ("index", "install", "choose", "support", "troubleshooting", "limitations")
     pages = [repository / "README.md", *(repository / "docs" / f"{name}.md" for name in names)]
     folders = ("tutorials", "how-to", "migrate", "concepts", "extending")
     pages += [page for folder in folders for page in sorted((repository / "docs" / folder).glob("*.md"))]

@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "field"))
 
 from field_page import write_pages
+from headline import MACHINE, marked, write_headline
 from kept_rows import keep_rows, kept_rows
 
 
@@ -197,3 +198,26 @@ def test_the_pages_in_the_repository_are_those_of_its_rows() -> None:
                 )
                 ends = (f"{low} to {high}", f"{row['latency']['8']['ms']:.1f}")
                 assert any(all(end in line for end in ends) for line in page.splitlines()), json.dumps(row)
+
+
+def test_the_figures_of_readme_and_home_are_those_of_the_rows(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[1]
+    pages = ("README.md", "docs/index.md")
+    (tmp_path / "docs").mkdir()
+    for page in pages:
+        (tmp_path / page).write_text((root / page).read_text(encoding="utf-8"), encoding="utf-8")
+    write_headline(kept_rows(root / "benchmarks" / "field" / "rows")[MACHINE], tmp_path)
+    for page in (*pages, "docs/speed.svg"):
+        text = (root / page).read_text(encoding="utf-8")
+        assert text == (tmp_path / page).read_text(encoding="utf-8"), "run  make figures"
+        assert "x as fast**" in text or page.endswith(".svg")
+    assert "| MiniLM-L6 | Spearman |" in (root / "docs" / "index.md").read_text(encoding="utf-8")
+
+
+def test_figures_stand_between_their_marks() -> None:
+    begin, end = "<!-- figures a: made by `make figures` -->", "<!-- end of figures a -->"
+    page = f"before\n{begin}\nold\n{end}\nafter\n"
+    assert marked(page, "a", "new") == f"before\n{begin}\n\nnew\n\n{end}\nafter\n"
+    assert marked(page, "b", "new") == page
+    with pytest.raises(SystemExit, match="without <!-- end of figures a"):
+        marked(f"{begin}\nold\n", "a", "new")

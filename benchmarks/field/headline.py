@@ -52,7 +52,7 @@ _CLOSE, _FAR = 0.01, 0.03
 """Losses as a share of the float score: the bounds of the verdicts "usable" and "do not use"."""
 _BEGIN, _END = "<!-- figures {name}: made by `make figures` -->", "<!-- end of figures {name} -->"
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 760, 330, 34, 52, 290
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 760, 336, 34, 62, 296
 _FONT = "font-family='system-ui, Segoe UI, Roboto, DejaVu Sans, sans-serif'"
 
 
@@ -101,9 +101,9 @@ def summary(models: Mapping[str, Model]) -> str:
     close, nncf_close = (_close(models, tool) for tool in (_OURS, "nncf"))
     cpu = next(iter(models.values()))[_OURS]["machine"]["cpu"]
     return (
-        f"On an {cpu} CPU, INT8 engines of `quantizer` are **{ours:.1f}x as fast** as ONNX Runtime in float32 (NNCF: "
-        f"{nncf:.1f}x;\ngeometric mean over {len(models)} models, batch {_BATCH}, one thread). On {close} of the "
-        f"{len(models)} models the score is within {_CLOSE:.0%} of float, or better\n(NNCF: {nncf_close})."
+        f"On an {cpu} CPU, INT8 engines of `quantizer` are **{ours:.1f}x as fast** as ONNX Runtime in float32. Engines "
+        f"of NNCF are\n{nncf:.1f}x as fast (geometric mean over {len(models)} models, batch {_BATCH}, one thread). The "
+        f"score is within {_CLOSE:.0%} of float, or better, on {close} of the\n{len(models)} models (NNCF: {nncf_close})."
     )
 
 
@@ -202,7 +202,9 @@ def _group(left: float, width: float, unit: float, tools: Model) -> Iterator[str
     for place, (tool, (title, colour)) in enumerate(_TOOLS.items()):
         x = left + width * 0.08 + place * bar
         if tool not in tools:
-            yield _text(x + bar / 2, _BOTTOM - 5, "failed", "start", f" transform='rotate(-90 {x + bar / 2:.1f} 285)'")
+            yield _text(
+                x + bar / 2, _BOTTOM - 5, "failed", "start", f" transform='rotate(-90 {x + bar / 2:.1f} {_BOTTOM - 5})'"
+            )
             continue
         row = tools[tool]
         top = _BOTTOM - _speed(row) * unit

@@ -106,9 +106,7 @@ def _weight(q: Quantizer) -> Any:
     return next(o for site in q.plan.values() if site.quantized for o in site.operands if o.role == "weight")
 
 
-@pytest.mark.promise(
-    "(weight normalization, spectral normalization, masks, parametrizations of torch) is a weight as any other"
-)
+@pytest.mark.promise("Weights computed from parameters at each call are quantized like others")
 @pytest.mark.parametrize("name", LAYERS)
 def test_it_is_quantized_as_if_it_were_a_parameter(name: str, tmp_path: Path) -> None:
     model, twin, x = _net(name)
@@ -129,7 +127,6 @@ def test_it_is_quantized_as_if_it_were_a_parameter(name: str, tmp_path: Path) ->
     before.assert_unchanged(model)
 
 
-@pytest.mark.promise("an exported file holds the integers alone.")
 @pytest.mark.usefixtures("exact_byte_products")
 @pytest.mark.parametrize("name", some_daily(["weight_norm", "spectral_norm of old", "orthogonal", "standardized"], 2))
 def test_the_file_holds_its_integers_alone(name: str, tmp_path: Path) -> None:
@@ -286,7 +283,7 @@ BAD: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 }
 
 
-@pytest.mark.promise("It stays float where its values differ from call to call")
+@pytest.mark.promise("They are not quantized if they change between calls or in place.")
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_one_weight_stays_float(name: str) -> None:
     make, why = BAD[name]

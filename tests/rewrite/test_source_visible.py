@@ -520,7 +520,7 @@ class Executed(nn.Module):
 """
 
 
-@pytest.mark.promise("where the source of a module cannot be read, the coverage says so.")
+@pytest.mark.promise("If the source of a module is missing, the coverage says so.")
 def test_a_class_without_source_is_reported_and_the_rest_works() -> None:
     namespace: dict[str, Any] = {"__name__": "sample_executed"}
     exec(compile(_EXECUTED, "<nowhere>", "exec"), namespace)

@@ -127,7 +127,7 @@ def test_a_score_that_needs_other_sizes_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
-@pytest.mark.promise("compare the outputs of what they deliver at several sizes, and refuse an engine that is wrong")
+@pytest.mark.promise("compare the outputs of the engine at several sizes, and reject a wrong engine.")
 def test_an_engine_that_is_wrong_at_one_size_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str
 ) -> None:
