@@ -103,7 +103,7 @@ def summary(models: Mapping[str, Model]) -> str:
     return (
         f"On an {cpu} CPU, INT8 engines of `quantizer` are **{ours:.1f}x as fast** as ONNX Runtime in float32. Engines "
         f"of NNCF are\n{nncf:.1f}x as fast (geometric mean over {len(models)} models, batch {_BATCH}, one thread). The "
-        f"score is within {_CLOSE:.0%} of float, or better, on {close} of\nthe {len(models)} "
+        f"score is within {_CLOSE:.0%} of float, or better, on {close}\nof the {len(models)} "
         f"models (NNCF: {nncf_close})."
     )
 
