@@ -134,7 +134,7 @@ field: $(INSTALLED)
 figures: $(INSTALLED)
 	$(BIN)/python benchmarks/field/headline.py
 
-# The tests that need a GPU, and the benchmark that writes its section of RESULTS.md; without one all of it is skipped and
+# The tests that need a GPU, and the benchmark that writes its section of results/gpu.md; without one all of it is skipped and
 # says why. make gpu GPU_PYTHON=python3 takes an environment that is there, with a torch of its own.
 ifndef GPU_PYTHON
 gpu: $(INSTALLED)

@@ -2,14 +2,14 @@
 
     python benchmarks/gpu_latency.py [--rounds N] [--models NAME ...] [--shapes ROWSxLENGTH ...]
 
-It writes its own section of RESULTS.md, after each row, so that a lease that ends leaves what was measured. Without a
-GPU the section says "not measured", and why; figures that are there already stay. Weights are random, with which the
-time is the same. INT8 and FP8 are ``Quantizer.lower`` of the model, cast to bfloat16. All are captured into a CUDA
-graph and its replays timed, in turns with the reference, so that no time of launches is in them;
-``torch.compile(mode="reduce-overhead")`` does that for a user. A share is that of the rate of one large product in the
-same type, measured first: of the multiply-adds of all linear layers. TensorRT's engines are measured where its library
-is installed, as a call from the memory of the host. What is too large for the memory of a GPU, or needs a newer one, is
-a row with the reason.
+It writes its own section of results/gpu.md, after each row, so that an interrupted run leaves what was measured.
+Without a GPU the section says "not measured", and why; existing figures are not replaced. Weights are random, with
+which the time is the same. INT8 and FP8 are ``Quantizer.lower`` of the model, cast to bfloat16. All are captured into
+a CUDA graph and its replays timed, interleaved with the reference, so that no time of launches is in them;
+``torch.compile(mode="reduce-overhead")`` does that for a user. A share is that of the rate of one large product in
+the same type, measured first: of the multiply-adds of all linear layers. TensorRT's engines are measured where its
+library is installed, as a call from the memory of the host. What is too large for the memory of a GPU, or needs a
+newer one, is a row with the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from quantizer import Quantizer
 from quantizer.engines import BuildOptions, build_engine, load_engine
 from quantizer.errors import QuantizerError
 
-RESULTS = Path(__file__).with_name("RESULTS.md")
+RESULTS = Path(__file__).parent / "results" / "gpu.md"
 HEADING = "## On a GPU (`gpu_latency.py`)"
 SIZES = {
     "BERT-base": {},
@@ -169,9 +169,9 @@ def multiply_adds(model: torch.nn.Module, rows: int, length: int) -> int:
 def section(models: list[str], shapes: list[Shape], rounds: int) -> Iterator[str]:
     """The lines of the section."""
     fastest = rates()
-    yield f"{date.today()}, {torch.cuda.get_device_name()}, torch {torch.__version__}, {rounds} rounds in turns.\n"
+    yield f"{date.today()}, {torch.cuda.get_device_name()}, torch {torch.__version__}, {rounds} interleaved rounds.\n"
     told = ", ".join(f"{name} {2 * rate / 1e12:.0f}" for name, rate in fastest.items())
-    yield f"Measured rates of one product of {_SIDE} x {_SIDE}, in TFLOPS or TOPS: {told}.\n"
+    yield f"Measured rates of one matrix multiplication of {_SIDE} x {_SIDE}, in TFLOPS or TOPS: {told}.\n"
     for title in models:
         torch.manual_seed(0)
         model = BertModel(BertConfig(**SIZES[title])).eval()

@@ -29,7 +29,7 @@ from quantizer.config.sweep import read_sweep
 from quantizer.report import read_record
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
+PAGES = [page for folder in ("", "docs/**/", "benchmarks/**/") for page in sorted(REPOSITORY.glob(f"{folder}*.md"))]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 USER = user_pages()
 
