@@ -54,10 +54,9 @@ needs_exact_byte_products = pytest.mark.skipif(
 
 def user_pages() -> str:
     """The README and the pages of ``docs/`` that say how to use the package, those without which it is no promise."""
-    repository = Path(__file__).parents[1]
+    repository, folders = Path(__file__).parents[1], ("tutorials", "how-to", "migrate", "concepts", "extending")
     names = ("index", "install", "choose", "support", "troubleshooting", "limitations")
     pages = [repository / "README.md", *(repository / "docs" / f"{name}.md" for name in names)]
-    folders = ("tutorials", "how-to", "migrate", "concepts", "extending")
     pages += [page for folder in folders for page in sorted((repository / "docs" / folder).glob("*.md"))]
     return "\n\n".join(page.read_text(encoding="utf-8") for page in pages)
 
