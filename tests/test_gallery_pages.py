@@ -40,7 +40,8 @@ def test_each_example_is_a_page_that_the_table_leads_to(config: Any, pages: dict
     page = SimpleNamespace(file=SimpleNamespace(src_uri="gallery.md"))
     shown = config.hooks["docs_hooks/gallery.py"].on_page_markdown(gallery, page, config, Files([]))
     assert set(re.findall(r"\]\(([^)]+)\)", shown)) == addresses
-    nav = next(part["Gallery"] for part in config.nav if "Gallery" in part)
+    tutorials = next(part["Tutorials"] for part in config.nav if "Tutorials" in part)
+    nav = next(part["Gallery"] for part in tutorials if "Gallery" in part)
     assert sorted(nav) == ["gallery.md", *(f"gallery/{path.stem}.md" for path in sorted(EXAMPLES.glob("*.ipynb")))]
 
 
