@@ -101,6 +101,8 @@ def _run(folder: Path, name: str, words: tuple[str, ...], output: Path) -> None:
     # For the processes that the script starts.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     sys.argv = [name, *words]
+    # Else processes that a library starts are forked from the server, too, and look for this script as their own.
+    multiprocessing.set_start_method(None, force=True)
     try:
         runpy.run_path(name, run_name="__main__")
     finally:
