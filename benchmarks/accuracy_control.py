@@ -37,9 +37,9 @@ class Outcome:
 
     Attributes:
         run: runs a batch through the engine.
-        put_back: what went back to float, in the tool's own terms.
+        put_back: what fell back to float, in the tool's own terms.
         calls: how often the metric was called.
-        tuned: its last score on the tuning rows, of what is returned.
+        tuned: its last score on the tuning samples, of what is returned.
     """
 
     run: Run
@@ -49,7 +49,7 @@ class Outcome:
 
 
 class _Scored:
-    """The task's score of what runs a batch, on the tuning rows; counts its calls."""
+    """The task's score of what runs a batch, on the tuning samples; counts its calls."""
 
     def __init__(self, task: Task, rows: list[Row]) -> None:
         self._task = task
@@ -119,7 +119,7 @@ def nncf(model: torch.nn.Module, task: Task, batches: list[Batch], score: _Score
 
 
 class _Told(logging.Handler):
-    """What NNCF logs about the operations that it put back."""
+    """What NNCF logs about the operations that it kept in float."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,8 +152,8 @@ def main() -> None:
     tuning = train[_TUNING]
     reference = task.predict(lambda batch: model(**batch), dev)
     floats = {"tuning": _Scored(task, tuning)(lambda batch: model(**batch)), "dev": task.score(reference, dev)}
-    print(heading(f"Accuracy control: MiniLM, at most {_MAX_DROP} of Spearman's correlation on the tuning rows"))
-    print("| tool | put back | metric calls | seconds | tuning rows | dev, engine |\n|---|---|---|---|---|---|")
+    print(heading(f"Accuracy control: MiniLM, at most {_MAX_DROP} of Spearman's correlation on the tuning samples"))
+    print("| tool | kept in float | metric calls | seconds | tuning samples | dev, engine |\n|---|---|---|---|---|---|")
     print(f"| float | | | | {floats['tuning']:.4f} | {floats['dev']:.4f} |", flush=True)
     for tool in (ours, nncf):
         score = _Scored(task, tuning)

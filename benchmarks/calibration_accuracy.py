@@ -176,7 +176,7 @@ def per_tensor_rows() -> None:
         quantizer = Quantizer(
             backend="openvino",
             weights={"granularity": granularity},
-            activations={} if equalized else {"smooth": None},
+            activations={} if equalized else {"smoothquant_alpha": None},
             bias_correction=corrected,
         )
         quantizer.calibrate(model, images[tuned].split(_BATCH), progress=False)
@@ -229,14 +229,14 @@ def rounding_rows() -> None:
 _SMOLLM2: tuple[tuple[str, dict[str, object], list[str]], ...] = (
     ("per_channel", {"calibrator": "max"}, []),
     ("per_channel", {"calibrator": "max"}, ["lm_head"]),
-    ("per_channel", {"calibrator": "max", "smooth": "auto"}, []),
+    ("per_channel", {"calibrator": "max", "smoothquant_alpha": "auto"}, []),
     ("per_tensor", {"calibrator": "max"}, []),
-    ("per_tensor", {"calibrator": "max", "smooth": "auto"}, []),
+    ("per_tensor", {"calibrator": "max", "smoothquant_alpha": "auto"}, []),
     ("per_channel", {"calibrator": "percentile"}, []),
     ("per_channel", {"calibrator": "auto"}, []),
     ("per_tensor", {"calibrator": "auto"}, []),
 )
-"""How weights are scaled, how activations are, and the modules that stay float."""
+"""How weights are scaled, how activations are, and the modules that are not quantized."""
 
 _TABLES = {
     "minilm": minilm_rows,

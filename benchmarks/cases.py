@@ -27,8 +27,8 @@ class Case:
         calibration: batches that ranges come from.
         measured: batches, of the same rows, that sensitivity is measured on.
         granularity: of the groups that are compared with the truth.
-        share: how much of the activation quantizers may be put back.
-        report: what a model's predictions on other rows say beside the float model's: names and figures.
+        share: how much of the activation quantizers may be kept in float.
+        report: what a model's predictions on other samples say beside the float model's: names and figures.
         example: one batch to export with; None: the engine is not scored.
     """
 

@@ -2,11 +2,11 @@
 
     python benchmarks/chosen_engine.py [minilm | bert-base | dinov2 | efficientnet]... [ROUNDS]
 
-One thread. Each candidate is quantized from one calibration, with the groups put back that its own engine runs slower
-in INT8; engines are built with each shape as the usual one, and timed in turns. Every other round chooses, as ``auto``
-does, and the rounds between say what the choice is worth, so that no engine is praised for the noise that it was chosen
-by. BERT-base has random weights, with which the time is the same, and all but MiniLM have ``preset: plain``. NNCF has
-its transformer preset for all but EfficientNet.
+One thread. Each candidate is quantized from one calibration, with the groups kept in float that its own engine runs
+slower in INT8; engines are built with each shape as the usual one, and timed in interleaved rounds. Every other round
+chooses, as ``auto`` does, and the rounds between say what the choice is worth, so that no engine is praised for the
+noise that it was chosen by. BERT-base has random weights, with which the time is the same, and all but MiniLM have
+``preset: plain``. NNCF has its transformer preset for all but EfficientNet.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engine_speed import dynamic_file, openvino_engine, plain_session
 from peers import nncf_by_default
 from torch import nn
 
-from quantizer import Quantizer, measured_prices
+from quantizer import Quantizer, measure_latency_costs
 from quantizer.engines import BuildOptions, build_engine, interleaved_latency, load_engine, medians
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
@@ -133,13 +133,13 @@ def engines(case: Case, folder: Path) -> tuple[dict[str, Make], list[str]]:
         mine = quantizer.for_backend(name)
         back = 0
         try:
-            prices = measured_prices(mine, case.model, example, batch=batch, sequence=sequence or 128)
+            latency_costs = measure_latency_costs(mine, case.model, example, batch=batch, sequence=sequence or 128)
         except EngineError as error:
             lines.append(f"{name}: {error}")
         else:
-            back = len(prices.slower())
+            back = len(latency_costs.slower())
             if back:
-                mine.fallback(None, prices=prices)
+                mine.fallback(None, latency_costs=latency_costs)
         paths[name] = mine.export(mine.quantize(case.model), folder / f"{name}.onnx", example)
         lines.append(f"{name} int8: {back} groups back for their time, {mine.coverage.share:.1%} of multiply-adds")
     for variant in cpu_variants(names, dtype="int8"):

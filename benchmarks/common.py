@@ -42,8 +42,8 @@ def minilm() -> tuple[torch.nn.Module, Task]:
 
 
 def stsb(split: str, rows: int | None = None) -> list[object]:
-    """Rows of the STS benchmark."""
-    return list(load_rows("stsb-csv", path=str(SHARED / f"data/stsb/stsb-en-{split}.csv"), rows=rows))
+    """Samples of the STS benchmark."""
+    return list(load_rows("stsb-csv", path=str(SHARED / f"data/stsb/stsb-en-{split}.csv"), samples=rows))
 
 
 def minilm_sst2() -> tuple[torch.nn.Module, Task]:
@@ -54,8 +54,8 @@ def minilm_sst2() -> tuple[torch.nn.Module, Task]:
 
 
 def sst2(split: str, rows: int | None = None) -> list[object]:
-    """Rows of SST-2."""
-    return list(load_rows("sst2-text", path=str(SHARED / f"data/sst2/stsa.binary.{split}"), rows=rows))
+    """Samples of SST-2."""
+    return list(load_rows("sst2-text", path=str(SHARED / f"data/sst2/stsa.binary.{split}"), samples=rows))
 
 
 def calibrated(model: torch.nn.Module, task: Task, **config: object) -> Quantizer:

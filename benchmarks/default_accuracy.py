@@ -159,7 +159,7 @@ def presets(bench: Bench) -> None:
 
 
 def everything(bench: Bench) -> None:
-    """Ours with every kind of site in INT8, nothing put back to float."""
+    """Ours with every kind of site in INT8, nothing kept in float."""
     for backend in ("openvino", "tensorrt"):
         ours(bench, f"{backend}, every site, plain", backend=backend, preset="plain", sites=_EVERY)
         for rounding in ("nearest", "reconstruct"):

@@ -7,7 +7,7 @@ layers: BERT of 2, 8, 32 and 96 layers, 128 wide, random weights: processor seco
 sites: 750, 1,500 and 3,000 linears that read one tensor, and so are one group: a calibration pass in float passes, the
 folder's YAML in MiB, processor seconds of saving and loading.
 
-tries: BERT of 14 layers, 384 and 768 wide, in 128 groups, of which a search puts back a tenth, others each time:
+tries: BERT of 14 layers, 384 and 768 wide, in 128 groups, of which a search keeps in float a tenth, others each time:
 processor milliseconds until the frozen proxy is there, built anew and by ``FrozenTries``, and those of its pass.
 
 memory: BERT of 8 and 16 layers, 256 wide, one row of 1,024 tokens: the peak of an eager float pass and of one

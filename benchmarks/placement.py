@@ -5,7 +5,7 @@
 One thread; every kind of site is forced on, ranges by ``preset: plain``. Each group is timed in INT8 and in float in
 the engine; the plan "as fast" is the one of ``fallback(min_speedup=...)`` with the speed that everything in INT8 is
 predicted to have. Further plans lie between it and the float model. Each is built, run on rows that nothing was
-chosen on, and timed in turns with the others: the last column is the predicted time of the plan over the measured
+chosen on, and timed in interleaved rounds with the others: the last column is the predicted time of the plan over the measured
 one.
 """
 
@@ -23,8 +23,8 @@ from chosen_engine import CASES, Case, Run, Shape
 from common import heading, stsb
 from data import imagenet_sample
 
-from quantizer import Quantizer, measured_prices
-from quantizer.algorithms.sensitivity.prices import frontier
+from quantizer import Quantizer, measure_latency_costs
+from quantizer.algorithms.sensitivity.latency_costs import frontier
 from quantizer.engines import BuildOptions, build_engine, interleaved_latency, load_engine, medians
 from quantizer.export.exporter import export_onnx
 
@@ -68,11 +68,11 @@ def report(name: str, backend: str) -> None:
     size, sequence = case.shapes[-2] if name != "minilm" else (8, 128)
     quantizer = Quantizer(backend=backend, preset="plain", sites={"residual_add": True})
     quantizer.calibrate(case.model, case.calibration, progress=False)
-    prices = measured_prices(quantizer, case.model, example, batch=size, sequence=sequence or 128)
+    latency_costs = measure_latency_costs(quantizer, case.model, example, batch=size, sequence=sequence or 128)
     amp = quantizer.amp(case.model)
     for batch in case.calibration[:2]:
         amp(**batch) if isinstance(batch, dict) else amp(batch)
-    whole = prices.speedup(())
+    whole = latency_costs.speedup(())
     wanted = {"everything in INT8": None, "as fast, by price": whole}
     wanted |= {f"{share:.0%} of its gain, by price": 1 + share * (whole - 1) for share in SHARES}
     engines: dict[str, Run] = {}
@@ -80,23 +80,24 @@ def report(name: str, backend: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         plain = export_onnx(case.model, Path(folder) / "float.onnx", example, opset=20, dtype=torch.float32)
         engines["float"] = built(backend, plain, (size, sequence))
-        told["float"] = (len(prices.groups), prices.float_us)
+        told["float"] = (len(latency_costs.groups), latency_costs.float_us)
         for place, (label, speedup) in enumerate(wanted.items()):
             quantizer.clear_fallback()
             back: set[str] = set()
             if speedup is not None:
-                chosen = quantizer.fallback(amp, min_speedup=speedup, prices=prices)
+                chosen = quantizer.fallback(amp, min_speedup=speedup, latency_costs=latency_costs)
                 back = set(chosen.reasons())
             frozen = quantizer.quantize(case.model)
             path = quantizer.export(frozen, Path(folder) / f"plan{place}.onnx", example)
             engines[label] = built(backend, path, (size, sequence))
-            told[label] = (len(back), prices.time_us(back))
+            told[label] = (len(back), latency_costs.time_us(back))
         reference = outputs(engines["float"], batches)
         given = case.inputs(size, sequence)
         calls = {label: partial(run, given) for label, run in engines.items()}
         times = medians(interleaved_latency(calls, rounds=ROUNDS))
     shape = f"{size} x {sequence}" if sequence else f"batch {size}"
-    print(f"### {name}, {backend}, {shape}: {len(prices.groups)} groups, {len(frontier_of(quantizer, prices))} plans\n")
+    plans = len(frontier_of(quantizer, latency_costs))
+    print(f"### {name}, {backend}, {shape}: {len(latency_costs.groups)} groups, {plans} plans\n")
     print("| plan | groups in float | ms | SQNR, dB | other label | predicted / measured |\n|---|---|---|---|---|---|")
     for label, run in engines.items():
         found = outputs(run, batches)
@@ -109,9 +110,9 @@ def report(name: str, backend: str) -> None:
     print(flush=True)
 
 
-def frontier_of(quantizer: Quantizer, prices: object) -> Sequence[object]:
+def frontier_of(quantizer: Quantizer, latency_costs: object) -> Sequence[object]:
     """The points of the frontier that a report draws."""
-    return frontier(quantizer.sensitivity.rows, prices)  # type: ignore[arg-type]
+    return frontier(quantizer.sensitivity.rows, latency_costs)  # type: ignore[arg-type]
 
 
 def main(words: Sequence[str]) -> None:

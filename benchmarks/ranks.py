@@ -36,7 +36,7 @@ from quantizer.utils.distributed import all_gather_bytes, alone, get_rank, get_w
 _STAGES = ("calibration", "sensitivity", "search")
 _PROCESSES = (1, 2)
 _CALIBRATION, _TUNING, _BATCH, _TOKENS = 128, 256, 32, 64
-"""Rows of calibration, of a score, and of a batch, and the tokens of a row of calibration."""
+"""Samples of calibration, of a score, and of a batch, and the tokens of a row of calibration."""
 _BUDGET, _TRIES = 0.5, 10
 """The share of the drop with everything quantized that the search allows, and its scores at most."""
 
@@ -133,7 +133,7 @@ def main(rounds: int) -> None:
     print(heading("Two processes of `torchrun` beside one (`ranks.py`)"))
     print(
         f"MiniLM on SST-2, {_CALIBRATION} rows, padded to {_TOKENS} tokens, to calibrate on, {_TUNING} to score, "
-        f"{one['sites']} sites, {one['tries']} tries of a search; medians of {rounds} rounds in turns.\n"
+        f"{one['sites']} sites, {one['tries']} tries of a search; medians of {rounds} rounds interleaved.\n"
     )
     print("| stage | one process, s | two, s | times as fast | by processor time: one, s | two, s | times as fast |")
     print("|---|---|---|---|---|---|---|")

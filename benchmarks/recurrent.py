@@ -3,7 +3,7 @@
     python benchmarks/recurrent.py [ROUNDS]
 
 60 steps of 256 inputs, one layer and one direction. Each file is written by the plan that a target chooses: a layer
-that stays float is not timed, and its cell says so. Times are medians of interleaved rounds; SQNR is that of the
+that is not quantized is not timed, and its cell says so. Times are medians of interleaved rounds; SQNR is that of the
 engine's outputs to the frozen proxy's, on rows that calibration has not seen.
 """
 
@@ -63,7 +63,7 @@ def measured(cell: type[nn.RNNBase], hidden: int, batch: int, backend: str, roun
     quantizer = Quantizer(backend=backend)
     quantizer.calibrate(model, seen, progress=False)
     if not quantizer.coverage.share:
-        return "stays float"
+        return "is not quantized"
     frozen = quantizer.quantize(model)
     with tempfile.TemporaryDirectory() as folder:
         models = {"float": model, "int8": frozen}

@@ -80,7 +80,7 @@ def _nncf(model: nn.Module, batches: list[Batch], options: dict[str, bool]) -> C
             ratio=1.0,
             group_size=-1,
             all_layers=True,
-            # What an embedding looks up stays float, as in ours.
+            # What an embedding looks up is not quantized, as in ours.
             ignored_scope=nncf.IgnoredScope(types=["Gather"]),
             dataset=nncf.Dataset(batches, lambda batch: {name: value.numpy() for name, value in batch.items()}),
             subset_size=len(batches),

@@ -3,9 +3,9 @@
     python benchmarks/sensitivity.py [measures | fallback] [stsb | sst2 | efficientnet | smollm2]...
 
 The truth is the divergence of the model's output with one group alone quantized, and how much it falls with that group
-alone put back. For each measure: Spearman's correlation with both, how many of the five truly worst groups are among
-its first eight, and its cost in float passes. Beside ours: the absolute squared error at the site, and the formula of
-Model Optimizer's ``auto_quantize``, the sum of the squared products of gradient and error, element by element.
+alone kept in float. For each measure: Spearman's correlation with both, how many of the five truly worst groups are
+among its first eight, and its cost in float passes. Beside ours: the absolute squared error at the site, and the
+formula of Model Optimizer's ``auto_quantize``, the sum of the squared products of gradient and error, element by element.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _measured(case: Case, quantizer: Quantizer, measure: str) -> tuple[Costs, fl
 
 
 def _put_back(case: Case, quantizer: Quantizer) -> Costs:
-    """How much the divergence falls with one group alone put back."""
+    """How much the divergence falls with one group alone kept in float."""
     amp = quantizer.amp(case.model, measure="local", granularity=case.granularity)
     with torch.no_grad():
         for batch in case.measured:
@@ -122,10 +122,10 @@ def measures(case: Case) -> None:
         measure: _measured(case, quantizer, measure) for measure in ("gradient", "local", "output")
     }
     found |= {name: (costs, None) for name, costs in _peers(case, quantizer).items()}
-    truths = {"alone": found["output"][0], "put back": _put_back(case, quantizer)}
+    truths = {"alone": found["output"][0], "kept in float": _put_back(case, quantizer)}
     names = sorted(truths["alone"])
     print(heading(f"Measures of sensitivity: {case.name}, {len(names)} groups ({case.granularity})"))
-    print("| measure | correlation, alone | put back | worst 5 in first 8, alone | put back | float passes |")
+    print("| measure | correlation, alone | kept in float | worst 5 in first 8, alone | kept in float | float passes |")
     print("|---|---|---|---|---|---|")
     for measure, (costs, seconds) in found.items():
         cells = [
@@ -142,7 +142,7 @@ def measures(case: Case) -> None:
 def fallback(case: Case) -> None:
     """What the default measure's first groups win back, on rows that nothing was tuned on."""
     print(heading(f"Fallback: {case.name}, every kind of site"))
-    print("| model | quantizers put back | figures |\n|---|---|---|")
+    print("| model | quantizers kept in float | figures |\n|---|---|---|")
 
     def row(name: str, back: str, run: Any) -> None:
         figures = ", ".join(f"{key} {value:.4f}" for key, value in case.report(run).items())
@@ -174,7 +174,7 @@ def fallback(case: Case) -> None:
         spent += ranking[count].activations
         count += 1
     quantizer.fallback(amp, num=count, costs=costs)
-    both(f"{count} groups put back", f"{spent} of {total}, {100 * spent / total:.1f} %", quantizer)
+    both(f"{count} groups kept in float", f"{spent} of {total}, {100 * spent / total:.1f} %", quantizer)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python benchmarks/training_accuracy.py [int8|int4] [SEEDS]
 
-Trained on rows of train with the float model's outputs (no labels), the state chosen on other rows of train, scored on
-dev, which is used for nothing else. Every kind of site, nothing put back to float.
+Trained on rows of train with the float model's outputs (no labels), the state chosen on other samples of train,
+scored on dev, which is used for nothing else. Every kind of site, nothing kept in float.
 
 The exported file is scored twice: node by node, in float, as it is written, and as OpenVINO's engine, whose sums of
 bytes may saturate where the CPU has no VNNI.
@@ -59,7 +59,7 @@ class Bench:
         return score
 
     def tuned(self, model: nn.Module) -> float:
-        """The score on the tuning rows."""
+        """The score on the tuning samples."""
         rows = self.train[TUNING]
         return self.task.score(self.task.predict(as_predictor(model), rows), rows)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from quantizer.integrations.in_place import QATCalibrate
     from quantizer.pipeline.load import load, load_converted
     from quantizer.pipeline.quantize_model import QuantizedModel, quantize_model
-    from quantizer.pipeline.time_groups import measured_prices
+    from quantizer.pipeline.time_groups import measure_latency_costs
     from quantizer.quantizer import Quantizer
     from quantizer.report.compare_shown import compare_runs
     from quantizer.tasks.from_onnx import from_onnx
@@ -31,7 +31,7 @@ __all__ = [
     "functional",
     "load",
     "load_converted",
-    "measured_prices",
+    "measure_latency_costs",
     "quantize_model",
 ]
 
@@ -47,9 +47,11 @@ _HOMES = {
     "from_onnx": "quantizer.tasks.from_onnx",
     "load": "quantizer.pipeline.load",
     "load_converted": "quantizer.pipeline.load",
-    "measured_prices": "quantizer.pipeline.time_groups",
+    "measure_latency_costs": "quantizer.pipeline.time_groups",
     "quantize_model": "quantizer.pipeline.quantize_model",
 }
+
+_RENAMED = {"measured_prices": "measure_latency_costs"}
 
 # By its metadata: torch itself is not imported for it.
 require_supported("torch")
@@ -67,7 +69,8 @@ def __getattr__(name: str) -> Any:
     if name == "functional":
         return import_module("quantizer.functional")
     if name not in _HOMES:
-        raise AttributeError(f"module 'quantizer' has no attribute {name!r}")
+        renamed = f"; it is {_RENAMED[name]} now" if name in _RENAMED else ""
+        raise AttributeError(f"module 'quantizer' has no attribute {name!r}{renamed}")
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

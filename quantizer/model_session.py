@@ -16,7 +16,7 @@ from quantizer.algorithms.calibration_session import CalibrationSession
 from quantizer.algorithms.qat import Scales
 from quantizer.algorithms.qat.session import QatSession
 from quantizer.algorithms.sensitivity import Fallback, Loss, Metric, fallback_for_target, operands_of
-from quantizer.algorithms.sensitivity.prices import Prices
+from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts
 from quantizer.algorithms.sensitivity.session import Sensitivity, SensitivitySession
 from quantizer.algorithms.settings import tell_where_nothing_is_quantized, warn_of_float32
 from quantizer.config import QuantizerConfig
@@ -337,13 +337,14 @@ class ModelSession:
             self.put_back(fallback_for_target(self.fallback, self._chosen_in, None, plan), plan)
         return self.decided(self.fallback)
 
-    def choose(self, amp: nn.Module | None, *, prices: Prices | None, **asked: Any) -> Fallback:
-        """Choose groups to put back, by what ``amp`` measured or by ``prices`` alone; see ``Quantizer.fallback``."""
-        if amp is None and prices is not None:
-            return self.put_back(Fallback(groups=(), asked="prices", slower=prices.slower()))
+    def choose(self, amp: nn.Module | None, *, latency_costs: LatencyCosts | None, **asked: Any) -> Fallback:
+        """Choose groups to keep in float, by what ``amp`` measured or by ``latency_costs`` alone; see
+        ``Quantizer.fallback``."""
+        if amp is None and latency_costs is not None:
+            return self.put_back(Fallback(groups=(), asked="latency_costs", slower=latency_costs.slower()))
         if self.amp is None or amp is not self.amp.proxy:
             raise ProxyError("fallback() takes the proxy that amp() of this same Quantizer returned last")
-        return self.put_back(self.amp.fallback(prices=prices, **asked), self.amp.measured_plan)
+        return self.put_back(self.amp.fallback(latency_costs=latency_costs, **asked), self.amp.measured_plan)
 
     def put_back(self, fallback: Fallback, plan: Plan | None = None) -> Fallback:
         """Use a fallback of ``plan`` (None: of the plan of calibration) from now on, and return it."""
@@ -354,7 +355,7 @@ class ModelSession:
         return fallback
 
     def clear_fallback(self) -> None:
-        """Quantize all groups again, those too that another quantizer put back."""
+        """Quantize all groups again, those too that another quantizer kept in float."""
         self.fallback = self._carried = None
 
     def is_working_proxy(self, proxy: nn.Module) -> bool:

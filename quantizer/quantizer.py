@@ -15,11 +15,11 @@ from quantizer.algorithms.algorithm import proxied_copy
 from quantizer.algorithms.make_plan import make_observation, make_plan
 from quantizer.algorithms.qat import Scales
 from quantizer.algorithms.sensitivity import Fallback, Loss, Metric, Score, Tell
-from quantizer.algorithms.sensitivity.prices import Prices
+from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts
 from quantizer.algorithms.sensitivity.session import Layers, Sensitivity
 from quantizer.config import QuantizerConfig, quantizer_config
 from quantizer.config.schema import check_formats
-from quantizer.error_causes import Causes, find_causes
+from quantizer.diagnose import Diagnoses, diagnose_groups
 from quantizer.errors import CalibrationError, QuantizerError, SensitivityError
 from quantizer.model_session import ModelSession, for_this_cpu
 from quantizer.observe.float16_simulation import simulate
@@ -97,7 +97,7 @@ class Quantizer:
         model: Model,
         batches: Any,
         *,
-        rows: int | None = None,
+        samples: int | None = None,
         resume: bool = False,
         progress: bool | None = None,
         split: bool = False,
@@ -109,8 +109,8 @@ class Quantizer:
 
         Args:
             batches: a loader or iterable of batches, each a mapping (keyword arguments), a tuple or list (positional),
-                or one tensor, with or without a label; a ``Dataset``; a tensor or array of rows. See ``batches_of``.
-            rows: at most so many rows, of data that has more or no end.
+                or one tensor, with or without a label; a ``Dataset``; a tensor or array of samples. See ``batches_of``.
+            samples: at most this many samples, of data that has more or no end.
             resume: as in ``calib``.
             progress: whether to show a progress bar; None: only in a terminal.
             split: all ranks of ``torch.distributed`` are given the same batches, and each runs its part of them.
@@ -125,7 +125,7 @@ class Quantizer:
                 assert calibration is not None
                 dealt = calibration.dealt()
                 mine = dealt.is_mine if split else lambda batch: True
-                count = run_batches(proxy, batches, progress, rows=rows, doubt=True, is_mine=mine)
+                count = run_batches(proxy, batches, progress, samples=samples, doubt=True, is_mine=mine)
                 # Without ``split`` a rank may have no data, and not call this at all.
                 together = split or get_world_size() == 1
                 if count == 0 and together:
@@ -180,28 +180,29 @@ class Quantizer:
         higher_is_better: bool = True,
         max_evaluations: int = 25,
         costs: str | Mapping[str, float] | None = None,
-        prices: Prices | None = None,
+        latency_costs: LatencyCosts | None = None,
         cache: str | os.PathLike[str] | None = None,
         tell: Tell | None = None,
     ) -> Fallback:
         """Let groups fall back to float, chosen by one of ``num``, ``ratio``, ``names``, ``max_drop``, ``min_speedup``.
 
-        A second call replaces the first. With ``prices`` those groups fall back, too, that low precision makes slower.
+        A second call replaces the first. With ``latency_costs`` those groups fall back, too, that low precision makes
+        slower.
 
         Args:
-            amp: the proxy that ``amp()`` returned; None: only those fall back that ``prices`` finds slower.
+            amp: the proxy that ``amp()`` returned; None: only those fall back that ``latency_costs`` finds slower.
             num: how many of the most sensitive groups fall back.
             ratio: the share of all groups that fall back.
             names: groups, or patterns of modules, sites and operands (``encoder.layer.0``, ``**.forward.add_0``).
             max_drop: how much worse than the float model's the score may be, or below 0 how much better it has to be;
                 where no plan is, the one with the smallest drop falls back (``Fallback.met``).
-            min_speedup: how many times as fast as in float the plan has to be, by ``prices``: the most accurate such.
-            metric: for ``max_drop``: a function of a model that gives its score.
+            min_speedup: how many times as fast as in float the plan has to be, by ``latency_costs``: the most
+            accurate such. metric: for ``max_drop``: a function of a model that gives its score.
             higher_is_better: whether a higher score is better.
             max_evaluations: the largest number of calls of the metric.
             costs: of groups in float, by name, or ``multiply_adds``: those with the highest error for their cost fall
-                back first; None: for ``max_drop`` the times in ``prices``, else 1 for each.
-            prices: what ``measured_prices`` returned for this quantizer.
+                back first; None: for ``max_drop`` the times in ``latency_costs``, else 1 for each.
+            latency costs: what ``measure_latency_costs`` returned for this quantizer.
             cache: for ``max_drop``: a folder for scores, with which an interrupted search continues.
             tell: for ``max_drop``: called after each score, with the groups that were float and the drop.
 
@@ -213,7 +214,7 @@ class Quantizer:
             wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
             by = {"num": num, "ratio": ratio, "names": names, "max_drop": max_drop, "min_speedup": min_speedup}
             search = {"max_evaluations": max_evaluations, "cache": cache, "tell": tell}
-            return self._session.choose(amp, prices=prices, metric=wrapped, costs=costs, **search, **by)
+            return self._session.choose(amp, latency_costs=latency_costs, metric=wrapped, costs=costs, **search, **by)
 
     def clear_fallback(self) -> None:
         """Undo ``fallback``, and what ``for_backend`` carried over: all groups of the plan are quantized again."""
@@ -406,7 +407,7 @@ class Quantizer:
         lowered, too. On a CPU, INT8 linears and convolutions run in oneDNN's kernels; on a GPU, linears in
         ``torch._int_mm``, and FP8 ones in ``torch._scaled_mm``, and ``torch.compile`` fuses what lies between. Sites
         without a kernel keep the rounding of ``quantize(model)``; ``kernels`` says which, and why. Attention whose
-        products stay float is the model's own, fused or not.
+        products are not quantized is the model's own, fused or not.
 
         To save it, save this quantizer; after ``Quantizer.load`` lower the model again.
         """
@@ -452,7 +453,8 @@ class Quantizer:
     def layers(self) -> Layers:
         """One line for each layer that ran: formats, range, SQNR, share of the multiply-adds, and its sensitivity.
 
-        ``layers.timed(prices)`` has the times of ``measured_prices`` too, and what each group would cost in float.
+        ``layers.timed(latency_costs)`` has the times of ``measure_latency_costs`` too, and what each group would cost
+        in float.
         """
         try:
             sensitivity = self.sensitivity
@@ -485,7 +487,7 @@ class Quantizer:
             where = "this quantizer was loaded, and its folder holds no ranking; report.json holds that of a run"
             raise SensitivityError(f"{error}; {where}") from error
 
-    def causes(self, model: Model, batches: Any, *, num: int = 3) -> Causes:
+    def diagnose(self, model: Model, batches: Any, *, num: int = 3) -> Diagnoses:
         """Return the groups that cost most, why, and the setting that mends each.
 
         A cost is the SQNR of the model's output with that group alone quantized. A gain is measured too: the model is
@@ -497,14 +499,14 @@ class Quantizer:
             model = module_of(model)
             given = list(batches_of(model, batches))
             if not given:
-                raise CalibrationError("causes() measures on data: give a few calibration batches")
+                raise CalibrationError("diagnoses() measures on data: give a few calibration batches")
             plan = self._session.fitted(model, self._session.effective_plan())
             amp = self._session.amp
             # A ranking of another plan, or of other weights, tells nothing of this one.
             now = self._session.fitted(model, self._session.decided())
             holds = amp is not None and plan_digest(amp.measured_plan) == plan_digest(now)
             ranked = [entry.group for entry in amp.by_output] if amp is not None and holds else []
-            return Causes(find_causes(self.config, self._session.trained(model), plan, given, num, ranked))
+            return Diagnoses(diagnose_groups(self.config, self._session.trained(model), plan, given, num, ranked))
 
     @property
     def chosen_fallback(self) -> Fallback | None:

@@ -27,7 +27,7 @@ def settings_of(config: QuantizerConfig) -> Settings:
         switches=config.sites.model_dump(),
         calibrator=activations.calibrator,
         percentiles=activations.percentiles,
-        smooth=activations.smooth,
+        smoothquant_alpha=activations.smoothquant_alpha,
         zero_point=activations.zero_point,
         all_experts=activations.all_experts,
         per_channel=weights.granularity == "per_channel",

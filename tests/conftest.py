@@ -76,7 +76,7 @@ def translated_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _whole_ways_share_translations(request: pytest.FixtureRequest) -> None:
     """Files of these folders export the same small models again and again, on the way to something else."""
-    if request.path.parent.name in ("interop", "placement", "runs", "sensitivity", "targets", "tasks"):
+    if request.path.parent.name in ("interop", "latency_fallback", "runs", "sensitivity", "targets", "tasks"):
         request.getfixturevalue("translated_once")
 
 

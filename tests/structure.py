@@ -20,7 +20,7 @@ BOXES = {
     "EXPORT": ("export",),
     "CHECK": ("check",),
     "CONFIG": ("config",),
-    "QUANTIZER": ("settings", "model_session", "error_causes", "quantizer"),
+    "QUANTIZER": ("settings", "model_session", "diagnose", "quantizer"),
     "ENGINES": ("engines",),
     "TASKS": ("tasks",),
     "REPORT": ("report",),

@@ -514,7 +514,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_lines_of_prose_are_short(path: Path) -> None:
-    """Rows of tables and what a program printed cannot be wrapped."""
+    """Samples of tables and what a program printed cannot be wrapped."""
     text = path.read_text(encoding="utf-8")
     written = re.sub(
         r"^```(\w*)\n(.*?)^```$",

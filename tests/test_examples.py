@@ -125,7 +125,7 @@ def test_minilm_shows_tables_and_pictures() -> None:
     sensitivity = _output(notebook, "q.sensitivity", "text/html")
     assert "{query,key,value}" in sensitivity
     assert "<svg" in _output(notebook, "q.sensitivity.plot(limit=12)", "text/html")
-    assert "put back to float" in _output(notebook, "q.sensitivity.plot(limit=6)", "text/html")
+    assert "kept in float" in _output(notebook, "q.sensitivity.plot(limit=6)", "text/html")
     assert _output(notebook, "same", "text/plain") == "True"
 
 

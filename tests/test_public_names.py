@@ -51,7 +51,7 @@ def test_the_public_names() -> None:
         "functional",
         "load",
         "load_converted",
-        "measured_prices",
+        "measure_latency_costs",
         "quantize_model",
     ]
 

@@ -292,7 +292,7 @@ def test_training_with_the_rounding_gets_the_answers_back(small: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "78 questions to train on in 78 windows, 39 to score in 39" in done.stdout
-    assert "put back to float: bert.encoder" in done.stdout
+    assert "kept in float: bert.encoder" in done.stdout
     scales = Quantizer.load(small / "out" / "quantizer").scales()
     assert {scale.dim() for name, scale in scales.items() if name.endswith(".weight")} == {0}
     assert not [name for name in scales if name.startswith("qa_outputs")]

@@ -51,8 +51,8 @@ def _case(source: str, kind: str, data: str, train: Path, dev: Path, calibration
     torch.set_num_threads(1)
     model = load_model(source, kind)
     task = build_task(kind, model, load_tokenizer(source), min_length=16)
-    batches = task.batches(load_rows(data, path=train, rows=calibration))
-    evaluation = load_rows(data, path=dev, rows=rows)
+    batches = task.batches(load_rows(data, path=train, samples=calibration))
+    evaluation = load_rows(data, path=dev, samples=rows)
     return Case(model, task, batches, evaluation, task.predict(lambda batch: model(**batch), evaluation))
 
 

@@ -12,7 +12,11 @@ import quantizer
 from quantizer.plan.reasons import ReasonCode, RuleKind
 
 CODES: list[ReasonCode | RuleKind] = [*ReasonCode, *RuleKind]
-SAMPLES = {"why": "put back by fallback(num=2): rank 1", "sizes": "16, 32, 64", "text": "lhs: of no template"}
+SAMPLES = {
+    "why": "kept in float by fallback(num=2): rank 1",
+    "sizes": "16, 32, 64",
+    "text": "lhs: of no template",
+}
 PACKAGE = Path(quantizer.__file__).parent
 
 

@@ -1,4 +1,4 @@
-"""What tests of a search compare: plans with random groups put back, and all that a metric sees of a model."""
+"""What tests of a search compare: plans with random groups kept in float, and all that a metric sees of a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quantizer.plan.site_plan import Plan, with_fallback
 
 
 def without(plan: Plan, choice: random.Random, share: float) -> Plan:
-    """The plan with about this share of its groups put back."""
+    """The plan with about this share of its groups kept in float."""
     groups = sorted({operand.group for entry in plan.values() for operand in entry.operands if operand.group})
     return with_fallback(plan, {group: "tried" for group in groups if choice.random() < share})
 

@@ -56,7 +56,7 @@ there; 5.1 does not.
 _PATCHES = """
 Operator patches that are refused by name, since the source that they change reads otherwise there. None is applied in
 part, and the coverage tells of each; what it is for ([the list](operator-patches.md)) may be refused by its target, or
-stay in float.
+are not quantized.
 """
 
 

@@ -30,7 +30,7 @@ _INTRO = """# Against other tools, on a CPU
 <!-- Made by `make field`: change benchmarks/field, not this page. -->
 
 Float, INT8 and what each tool makes of real models, with all defaults and the same rows to calibrate on, one thread.
-A row was measured in a process of its own, in turns with ONNX Runtime in float32: a speed-up is the median of ratios
+A row was measured in a process of its own, interleaved with ONNX Runtime in float32: a speed-up is the median of ratios
 of calls that follow each other. "To float" is the score less that of the float model, with its 95% interval from
 resampled rows, better above 0; paired figures compare outputs with the float model's, row by row. Memory is what the
 engine adds to a fresh process that loads it and runs a batch of 8; time is what quantizing took, from the model to a
@@ -156,7 +156,7 @@ def _model(rows: Rows) -> Iterator[str]:
     latest = max(row["day"] for row in measured)
     again = [f"{row['name']} ({row['commit']})" for row in measured if row["day"] == latest]
     if len(again) < len(measured):
-        yield _LINES.fill(f"Measured on {latest}: {', '.join(again)}. All other rows are older.") + "\n"
+        yield _LINES.fill(f"Measured on {latest}: {', '.join(again)}. All other samples are older.") + "\n"
     paired = [name for name in ("label_flips", "mean_cosine", "kl_divergence", "sqnr_db") if name in first]
     heads = ["", "tool", *(f"batch {batch}, ms (speed-up)" for batch in _BATCHES), first["metric"], "to float", "95%"]
     heads += [name.replace("_", " ") for name in paired]

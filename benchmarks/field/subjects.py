@@ -96,7 +96,7 @@ def _of_task(
 
 
 def _texts(task: Task, texts: Sequence[str], length: int, rows: int) -> list[Batch]:
-    """Batches of texts, the first of them of the length: each of its rows is some texts behind one another."""
+    """Batches of texts, the first of them of the length: each of its samples is some texts behind one another."""
     joined = [" ".join(texts[at::_USUAL]) for at in range(_USUAL)]
     tokenizer: Any = task.inputs.tokenizer
     sized = tokenizer(joined, truncation=True, max_length=length, padding="max_length", return_tensors="pt")

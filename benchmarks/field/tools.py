@@ -1,4 +1,5 @@
-"""The tools that are compared: each makes something that runs a batch, out of a float model and its calibration rows.
+"""The tools that are compared: each makes something that runs a batch, out of a float model and its calibration
+samples.
 
 Each has its own defaults, one thread, and the same batches. What runs in ONNX Runtime does so in its own session, and
 what runs in OpenVINO for latency in float32, but where the name says otherwise.

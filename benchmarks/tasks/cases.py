@@ -35,12 +35,12 @@ Rows = dict[str, Any]
 
 
 def _of(name: str, path: str, rows: int | None = None) -> Callable[[Path], Rows]:
-    """Rows of a file of real data."""
+    """Samples of a file of real data."""
     return lambda _: {"name": name, "path": str(SHARED / path)} | ({} if rows is None else {"rows": rows})
 
 
 def _made(name: str, write: Callable[..., Path], *part: str, rows: int | None = None) -> Callable[[Path], Rows]:
-    """Rows of a file that is written first."""
+    """Samples of a file that is written first."""
     return lambda folder: {"name": name, "path": str(write(folder, *part))} | ({} if rows is None else {"rows": rows})
 
 
@@ -59,7 +59,7 @@ class Case:
         max_length: tokens of a row.
         labels: the names to choose among, of a task that takes them.
         seconds: of a recording.
-        shape: of the latency: rows in a batch, and tokens.
+        shape: of the latency: samples in a batch, and tokens.
         convertible: whether ``convert`` takes the task.
         new_tokens: the most that are written, of a task that writes; None: the default.
     """

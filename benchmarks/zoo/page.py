@@ -131,8 +131,8 @@ def _table(group: str, rows: Sequence[Row]) -> list[str]:
 
 def _notes(row: Row) -> list[str]:
     notes = [] if _verdict(row) == "ok" else [_verdict(row)]
-    escaped = [(reason, part) for reason, part in row.get("escaped", {}).items() if part > 1 - _FULL]
-    notes += [f"{part:.1%} {reason}" for reason, part in escaped[:_SHOWN]]
+    not_quantized = [(reason, part) for reason, part in row.get("not_quantized", {}).items() if part > 1 - _FULL]
+    notes += [f"{part:.1%} {reason}" for reason, part in not_quantized[:_SHOWN]]
     eager = row.get("eager_db")
     if eager is not None and eager < _ALIKE:
         notes.append(f"the model's own attention by separate products gives other values ({eager:.1f} dB)")

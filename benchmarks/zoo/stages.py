@@ -112,9 +112,9 @@ def _cover(coverage: Coverage, tell: Tell) -> None:
     tell("multiply_adds", coverage.multiply_adds)
     tell("share", coverage.share)
     reasons: Counter[str] = Counter()
-    for row in coverage.escaped:
+    for row in coverage.not_quantized:
         reasons[f"{row.operation}: {row.reason}"] += row.multiply_adds
-    tell("escaped", {reason: count / coverage.multiply_adds for reason, count in reasons.most_common() if count})
+    tell("not_quantized", {reason: count / coverage.multiply_adds for reason, count in reasons.most_common() if count})
 
 
 def _quantized(quantizer: Quantizer, made: Made, expected: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -94,7 +94,9 @@ def _units(plan: Plan, work: Work) -> Iterator[list[_Linear]]:
         if entry.kind != "linear" or group is None or group.channels is None or records[weight.name].inner is None:
             records[weight.name].rounded = _plain("the channels of what it multiplies are not its last axis")
         elif other is not None and other.quantized:
-            records[weight.name].rounded = _plain("its input is rounded too, and has the factors of activations.smooth")
+            records[weight.name].rounded = _plain(
+                "its input is rounded too, and has the factors of activations.smoothquant_alpha"
+            )
         else:
             assert other is not None
             linear = _Linear(

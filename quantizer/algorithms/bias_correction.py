@@ -43,7 +43,7 @@ from quantizer.utils.distributed import all_gather_bytes, get_world_size
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 4096
-"""The number of rows that are summed at once."""
+"""The number of samples that are summed at once."""
 
 _DONE = "bias corrected"
 _NO_BIAS = "bias not corrected: it has none that holds it"
@@ -200,7 +200,7 @@ class _Sum:
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """A call in float: the weights of its rows, float64 [R], and the sum of w_r y_r, float64 [C]."""
+    """A call in float: the weights of its samples, float64 [R], and the sum of w_r y_r, float64 [C]."""
 
     weights: Tensor
     total: Tensor
@@ -295,7 +295,7 @@ class _Corrected:
         result, key = site.rounded(function, args, keywords), self._in_float.key(site)
         if key in self._errors and self._errors[key] is None:
             return result
-        # With other values a model may call a site less or more often, or with other rows: those calls tell nothing.
+        # With other values a model may call a site less or more often, or with other samples: those calls tell nothing.
         calls = self._expected.get(key)
         expected = calls.popleft() if calls else None
         rows = _rows(site, result, self._in_float.mask)

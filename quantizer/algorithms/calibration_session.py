@@ -345,7 +345,7 @@ def _of_constants(value: float, names: list[str]) -> str:
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     if value == 0:
         return (
-            f"all values of {shown} were 0 in calibration, so that no range is known and it stays in floating point; "
+            f"all values of {shown} were 0 in calibration, so that no range is known and it is not quantized; "
             "calibrate with data that uses this part of the model"
         )
     return (

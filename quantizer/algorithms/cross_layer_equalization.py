@@ -236,7 +236,7 @@ def _weight_axes(pair: _Pair) -> int:
 
 
 ALGORITHM = Algorithm(
-    wanted=lambda settings: settings.smooth is not None,
+    wanted=lambda settings: settings.smoothquant_alpha is not None,
     run=equalize_where_better,
     channels=lambda settings: ("conv",),
 )

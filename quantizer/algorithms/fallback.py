@@ -126,7 +126,7 @@ def by_rank(ranking: Sequence[GroupSensitivity], *, num: int | None = None, rati
         if isinstance(num, bool) or not isinstance(num, int) or num < 0:
             raise SensitivityError(f"num={num!r}: expected a whole number of groups, 0 or more")
         if num > len(ranking):
-            raise SensitivityError(f"num={num}: there are only {len(ranking)} quantized groups to put back")
+            raise SensitivityError(f"num={num}: there are only {len(ranking)} quantized groups to keep in float")
         count, asked = num, f"num={num}"
     return fallback_of(ranking[:count], asked)
 
@@ -291,7 +291,7 @@ def fallback_reason(chosen: Fallback) -> str:
     missed = "" if chosen.met else "; the budget is not met, and this is the best plan found"
     return (
         f"found by fallback({chosen.asked}) in {1 + len(chosen.evaluations)} evaluations: {reached:.5f} on the "
-        f"tuning rows, where the float model has {chosen.float_score:.5f}{missed}"
+        f"tuning samples, where the float model has {chosen.float_score:.5f}{missed}"
     )
 
 
@@ -375,7 +375,7 @@ def _prefix(candidates: Sequence[Candidate], meets: Callable[[Sequence[Candidate
 def _without_needless(
     kept: list[Candidate], meets: Callable[[Sequence[Candidate]], bool], left: Callable[[], int]
 ) -> list[Candidate]:
-    """Return the groups that must stay float: remove half of them at a time, and halves of a half that is needed.
+    """Return the groups that must not be quantized: remove half of them at a time, and halves of a half that is needed.
 
     The last half comes first, since it has the lowest error per cost. All of it is repeated after a removal, since
     a score need not improve with more float groups.

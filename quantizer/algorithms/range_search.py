@@ -100,20 +100,20 @@ class _Search:
 
 
 def _is_wanted(settings: Settings) -> bool:
-    return len(settings.estimates) > 1 or settings.smooth is not None
+    return len(settings.estimates) > 1 or settings.smoothquant_alpha is not None
 
 
 def _needs_batches(settings: Settings) -> bool:
     several = settings.calibrator == "percentile" and len(settings.percentiles) > 1
-    return several or isinstance(settings.smooth, float)
+    return several or isinstance(settings.smoothquant_alpha, float)
 
 
 def choose_ranges(plan: Plan, work: Work) -> Plan:
-    """Choose the ranges and the migration of outliers of the whole model, and whether attention stays in float."""
+    """Choose the ranges and the migration of outliers of the whole model, and whether attention is not quantized."""
     settings, smoothing = work.settings, None
     shares: tuple[float | None, ...] = (None,)
-    if settings.smooth is not None:
-        shares = (None, *ALPHAS) if isinstance(settings.smooth, str) else (settings.smooth,)
+    if settings.smoothquant_alpha is not None:
+        shares = (None, *ALPHAS) if isinstance(settings.smoothquant_alpha, str) else (settings.smoothquant_alpha,)
         smoothing = Smoothing(work, plan, [share for share in shares if share is not None])
     estimates = settings.estimates if _has_static_range(plan) else settings.estimates[:1]
     if len(shares) > 1 or len(estimates) > 1:
@@ -201,18 +201,18 @@ def _formats(plan: Plan, observation: Seen) -> dict[RangeGroup, str]:
 
 
 def _text(setting: Setting, estimates: Sequence[Estimate]) -> str:
-    share = "no smoothing" if setting.share is None else f"smooth {setting.share:g}"
+    share = "no smoothing" if setting.share is None else f"SmoothQuant {setting.share:g}"
     return f"{estimates[setting.estimate].label} with {share}"
 
 
 _GAIN_DB = 1.0
-"""The gain in the output's SQNR from which on attention stays in float, after a search.
+"""The gain in the output's SQNR from which on attention is not quantized, after a search.
 
 docs/design/calibration.md shows the measurement behind both figures.
 """
 
 _GAIN_UNSEARCHED_DB = 6.0
-"""The same where nothing was searched: with ranges as they come, a smaller gain is often none on other rows."""
+"""The same where nothing was searched: with ranges as they come, a smaller gain is often none on other samples."""
 
 
 def leave_costly_attention(work: Work, *, searched: bool) -> bool:
@@ -245,6 +245,6 @@ def leave_costly_attention(work: Work, *, searched: bool) -> bool:
 ALGORITHM = Algorithm(
     wanted=_is_wanted,
     run=choose_ranges,
-    channels=lambda settings: () if settings.smooth is None else ("linear",),
+    channels=lambda settings: () if settings.smoothquant_alpha is None else ("linear",),
     needs_batches=_needs_batches,
 )

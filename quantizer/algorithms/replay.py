@@ -165,7 +165,7 @@ class Replay:
 
 
 _ROWS = 512
-"""The number of rows of a linear's input that are tried: enough to tell ranges apart, and cheaper than all."""
+"""The number of samples of a linear's input that are tried: enough to tell ranges apart, and cheaper than all."""
 
 _BATCHED = 3  # the number of axes from which the first one is taken for the batch
 

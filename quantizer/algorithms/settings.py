@@ -48,7 +48,7 @@ class Settings:
     switches: Mapping[str, bool | str] = field(hash=False)
     calibrator: str
     percentiles: tuple[float, ...]
-    smooth: float | str | None
+    smoothquant_alpha: float | str | None
     zero_point: bool
     all_experts: bool
     per_channel: bool

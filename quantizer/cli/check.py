@@ -26,7 +26,7 @@ class Check:
     epilog = """\
 example:
   quantizer check model.onnx --target tensorrt
-  error [float32-rest] 1 place
+  error [unconverted-float32] 1 place
       all 49 products have float32 tensors: tensorrt builds what the graph says, so everything that is not
       quantized runs in float32, without a word
     -> convert the model to float16 before export, scales included

@@ -19,7 +19,7 @@ examples:
   quantizer compare runs/fast runs/balanced --html runs.html --csv runs.csv
   quantizer compare runs/sst2
 
-Scores on other rows, and times of other machines or shapes, are shown and not compared, and it is said."""
+Scores on other samples, and times of other machines or shapes, are shown and not compared, and it is said."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument(

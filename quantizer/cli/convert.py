@@ -14,8 +14,8 @@ from quantizer.utils.paths import is_there
 
 _THREE = ("LEAST", "USUAL", "MOST")
 _SIZES = {
-    "--batch-size": "rows in a batch (default: 1 8 32, or less where the output holds the vocabulary)",
-    "--seq-len": "tokens in a row of text (default: 16 128 512, or less where the model takes less)",
+    "--batch-size": "samples in a batch (default: 1 8 32, or less where the output holds the vocabulary)",
+    "--seq-len": "tokens in a sample of text (default: 16 128 512, or less where the model takes less)",
 }
 
 
@@ -135,13 +135,15 @@ processor/, config.json and a report; it is complete when the command ends well,
 def _add_data(parser: ArgumentParser) -> None:
     data = parser.add_argument_group("data")
     data.add_argument("--calibration", metavar="DATA", help="texts or images like those that the model will see")
-    data.add_argument("--rows", type=int, help="rows that calibrate (default: 128); the output check takes others")
+    data.add_argument(
+        "--samples", type=int, help="samples that calibrate (default: 128); the output check takes others"
+    )
     data.add_argument("--column", help="the texts' column in .csv and .jsonl (default: text)")
     data.add_argument(
-        "--max-drop", metavar="DROP", type=float, help="keep the score so close to float, groups put back"
+        "--max-drop", metavar="DROP", type=float, help="keep the score so close to float, groups kept in float"
     )
-    data.add_argument("--tuning", metavar="DATA", help="labelled rows that --max-drop scores on")
-    data.add_argument("--evaluation", metavar="DATA", help="labelled rows to score everything on at the end")
+    data.add_argument("--tuning", metavar="DATA", help="labelled samples that --max-drop scores on")
+    data.add_argument("--evaluation", metavar="DATA", help="labelled samples to score everything on at the end")
     data.add_argument(
         "--fixed",
         nargs="+",

@@ -37,8 +37,8 @@ printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
             "path", metavar="PATH", type=Path, help="folder that `quantizer run` wrote, an engine file or an ONNX file"
         )
         parser.add_argument("--backend", metavar="NAME", help="whose engine it is (default: what the file says)")
-        parser.add_argument("--batch", metavar="N", type=int, default=8, help="rows in a batch (default: 8)")
-        parser.add_argument("--sequence", metavar="N", type=int, default=128, help="tokens in a row (default: 128)")
+        parser.add_argument("--batch", metavar="N", type=int, default=8, help="samples in a batch (default: 8)")
+        parser.add_argument("--sequence", metavar="N", type=int, default=128, help="tokens in a sample (default: 128)")
         parser.add_argument(
             "--layers", action="store_true", help="of a run: its engine's precisions and slowest layers"
         )

@@ -151,7 +151,7 @@ class ModelConfig(Section):
 
 
 class DatasetConfig(Section):
-    """Rows of one data set."""
+    """Samples of one data set."""
 
     name: Text = Field(description="Name of a registered data set, such as 'stsb-csv' or 'vader'.")
     path: Text | None = Field(
@@ -160,11 +160,11 @@ class DatasetConfig(Section):
         "against the current directory, not against the YAML file.",
     )
     split: Text | None = Field(default=None, description="Name of the split, where the data set has several.")
-    rows: int | None = Field(default=None, ge=1, description="Take this many rows; null: all.")
-    offset: int = Field(default=0, ge=0, description="Skip this many rows first.")
+    samples: int | None = Field(default=None, ge=1, description="Take this many samples; null: all.")
+    offset: int = Field(default=0, ge=0, description="Skip this many samples first.")
     subset: Text | None = Field(default=None, description="Part of the data set, such as 'movieReviewSnippets'.")
 
-    def shares_rows_with(self, other: DatasetConfig) -> bool:
+    def overlaps(self, other: DatasetConfig) -> bool:
         """Return whether the two data sets have, or may have, a row in common."""
         if self._source != other._source:
             return False
@@ -172,7 +172,7 @@ class DatasetConfig(Section):
             # Without a split the rows are those of all splits, in another order: offset and rows prove nothing.
             return None in (self.split, other.split)
         first, second = sorted((self, other), key=lambda dataset: dataset.offset)
-        return first.rows is None or second.offset < first.offset + first.rows
+        return first.samples is None or second.offset < first.offset + first.samples
 
     @property
     def _source(self) -> tuple[str | None, ...]:
@@ -184,28 +184,28 @@ class DataConfig(Section):
 
     calibration: DatasetConfig | None = Field(
         default=None,
-        description="Rows that the activation ranges are taken from; needed unless model.source is a function, or "
+        description="Samples that the activation ranges are taken from; needed unless model.source is a function, or "
         "nothing is quantized.",
     )
     evaluation: DatasetConfig | None = Field(
         default=None,
-        description="Labelled rows that the scores are measured on; null: the outputs alone are compared.",
+        description="Labelled samples that the scores are measured on; null: the outputs alone are compared.",
     )
     check: DatasetConfig | None = Field(
         default=None,
-        description="Rows on which engines are compared with PyTorch and timed; null: those of evaluation, or of "
+        description="Samples on which engines are compared with PyTorch and timed; null: those of evaluation, or of "
         "calibration.",
     )
     tuning: DatasetConfig | None = Field(
         default=None,
-        description="Rows that a choice is scored on, none of them of evaluation; needed by fallback.max_drop, by "
+        description="Samples that a choice is scored on, none of them of evaluation; needed by fallback.max_drop, by "
         "amp.measure 'metric' and by qat.",
     )
     training: DatasetConfig | None = Field(
-        default=None, description="Rows that qat trains on, none of them of evaluation or tuning."
+        default=None, description="Samples that qat trains on, none of them of evaluation or tuning."
     )
     head: DatasetConfig | None = Field(
-        default=None, description="Rows that the classifier is fitted on; needed by task 'embedding-classification'."
+        default=None, description="Samples that the classifier is fitted on; needed by task 'embedding-classification'."
     )
     batch_size: int = Field(
         default=32, ge=1, description="Rows in one batch; by default at most as many as export.dynamic.batch has."

@@ -23,6 +23,9 @@ _OTHER_NAMES = {
     "half": "float16",
     "ort": "onnxruntime",
     "trt": "tensorrt",
+    # Keys of earlier versions.
+    "rows": "samples",
+    "smooth": "smoothquant_alpha",
     # Names that the pipelines of transformers have for tasks.
     "asr": "automatic-speech-recognition",
     "causal-lm": "text-generation",

@@ -114,18 +114,23 @@ AxisRange = Annotated[
 """The sizes of a dynamic axis: [min, opt, max]."""
 
 
-_BY_OUTPUT = {"calibrator": "output", "smooth": "auto", "zero_point": True}
+_BY_OUTPUT = {"calibrator": "output", "smoothquant_alpha": "auto", "zero_point": True}
 
 _AS_THEY_ARE = {"weights": {"rounding": "nearest"}, "bias_correction": False}
 """Weights and biases, where nothing is searched for."""
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "plain": {
-        "activations": {"calibrator": "percentile", "percentile": 99.99, "smooth": None, "zero_point": False},
+        "activations": {
+            "calibrator": "percentile",
+            "percentile": 99.99,
+            "smoothquant_alpha": None,
+            "zero_point": False,
+        },
         **_AS_THEY_ARE,
     },
     # What is smoothed needs no clipping.
-    "fast": {"activations": {"calibrator": "max", "smooth": 0.8, "zero_point": True}, **_AS_THEY_ARE},
+    "fast": {"activations": {"calibrator": "max", "smoothquant_alpha": 0.8, "zero_point": True}, **_AS_THEY_ARE},
     "balanced": {"activations": _BY_OUTPUT, "weights": {"rounding": "nearest"}, "bias_correction": True},
     "accurate": {"activations": _BY_OUTPUT, "weights": {"rounding": "gptq"}, "bias_correction": True},
 }
@@ -214,9 +219,9 @@ class AmpConfig(Section):
     )
     granularity: Literal["group", "layer", "block"] = Field(
         default="group",
-        description="What is measured and put back together: 'group' is the least that can change precision.",
+        description="What is measured and kept in float together: 'group' is the least that can change precision.",
     )
-    # All 128 calibration rows of the shipped files: 'gradient' runs each a few times, for any number of groups.
+    # All 128 calibration samples of the shipped files: 'gradient' runs each a few times, for any number of groups.
     batches: int = Field(
         default=4, ge=1, description="Calibration batches that are measured on; 'metric' has its own data."
     )
@@ -225,23 +230,26 @@ class AmpConfig(Section):
 class FallbackConfig(Section):
     """The groups that fall back to float, by exactly one of the five ways to choose them."""
 
-    num: int | None = Field(default=None, ge=1, description="Put back this many of the most sensitive groups.")
-    ratio: float | None = Field(default=None, gt=0, le=1, description="Put back this share of all groups.")
+    num: int | None = Field(default=None, ge=1, description="Keep this many of the most sensitive groups in float.")
+    ratio: float | None = Field(default=None, gt=0, le=1, description="Keep this share of all groups in float.")
     names: Annotated[TextList, AfterValidator(some_and_unique)] | None = Field(
         default=None,
-        description="Put back these: groups, or modules, sites and operands with '*' for one segment and '**' for any "
+        description="Keep these in float: groups, or modules, sites and operands with '*' for one segment and '**' "
+        "for any "
         "number. Needs no amp.",
     )
     max_drop: float | None = Field(
         default=None,
         ge=0,
-        description="Put back as few groups as let the task's score on data.tuning be at most so much worse than the "
+        description="Keep as few groups in float as let the task's score on data.tuning be at most so much worse "
+        "than the "
         "float model's: 0 or more, where Quantizer.fallback in Python takes a gain below 0, too.",
     )
     min_speedup: float | None = Field(
         default=None,
         gt=0,
-        description="Put back those that cost most accuracy, as long as the engine stays at least so many times as "
+        description="Keep those in float that cost most accuracy, as long as the engine stays at least so many "
+        "times as "
         "fast as the float model's: 2.0.",
     )
     # Null, because a file with all defaults filled in must be valid without a search too.
@@ -253,7 +261,8 @@ class FallbackConfig(Section):
     )
     costs: Literal["multiply_adds"] | None = Field(
         default=None,
-        description="What a group costs in float: those that win most for their cost are put back first; null: with "
+        description="What a group costs in float: those that win most for their cost are kept in float first; null: "
+        "with "
         "max_drop the time that it takes longer, where the engine runs here, else all cost the same.",
     )
 
@@ -324,7 +333,7 @@ class ActivationsConfig(Section):
     ranges: Literal["static", "dynamic"] = Field(
         default="static",
         description="'dynamic': the range of a tensor is that of its values at each run, where the backend has kernels "
-        "for it (linears, on CPUs), and all else stays float; 'static': it comes from calibration.",
+        "for it (linears, on CPUs), and all else is not quantized; 'static': it comes from calibration.",
     )
     calibrator: Annotated[str, AfterValidator(_CALIBRATORS.check), _CALIBRATORS] = Field(
         default="percentile",
@@ -340,7 +349,7 @@ class ActivationsConfig(Section):
         description="Percent of the absolute values that the range covers; used by calibrator 'percentile'. Of a list "
         "the one is taken with which the model's output comes out best.",
     )
-    smooth: Annotated[
+    smoothquant_alpha: Annotated[
         float | Literal["auto"] | None,
         WrapValidator(lambda value, _: _smooth(value)),
         Expects("a number, above 0 and at most 1, or 'auto'"),

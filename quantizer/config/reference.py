@@ -41,7 +41,7 @@ A file needs no more than this; the data sets are described [at the end](#data-s
 ```yaml
 model: {source: my-model, task: sequence-classification}
 data:
-  calibration: {name: text-csv, path: train.csv, rows: 128}
+  calibration: {name: text-csv, path: train.csv, samples: 128}
   evaluation: {name: text-csv, path: dev.csv}
 ```
 
@@ -83,7 +83,7 @@ classes, or their numbers, as labels; `transcripts` fits `automatic-speech-recog
 says what each task reads, and how it is scored.
 
 The report is always scored on all rows of `evaluation`, and calibrated on all rows of `calibration`: keep them apart.
-Rows that a search was scored on flatter its choice: `tuning` may hold no row of `evaluation`, which is an error.
+Samples that a search was scored on flatter its choice: `tuning` may hold no row of `evaluation`, which is an error.
 """
 
 

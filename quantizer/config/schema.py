@@ -49,8 +49,8 @@ _HALF_SCALES_OPSET = 19
 class DynamicConfig(Section):
     """Sizes of the dynamic axes, as [min, opt, max]."""
 
-    batch: AxisRange = Field(default=(1, 8, 32), description="Rows in a batch.")
-    sequence: AxisRange = Field(default=(16, 128, 512), description="Tokens in a row of text; images have none.")
+    batch: AxisRange = Field(default=(1, 8, 32), description="Samples in a batch.")
+    sequence: AxisRange = Field(default=(16, 128, 512), description="Tokens in a sample of text; images have none.")
 
 
 class ExportConfig(Section):
@@ -120,13 +120,14 @@ class ReportConfig(Section):
     latency_batch: int = Field(
         default=8,
         ge=1,
-        description="Rows in a batch when latency is measured. The usual ones of export.dynamic.batch if 8 are not in "
+        description="Samples in a batch when latency is measured. The usual ones of export.dynamic.batch if 8 are "
+        "not in "
         "its range.",
     )
     latency_sequence: int = Field(
         default=128,
         ge=1,
-        description="Tokens in a row of text when latency is measured; images have none. The usual ones of "
+        description="Tokens in a sample of text when latency is measured; images have none. The usual ones of "
         "export.dynamic.sequence if 128 are not in its range.",
     )
     latency_shapes: Literal["usual", "all"] = Field(
@@ -276,13 +277,13 @@ class RunConfig(Section):
                 problems.append(("head", text))
             if not needs_head and data.head is not None:
                 problems.append(("head", f"is not used by model.task {model.task!r}; remove it"))
-        other_rows = "expected other rows, by path, split, or offset and rows"
+        other_rows = "expected other samples, by path, split, or offset and rows"
         for name, rows, place, judged in (
             ("tuning", data.tuning, "evaluation", data.evaluation),
             ("training", data.training, "evaluation", data.evaluation),
             ("training", data.training, "tuning", data.tuning),
         ):
-            if rows is not None and judged is not None and rows.shares_rows_with(judged):
+            if rows is not None and judged is not None and rows.overlaps(judged):
                 used = "the choice was made on" if name == "tuning" else "the model was trained on"
                 text = f"has rows of data.{place}: a score on rows that {used} is better than the model; {other_rows}"
                 problems.append((name, text))
@@ -461,7 +462,7 @@ def rule_formats(config: QuantizerConfig) -> list[Format]:
 
 
 def _activations(config: QuantizerConfig, wanted: str | None, dynamic: bool) -> QType | None:
-    """Return the format of activations, by the name that a rule gives it; None: they stay float."""
+    """Return the format of activations, by the name that a rule gives it; None: they are not quantized."""
     if dynamic:
         kernels = config.target.dynamic
         # Without kernels the format is refused, whatever its codes.

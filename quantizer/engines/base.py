@@ -55,7 +55,7 @@ class InputSizes:
         return sizes | {PAST: self.sequence - 1, TOTAL: self.sequence, "sequence": 1} if PAST in sizes else sizes
 
     def words(self, shapes: Iterable[Sequence[int | str | None]]) -> str:
-        """Return what inputs were made up with: ``8 x 128``, or ``batch 8`` where only the number of rows varies.
+        """Return what inputs were made up with: ``8 x 128``, or ``batch 8`` where only the number of samples varies.
 
         Where other dimensions vary, each is named: ``batch 8, x_axis2 160``. ``shapes`` has the axes of each input: a
         size or an empty name where it is fixed, None or a name where it varies.

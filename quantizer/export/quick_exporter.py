@@ -35,7 +35,7 @@ from quantizer.errors import ExportError
 _read: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 """What was read of each of the exporter's 500 translations, which live as long as the process, by what was asked."""
 
-# Of two threads one would put back what the other has put in.
+# Of two threads one would restore what the other has patched.
 _one_at_a_time = RLock()
 
 

@@ -33,7 +33,7 @@ class QATCalibrate:
     ``qat.setup_model_qat(model)`` and run data through it. Before ``setup_model_qat`` the model behaves bit for bit as
     if it were built outside. After the block it rounds its operands and keeps float weights, and can be trained or
     exported with ``Quantizer.export``. Unlike ``Quantizer.calib`` this changes the model itself. Models that are built
-    outside the block, or by other threads, stay float.
+    outside the block, or by other threads, are not quantized.
 
     Args:
         sources: the Python modules whose models are instrumented, each as a module, its name, or one of its classes;
@@ -46,7 +46,7 @@ class QATCalibrate:
         config: the resolved ``QuantizerConfig``.
 
     Raises:
-        ConfigError: a setting is wrong, or it chooses codes of weights, which stay float here.
+        ConfigError: a setting is wrong, or it chooses codes of weights, which are not quantized here.
         SourceError: a source is no module, or is torch's own.
     """
 

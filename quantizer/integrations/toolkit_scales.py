@@ -137,7 +137,7 @@ def _quantized(entry: SitePlan, operand: OperandPlan | None) -> tuple[str, Opera
         raise _Unmatched(f"{entry.name} is not quantized: {why or entry.reason}")
     if operand.smooth is not None or operand.zero_point is not None:
         how = (
-            "its outliers are moved (set activations.smooth: null, and no weights.rounding: awq)"
+            "its outliers are moved (set activations.smoothquant_alpha: null, and no weights.rounding: awq)"
             if operand.smooth is not None
             else "it has a zero point (set activations.zero_point: false)"
         )

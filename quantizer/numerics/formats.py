@@ -127,7 +127,7 @@ class Format:
     """The formats of one site.
 
     Attributes:
-        activations: the format of activations; None: they stay float, and only weights are quantized.
+        activations: the format of activations; None: they are not quantized, and only weights are quantized.
         weights: the format of a weight.
         dynamic: whether activations have the range of their values at each run, instead of one from calibration.
         block_size: how many neighbours along a weight's input channels share a scale; None: no blocks.

@@ -274,7 +274,7 @@ class Reason(Enum):
     """An ``include`` or ``exclude`` of the configuration excludes its site."""
     SWITCHED_OFF = "this kind of site is switched off"
     """A switch in ``sites:`` of the configuration turns off its kind of site."""
-    FALLBACK = "put back by fallback"
+    FALLBACK = "kept in float by fallback"
     """The plan quantized it, and its group fell back to float."""
     TARGET = "too small for the target, or the target gains nothing"
     """The target's profile keeps it in float: K or N is too small, or its kind runs no faster in low precision."""

@@ -77,7 +77,7 @@ class Migration:
     @property
     def text(self) -> str:
         """The text for the coverage."""
-        return "equalized" if self.alpha is None else f"smooth {self.alpha:g}"
+        return "equalized" if self.alpha is None else f"SmoothQuant {self.alpha:g}"
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

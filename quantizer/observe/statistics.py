@@ -72,7 +72,7 @@ class Seen:
     Attributes:
         records: by site name.
         batches: the number of whole forward passes.
-        rows: the number of rows in these.
+        rows: the number of samples in these.
         chosen_at: the number of batches when ranges were last chosen by running batches.
         products: the products that torch computed, with their multiply-adds.
         regions: modules with values beyond the range of float16.
@@ -352,7 +352,7 @@ def same_weight(first: Weight | None, second: Weight | None) -> bool:
 
 
 def why_varies(*weights: Weight | None) -> str:
-    """Return why a site stays float whose operand is not the same weight in all calls."""
+    """Return why a site is not quantized whose operand is not the same weight in all calls."""
     if all(weight is not None and weight.computation is not None for weight in weights):
         return ReasonCode.FROM_PARAMETERS.text(why="and in another way in another call")
     return ReasonCode.VARIES.text()

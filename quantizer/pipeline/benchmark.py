@@ -1,4 +1,4 @@
-"""A run's engines: options of their build, latency, in turns, and memory, each engine in its own process."""
+"""A run's engines: options of their build, latency, interleaved, and memory, each engine in its own process."""
 
 from __future__ import annotations
 

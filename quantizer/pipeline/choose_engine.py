@@ -1,4 +1,5 @@
-"""The stage of a run that chooses its engine: all candidates for this CPU, from one calibration, timed in turns."""
+"""The stage of a run that chooses its engine: all candidates for this CPU, from one calibration, timed in interleaved
+rounds."""
 
 from __future__ import annotations
 

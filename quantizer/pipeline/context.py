@@ -71,7 +71,7 @@ def score_record(
             which=which,
             value=value,
             metric=task.metric_name,
-            rows=len(rows),
+            samples=len(rows),
             higher_is_better=task.higher_is_better,
         )
     low, high = task.difference_interval(base, other, rows, resamples)
@@ -83,7 +83,7 @@ def score_record(
         paired=paired,
         difference=value - task.score(base, rows),
         interval=(low, high),
-        rows=len(rows),
+        samples=len(rows),
         higher_is_better=task.higher_is_better,
     )
 
@@ -97,7 +97,7 @@ def rows_of(dataset: DatasetConfig | None) -> list[Row]:
         path=dataset.path,
         split=dataset.split,
         subset=dataset.subset,
-        rows=dataset.rows,
+        samples=dataset.samples,
         offset=dataset.offset,
     )
 

@@ -35,7 +35,9 @@ SUFFIX = ".onnx"
 _BATCH_ROWS = 8
 """The rows of a batch that is cut from a file, which is also what engines are timed at."""
 
-_TAKEN = frozenset({"model", "output", "quantization", "calibration", "rows", "fixed", "backend", "dtype", "threads"})
+_TAKEN = frozenset(
+    {"model", "output", "quantization", "calibration", "samples", "fixed", "backend", "dtype", "threads"}
+)
 _EXPECTED = f"a file of arrays ({' or '.join(ARRAY_FILES)}), one for each input by its name, or a folder of such files"
 
 
@@ -47,7 +49,7 @@ def convert_onnx(options: Mapping[str, Any], force: bool, console: Console) -> P
     folder: Path = options["output"]
     checked_folder(folder, RUN, replace=force)
     model = from_onnx(options["model"], fixed=dict(map(_fixed, options.get("fixed", ()))))
-    batches = array_batches(Path(options["calibration"]), _BATCH_ROWS, options.get("rows"))
+    batches = array_batches(Path(options["calibration"]), _BATCH_ROWS, options.get("samples"))
     (backend,) = options.get("backend", (AUTO,))
     result = quantize_model(
         model,
@@ -81,9 +83,9 @@ def _onnx_problems(options: Mapping[str, Any]) -> list[str]:
         name, number = _fixed(text)
         if not name or number is None:
             found.append(f"--fixed {text}: expected NAME=NUMBER, of an input that never changes or of a named axis")
-    rows = options.get("rows", 1)
+    rows = options.get("samples", 1)
     if rows < 1:
-        found.append(f"--rows {rows}: expected 1 or more")
+        found.append(f"--samples {rows}: expected 1 or more")
     return found
 
 
@@ -115,7 +117,7 @@ BATCH_SIZES: Sizes = (1, 8, 32)
 SEQUENCE_LENGTHS: Sizes = (16, 128, 512)
 
 CALIBRATION_ROWS = 128
-"""The default number of calibration rows, if there are so many."""
+"""The default number of calibration samples, if there are so many."""
 
 _LARGEST_OUTPUT = 1 << 27
 """The most values of an output in the default sizes: half a gigabyte in float32, of which a check holds several."""
@@ -141,9 +143,19 @@ _KEYS = {
 }
 """The key of a run's configuration for each option that is one."""
 
-_OF_CHECKPOINTS = ("task", "calibration", "rows", "column", "tuning", "evaluation", "seconds", "new_tokens", "labels")
+_OF_CHECKPOINTS = (
+    "task",
+    "calibration",
+    "samples",
+    "column",
+    "tuning",
+    "evaluation",
+    "seconds",
+    "new_tokens",
+    "labels",
+)
 _OF_FUNCTIONS = ("inputs", "weights", "score")
-_OF_QUANTIZATION = ("calibration", "rows", "dtype", "max_drop", "tuning")
+_OF_QUANTIZATION = ("calibration", "samples", "dtype", "max_drop", "tuning")
 _PLAIN = {"texts": "text", "images": "image", "recordings": "audio"}
 """The data sets without labels, and what they hold."""
 
@@ -252,13 +264,13 @@ def _data(draft: Draft, given: Mapping[str, Any]) -> None:
     found = data_source(given["calibration"], "--calibration")
     if found["name"] == "texts" and "column" in given:
         found["subset"] = given["column"]
-    there, rows = len(load_rows(found["name"], path=found["path"], subset=found.get("subset"))), given.get("rows")
+    there, rows = len(load_rows(found["name"], path=found["path"], subset=found.get("subset"))), given.get("samples")
     if rows is not None and rows > there:
         raise TaskError(
-            f"{given['calibration']} has {there} rows, fewer than --rows {rows}: lower it, or give more data"
+            f"{given['calibration']} has {there} rows, fewer than --samples {rows}: lower it, or give more data"
         )
     count = rows or min(CALIBRATION_ROWS, there)
-    _set(draft, "data.calibration", {**found, "rows": count}, "calibration")
+    _set(draft, "data.calibration", {**found, "samples": count}, "calibration")
     if count < there:
         _default(draft, "data.check", {**found, "offset": count})
 
@@ -267,7 +279,7 @@ def _unlabelled(option: str, found: Mapping[str, Any]) -> str:
     path, kind = Path(found["path"]), _PLAIN[found["name"]]
     named = f"text-csv:{path.with_suffix('.csv').name}" if kind == "text" else f"{kind}-csv:labels.csv"
     return (
-        f"--{option} {path}: {kind}s alone cannot be scored; expected NAME:PATH with labelled rows, such as {named} "
+        f"--{option} {path}: {kind}s alone cannot be scored; expected NAME:PATH with labelled samples, such as {named} "
         f"(data sets: {', '.join(datasets.names())})"
     )
 
@@ -414,15 +426,15 @@ def _checkpoint_problems(given: Mapping[str, Any]) -> Iterator[str]:
     if "max_drop" in given and "tuning" not in given and "config" not in given:
         yield (
             f"--max-drop {given['max_drop']} is a drop of the task's score, and there is nothing to score on: give "
-            "labelled rows, such as --tuning text-csv:dev.csv or image-folder:dev"
+            "labelled samples, such as --tuning text-csv:dev.csv or image-folder:dev"
         )
     if "tuning" in given and given["tuning"] == given.get("evaluation"):
         yield (
             f"--tuning and --evaluation are both {given['tuning']}: a score on rows that the choice was made on is "
-            "better than the model; give other rows"
+            "better than the model; give other samples"
         )
-    if given.get("rows", 1) < 1:
-        yield f"--rows {given['rows']}: expected 1 or more"
+    if given.get("samples", 1) < 1:
+        yield f"--samples {given['samples']}: expected 1 or more"
     if given.get("seq_len", (2,))[0] == 1:
         yield "--seq-len 1 ...: expected 2 or more; a text has a first and a last token at least"
 

@@ -44,8 +44,8 @@ FAILURES = (QuantizerError, RuntimeError)
 """What takes a candidate out of the choice and leaves the others in it; libraries raise the second."""
 
 HOPELESS = 1.2
-"""A quantized engine that is so many times as slow as another one is not improved: groups that go back to float, ranges
-at run time, or better ones than a rough plan has, have gained a few percent."""
+"""A quantized engine that is so many times as slow as another one is not improved: groups that fall back to float,
+ranges at run time, or better ones than a rough plan has, have gained a few percent."""
 
 NO_FASTER = "no faster than int8"
 """Why an engine with ranges at run time is not built.
@@ -289,7 +289,7 @@ _FAR = 1.5
 """The least ratio for a backend of which a rough plan tells less."""
 
 _ROUNDS, _SECONDS = 15, 10.0
-"""Of all engines in turns, at each shape; slow ones have fewer rounds."""
+"""Of all engines interleaved, at each shape; slow ones have fewer rounds."""
 
 
 class RoughTrials:
@@ -338,7 +338,7 @@ def rough_quantizer(calibrated: Quantizer, backend: str) -> Quantizer:
     """
     config = calibrated.config
     plain = {
-        "activations": {**config.activations.model_dump(), "calibrator": "max", "smooth": None},
+        "activations": {**config.activations.model_dump(), "calibrator": "max", "smoothquant_alpha": None},
         "weights": {**config.weights.model_dump(), "rounding": "nearest"},
         "bias_correction": False,
     }

@@ -15,9 +15,9 @@ from quantizer.config import RunConfig
 from quantizer.engines import BuildResult, Inspection, runs_here
 from quantizer.pipeline.compare_outputs import OnlySizes, OutputCheck, References, Tolerance, distances_of, tolerance
 from quantizer.pipeline.context import RunContext, RunRows
+from quantizer.pipeline.latency_fallback import RunPlacement
 from quantizer.pipeline.model_graphs import Graphs
 from quantizer.pipeline.open_axes import is_in_parts
-from quantizer.pipeline.placement import RunPlacement
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.resume import ResumeFiles
 from quantizer.pipeline.run_engines import RunEngines
@@ -70,7 +70,7 @@ class Job:
     budget: EngineBudget = field(init=False)
     quantizer: Quantizer = field(init=False)
     engines: RunEngines = field(init=False)
-    placement: RunPlacement = field(init=False)
+    latency_fallback: RunPlacement = field(init=False)
     references: dict[str, References] = field(default_factory=dict)
     fixed: tuple[str, ...] = ()
     batches: list[Batch] = field(default_factory=list)
@@ -147,7 +147,7 @@ class Job:
 
     @cached_property
     def metric(self) -> Metric:
-        """The score on tuning rows, or by a function, for what is chosen by it."""
+        """The score on tuning samples, or by a function, for what is chosen by it."""
         return self.work.metric(self.budget.searched)
 
     @property

@@ -64,14 +64,14 @@ def _of_plan(job: Job) -> Mapping[str, Any]:
     found = {
         "coverage": site_records(coverage),
         "covered_share": coverage.share,
-        "escaped": coverage.escaped.rows,
+        "not_quantized": coverage.not_quantized.rows,
         "histograms": tuple(quantizer.histogram(name).data for name in noisiest(quantizer.plan, _HISTOGRAMS)),
         "sensitivity": quantizer.sensitivity.rows if ranked else (),
         "measure": quantizer.sensitivity.measure if ranked else None,
         "fallback": None
         if chosen is None
         else fallback_record(chosen, job.budget.asked, job.budget.checks, job.scores),
-        "placement": job.placement.record(quantizer),
+        "latency_fallback": job.latency_fallback.record(quantizer),
         "diff": quantizer.diff(job.model),
     }
     assert found.keys() <= {one.name for one in fields(RunRecord)}

@@ -248,7 +248,7 @@ class WritingGraphs(Graphs):
         right = self._written(self.context.model, batches)
         found = {name: self._written(cast(nn.Module, form), batches) for name, form in forms.items()}
         return tuple(
-            Agreement(which=name, rows=len(right), tokens=equal_tokens(right, one), texts=equal_texts(right, one))
+            Agreement(which=name, samples=len(right), tokens=equal_tokens(right, one), texts=equal_texts(right, one))
             for name, one in found.items()
         )
 
@@ -262,7 +262,7 @@ class WritingGraphs(Graphs):
 
 
 def open_sizes(config: RunConfig) -> dict[str, tuple[int, int, int]]:
-    """Return the least, usual and largest number of rows, and of tokens in a row."""
+    """Return the least, usual and largest number of samples, and of tokens in a sample."""
     dynamic = config.export.dynamic
     return {BATCH: dynamic.batch, SEQUENCE: dynamic.sequence}
 

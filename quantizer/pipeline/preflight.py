@@ -62,7 +62,7 @@ FORMS = 3
 _BACKWARD = 3
 """A step of training costs about three passes."""
 _AGAIN = {"plain": 0, "fast": 4, "balanced": 12, "accurate": 15}
-"""How often calibration rows go through the model again when ranges and codes are chosen, as counted on a BERT."""
+"""How often calibration samples go through the model again when ranges and codes are chosen, as counted on a BERT."""
 _CHOSEN_ON = 128
 """At most so many of them."""
 _COPIES = 5
@@ -283,7 +283,7 @@ def _rows(name: str, section: DatasetConfig, looks: Looks) -> list[Row]:
     place = section.name, section.path, section.split, section.subset
     try:
         found = looks.once(("data", *place), partial(whole_data, *place))
-        return part_of_rows(found, section.name, section.path, section.rows, section.offset)
+        return part_of_rows(found, section.name, section.path, section.samples, section.offset)
     except ConfigError as error:
         raise TaskError(f"data.{name}: {'; '.join(error.problems)}") from error
     except TaskError as error:
@@ -313,7 +313,7 @@ def _notes(config: RunConfig) -> list[str]:
 
 
 def configured_warnings(config: RunConfig, rows: int) -> Iterator[str]:
-    """Yield why the budget of a configuration is finer than its tuning rows can tell, a sentence each."""
+    """Yield why the budget of a configuration is finer than its tuning samples can tell, a sentence each."""
     asked, task = config.fallback, config.model.task
     if asked is None or asked.max_drop is None or task is None:
         return

@@ -67,7 +67,7 @@ _SECONDS = 20.0
 _REFRESHES = 1.0
 
 _FRAMES = "|/-\\"
-"""What stands before the line in turns, as a sign of life."""
+"""What stands before the line in turn, as a sign of life."""
 
 
 class Heartbeat:

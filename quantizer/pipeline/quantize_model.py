@@ -174,7 +174,7 @@ def quantize_model(
     *,
     score: ScoreFunction | None = None,
     higher_is_better: bool = True,
-    rows: int | None = None,
+    samples: int | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | QuantizerConfig | None = None,
     threads: int = 1,
     progress: bool | None = None,
@@ -184,8 +184,8 @@ def quantize_model(
     """Quantize a module for the fastest engine that is right on this machine, and measure what came of it.
 
     The model is calibrated once. The engines for this CPU are built of it in INT8 and in float, their outputs are
-    compared with the model's, and they are timed in turns at the shape of the first batch; the fastest is kept, beside
-    the fastest in float of its backend. The model itself never changes.
+    compared with the model's, and they are timed in interleaved rounds at the shape of the first batch; the fastest
+    is kept, beside the fastest in float of its backend. The model itself never changes.
 
     Args:
         model: the float model, in eval mode, whose ``forward`` names its arguments; or the path of a float ONNX file,
@@ -194,14 +194,14 @@ def quantize_model(
             batches, with labels or without, a ``Dataset``, a tensor or an array, as ``Quantizer.calibrate`` takes it.
             The rows of a batch lie along axis 0.
         score: takes the model, or a module that runs an engine and is called as the model is, and returns its score, or
-            those of its rows [N], always the same ones in one order: the score is their mean, and has an interval.
+            those of its samples [N], always the same ones in one order: the score is their mean, and has an interval.
             None: the outputs alone are compared.
         higher_is_better: whether a higher score is better.
-        rows: how many rows of the data are read; None: all, and at most 4,096 of a loader that states no length.
+        samples: how many samples of the data are read; None: all, and at most 4,096 of a loader that states no length.
         config: as for ``Quantizer``; without a backend in it or in ``settings`` it is ``auto``, the fastest.
         threads: the threads that an engine on a CPU runs with.
         progress: whether stages are printed; None: only in a terminal.
-        fallback: what goes back to float, as the section of a run: ``{"max_drop": 0.01}`` of the score, or ``names``.
+        fallback: what falls back to float, as the section of a run: ``{"max_drop": 0.01}`` of the score, or ``names``.
         settings: fields of the configuration, such as ``backend="openvino"`` or ``exclude={"names": ["head"]}``.
 
     Raises:
@@ -215,7 +215,7 @@ def quantize_model(
         model = _float_model(model)
         asked = _configured(config, settings)
         back = _fallback(fallback, scored=score is not None)
-        batches = module_batches(model, data, rows)
+        batches = module_batches(model, data, samples)
         plain = _ready(model)
         console = Console(stderr=True)
         console.quiet = not (console.is_terminal if progress is None else progress)
@@ -282,7 +282,7 @@ def _call_form(model: nn.Module, batch: Batch) -> CallForm:
 
 
 def _fallback(given: Mapping[str, Any] | None, *, scored: bool) -> FallbackConfig | None:
-    """Return the section of what goes back to float."""
+    """Return the section of what falls back to float."""
     if given is None:
         return None
     wanted = fallback_config(given)
@@ -298,7 +298,7 @@ def _run_config(
     """Return the configuration of a run whose model and rows are objects, with the shapes of the batches."""
     sizes = DataSizes.of(batches)
     # Neither is read from anywhere: they are what the record of the run says of them.
-    rows = DatasetConfig.model_construct(name=GIVEN_IN_PYTHON, rows=sum(sizes.seen[BATCH]))
+    rows = DatasetConfig.model_construct(name=GIVEN_IN_PYTHON, samples=sum(sizes.seen[BATCH]))
     source = f"{type(model).__module__}:{type(model).__qualname__}"
     longest = max(sizes.seen.get(SEQUENCE, (1,)))
     config = RunConfig(

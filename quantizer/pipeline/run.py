@@ -23,8 +23,8 @@ from quantizer.pipeline.choose_engine import chooses, with_backend
 from quantizer.pipeline.compare_outputs import refusal
 from quantizer.pipeline.faults import Looks
 from quantizer.pipeline.job import Job, Outline
+from quantizer.pipeline.latency_fallback import missed_speed
 from quantizer.pipeline.load_workload import LoadedWork, configured_workload
-from quantizer.pipeline.placement import missed_speed
 from quantizer.pipeline.preflight import earlier_run, ready_to_run
 from quantizer.pipeline.processes import from_first_rank, own_place
 from quantizer.pipeline.progress import Outlook, StageTimer
@@ -161,5 +161,5 @@ def _missed(record: RunRecord | None, folder: Path) -> str | None:
             f"{refusal(record.engine_refused)}. {folder} holds the report, the quantizer and model.onnx, of which "
             "`build_engine` makes the engine without a comparison"
         )
-    missed = missed_speed(record.placement)
+    missed = missed_speed(record.latency_fallback)
     return None if missed is None else f"{missed}; {folder} holds it"

@@ -44,7 +44,7 @@ class Metric(Protocol):
 
 
 class TaskMetric:
-    """A function of a model that returns the task's score of it on the tuning rows.
+    """A function of a model that returns the task's score of it on the tuning samples.
 
     Attributes:
         higher_is_better: the direction that is better.
@@ -67,7 +67,7 @@ class TaskMetric:
         self._runnable = runnable
 
     def __call__(self, model: nn.Module) -> float:
-        with bar("tuning rows") as progress:
+        with bar("tuning samples") as progress:
             predictions = self._task.predict(as_predictor(self._runnable(model)), self._rows, progress)
         return self._task.score(predictions, self._rows)
 
@@ -182,7 +182,7 @@ class FunctionScorer:
             metric=self.metric.name,
             difference=None if which == "float" else score.value - base.value,
             interval=interval,
-            rows=None if score.rows is None else len(score.rows),
+            samples=None if score.rows is None else len(score.rows),
             higher_is_better=self.metric.higher_is_better,
         )
 

@@ -1,6 +1,6 @@
 """The search for groups that fall back to float: sensitivity on batches, and a choice within a drop of the score.
 
-A budget of the score: what tuning rows can tell of a drop, and whether the built engine keeps to it too.
+A budget of the score: what tuning samples can tell of a drop, and whether the built engine keeps to it too.
 
 Tuning rows cannot tell every drop, as one row is a step of the score and chance moves it.
 
@@ -8,7 +8,7 @@ Legend: n the rows that are scored, p the share of them whose answer quantizatio
 right answers moves in steps of 1 / n. Of the answers that change, as many become right as wrong if nothing is lost, and
 the score still moves: its standard deviation is the root of p / n.
 
-The engine is scored on tuning rows that the search for fallback did not see.
+The engine is scored on tuning samples that the search for fallback did not see.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 
 from quantizer.algorithms.fallback import fallback_reason
 from quantizer.algorithms.sensitivity import Evaluation, fingerprint
-from quantizer.algorithms.sensitivity.prices import Prices
+from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts
 from quantizer.config import RunConfig
 from quantizer.pipeline.context import RunContext, Runs, as_predictor, bar
 from quantizer.pipeline.scores import FunctionScorer, Metric
@@ -40,34 +40,34 @@ _BATCHES, _ROWS = 2, 8
 """On so many rows of so many batches causes are looked for, as each setting that is tried is calibrated on them."""
 
 
-CAUSES = "look for causes"
+DIAGNOSE = "diagnose"
 """The name of the stage."""
 
 
-def has_causes(config: RunConfig) -> bool:
+def wants_diagnosis(config: RunConfig) -> bool:
     """Return whether causes are looked for: where sensitivity is asked for, and nothing was trained."""
     return config.amp is not None and config.qat is None
 
 
-def with_causes_of(
+def with_diagnosis(
     record: RunRecord, context: RunContext, config: RunConfig, quantizer: Quantizer, batches: Sequence[Batch]
 ) -> RunRecord:
-    """Return a record with the groups that cost most and their cures, or with the reason why the search failed.
+    """Return a record with the groups that cost most and their fixes, or with the reason why the search failed.
 
     Nothing is looked for unless sensitivity is asked for, or after a training.
     """
-    if not has_causes(config) or not batches:
+    if not wants_diagnosis(config) or not batches:
         return record
-    with context.timer(CAUSES):
+    with context.timer(DIAGNOSE):
         try:
             batches = batches[:_BATCHES]
             if context.feed.rows_apart:
                 batches = [_beginning(batch) for batch in batches]
-            return replace(record, causes=quantizer.causes(context.model, batches).rows)
+            return replace(record, diagnoses=quantizer.diagnose(context.model, batches).rows)
         except Exception as error:  # noqa: BLE001 - the result is complete without them: no diagnosis may cost it
             problem = f"{type(error).__name__}: {error}"
-    warnings.warn(f"the search for causes failed; the result is complete without it: {problem}", stacklevel=2)
-    return replace(record, causes_problem=problem)
+    warnings.warn(f"the diagnosis failed; the result is complete without it: {problem}", stacklevel=2)
+    return replace(record, diagnosis_error=problem)
 
 
 def _beginning(batch: Batch) -> Batch:
@@ -94,11 +94,11 @@ def search_fallback(
     *,
     max_evaluations: int = 25,
     costs: str | Mapping[str, float] | None = None,
-    prices: Prices | None = None,
+    latency_costs: LatencyCosts | None = None,
 ) -> None:
     """Let groups fall back to float until the score is at most ``max_drop`` worse; reuse scores of a resume file."""
     timer, scores = context.timer, context.resume.scores
-    with timer("search what goes back to float"):
+    with timer("search fallback groups"):
         known = scores.under(fingerprint(quantizer.plan, metric, Fingerprint.of(context.model))).count
         kept = f"going on with {known} scores of" if known else "until the run is complete, each score is kept in"
         timer.say(f"  {kept} {scores.folder}")
@@ -110,11 +110,11 @@ def search_fallback(
             higher_is_better=metric.higher_is_better,
             max_evaluations=max_evaluations,
             costs=costs,
-            prices=prices,
+            latency_costs=latency_costs,
             cache=scores.folder,
             tell=_Tries(timer.tell, max_drop),
         )
-        timer.tell(f"{text.counted(len(chosen.groups), 'group')} put back to float, {fallback_reason(chosen)}")
+        timer.tell(f"{text.counted(len(chosen.groups), 'group')} kept in float, {fallback_reason(chosen)}")
 
 
 class _Tries:
@@ -150,13 +150,14 @@ def budget_warnings(asked: float, rows: int, metric: str, option: str) -> Iterat
     step, noise = 1 / rows, _NORMAL_95 * math.sqrt(_CHANGED / rows)
     if asked < step:
         yield (
-            f"{option}: {asked:g} is finer than one of the {rows} tuning rows that the search sees, which is "
+            f"{option}: {asked:g} is finer than one of the {rows} tuning samples that the search sees, which is "
             f"{step:.4f} of the accuracy: nothing but a drop of 0 meets it; give {math.ceil(1 / asked)} or more, or "
             "allow more"
         )
     elif asked < noise:
         yield (
-            f"{option}: {asked:g} is within the noise of the {rows} tuning rows that the search sees: where 1 answer "
+            f"{option}: {asked:g} is within the noise of the {rows} tuning samples that the search sees: where 1 "
+            f"answer "
             f"in 100 changes, chance alone moves the accuracy by {noise:.4f} (95%)"
         )
 
@@ -168,11 +169,11 @@ _CHECKS = 3
 """How often an engine is built for one budget."""
 
 _SHARE = 3
-"""One of so many tuning rows is held back from the search."""
+"""One of so many tuning samples is held back from the search."""
 
 
 def rows_searched(tuning: int, *, checked: bool) -> int:
-    """Return how many of the tuning rows the search sees, where engines are checked on the others."""
+    """Return how many of the tuning samples the search sees, where engines are checked on the others."""
     return tuning - tuning // _SHARE if checked else tuning
 
 
@@ -181,7 +182,7 @@ class EngineBudget:
 
     Attributes:
         asked: the budget; None: there is none.
-        searched: the tuning rows for the search; all of them if no engine is to be checked.
+        searched: the tuning samples for the search; all of them if no engine is to be checked.
         checks: the engines that were checked, in order.
     """
 
@@ -198,7 +199,7 @@ class EngineBudget:
         Args:
             context: the model and its task.
             asked: the budget; None: there is none.
-            tuning: the tuning rows.
+            tuning: the tuning samples.
             checked: whether an engine of what the search finds runs here; with training, other engines are built.
             function: scores engines where there are no rows but those that a function knows.
         """
@@ -229,7 +230,7 @@ class EngineBudget:
         timer, rows = self._context.timer, None if self._function else len(self._rows)
         with timer(CHECK_BY_FUNCTION if self._function else CHECK_ON_ROWS):
             drop = self._drop(engine)
-        self.checks.append(EngineCheck(groups=groups, drop=drop, rows=rows))
+        self.checks.append(EngineCheck(groups=groups, drop=drop, samples=rows))
         told = "" if rows is None else f" on {rows} rows"
         said = f"the engine's drop{told} is {drop:.5f}, and {self.asked:g} is allowed"
         if drop <= self.asked:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from quantizer.algorithms.sensitivity.prices import Prices
+from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts
 from quantizer.config import AmpConfig, RunConfig, dump_yaml
 from quantizer.errors import EngineError
 from quantizer.pipeline.benchmark import build_options, measure_latency, measure_memory
@@ -35,20 +35,20 @@ from quantizer.pipeline.deliver import deliver
 from quantizer.pipeline.fastest_engine import for_all_variants, quantizer_of
 from quantizer.pipeline.faults import require_tools
 from quantizer.pipeline.job import QUANTIZER, Job, Outline
+from quantizer.pipeline.latency_fallback import RunPlacement
 from quantizer.pipeline.make_record import record_of, write_reports
 from quantizer.pipeline.model_graphs import QUANTIZED_STEM
 from quantizer.pipeline.open_axes import settle_axes
-from quantizer.pipeline.placement import RunPlacement
 from quantizer.pipeline.processes import from_first_rank, require_same_work
 from quantizer.pipeline.run_engines import RunEngines, nearest_form
 from quantizer.pipeline.search_max_drop import (
-    CAUSES,
     CHECK_BY_FUNCTION,
     CHECK_ON_ROWS,
-    has_causes,
+    DIAGNOSE,
     measure_sensitivity,
     search_fallback,
-    with_causes_of,
+    wants_diagnosis,
+    with_diagnosis,
 )
 from quantizer.pipeline.train import train
 from quantizer.quantizer import Quantizer
@@ -94,7 +94,7 @@ def load(job: Job) -> None:
     max_drop = None if config.fallback is None else config.fallback.max_drop
     job.budget = job.work.budget(max_drop, checked=config.qat is None and job.engines.runs_here)
     job.budget.warn("fallback.max_drop")
-    job.placement = RunPlacement(job.context, config, job.target, job.graphs)
+    job.latency_fallback = RunPlacement(job.context, config, job.target, job.graphs)
     require_tools({config.quantizer.backend: build_options(config)}, html="html" in config.report.formats)
     job.work.check()
     if config.quantize:
@@ -143,11 +143,13 @@ def choose_engine(job: Job) -> None:
 
 
 def time_groups(job: Job) -> None:
-    """Measure what each group is worth in time, and put back those that low precision makes slower."""
-    prices = from_first_rank(partial(job.placement.priced, job.quantizer, job.engines), Prices | None)
-    job.placement.prices = prices
-    if prices is not None and prices.slower():
-        job.quantizer.fallback(None, prices=prices)
+    """Measure what each group is worth in time, and keep those in float that low precision makes slower."""
+    latency_costs = from_first_rank(
+        partial(job.latency_fallback.measured, job.quantizer, job.engines), LatencyCosts | None
+    )
+    job.latency_fallback.latency_costs = latency_costs
+    if latency_costs is not None and latency_costs.slower():
+        job.quantizer.fallback(None, latency_costs=latency_costs)
 
 
 def fall_back(job: Job) -> None:
@@ -169,11 +171,11 @@ def fall_back(job: Job) -> None:
             measure_sensitivity(job.context, mine, proxy, [] if by_metric else job.batches[: amp.batches])
         return proxy
 
-    # A score is taken on tuning rows, which the budgets of runs share out differently.
+    # A score is taken on tuning samples, which the budgets of runs share out differently.
     job.proxy = measured(job.quantizer) if by_metric else job.work.amp(job.quantizer, str(job.config.amp), measured)
     if asked is not None and asked.max_drop is None:
         how = asked.model_dump(include={"num", "ratio", "names", "min_speedup", "costs"})
-        job.quantizer.fallback(job.proxy, prices=job.placement.prices, **how)
+        job.quantizer.fallback(job.proxy, latency_costs=job.latency_fallback.latency_costs, **how)
     elif asked is not None and asked.max_drop is not None:
         _search(job, asked.max_drop)
 
@@ -182,9 +184,16 @@ def _search(job: Job, max_drop: float) -> None:
     asked = job.config.fallback
     assert asked is not None
     assert job.proxy is not None
-    most, costs, prices = asked.evaluations, asked.costs, job.placement.prices
+    most, costs, latency_costs = asked.evaluations, asked.costs, job.latency_fallback.latency_costs
     search_fallback(
-        job.context, job.quantizer, job.proxy, job.metric, max_drop, max_evaluations=most, costs=costs, prices=prices
+        job.context,
+        job.quantizer,
+        job.proxy,
+        job.metric,
+        max_drop,
+        max_evaluations=most,
+        costs=costs,
+        latency_costs=latency_costs,
     )
 
 
@@ -196,7 +205,7 @@ def build(job: Job) -> None:
         max_drop = from_first_rank(partial(_drop_of_engine, job), float | None)
         if max_drop is not None:
             _search(job, max_drop)
-        elif not job.config.quantize or job.placement.is_fast_enough(job.quantizer, job.proxy, job.engines):
+        elif not job.config.quantize or job.latency_fallback.is_fast_enough(job.quantizer, job.proxy, job.engines):
             return
 
 
@@ -375,7 +384,7 @@ def report(job: Job) -> RunRecord:
         for file in job.engines.files_of(name):
             file.unlink()
     if job.config.quantize and job.work.diagnoses:
-        record = with_causes_of(record, job.context, job.config, job.quantizer, job.batches)
+        record = with_diagnosis(record, job.context, job.config, job.quantizer, job.batches)
     record = replace(record, stages=job.stages)
     snippet = deliver(job, record)
     write_reports(record, job.config.report.formats, job.target, snippet)
@@ -433,7 +442,7 @@ def _falls_back(of: Outline) -> Iterator[str]:
     if of.config.amp is not None:
         yield "measure sensitivity"
     if of.searches:
-        yield "search what goes back to float"
+        yield "search fallback groups"
 
 
 def _builds(of: Outline) -> Iterator[str]:
@@ -483,8 +492,8 @@ def _benchmarks(of: Outline) -> Iterator[str]:
 
 
 def _reports(of: Outline) -> Iterator[str]:
-    if has_causes(of.config):
-        yield CAUSES
+    if wants_diagnosis(of.config):
+        yield DIAGNOSE
 
 
 TOGETHER = (

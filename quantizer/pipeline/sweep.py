@@ -3,7 +3,7 @@
 ``python -m quantizer.pipeline.sweep`` is one of these processes. It reads one JSON document, and writes a line
 of JSON for each run. What libraries print goes to stderr.
 
-Causes and cures of a run whose folder is complete without them.
+Causes and fixes of a run whose folder is complete without them.
 
 They are the longest stage of a run and the only one that changes nothing else in its folder. A sweep looks for them
 when the folder is in its place, so that a kill costs the causes alone.
@@ -48,14 +48,14 @@ from quantizer.errors import ConfigError, MissingDependencyError, QuantizerError
 from quantizer.pipeline.compare_outputs import refusal
 from quantizer.pipeline.faults import Looks, require_package
 from quantizer.pipeline.job import QUANTIZER
+from quantizer.pipeline.latency_fallback import missed_speed
 from quantizer.pipeline.load_workload import LoadedWork, needs, shared_work
 from quantizer.pipeline.make_record import write_reports
-from quantizer.pipeline.placement import missed_speed
 from quantizer.pipeline.preflight import ready_to_run
 from quantizer.pipeline.progress import StageTimer, rounded_time
 from quantizer.pipeline.resume import ResumeFiles, resume_files
 from quantizer.pipeline.run import RUN, carry_out
-from quantizer.pipeline.search_max_drop import CAUSES, has_causes, with_causes_of
+from quantizer.pipeline.search_max_drop import DIAGNOSE, wants_diagnosis, with_diagnosis
 from quantizer.pipeline.workload import Workload
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, read_record, text
@@ -129,13 +129,13 @@ def logged_runs(runs: Sequence[SweepRun], folder: Path, force: bool) -> Iterator
                 yield carry_out_one(run, folder, force, shared, Console(file=log, width=120))
 
 
-def lacks_causes(record: RunRecord, config: RunConfig) -> bool:
-    """Return whether a run of a sweep still needs its causes: among many runs the usable ones need no cure."""
-    looked = record.causes_problem is not None or any(stage.name == CAUSES for stage in record.stages)
-    return not looked and has_causes(config) and verdict_of(record).level != USABLE
+def lacks_diagnosis(record: RunRecord, config: RunConfig) -> bool:
+    """Return whether a run of a sweep still needs its causes: among many runs the usable ones need no fix."""
+    looked = record.diagnosis_error is not None or any(stage.name == DIAGNOSE for stage in record.stages)
+    return not looked and wants_diagnosis(config) and verdict_of(record).level != USABLE
 
 
-def with_causes(record: RunRecord, config: RunConfig, folder: Path, shared: LoadedWork, console: Console) -> RunRecord:
+def diagnosed(record: RunRecord, config: RunConfig, folder: Path, shared: LoadedWork, console: Console) -> RunRecord:
     """Look for the causes of a run, and write its reports anew with them; return its record."""
     timer = StageTimer(console)
     with resume_files(folder, searches=False, trains=False) as kept:
@@ -143,7 +143,7 @@ def with_causes(record: RunRecord, config: RunConfig, folder: Path, shared: Load
             work = shared.load(config, timer, kept, folder)
         quantizer = Quantizer.load(folder / QUANTIZER)
         batches = work.graphs.calibration(work.context.feed.batches(work.rows.calibration))
-        record = with_causes_of(record, work.context, config, quantizer, batches)
+        record = with_diagnosis(record, work.context, config, quantizer, batches)
     record = replace(record, stages=(*record.stages, *timer.done))
     write_reports(record, config.report.formats, folder)
     return record
@@ -184,10 +184,10 @@ def is_done(run: SweepRun, folder: Path) -> bool:
     raise QuantizerError(f"{place} {what}; choose another folder by --output, or replace its runs by --force")
 
 
-def lacks_only_causes(run: SweepRun, folder: Path) -> bool:
+def lacks_only_diagnosis(run: SweepRun, folder: Path) -> bool:
     """Return whether a run that is done still needs its causes; False for one that cannot be read."""
     try:
-        return lacks_causes(read_record(folder / run.name / "report.json"), run.config)
+        return lacks_diagnosis(read_record(folder / run.name / "report.json"), run.config)
     except QuantizerError:
         # The comparison says so.
         return False
@@ -213,8 +213,8 @@ def carry_out_one(run: SweepRun, folder: Path, force: bool, shared: LoadedWork, 
             console.print(f"{run.name}: only its causes are left", markup=False, highlight=False, soft_wrap=True)
             record = read_record(place / "report.json")
         is_there = True
-        if lacks_causes(record, run.config):
-            record = with_causes(record, run.config, place, shared, console)
+        if lacks_diagnosis(record, run.config):
+            record = diagnosed(record, run.config, place, shared, console)
         print_tracked(run.config.report.track, record, place, console)
     except Exception as error:  # noqa: BLE001 - whatever one run fails of, the others go on
         plain = isinstance(error, QuantizerError)
@@ -529,7 +529,7 @@ def _check(runs: Sequence[SweepRun], folder: Path) -> None:
 
 def _complete(runs: Sequence[SweepRun], folder: Path) -> list[SweepRun]:
     """Return the runs of which nothing is left to do."""
-    return [run for run in runs if is_done(run, folder) and not lacks_only_causes(run, folder)]
+    return [run for run in runs if is_done(run, folder) and not lacks_only_diagnosis(run, folder)]
 
 
 def _progress(runs: Sequence[SweepRun], folder: Path) -> str:
@@ -602,7 +602,7 @@ def _compared(run: SweepRun, folder: Path, outcome: Outcome) -> ComparedRun:
         return failed_run(run.name, place, _plain(run.config), str(unreadable))
     record = found.record
     refused = None if record is None or record.engine_refused is None else refusal(record.engine_refused)
-    missed = None if record is None else missed_speed(record.placement)
+    missed = None if record is None else missed_speed(record.latency_fallback)
     wrong = "; ".join(filter(None, [outcome.error, refused, missed]))
     return found.with_error(wrong) if wrong else found
 

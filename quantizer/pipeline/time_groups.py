@@ -1,10 +1,10 @@
-"""The prices of a plan's groups: an engine of the plan and one of the float model, timed layer by layer.
+"""The latency costs of a plan's groups: an engine of the plan and one of the float model, timed layer by layer.
 
 A checksum of all in an ONNX file that decides how long its engine takes: operators, shapes and types, no weights.
 
-The stage that prices the groups of a plan by measured time, and finds those that low precision makes slower.
+The stage that times the groups of a plan by measured time, and finds those that low precision makes slower.
 
-``quantizer.measured_prices`` returns the prices of the groups of a ``Quantizer``.
+``quantizer.measured_prices`` returns the latency costs of the groups of a ``Quantizer``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.algorithms.sensitivity.prices import Prices, prices_from_places
+from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts, latency_costs_from_layers
 from quantizer.engines import Engine, inspect_engine, interleaved_latency, load_engine, medians
 from quantizer.engines.backends import build_engine, runs_here
 from quantizer.engines.base import BuildOptions, InputSizes
@@ -52,7 +52,7 @@ _MEASUREMENTS, _MEASUREMENTS_S = 2, 20.0
 """Measurements of which a layer's time is the lower one; none is begun after so long."""
 
 _LEAST_GAIN = 1.02
-"""A plan with groups put back for the time is taken from this gain on, measured as a whole."""
+"""A plan with groups kept in float for the time is taken from this gain on, measured as a whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,16 +120,16 @@ class Timing:
         return found
 
     def latencies(self, paths: Mapping[str, Path]) -> dict[str, float]:
-        """Return the median latency of each engine in microseconds, all in turns, on made-up inputs."""
+        """Return the median latency of each engine in microseconds, all interleaved, on made-up inputs."""
         engines = {name: self.load(path) for name, path in paths.items()}
         calls = {name: partial(engine, working_inputs(engine, self.sizes)) for name, engine in engines.items()}
         taken = medians(interleaved_latency(calls, rounds=_ROUNDS, seconds=_SECONDS))
         return {name: 1e6 * seconds for name, seconds in taken.items()}
 
 
-def price_groups(
+def time_groups_of(
     plan: Plan, quantized: nn.Module, low: EngineFiles, plain: EngineFiles, timing: Timing, times: Store
-) -> Prices | None:
+) -> LatencyCosts | None:
     """Return what each group of a plan takes in low precision and in float, in engines of this machine.
 
     None: the library tells no times of layers.
@@ -145,7 +145,7 @@ def price_groups(
     if not sum(found["low"].values()) or not sum(found["plain"].values()):
         return None
     in_all = {"low_us": found["low_us"], "float_us": found["float_us"], "where": timing.said(plain.onnx)}
-    return prices_from_places(plan, hosts, found["low"], found["plain"], **in_all)
+    return latency_costs_from_layers(plan, hosts, found["low"], found["plain"], **in_all)
 
 
 def is_faster(placed: EngineFiles, low: EngineFiles, timing: Timing) -> bool:
@@ -208,7 +208,8 @@ def _values(onnx: Any, tensor: Any, known: dict[float, int]) -> str:
 
 
 _WORTH_A_TRIAL = 1.01
-"""The gain that the prices of the slower groups have to promise, half of what it has to be when it is measured."""
+"""The gain that the latency costs of the slower groups have to promise, half of what it has to be when it is
+measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,32 +238,35 @@ class GroupPlacer:
     axes: DataSizes | None = None
     say: Callable[[str], None] = lambda words: None
 
-    def prices(self, quantizer: Quantizer, quantized: nn.Module, low: EngineFiles, plain: EngineFiles) -> Prices | None:
-        """Return the prices of all groups of a plan; those by which a group is slower hold for the plan as a whole.
+    def latency_costs(
+        self, quantizer: Quantizer, quantized: nn.Module, low: EngineFiles, plain: EngineFiles
+    ) -> LatencyCosts | None:
+        """Return the latency costs of all groups of a plan; those by which a group is slower hold for the plan as a
+        whole.
 
         None: the library tells no times of layers.
 
         Gains of single groups do not add up exactly. So an engine without the slower groups is built and timed beside
         the other: if it is not faster, no group counts as slower; nor if all of them together would gain too little.
         """
-        prices = price_groups(quantizer.plan, quantized, low, plain, self.timing, self.times)
-        if prices is None or not prices.slower():
-            return prices
-        number = len(prices.slower())
+        latency_costs = time_groups_of(quantizer.plan, quantized, low, plain, self.timing, self.times)
+        if latency_costs is None or not latency_costs.slower():
+            return latency_costs
+        number = len(latency_costs.slower())
         what = f"{counted(number, 'group')} {'is' if number == 1 else 'are'} slower in {quantizer.config.dtype}"
-        if prices.low_us < _WORTH_A_TRIAL * prices.time_us(prices.slower()):
+        if latency_costs.low_us < _WORTH_A_TRIAL * latency_costs.time_us(latency_costs.slower()):
             faster, then = False, f", but too little to put {'it' if number == 1 else 'them'} back"
         else:
             key = _key("faster without the slower groups", low, plain, self.timing)
-            faster = self.times.get(key, partial(self._faster, quantizer, prices, low))
-            then = ", put back" if faster else ", but the engine is not faster without them"
+            faster = self.times.get(key, partial(self._faster, quantizer, latency_costs, low))
+            then = ", kept in float" if faster else ", but the engine is not faster without them"
         self.say(f"{what} than in float{then}")
-        return prices if faster else replace(prices, least_loss_us=math.inf)
+        return latency_costs if faster else replace(latency_costs, least_loss_us=math.inf)
 
-    def _faster(self, quantizer: Quantizer, prices: Prices, low: EngineFiles) -> bool:
+    def _faster(self, quantizer: Quantizer, latency_costs: LatencyCosts, low: EngineFiles) -> bool:
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
             placed = EngineFiles(onnx=Path(scratch) / "placed.onnx", engine=Path(scratch) / "placed.engine")
-            quantizer.fallback(None, prices=prices)
+            quantizer.fallback(None, latency_costs=latency_costs)
             try:
                 quantized = quantizer.quantize(self.model)
                 quantizer.export(quantized, placed.onnx, self.example, opset=self.opset, dynamic_axes=self.axes)
@@ -272,7 +276,7 @@ class GroupPlacer:
             return is_faster(placed, low, self.timing)
 
 
-def measured_prices(
+def measure_latency_costs(
     quantizer: Quantizer,
     model: nn.Module,
     example: Any,
@@ -281,10 +285,10 @@ def measured_prices(
     sequence: int = 128,
     threads: int = 1,
     cache: str | os.PathLike[str] | None = None,
-) -> Prices:
+) -> LatencyCosts:
     """Build an engine of the plan and one of the float model, and return what each group takes in both.
 
-    For ``fallback(prices=...)``: groups that low precision makes slower go back, the others by their error per
+    For ``fallback(latency_costs=...)``: groups that low precision makes slower go back, the others by their error per
     microsecond.
 
     Args:
@@ -303,7 +307,7 @@ def measured_prices(
     name = quantizer.config.backend
     if not runs_here(name):
         raise EngineError(
-            f"measured_prices() times engines of {name}, which need a GPU that is not here; "
+            f"measure_latency_costs() times engines of {name}, which need a GPU that is not here; "
             "call it on a machine with one, or choose groups without times, as by fallback(num=...)"
         )
     times = Store(cache, EngineError)
@@ -323,10 +327,10 @@ def measured_prices(
             build=build,
             folder=folder,
         )
-        prices = placer.prices(quantizer, quantized, low, plain)
-    if prices is None:
+        latency_costs = placer.latency_costs(quantizer, quantized, low, plain)
+    if latency_costs is None:
         raise EngineError(f"engines of {name} tell no times of their layers, so that groups have no price")
-    return prices
+    return latency_costs
 
 
 def _exported_pair(
@@ -334,7 +338,7 @@ def _exported_pair(
 ) -> tuple[nn.Module, EngineFiles, EngineFiles]:
     """Return the frozen proxy, and where its ONNX file and that of the float model were written."""
     if quantizer.chosen_fallback is not None:
-        raise EngineError("prices are taken of all groups, and some fell back: call clear_fallback() first")
+        raise EngineError("latency costs are taken of all groups, and some fell back: call clear_fallback() first")
     low, plain = (
         EngineFiles(onnx=folder / f"{stem}.onnx", engine=folder / f"{stem}.engine") for stem in ("model", "float")
     )

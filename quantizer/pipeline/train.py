@@ -52,10 +52,10 @@ class TrainingResult:
 
     Attributes:
         steps: the number of planned steps.
-        float_score: the score of the float model on the tuning rows.
+        float_score: the score of the float model on the tuning samples.
         losses: the loss of each step.
         rates: the learning rate of each step.
-        scores: (steps done, score on the tuning rows); the first is that of PTQ, before any step.
+        scores: (steps done, score on the tuning samples); the first is that of PTQ, before any step.
         best: the steps done in the state that was kept: the last whose score is within the tolerance of the best.
         stopped: the reason why the training ended early; None: it did all steps.
     """
@@ -133,7 +133,7 @@ class Training:
             except OSError as error:
                 raise TrainingError(f"{self._last.parent} cannot be made: {error.strerror}") from error
             course = TrainingResult(steps=self._steps, float_score=self._score(model))
-            self._tell(f"the float model: {course.float_score:.5f} on the tuning rows")
+            self._tell(f"the float model: {course.float_score:.5f} on the tuning samples")
             self._take_score(course, proxy, optimizer)
         schedule.at(len(course.losses))
         with loop("training", unit="step", total=self._steps, done=len(course.losses)) as progress:
@@ -205,7 +205,7 @@ class Training:
         since = course.losses[course.scores[-1][0] :] if step else []
         mean = f", mean loss {sum(since) / len(since):.4g}" if since else ", which is PTQ"
         score = self._score(proxy)
-        self._tell(f"after {step} of {self._steps} steps{mean}: {score:.5f} on the tuning rows")
+        self._tell(f"after {step} of {self._steps} steps{mean}: {score:.5f} on the tuning samples")
         highest = max((self._sign * other for _, other in course.scores), default=-math.inf)
         is_best = self._sign * score >= highest - self._settings.tolerance
         course.scores.append((step, score))
@@ -215,7 +215,7 @@ class Training:
         ptq = course.scores[0][1]
         if self._sign * score < self._sign * ptq:
             text = (
-                f"after {step} of {self._steps} steps the score on the tuning rows is {score:.5f}, worse than the "
+                f"after {step} of {self._steps} steps the score on the tuning samples is {score:.5f}, worse than the "
                 f"{ptq:.5f} before training: a lower qat.learning_rate than {self._settings.learning_rate:g} may help"
             )
             logger.warning("qat: %s", text)
@@ -265,6 +265,6 @@ def train(
         course = training.run(context.model, quantizer.qat(context.model, scales=settings.scales, copy=True))
         context.timer.tell(
             f"kept the state after {course.best} of {course.steps} steps: {dict(course.scores)[course.best]:.5f} "
-            f"on the tuning rows, {course.scores[0][1]:.5f} before training, {course.float_score:.5f} in float"
+            f"on the tuning samples, {course.scores[0][1]:.5f} before training, {course.float_score:.5f} in float"
         )
     return course

@@ -150,8 +150,8 @@ def _block(head: str, lines: Iterable[str], foot: str) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
+    not_quantized = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{not_quantized}"'
 
 
 def link_onnx(path: Path, place: Path) -> None:

@@ -82,7 +82,7 @@ class Workload:
         scorer: scores what comes of it.
         info: the model in words.
         check: raises what would otherwise come after minutes of calibration.
-        metric: returns the metric of a search, by the tuning rows that it may see.
+        metric: returns the metric of a search, by the tuning samples that it may see.
         fit: returns the configuration of a run with what it takes from the rows.
         shared: what it shares with other runs on it; None: it is used once.
         diagnoses: whether causes of a loss are looked for; a sweep does so when the folder is in its place.
@@ -166,9 +166,9 @@ Load: TypeAlias = Callable[[StageTimer, ResumeFiles, Path], Workload]
 """Loads a workload for a run that prints through the timer and fills the folder."""
 
 
-def module_batches(model: nn.Module, data: Any, rows: int | None = None) -> list[Batch]:
+def module_batches(model: nn.Module, data: Any, samples: int | None = None) -> list[Batch]:
     """Return the batches of data by the names of the arguments of ``forward``, without labels; see ``batches_of``."""
-    return named_batches(model, map(_without_label, batches_of(model, data, rows)))
+    return named_batches(model, map(_without_label, batches_of(model, data, samples)))
 
 
 def module_workload(

@@ -6,7 +6,7 @@ sample, for writes through ``.data``.
 
 Frozen proxies of one model under plans that differ in a few groups, one after another, as a search tries them.
 
-A proxy is built once. For each plan it is put back to the state in which it was built and then frozen as any other, so
+A proxy is built once. For each plan it is restored to the state in which it was built and then frozen as any other, so
 that nothing is left of the plan before, nor of what was done with the proxy. The codes of a weight depend on its own
 entry of the plan alone, so that plans that share the entry share the codes, which are computed once.
 """
@@ -190,7 +190,7 @@ def apply_factor(quantizer: OperandQuantizer, planned: OperandPlan) -> None:
 
 
 def switch_on(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
-    """Switch on the sites that the plan quantizes; the others stay float."""
+    """Switch on the sites that the plan quantizes; the others are not quantized."""
     for site in sites_of(proxy):
         # A result that nothing followed in calibration is in no plan.
         site.active = site.path in plan and plan[site.path].quantized
@@ -385,7 +385,7 @@ def _hand_over(owner: nn.Module, name: str, site: Site, quantizer: OperandQuanti
     # The module's property gives the weight without the factor, so with a factor the site reads its own codes.
     quantizer.handed_over = quantizer.factor is None
     if site.operation.kind == "embedding":
-        # A lookup needs few of its rows.
+        # A lookup needs few of its samples.
         LazyWeight.of(quantizer)
 
 

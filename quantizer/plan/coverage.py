@@ -1,4 +1,5 @@
-"""The decisions of a plan as records: all sites, the products that stay in float, and the range of every operand."""
+"""The decisions of a plan as records: all sites, the products that are not quantized, and the range of every
+operand."""
 
 from __future__ import annotations
 
@@ -109,7 +110,8 @@ class Coverage(Rows[Site]):
     """All sites that ran, quantized or with the reason, and all products that torch computed in float.
 
     Iteration yields all rows. The table leaves out rows of sites that never ran in calibration, as branches for other
-    settings, and ``quiet`` rows: additions that are no candidates, and embeddings whose tables stay float by ``sites``.
+    settings, and ``quiet`` rows: additions that are no candidates, and embeddings whose tables are not quantized by
+    ``sites``.
     The title counts what is left out, and ``all`` shows it.
 
     Attributes:
@@ -136,7 +138,7 @@ class Coverage(Rows[Site]):
         super().__init__([*map(planned_site, plan.values()), *map(unrewritten_site, skipped)])
         self.share = covered_share(products, plan)
         self.multiply_adds = sum(product.multiply_adds for product in products)
-        self.escaped = UnquantizedProducts(unquantized_products(products, plan, put_back))
+        self.not_quantized = UnquantizedProducts(unquantized_products(products, plan, put_back))
         self.patches = tuple(patches)
         self.regions = regions or Float32Modules()
         self.shows_all = False
@@ -172,7 +174,7 @@ class Coverage(Rows[Site]):
     def below(self) -> list[Shown | str]:
         """Return a line on modules that float16 cannot hold, and the products in float."""
         wide = [f"in a rest of float16, {self.regions.text()}"] if self.regions.wide else []
-        return [*wide, *([self.escaped] if len(self.escaped) else [])]
+        return [*wide, *([self.not_quantized] if len(self.not_quantized) else [])]
 
 
 class Ranges(Rows[Range]):

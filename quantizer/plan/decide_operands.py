@@ -353,7 +353,8 @@ def _is_rectified_output(group: RangeGroup, profile: TargetProfile) -> bool:
 def _without_scale(
     name: str, seen: OperandRecord, group: RangeGroup, dtype: QType | None, profile: TargetProfile
 ) -> OperandPlan:
-    """Return the plan of an activation whose range is taken at run time in a format, or (None) that stays float."""
+    """Return the plan of an activation whose range is taken at run time in a format, or (None) that is not
+    quantized."""
     migration = group.migration
     return OperandPlan(
         name=name,
@@ -373,7 +374,7 @@ def _without_scale(
 
 
 def _unheld(amax: float, scale: Tensor, dtype: QType, scale_dtype: torch.dtype) -> str | None:
-    """Return why an operand stays float, if the target's float type cannot represent its scale; None if it can."""
+    """Return why an operand is not quantized, if the target's float type cannot represent its scale; None if it can."""
     if amax and not dtype.is_float and not bool(is_normal(scale, scale_dtype)):
         least, name = torch.finfo(scale_dtype).smallest_normal, str(scale_dtype).removeprefix("torch.")
         return ReasonCode.SCALE_TOO_SMALL.text(amax=f"{amax:.3g}", least=f"{least:.2g}", dtype=name)

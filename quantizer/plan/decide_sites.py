@@ -183,7 +183,7 @@ def _refusal(
     *,
     calibrated: bool,
 ) -> tuple[str | None, str | None]:
-    """Return why a site stays float regardless of its ranges, and by which rule; (None, None) if it need not."""
+    """Return why a site is not quantized regardless of its ranges, and by which rule; (None, None) if it need not."""
     if record.calls == 0 and calibrated:
         # Whatever else holds for it: a branch that never runs counts for nothing.
         return ReasonCode.NEVER_RAN.text(), None
@@ -244,7 +244,7 @@ def _recurrent_format(host: nn.Module, wanted: Format, settings: PlanSettings) -
 
 
 def _unfit_for_steps(wanted: Format, settings: PlanSettings) -> str | None:
-    """Return why a recurrent layer stays float in these formats; None if there is a loop with them."""
+    """Return why a recurrent layer is not quantized in these formats; None if there is a loop with them."""
     plain = wanted.activations is not None and wanted.block_size is None and not wanted.weights.is_packed
     fits = plain and wanted.dynamic == settings.profile.recurrences.at_run_time
     return None if fits else ReasonCode.RECURRENT_FORMAT.text()
@@ -289,7 +289,8 @@ def _tables_alone(plan: Plan, settings: PlanSettings) -> Plan:
 
 
 def _whole(site: Site, operands: tuple[OperandPlan, ...], wanted: Format) -> str | None:
-    """Return why a whole site stays float; None if not. A product quantizes all operands, none, or weights only."""
+    """Return why a whole site is not quantized; None if not. A product quantizes all operands, none, or weights
+    only."""
     missing = [operand for operand in operands if not operand.quantized]
     if site.operation.kind != "residual_add":
         if len(operands) < len(site.operation.operands):
@@ -303,7 +304,7 @@ def _whole(site: Site, operands: tuple[OperandPlan, ...], wanted: Format) -> str
 
 
 def _product_alone(record: SiteStatistics, operands: tuple[OperandPlan, ...], settings: PlanSettings) -> str | None:
-    """Return why a residual add stays float if only its product's side can be quantized; None if it need not."""
+    """Return why a residual add is not quantized if only its product's side can be quantized; None if it need not."""
     if settings.switches["residual_add"] != "auto":
         return None
     quantized = [operand for operand in operands if operand.quantized]

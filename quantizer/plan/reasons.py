@@ -53,7 +53,7 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 
 class ReasonCode(_Template):
-    """The reasons why a site or an operand stays in float."""
+    """The reasons why a site or an operand is not quantized."""
 
     EXCLUDED = "excluded by rule"
     SWITCHED_OFF = "this kind of site is switched off"
@@ -119,7 +119,7 @@ class ReasonCode(_Template):
     TABLE_LIMITED = "its lookup limits norms (max_norm), so it writes to its table"
     TABLE_READ = "its table stays in floats for others, {where}: codes would come beside it"
     RECURRENT_FORMAT = "a recurrent layer takes INT8 or FP8 of fixed ranges for weights and activations"
-    TORN_RECURRENCE = "another product of its recurrent layer stays in float: {why}"
+    TORN_RECURRENCE = "another product of its recurrent layer is not quantized: {why}"
     ONE_SIDED_ADD = "{skipping} skips the block and is float ({why}): on {target} the product is rounded for nothing"
     HEAD_SIZE = "head size {head} is none of {sizes}: {target} fuses no attention in {dtype} with it"
     HEAD_MULTIPLE = "head size {head} is no multiple of {multiple}: {target} fuses no attention in {dtype} with it"
@@ -129,70 +129,74 @@ class ReasonCode(_Template):
     )
 
     # Fallback.
-    RANKED = "put back by fallback({asked}): rank {rank}"
-    FALLBACK = "put back by fallback({asked})"
+    RANKED = "kept in float by fallback({asked}): rank {rank}"
+    FALLBACK = "kept in float by fallback({asked})"
     SLOWER = "slower in low precision than in float: {low} us, float {float}, {where}"
     IN_FLOAT32 = "{why}, in float32: calibration saw {largest} here, and float16 ends at {end}"
 
     # The text of the model: what cannot be rewritten, and what to write instead.
     SCRIPTED = (
-        "TorchScript compiled it, and no Python code of it is left, so it stays in float; to quantize it, put the "
+        "TorchScript compiled it, and no Python code of it is left, so it is not quantized; to quantize it, put the "
         "module there that was compiled"
     )
     PASSED_ON = (
-        "{function}() is passed on as a value here instead of being called, so what it computes stays in float; to "
+        "{function}() is passed on as a value here instead of being called, so what it computes is not quantized; to "
         "quantize it, call it in the code of a module"
     )
-    IN_F_STRING = "inside an f-string it stays in float; to quantize it, compute it before"
-    IN_INNER_CLASS = "in a class inside a function it stays in float; to quantize it, define the class outside"
+    IN_F_STRING = "inside an f-string it is not quantized; to quantize it, compute it before"
+    IN_INNER_CLASS = "in a class inside a function it is not quantized; to quantize it, define the class outside"
     HIDDEN_MODULE = (
-        "an inner function has an argument {name} too, which hides the module, so it stays in float; to quantize it, "
+        "an inner function has an argument {name} too, which hides the module, so it is not quantized; to quantize it, "
         "rename that argument"
     )
-    OUT_ARGUMENT = "out= writes into a tensor of the caller, so it stays in float; to quantize it, use what it returns"
-    METHOD_APART = (
-        "its name and its parenthesis are on different lines, so it stays in float; to quantize it, join the lines"
+    OUT_ARGUMENT = (
+        "out= writes into a tensor of the caller, so it is not quantized; to quantize it, use what it returns"
     )
-    IN_PLACE = "in place on {where} it stays in float; to quantize it, compute it in a local variable"
-    NO_OPERATOR = "the operator's place was not found in the text, so it stays in float"
-    INNER_GLOBAL = "a function in it declares a global, so it stays in float; to quantize it, move that function out"
+    METHOD_APART = (
+        "its name and its parenthesis are on different lines, so it is not quantized; to quantize it, join the lines"
+    )
+    IN_PLACE = "in place on {where} it is not quantized; to quantize it, compute it in a local variable"
+    NO_OPERATOR = "the operator's place was not found in the text, so it is not quantized"
+    INNER_GLOBAL = "a function in it declares a global, so it is not quantized; to quantize it, move that function out"
     BOUND_GLOBAL = (
-        "it binds the global {name} by something else than an assignment, so it stays in float; to quantize it, assign "
+        "it binds the global {name} by something else than an assignment, so it is not quantized; to quantize it, "
+        "assign "
         "to the global"
     )
     READS_LOCALS = (
-        "the function reads locals(), where one more argument would show, so it stays in float; to quantize it, make "
+        "the function reads locals(), where one more argument would show, so it is not quantized; to quantize it, make "
         "it a method"
     )
     ASSIGNS_MODULE = (
-        "the function assigns to its argument {name}, so it stays in float; to quantize it, give what it assigns "
+        "the function assigns to its argument {name}, so it is not quantized; to quantize it, give what it assigns "
         "another name"
     )
-    EINSUM_STARRED = "an einsum with starred arguments stays in float; to quantize it, write them out"
+    EINSUM_STARRED = "an einsum with starred arguments is not quantized; to quantize it, write them out"
     EINSUM_UNSPELLED = (
-        "an einsum whose equation does not stand in the text stays in float; to quantize it, write it as a string in "
+        "an einsum whose equation does not stand in the text is not quantized; to quantize it, write it as a string in "
         "the call"
     )
     EINSUM_OF_ONE = "an einsum of 1 operand: a product has two"
-    EINSUM_OF_MANY = "an einsum of {count} operands stays in float; to quantize it, write it as einsums of two"
+    EINSUM_OF_MANY = "an einsum of {count} operands is not quantized; to quantize it, write it as einsums of two"
     EINSUM_TWICE = (
-        "an einsum with a label twice in one operand stays in float; to quantize it, take the diagonal of that operand "
+        "an einsum with a label twice in one operand is not quantized; to quantize it, take the diagonal of that "
+        "operand "
         "first"
     )
     REPLACED_FORWARD = (
-        "its forward was replaced on this module, so what runs there stays in float; to quantize it, write it in the "
+        "its forward was replaced on this module, so what runs there is not quantized; to quantize it, write it in the "
         "class"
     )
     KEPT_FUNCTION = (
-        "what the function kept as {name} computes stays in float, as it is an attribute of the module; to quantize "
+        "what the function kept as {name} computes is not quantized, as it is an attribute of the module; to quantize "
         "it, make it a method of the class"
     )
     LATE_DECORATOR = (
-        "{name} was made static or a class method outside of its definition, so what it computes stays in float; to "
+        "{name} was made static or a class method outside of its definition, so what it computes is not quantized; to "
         "quantize it, decorate it in its class"
     )
     HELD_BY_DECORATOR = (
-        "the decorators of {name} hold it in a way that cannot be cloned, so what it computes stays in float; to "
+        "the decorators of {name} hold it in a way that cannot be cloned, so what it computes is not quantized; to "
         "quantize it, write them with functools.wraps"
     )
 

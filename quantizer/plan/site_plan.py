@@ -286,7 +286,7 @@ def _put_back(site: SitePlan, why: str) -> str:
 
 
 def summary(operands: tuple[OperandPlan, ...], bias_note: str | None = None) -> str:
-    """Return ``int8: input, weight``, or such by format, and the operands that stay float, with all notes."""
+    """Return ``int8: input, weight``, or such by format, and the operands that are not quantized, with all notes."""
     formats: dict[str, list[str]] = defaultdict(list)
     for operand in operands:
         if operand.quantized:

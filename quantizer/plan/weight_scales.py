@@ -47,7 +47,8 @@ def scale_of(amax: Tensor, dtype: QType, scale_dtype: torch.dtype, qmax: int | N
 
 
 def beyond(amax: float, scale: Tensor, dtype: torch.dtype) -> str | None:
-    """Return why an operand stays float, if its scale is infinite in the target's float type; None if it is finite."""
+    """Return why an operand is not quantized, if its scale is infinite in the target's float type; None if it is
+    finite."""
     if bool(torch.isfinite(scale).all()):
         return None
     return ReasonCode.SCALE_TOO_LARGE.text(amax=f"{amax:.3g}", dtype=_name(dtype))

@@ -66,7 +66,8 @@ class _Sequence(nn.Module):
 
 
 class _Sequential(_Sequence, nn.Sequential):
-    """A ``Sequential`` without sites as items; a slice is of the original class, so its own products stay float."""
+    """A ``Sequential`` without sites as items; a slice is of the original class, so its own products are not
+    quantized."""
 
     def __getitem__(self, index: Any) -> Any:
         own = _own(self)

@@ -21,7 +21,7 @@ Legend: x [.., K] the activation; s its scale; z its zero point; q [.., K] the c
 
 Kernels of CPUs take unsigned bytes, those of GPUs signed ones. An INT8 code plus 128 is an unsigned one with the zero
 point 128, and a UINT8 code minus 128 a signed one, so both take both. A range of each call is that of the tensor, or,
-where a block is as long as a row, of each row: then x is divided by the scales of its rows first and the product
+where a block is as long as a row, of each row: then x is divided by the scales of its samples first and the product
 multiplied by them afterwards.
 
 A weight that is in its site as codes, and that code outside of the site may read as floats.

@@ -128,7 +128,7 @@ def choose(site: Site, lowering: Lowering) -> Kernel | str:
         return "it writes into its operand"
     held = site.quantizer_of(call.weight)
     if held.stored is None:
-        return "no kernel multiplies two activations" if call.channels else "its weight stays float"
+        return "no kernel multiplies two activations" if call.channels else "its weight is not quantized"
     axes = held.stored.dim() - 2
     if axes != _SPATIAL.get(site.source.operation, 0):
         return f"no kernel takes a weight of {axes + 2} axes"

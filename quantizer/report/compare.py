@@ -1,8 +1,8 @@
 """The comparison of runs: what differs in their configurations, and which differences of scores are more than noise.
 
 Two scores are compared only if they are of the same rows and metric; their interval is that of pairs of resamples.
-``resamples.json`` in the folder of a run has its scores on bootstrap resamples of the evaluation rows. The resamples of
-the same rows are the same in every run, so that two runs are compared in pairs, whatever the metric.
+``resamples.json`` in the folder of a run has its scores on bootstrap resamples of the evaluation samples. The
+resamples of the same rows are the same in every run, so that two runs are compared in pairs, whatever the metric.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class ComparedRun:
     @property
     def by_function(self) -> bool:
         """True if a function gave the score, of which no rows are known; False if there is none."""
-        return self.score is not None and self.score.rows is None
+        return self.score is not None and self.score.samples is None
 
     @property
     def resampled(self) -> Sequence[float] | None:
@@ -343,8 +343,8 @@ def _not_comparable(first: ComparedRun, second: ComparedRun) -> str:
     elif first.by_function or second.by_function:
         return _other_function(first, second)
     else:
-        same = _evaluation(first) == _evaluation(second) and first.score.rows == second.score.rows
-    return "" if same else "not compared: scored on other rows"
+        same = _evaluation(first) == _evaluation(second) and first.score.samples == second.score.samples
+    return "" if same else "not compared: scored on other samples"
 
 
 def _other_function(first: ComparedRun, second: ComparedRun) -> str:
@@ -360,7 +360,7 @@ def _other_function(first: ComparedRun, second: ComparedRun) -> str:
     if one.value == other.value:
         return ""
     values = f"{text.score(one.value)} and {text.score(other.value)}"
-    return f"not compared: the float models score {values}, on other rows or with other weights"
+    return f"not compared: the float models score {values}, on other samples or with other weights"
 
 
 def _function(run: ComparedRun) -> object:

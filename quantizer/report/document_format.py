@@ -32,7 +32,7 @@ says where.
 
 In pandas, which is installed apart, a report is one row, `pandas.json_normalize(json.load(open("report.json")))`, and
 its scores are a table with `record_path="scores"`. Beside it lies `resamples.json`, the scores on bootstrap resamples
-of the evaluation rows, by which [runs are compared](how-to/sweeps.md).
+of the evaluation samples, by which [runs are compared](how-to/sweeps.md).
 
 Read it with `quantizer.report.read_record(path)`, which gives the same objects as frozen dataclasses.
 """

@@ -179,7 +179,7 @@ def write_run_card(record: RunRecord, folder: Path, snippet: str | None = None) 
         backend=record.engine.backend,
         dtype=settings.get("dtype") if any(site.quantized for site in record.coverage) else None,
         score=record.score,
-        dataset=Path(evaluation.get("path") or evaluation.get("name") or function or "evaluation rows").name,
+        dataset=Path(evaluation.get("path") or evaluation.get("name") or function or "evaluation samples").name,
         figures=tuple(_figures(record)),
         machine=str(record.machine.get("cpu") or "a machine that did not say its name"),
         configuration=settings,
@@ -191,7 +191,7 @@ def write_run_card(record: RunRecord, folder: Path, snippet: str | None = None) 
         ),
         missed=(
             *record.fixed,
-            *missed_goals(record.fallback.outcome if record.fallback else None, record.placement),
+            *missed_goals(record.fallback.outcome if record.fallback else None, record.latency_fallback),
         ),
     )
     write_text_atomic(folder / CARD, card_text(facts))

@@ -36,14 +36,14 @@ from quantizer.report.tables import (
     sensitivity_table,
     string_from_table,
 )
-from quantizer.report.terminal import cause_lines, evaluation_caption
+from quantizer.report.terminal import diagnosis_lines, evaluation_caption
 from quantizer.report.text import counted, decibels, magnitude, percent, share, shorten, significant
 from quantizer.utils.files import whole_file
 from quantizer.utils.records import FLOAT
 
 if TYPE_CHECKING:
     from quantizer.algorithms.sensitivity.session import Layers, PutBack, Search
-    from quantizer.error_causes import Causes
+    from quantizer.diagnose import Diagnoses
     from quantizer.plan.coverage import Coverage, Ranges
     from quantizer.plan.histograms import OperandHistogram, RangeCandidates
     from quantizer.proxy.lower import Kernels
@@ -192,17 +192,17 @@ def _layers(layers: Layers) -> Table:
 
 
 def _groups(groups: PutBack) -> Table:
-    return replace(groups_table(groups.rows, groups.measure), title="what if these go back to float, each alone")
+    return replace(groups_table(groups.rows, groups.measure), title="what if these fall back to float, each alone")
 
 
 def _search(search: Search) -> Table:
     return replace(evaluations_table(search.fallback), title=evaluation_caption(search.fallback))
 
 
-def _causes(causes: Causes) -> Table:
-    heading = f"The {len(causes)} groups that cost most" if len(causes) else "No group was measured"
+def _causes(diagnoses: Diagnoses) -> Table:
+    heading = f"The {len(diagnoses)} groups that cost most" if len(diagnoses) else "No group was measured"
     columns = [Column("what costs most, why, and what mends it", str)]
-    return Table(heading, columns, cause_lines(causes.rows, python=True))
+    return Table(heading, columns, diagnosis_lines(diagnoses.rows, python=True))
 
 
 def _histogram(histogram: OperandHistogram) -> Table:
@@ -236,7 +236,7 @@ def _candidates(candidates: RangeCandidates) -> Table:
 
 _TABLES: dict[str, Callable[[Any], Table]] = {
     "candidates": _candidates,
-    "causes": _causes,
+    "diagnoses": _causes,
     "coverage": _coverage,
     "groups": _groups,
     "histogram": _histogram,

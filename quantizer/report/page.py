@@ -54,11 +54,11 @@ from quantizer.report.tables import (
     tables_of_layers,
 )
 from quantizer.report.terminal import (
+    diagnosis_lines_of,
     engine_facts,
     evaluation_caption,
-    lines_of_causes,
+    latency_fallback_lines,
     missing_lines,
-    placement_lines,
     verified_words,
 )
 from quantizer.report.text import error_words
@@ -256,12 +256,14 @@ def _header(record: RunRecord) -> dict[str, Any]:
         "choice_table": _table(choice_table(record.choice, page=True) if record.choice else None),
         "choice_plot": _safe(candidates_svg(record.choice) if record.choice else ""),
         "choice_missing": missing_lines(record.choice) if record.choice else [],
-        "slower": [one for one in record.placement.groups if one.slower] if record.placement else [],
+        "slower": [one for one in record.latency_fallback.groups if one.slower] if record.latency_fallback else [],
         "from_python": is_from_python(record),
         "put_back_setting": shown_setting("fallback: {names: [...]}", python=is_from_python(record)),
-        "placement": [text.typeset(line) for line in placement_lines(record.placement)] if record.placement else [],
-        "frontier": _safe(frontier_svg(record.placement) if record.placement else ""),
-        "causes": [text.typeset(line) for line in lines_of_causes(record)],
+        "latency_fallback": [text.typeset(line) for line in latency_fallback_lines(record.latency_fallback)]
+        if record.latency_fallback
+        else [],
+        "frontier": _safe(frontier_svg(record.latency_fallback) if record.latency_fallback else ""),
+        "diagnoses": [text.typeset(line) for line in diagnosis_lines_of(record)],
     }
 
 
@@ -288,7 +290,7 @@ def _sites(record: RunRecord) -> dict[str, Any]:
         "sites_ran": text.counted(len(ran), "site"),
         "never_ran_table": _table(sites_table(never)),
         "sites_never_ran": text.counted(len(never), "site"),
-        "escaped_table": _table(products_table(record.escaped, page=True)),
+        "escaped_table": _table(products_table(record.not_quantized, page=True)),
         "layer_table": _table(layers),
         "group_table": _table(groups),
     }

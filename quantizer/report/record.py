@@ -31,11 +31,11 @@ from quantizer.utils.paths import regular_file
 from quantizer.utils.plain_values import decoded, json_values, yaml_values
 from quantizer.utils.records import (
     BudgetOutcome,
-    Cause,
-    Cure,
+    Diagnosis,
     EngineCheck,
     Evaluation,
     FallbackRecord,
+    Fix,
     GroupSensitivity,
     GroupTime,
     Histogram,
@@ -55,8 +55,8 @@ __all__ = [
     "Agreement",
     "BudgetOutcome",
     "Candidate",
-    "Cause",
-    "Cure",
+    "Diagnosis",
+    "Fix",
     "EngineCheck",
     "EngineChoice",
     "EngineFile",
@@ -73,8 +73,8 @@ __all__ = [
     "ModelInfo",
     "Operand",
     "OutputDistance",
-    "Placement",
-    "PlacementPoint",
+    "LatencyFallback",
+    "FallbackPoint",
     "PrecisionShare",
     "RangeCandidate",
     "RunRecord",
@@ -129,7 +129,7 @@ class Agreement(Record):
 
     which: str
     """Which form: ``proxy``, ``engine`` or ``simulation``."""
-    rows: int
+    samples: int
     """Number of texts."""
     tokens: float
     """Share of places with the same token."""
@@ -145,7 +145,7 @@ class Latency(Record):
     """The graph of a model of several, such as ``encoder_model``; null: the whole model."""
 
     batch: int
-    """Examples in the batch."""
+    """Samples in the batch."""
     sequence: int | None
     """Tokens in each example; null for a model without a sequence."""
     threads: int
@@ -221,10 +221,10 @@ class Candidate(Record):
     """What its products are in: ``int8``, ``int8+bfloat16`` where all else is in bfloat16, ``int8 dynamic`` with ranges
     that are taken at run time; ``float32`` or ``bfloat16`` for an engine of the float model."""
     milliseconds: tuple[float, ...] = ()
-    """Median latency at each shape of the choice, all candidates in turns; empty if it failed, and without the last
+    """Median latency at each shape of the choice, all candidates interleaved; empty if it failed, and without the last
     shapes if it was too slow at those before."""
     score_difference: float | None = None
-    """Its score less that of the float model, on the rows with labels; null where there are none."""
+    """Its score less that of the float model, on the samples with labels; null where there are none."""
     sqnr_db: float | None = None
     """The least SQNR of its outputs in dB against the float model's in PyTorch at the shapes of the choice; null if
     they are equal or it failed."""
@@ -283,9 +283,9 @@ class OutputDistance(Record):
     output: str
     """Name of the output."""
     batch: int
-    """Rows of the batch."""
+    """Samples of the batch."""
     sequence: int | None = None
-    """Tokens in a row of it; null: rows are no texts."""
+    """Tokens in a sample of it; null: rows are no texts."""
     sqnr_db: float | None = None
     """SQNR in dB of the engine's output, or of the proxy's if the engine did not run; null: there is no difference."""
     cosine: float
@@ -325,7 +325,7 @@ def worst_output(outputs: Sequence[OutputDistance]) -> OutputDistance | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacementPoint(Record):
+class FallbackPoint(Record):
     """A plan between everything in low precision and everything in float."""
 
     back: int
@@ -347,7 +347,7 @@ class SpeedCheck(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement(Record):
+class LatencyFallback(Record):
     """The times of all groups of a plan, and the plan that was taken."""
 
     where: str
@@ -362,7 +362,7 @@ class Placement(Record):
     """How many groups are float in it."""
     groups: tuple[GroupTime, ...]
     """The groups, the largest gain in low precision first."""
-    frontier: tuple[PlacementPoint, ...] = ()
+    frontier: tuple[FallbackPoint, ...] = ()
     """The plans that put one group more back at a time, the highest error per microsecond first; empty without
     sensitivity."""
     min_speedup: float | None = None
@@ -378,7 +378,7 @@ class Placement(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingScore(Record):
-    """A score on the tuning rows before or during training."""
+    """A score on the tuning samples before or during training."""
 
     step: int
     """The number of steps before this score; 0 is the score of PTQ."""
@@ -401,9 +401,9 @@ class TrainingRun(Record):
     losses: tuple[float, ...]
     """The loss of each step: the distance of the outputs of its batch from those of the float model."""
     scores: tuple[TrainingScore, ...]
-    """The scores on the tuning rows, in order."""
+    """The scores on the tuning samples, in order."""
     float_score: float
-    """The float model's score on the tuning rows."""
+    """The float model's score on the tuning samples."""
     stopped: str | None = None
     """Why training ended before the planned steps; null if it did not."""
 
@@ -451,7 +451,7 @@ class RunRecord(Record):
     """All sites, quantized or not."""
     covered_share: float | None = None
     """Share in low precision of all multiply-adds that torch executed in calibration, in sites or not; null: none."""
-    escaped: tuple[UnquantizedProduct, ...] = ()
+    not_quantized: tuple[UnquantizedProduct, ...] = ()
     """The products that do not run in low precision, the largest first, each with its reason."""
     histograms: tuple[Histogram, ...] = ()
     """Histograms of the quantized activations with the lowest SQNR, the lowest first; empty if none were kept."""
@@ -462,17 +462,17 @@ class RunRecord(Record):
     ``loss`` (the effect on the user's loss, estimated from gradients), ``output`` (the divergence of the output),
     ``local`` (the relative error at the sites), ``metric`` (the drop of the metric). The divergence is the
     Kullback-Leibler divergence of logits, or the relative error of any other output. Null if nothing was measured."""
-    causes: tuple[Cause, ...] = ()
-    """The groups that cost most, the worst first, each with its cause and its cure; empty if the run has no ``amp``."""
-    causes_problem: str | None = None
-    """The error that ended the search for causes; null if it did not fail."""
+    diagnoses: tuple[Diagnosis, ...] = ()
+    """The groups that cost most, the worst first, each with its cause and its fix; empty if the run has no ``amp``."""
+    diagnosis_error: str | None = None
+    """The error that ended the diagnosis; null if it did not fail."""
     fallback: FallbackRecord | None = None
     """The groups that fell back to float; null if none did."""
     training: TrainingRun | None = None
     """The quantization-aware training; null if there was none."""
     choice: EngineChoice | None = None
     """The choice of the backend by measured time; null if the configuration named one."""
-    placement: Placement | None = None
+    latency_fallback: LatencyFallback | None = None
     """What quantizing each group is worth in time; null where no engine was timed."""
     engine: EngineFile | None = None
     """The engine; null if none was built, or it was refused."""

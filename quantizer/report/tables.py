@@ -230,7 +230,7 @@ def score_table(record: RunRecord) -> Table:
         numbers("Difference", "difference", text.signed),
         numbers("95% interval", "interval", text.interval),
         *map(_paired, dict.fromkeys(key for entry in record.scores for key in entry.paired)),
-        numbers("Examples", "rows"),
+        numbers("Samples", "samples"),
     ]
     return Table("Scores", columns, record.scores)
 
@@ -382,7 +382,7 @@ def evaluations_table(fallback: FallbackRecord) -> Table:
     budget = fallback.max_drop
     columns = [
         Column("evaluation", lambda row: row[0]),
-        numbers("groups put back", lambda row: len(row[1].groups)),
+        numbers("groups kept in float", lambda row: len(row[1].groups)),
         numbers("cost", lambda row: row[1].cost, text.amount),
         numbers("score", lambda row: row[1].score),
         numbers("drop", lambda row: row[1].drop, text.error),
@@ -409,7 +409,7 @@ def sensitivity_table(rows: Sequence[GroupSensitivity], measure: str | None, *, 
         numbers(words.column, "error", text.error),
         Column("quantizers", "activations"),
         Column("multiply-adds" if page else "multiply adds", "multiply_adds", plain if page else text.compact),
-        Column("put back", lambda row: "yes" if row.fallback else None if page else ""),
+        Column("kept in float", lambda row: "yes" if row.fallback else None if page else ""),
     ]
     table = Table(f"{len(rows)} groups by the {words.phrase}, with one of them quantized", columns, rows)
     if not page:
@@ -448,9 +448,9 @@ def groups_table(rows: Sequence[GroupRow], measure: str | None) -> Table:
 
 def tables_of_layers(record: RunRecord) -> tuple[Table, Table]:
     """Return the layers of a run, and its groups with what they give back and cost in float."""
-    times = record.placement.groups if record.placement else ()
-    layers = layer_rows(record.coverage, record.escaped, record.sensitivity, times)
-    groups = group_rows(record.coverage, record.sensitivity, times, record.causes)
+    times = record.latency_fallback.groups if record.latency_fallback else ()
+    layers = layer_rows(record.coverage, record.not_quantized, record.sensitivity, times)
+    groups = group_rows(record.coverage, record.sensitivity, times, record.diagnoses)
     return layers_table(layers, record.measure).capital(), groups_table(groups, record.measure).capital()
 
 

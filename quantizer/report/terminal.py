@@ -15,11 +15,11 @@ from rich.text import Text
 
 from quantizer.errors import QuantizerError
 from quantizer.report import text
-from quantizer.report.record import EngineChoice, Placement, RunRecord, is_from_python, read_record, shown_setting
+from quantizer.report.record import EngineChoice, LatencyFallback, RunRecord, is_from_python, read_record, shown_setting
 from quantizer.report.tables import ENGINE_LAYERS, Table, choice_table, latency_table, precision_name, shares_table
 from quantizer.report.text import noise_sentence, print_labelled, print_lines
 from quantizer.report.verdict import verdict_of
-from quantizer.utils.records import BudgetOutcome, Cause, FallbackRecord, Inspection, Score
+from quantizer.utils.records import BudgetOutcome, Diagnosis, FallbackRecord, Inspection, Score
 
 _SLOWEST = 10
 _LEAST = 0.01
@@ -67,12 +67,14 @@ def evaluation_caption(fallback: FallbackRecord) -> str:
         words.append(f"a drop of {text.error(fallback.max_drop)} is allowed")
     found = next((entry for entry in fallback.evaluations if entry.chosen), None)
     if found is not None:
-        words.append(f"with {text.counted(len(found.groups), 'group')} put back it scores {text.plain(found.score)}")
+        words.append(
+            f"with {text.counted(len(found.groups), 'group')} kept in float it scores {text.plain(found.score)}"
+        )
     else:
-        words.append(f"put back: all, {text.counted(len(fallback.groups), 'group')}")
+        words.append(f"kept in float: all, {text.counted(len(fallback.groups), 'group')}")
     words += [
-        ("" if entry.rows is None else f"on {text.counted(entry.rows, 'row')} that the search did not see, ")
-        + f"the engine with {text.counted(entry.groups, 'group')} put back drops by {text.error(entry.drop)}"
+        ("" if entry.samples is None else f"on {text.counted(entry.samples, 'row')} that the search did not see, ")
+        + f"the engine with {text.counted(entry.groups, 'group')} kept in float drops by {text.error(entry.drop)}"
         for entry in fallback.checks
     ]
     if fallback.outcome is not None:
@@ -82,56 +84,63 @@ def evaluation_caption(fallback: FallbackRecord) -> str:
     return "; ".join(words)
 
 
-def placement_lines(placement: Placement) -> list[str]:
+def latency_fallback_lines(latency_fallback: LatencyFallback) -> list[str]:
     """Return what low precision wins, what the plan is predicted to take, and how a goal was met, in sentences."""
     low, plain, taken = (
-        text.milliseconds(value) for value in (placement.low_ms, placement.float_ms, placement.predicted_ms)
+        text.milliseconds(value)
+        for value in (latency_fallback.low_ms, latency_fallback.float_ms, latency_fallback.predicted_ms)
     )
-    lines = [f"measured: {placement.where}; everything in low precision takes {low}, the float model {plain}"]
-    slower = sum(group.slower is not None for group in placement.groups)
+    lines = [f"measured: {latency_fallback.where}; everything in low precision takes {low}, the float model {plain}"]
+    slower = sum(group.slower is not None for group in latency_fallback.groups)
     if slower:
-        lines.append(f"{text.counted(slower, 'group')} went back because low precision makes the engine slower there")
-    if placement.back:
-        lines.append(f"with {text.counted(placement.back, 'group')} in float the plan is predicted to take {taken}")
-    if placement.min_speedup is not None and placement.speedup is not None:
-        met = "reached" if placement.speedup >= placement.min_speedup else "not reached"
-        asked, got = text.times(placement.min_speedup), text.times(placement.speedup)
+        lines.append(f"{text.counted(slower, 'group')} fell back because low precision makes the engine slower there")
+    if latency_fallback.back:
+        lines.append(
+            f"with {text.counted(latency_fallback.back, 'group')} in float the plan is predicted to take {taken}"
+        )
+    if latency_fallback.min_speedup is not None and latency_fallback.speedup is not None:
+        met = "reached" if latency_fallback.speedup >= latency_fallback.min_speedup else "not reached"
+        asked, got = text.times(latency_fallback.min_speedup), text.times(latency_fallback.speedup)
         lines.append(f"asked for {asked} the speed of float: the engine has {got}, {met}")
     return lines
 
 
-def lines_of_causes(record: RunRecord) -> list[str]:
+def diagnosis_lines_of(record: RunRecord) -> list[str]:
     """Return the lines on what costs most in a run, or on why this is not known."""
-    lines = cause_lines(record.causes, record.placement, python=is_from_python(record))
-    if record.causes_problem is not None:
-        lines.append(f"what costs most is not known, as the search for it failed: {record.causes_problem}")
+    lines = diagnosis_lines(record.diagnoses, record.latency_fallback, python=is_from_python(record))
+    if record.diagnosis_error is not None:
+        lines.append(f"what costs most is not known, as the search for it failed: {record.diagnosis_error}")
     return lines
 
 
-def cause_lines(causes: Sequence[Cause], placement: Placement | None = None, *, python: bool = False) -> list[str]:
+def diagnosis_lines(
+    diagnoses: Sequence[Diagnosis], latency_fallback: LatencyFallback | None = None, *, python: bool = False
+) -> list[str]:
     """Return a line for each cause, numbered."""
-    return [f"{number}. {_line(cause, placement, python=python)}" for number, cause in enumerate(causes, start=1)]
+    return [
+        f"{number}. {_line(cause, latency_fallback, python=python)}" for number, cause in enumerate(diagnoses, start=1)
+    ]
 
 
-def _line(cause: Cause, placement: Placement | None, *, python: bool) -> str:
+def _line(cause: Diagnosis, latency_fallback: LatencyFallback | None, *, python: bool) -> str:
     parts = [f"{cause.group}: {text.decibels(cause.sqnr_db)} dB alone", *cause.findings, *cause.notes]
-    cure = cause.cure
-    if cure is None:
+    fix = cause.fix
+    if fix is None:
         parts.append("no setting that was tried gains" if cause.findings else "nothing stands out in its inputs")
-    elif math.isinf(cure.alone_db):
-        gain = f"measured gain {text.decibels(cure.gain_db)} dB"
-        setting = shown_setting(cure.setting, python=python)
-        parts.append(f"cure: leave it in float, {setting}, {gain}{_cost(cause.group, placement)}")
+    elif math.isinf(fix.alone_db):
+        gain = f"measured gain {text.decibels(fix.gain_db)} dB"
+        setting = shown_setting(fix.setting, python=python)
+        parts.append(f"fix: leave it in float, {setting}, {gain}{_cost(cause.group, latency_fallback)}")
     else:
-        setting = shown_setting(cure.setting, python=python)
-        parts.append(f"cure: {setting}, measured gain {text.decibels(cure.gain_db)} dB, no time")
+        setting = shown_setting(fix.setting, python=python)
+        parts.append(f"fix: {setting}, measured gain {text.decibels(fix.gain_db)} dB, no time")
     return "; ".join(parts)
 
 
-def _cost(group: str, placement: Placement | None) -> str:
+def _cost(group: str, latency_fallback: LatencyFallback | None) -> str:
     """Return what a group takes more in float than in low precision, in words; empty: it was not timed."""
-    taken = [one for one in placement.groups if one.group == group] if placement else []
-    if placement is None or not taken:
+    taken = [one for one in latency_fallback.groups if one.group == group] if latency_fallback else []
+    if latency_fallback is None or not taken:
         return ""
     more = taken[0].float_us - taken[0].low_us
     if more <= 0:
@@ -150,9 +159,11 @@ def print_record(record: RunRecord, folder: Path | str | None, console: Console)
     """Print how the engine was chosen and what costs accuracy, and last, on a screen of its own, the result."""
     if record.choice is not None:
         print_choice(record.choice, console)
-    if record.placement is not None and (record.placement.back or record.placement.min_speedup is not None):
-        print_lines(placement_lines(record.placement), console, first="")
-    print_lines(lines_of_causes(record), console, first="", rest="   ")
+    if record.latency_fallback is not None and (
+        record.latency_fallback.back or record.latency_fallback.min_speedup is not None
+    ):
+        print_lines(latency_fallback_lines(record.latency_fallback), console, first="")
+    print_lines(diagnosis_lines_of(record), console, first="", rest="   ")
     console.print(_table(record))
     if noise := noise_sentence(record.latency):
         print_lines([noise], console, first="")
@@ -186,9 +197,9 @@ def _print_facts(record: RunRecord, console: Console) -> None:
         print_labelled("budget", budget_line(record.fallback.outcome), console)
     if record.fallback is not None and record.fallback.groups:
         number = text.counted(len(record.fallback.groups), "group")
-        print_labelled("float", f"{number} went back: {text.listed(record.fallback.groups)}", console)
+        print_labelled("float", f"{number} fell back: {text.listed(record.fallback.groups)}", console)
     for one in record.agreement:
-        told = f"{text.percent(one.tokens)} of tokens and {text.percent(one.texts)} of {one.rows} texts"
+        told = f"{text.percent(one.tokens)} of tokens and {text.percent(one.texts)} of {one.samples} texts"
         print_labelled("texts", f"{one.which}: {told} are those of the float model", console)
     if record.inspection is not None:
         style = None if record.inspection.verified else "yellow"

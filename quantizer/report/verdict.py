@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from quantizer.plan.reasons import counted
 from quantizer.report import text
-from quantizer.report.record import ALIKE_DB, FURTHER_DB, OutputDistance, Placement, RunRecord, reference_words
+from quantizer.report.record import ALIKE_DB, FURTHER_DB, LatencyFallback, OutputDistance, RunRecord, reference_words
 from quantizer.report.tables import multiply_add_share
 from quantizer.report.text import decibels, drop, error, file_size, noise_sentence, percent, score, shape, signed, times
 from quantizer.utils.records import LEAST_SHARE, BudgetOutcome, Score
 
-USABLE, LOOK, NOT = "usable", "look at this", "do not use"
+USABLE, LOOK, NOT = "usable", "check", "do not use"
 _ORDER = (USABLE, LOOK, NOT)
 
 _LOSS, _GREAT_LOSS = 0.01, 0.03
@@ -35,7 +35,7 @@ class Verdict:
     """A verdict.
 
     Attributes:
-        level: ``usable``, ``look at this`` or ``do not use``: the worst of the reasons.
+        level: ``usable``, ``check`` or ``do not use``: the worst of the reasons.
         reasons: what was judged, the worst first, each a sentence without its full stop.
     """
 
@@ -53,7 +53,7 @@ def verdict_of(record: RunRecord) -> Verdict:
     return Verdict(judged[0][0], tuple(reason for _, reason in judged))
 
 
-def missed_goals(outcome: BudgetOutcome | None, placement: Placement | None) -> tuple[str, ...]:
+def missed_goals(outcome: BudgetOutcome | None, latency_fallback: LatencyFallback | None) -> tuple[str, ...]:
     """Return, in words, the budget of accuracy and the speed that were asked for and are not reached."""
     missed = []
     if outcome is not None and outcome.is_missed:
@@ -64,15 +64,19 @@ def missed_goals(outcome: BudgetOutcome | None, placement: Placement | None) -> 
         else:
             found = "the engine drops by more than the plan did in tuning"
         missed.append(f"the budget max_drop {error(outcome.asked)} is {outcome.verdict}: {found}")
-    if placement is not None and placement.min_speedup is not None and (placement.speedup or 0) < placement.min_speedup:
-        got = "was not timed" if placement.speedup is None else f"has {times(placement.speedup)}"
-        missed.append(f"the speed min_speedup {times(placement.min_speedup)} is not reached: the engine {got}")
+    if (
+        latency_fallback is not None
+        and latency_fallback.min_speedup is not None
+        and (latency_fallback.speedup or 0) < latency_fallback.min_speedup
+    ):
+        got = "was not timed" if latency_fallback.speedup is None else f"has {times(latency_fallback.speedup)}"
+        missed.append(f"the speed min_speedup {times(latency_fallback.min_speedup)} is not reached: the engine {got}")
     return tuple(missed)
 
 
 def _asked(record: RunRecord) -> list[tuple[str, str]]:
     outcome = None if record.fallback is None else record.fallback.outcome
-    goals = missed_goals(outcome, record.placement)
+    goals = missed_goals(outcome, record.latency_fallback)
     noisy = outcome is not None and outcome.is_within_noise
     return [(LOOK if noisy and goal.startswith("the budget") else NOT, goal) for goal in goals]
 
@@ -115,9 +119,9 @@ def _loss(entry: Score, plain: Score) -> tuple[str, str]:
         low, high = entry.interval
         worst = max(sign * low, sign * high) / base
         if level == NOT and low <= 0 <= high:
-            level, said = LOOK, f"{said}, which chance can explain: more rows tell"
+            level, said = LOOK, f"{said}, which chance can explain: more samples tell"
         elif level == USABLE and worst > _LOSS:
-            said = f"{said}; with chance it may be {percent(worst)}: more rows tell"
+            said = f"{said}; with chance it may be {percent(worst)}: more samples tell"
     return level, said
 
 
@@ -245,7 +249,7 @@ def _score(record: RunRecord) -> list[str]:
         return [
             f"The {entry.which}'s {entry.metric} is {score(entry.value)}; it was not compared with the float model."
         ]
-    rows = f" on {entry.rows:,} examples" if entry.rows else ""
+    rows = f" on {entry.samples:,} samples" if entry.samples else ""
     figures = f"{score(entry.value)} against {score(reference.value)} for float ({signed(entry.difference)}){rows}"
     return [f"The {entry.which}'s {entry.metric} is {figures}; {_significance(entry)}.", *_paired(entry)]
 
@@ -290,5 +294,5 @@ def _coverage(record: RunRecord) -> list[str]:
     if record.fallback and record.fallback.groups:
         number = len(record.fallback.groups)
         which = "1 sensitive group was" if number == 1 else f"{number} sensitive groups were"
-        sentences.append(f"{which} put back to float ({record.fallback.reason}).")
+        sentences.append(f"{which} kept in float ({record.fallback.reason}).")
     return sentences

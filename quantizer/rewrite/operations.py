@@ -66,8 +66,8 @@ class Operation:
         methods: names of ``Tensor`` methods; those with a trailing ``_`` work in place.
         operators: names of classes in ``ast``, such as ``MatMult`` for ``@``.
         equation: the first argument is an equation as in ``einsum``, which must be a literal in the source.
-        bias: the argument that is added to the product, with a number for each channel of the result, and stays float;
-            None: the operation has none.
+        bias: the argument that is added to the product, with a number for each channel of the result, and is not
+            quantized; None: the operation has none.
         channels: the axis of the result that holds these channels, from the end.
         grouped: the argument with the ends of the groups of rows, each of which is multiplied by a matrix of its own,
             an index of the weight's first axis; None: the operation has no groups.
@@ -105,7 +105,8 @@ def _product(
     methods: tuple[str, ...],
     operators: tuple[str, ...] = (),
 ) -> Operation:
-    """Return the entry of a matrix product; arguments before ``start`` are added to the product and stay float."""
+    """Return the entry of a matrix product; arguments before ``start`` are added to the product and are not
+    quantized."""
     operands = (
         Operand(name="lhs", index=start, keyword=first),
         Operand(name="rhs", index=start + 1, keyword=second),

@@ -125,7 +125,7 @@ def read_source(path: str, namespace: dict[str, Any]) -> str:
     lines = linecache.getlines(path, namespace)
     if not lines:
         raise SourceError(
-            f"{path}: the source cannot be read, so what its functions compute stays in float; define them in a "
+            f"{path}: the source cannot be read, so what its functions compute is not quantized; define them in a "
             "file or a notebook's cell to have it quantized"
         )
     return "".join(lines)

@@ -248,7 +248,7 @@ class EmbeddingClassification(Task):
         labels = self.targets(rows)
         if len(np.unique(labels)) < 2:
             raise TaskError(
-                f"the {len(labels)} head rows are all of one class, expected at least two: use more or other rows"
+                f"the {len(labels)} head rows are all of one class, expected at least two: use more or other samples"
             )
         embeddings = self.outputs(run_float, rows, progress)
         self.head = LogisticRegression(max_iter=MAX_ITERATIONS).fit(embeddings, labels)

@@ -1,6 +1,6 @@
 """The batches that a model needs (of samples, filled to a size, random, an example for export), and those of texts.
 
-Shapes: B rows in a batch, S tokens.
+Shapes: B samples in a batch, S tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHARACTERS_PER_TOKEN = 8
 
 
 def batch_shape(batch: Batch) -> tuple[int, int | None]:
-    """Return the number of rows of a batch, and that of its tokens; None for images and other values.
+    """Return the number of samples of a batch, and that of its tokens; None for images and other values.
 
     Tokens in a decoder's cache count, too.
     """

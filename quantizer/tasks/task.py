@@ -302,7 +302,7 @@ class Task(ABC):
         """Return what ``metric`` takes: for each row, what was decided and what is right.
 
         Raises:
-            TaskError: the predictions are of other rows.
+            TaskError: the predictions are of other samples.
         """
         require_rows(predictions, rows)
         targets = self.targets(rows)

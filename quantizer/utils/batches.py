@@ -7,7 +7,7 @@ become tensors, a label behind the inputs is dropped, and tensors are moved to t
 
 Doubts about calibration data and about the model's mode: possible, and more often a mistake. Each is a warning.
 
-A doubt is raised on what can be told for certain: the mode of the model, the number of rows, whole numbers from 0 to
+A doubt is raised on what can be told for certain: the mode of the model, the number of samples, whole numbers from 0 to
 255 in an image, and neighbouring pixels that have nothing to do with each other.
 
 Batches in files of named arrays: ``.npz`` and ``.safetensors``, or a folder of them.
@@ -15,8 +15,8 @@ Batches in files of named arrays: ``.npz`` and ``.safetensors``, or a folder of 
 Labels of batches: loaders for training give (inputs, label), and a model takes the inputs alone.
 
 Whether the last part of a batch is a label is told by the signature of ``forward`` and by shapes: what ``forward`` has
-no place for is none of its inputs, and one number for each row is a label more often than an input. Where both may be,
-an error says how to write what is meant: a label that enters as a mask would spoil every range without a word.
+no place for is none of its inputs, and one number for each sample is a label more often than an input. Where both may
+be, an error says how to write what is meant: a label that enters as a mask would spoil every range without a word.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def run_batches(
     data: Any,
     progress: bool | None = None,
     *,
-    rows: int | None = None,
+    samples: int | None = None,
     doubt: bool = False,
     is_mine: Callable[[Any], bool] = lambda batch: True,
 ) -> int:
     """Run calibration data through a proxy, without gradients, and return the number of batches that there are."""
     count = 0
-    batches, total = batches_of(proxy, data, rows), length_of(data, rows)
+    batches, total = batches_of(proxy, data, samples), length_of(data, samples)
     with torch.no_grad(), counted(batches, "calibration", unit="batch", total=total, show=progress) as steps:
         for batch in steps:
             if is_mine(batch):
@@ -172,43 +172,43 @@ WITHOUT_VALUES = "a tensor on the device meta, which has no values: give one wit
 """What is wrong with such a tensor, and what to do."""
 
 BATCH_ROWS = 32
-"""How many rows of a tensor, an array or a ``Dataset`` are one batch."""
+"""How many samples of a tensor, an array or a ``Dataset`` are one batch."""
 
 MOST_ROWS = 4096
-"""How many rows are read of data that states no length, and may have no end, unless ``rows`` says how many."""
+"""How many samples are read of data that states no length, and may have no end, unless ``samples`` says how many."""
 
 
-def in_several(make: Callable[[Sequence[Row]], list[Batch]], rows: Sequence[Row]) -> list[Batch]:
-    """Return the batches that ``make`` gives for rows to calibrate on, and four in place of a single one.
+def in_several(make: Callable[[Sequence[Row]], list[Batch]], samples: Sequence[Row]) -> list[Batch]:
+    """Return the batches that ``make`` gives for samples to calibrate on, and four in place of a single one.
 
     Of one batch nothing is chosen: what is chosen on some batches is checked on others.
     """
-    batches = make(rows)
+    batches = make(samples)
     if len(batches) != 1:
         return batches
-    size = math.ceil(len(rows) / _SEVERAL)
-    return [batch for start in range(0, len(rows), size) for batch in make(rows[start : start + size])]
+    size = math.ceil(len(samples) / _SEVERAL)
+    return [batch for start in range(0, len(samples), size) for batch in make(samples[start : start + size])]
 
 
-def batches_of(model: nn.Module, data: Any, rows: int | None = None) -> Iterator[Any]:
+def batches_of(model: nn.Module, data: Any, samples: int | None = None) -> Iterator[Any]:
     """Yield batches without their labels, with tensors in the place of arrays, and where the model is."""
-    if rows is not None and rows < 1:
-        raise CalibrationError(f"rows: got {rows}; expected the number of rows to read, from 1")
-    return _read(Forward.of(model), _dtype(model), _device(model), _iterable(data, rows), rows)
+    if samples is not None and samples < 1:
+        raise CalibrationError(f"samples: got {samples}; expected the number of samples to read, from 1")
+    return _read(Forward.of(model), _dtype(model), _device(model), _iterable(data, samples), samples)
 
 
-def length_of(data: Any, rows: int | None = None) -> int | None:
+def length_of(data: Any, samples: int | None = None) -> int | None:
     """Return how many batches ``batches_of`` yields, if that is known before; None: it is not."""
-    if rows is not None and not isinstance(data, Tensor | np.ndarray | Dataset):
+    if samples is not None and not isinstance(data, Tensor | np.ndarray | Dataset):
         return None
     try:
-        return len(_iterable(data, rows))  # type: ignore[arg-type]
+        return len(_iterable(data, samples))  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return None
 
 
 def row_count(batch: Any) -> int:
-    """Return how many rows a batch has: the first size of its first tensor; 1 if it has none."""
+    """Return how many samples a batch has: the first size of its first tensor; 1 if it has none."""
     values = batch.values() if hasattr(batch, "keys") else batch if isinstance(batch, tuple | list) else [batch]
     for value in values:
         if isinstance(value, Tensor):
@@ -237,39 +237,41 @@ def _read(
                 f"{type(error).__name__}: {error}"
             ) from error
         if limit is not None and read >= limit:
-            told = f"the calibration data states no length and goes on after {read} rows, where it was stopped"
-            warn_user([f"{told}: rows=... says how many to take, more or fewer"])
+            told = f"the calibration data states no length and goes on after {read} samples, where it was stopped"
+            warn_user([f"{told}: samples=... says how many to take, more or fewer"])
             return
         batch = without_label(forward, _with_tensors(given, dtype, number), number)
         yield batch if device is None else beside(device, batch)
         number, read = number + 1, read + max(row_count(batch), 1)
 
 
-def _iterable(data: Any, rows: int | None) -> Iterable[Any]:
-    """Return an iterable of batches; of a tensor, an array or a map-style data set only the rows that are asked for."""
+def _iterable(data: Any, samples: int | None) -> Iterable[Any]:
+    """Return an iterable of batches; of a tensor, an array or a map-style data set only the samples that are asked
+    for."""
     if isinstance(data, Tensor | np.ndarray):
         if data.ndim == 0:
-            raise CalibrationError("the calibration data is a single number: give an array or tensor of rows")
-        places = _places(len(data), rows)
+            raise CalibrationError("the calibration data is a single number: give an array or tensor of samples")
+        places = _places(len(data), samples)
         return [data[chunk] for chunk in np.split(places, range(BATCH_ROWS, len(places), BATCH_ROWS)) if len(chunk)]
     if isinstance(data, Dataset):
         if not isinstance(data, IterableDataset):
-            data = Subset(data, _places(len(data), rows).tolist())  # type: ignore[arg-type]
+            data = Subset(data, _places(len(data), samples).tolist())  # type: ignore[arg-type]
         # A loader draws a number; drawn from a generator of its own, the user's random numbers stay the same.
         return DataLoader(data, batch_size=BATCH_ROWS, generator=torch.Generator())
     if isinstance(data, str | bytes | Mapping) or not isinstance(data, Iterable):
         raise CalibrationError(
             f"the calibration data is a {type(data).__name__}; give an iterable of batches, each a mapping, a tuple "
-            "or list, or one tensor: a list of one is [batch]; or a DataLoader, a Dataset, a tensor or an array of rows"
+            "or list, or one tensor: a list of one is [batch]; or a DataLoader, a Dataset, a tensor or an array of "
+            "samples"
         )
     return data
 
 
-def _places(length: int, rows: int | None) -> npt.NDArray[np.int64]:
-    """Return the places of ``rows`` rows at equal distances; of all if there are no more."""
-    if rows is None or rows >= length:
+def _places(length: int, samples: int | None) -> npt.NDArray[np.int64]:
+    """Return the places of ``samples`` samples at equal distances; of all if there are no more."""
+    if samples is None or samples >= length:
         return np.arange(length)
-    return np.arange(rows) * length // rows
+    return np.arange(samples) * length // samples
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
@@ -345,8 +347,8 @@ def _tensor(array: npt.NDArray[Any], dtype: torch.dtype, number: int) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-FEWEST_ROWS = 32
-"""With fewer rows than that ranges depend on which rows they are."""
+FEWEST_SAMPLES = 32
+"""With fewer samples than that ranges depend on which samples they are."""
 
 _PASSED = ("quantizer", "tqdm")
 """Packages whose frames lie between a user's line and a warning."""
@@ -360,18 +362,20 @@ _RELATED = 0.05
 """Correlation of neighbouring pixels: noise of 4,096 pairs has less in 99.9% of cases; photographs have 0.8 or more."""
 
 
-def doubts_of_calibration(model: nn.Module, rows: int) -> Iterator[str]:
-    """Yield the doubts about a calibration: the model computes otherwise in the mode that it is in, or rows are few."""
+def doubts_of_calibration(model: nn.Module, samples: int) -> Iterator[str]:
+    """Yield the doubts about a calibration: the model computes otherwise in the mode that it is in, or samples are
+    few."""
     changing = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
     if any(module.training and isinstance(module, changing) for module in model.modules()):
         yield (
             f"the {type(model).__name__} is in train mode: calibration, and every engine, computes in eval mode, so "
             "what it returns now is no measure for them; call model.eval()"
         )
-    if rows < FEWEST_ROWS:
+    if samples < FEWEST_SAMPLES:
         yield (
-            f"calibrated on {rows} {'row' if rows == 1 else 'rows'}: ranges of fewer than {FEWEST_ROWS} depend on "
-            "which rows they are; give 128 or more, like those that the model will see"
+            f"calibrated on {samples} {'sample' if samples == 1 else 'samples'}: ranges of fewer than "
+            f"{FEWEST_SAMPLES} depend on "
+            "which samples they are; give 128 or more, like those that the model will see"
         )
 
 
@@ -413,14 +417,14 @@ def warn_user(doubts: Iterable[str]) -> None:
 ARRAY_FILES = (".npz", ".safetensors")
 
 
-def array_batches(path: Path, batch_rows: int, rows: int | None = None) -> list[dict[str, Tensor]]:
-    """Return the batches of a file, or of a folder of files: tensors by name, with their rows along axis 0.
+def array_batches(path: Path, batch_rows: int, samples: int | None = None) -> list[dict[str, Tensor]]:
+    """Return the batches of a file, or of a folder of files: tensors by name, with their samples along axis 0.
 
     Args:
         path: a file, whose arrays are cut into batches; or a folder, of which each file is one batch, so that batches
             may differ in their shapes.
-        batch_rows: how many rows of a file are one batch.
-        rows: how many rows are read at most; of a folder the batches that begin before; None: all.
+        batch_rows: how many samples of a file are one batch.
+        samples: how many samples are read at most; of a folder the batches that begin before; None: all.
     """
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in ARRAY_FILES)
@@ -428,13 +432,13 @@ def array_batches(path: Path, batch_rows: int, rows: int | None = None) -> list[
             raise CalibrationError(f"the folder {path} has no file of arrays: expected {' or '.join(ARRAY_FILES)}")
         found, read = [], 0
         for file in files:
-            if rows is None or read < rows:
+            if samples is None or read < samples:
                 found.append(_arrays(file))
                 read += len(next(iter(found[-1].values())))
         return found
     arrays = _arrays(path)
     count = len(next(iter(arrays.values())))
-    count = count if rows is None else min(rows, count)
+    count = count if samples is None else min(samples, count)
     return [
         {name: tensor[start : min(start + batch_rows, count)] for name, tensor in arrays.items()}
         for start in range(0, count, batch_rows)
@@ -452,7 +456,8 @@ def _arrays(path: Path) -> dict[str, Tensor]:
     if not lengths or 0 in lengths.values() or len(set(lengths.values())) > 1:
         told = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in arrays.items()) or "none"
         raise CalibrationError(
-            f"{path}: the arrays have not one number of rows (axis 0), from 1: {told}; give each input as many rows"
+            f"{path}: the arrays have not one number of samples (axis 0), from 1: {told}; give each input as many "
+            f"samples"
         )
     return arrays
 
@@ -538,8 +543,8 @@ def without_label(forward: Forward, batch: Any, number: int) -> Any:
     surplus = len(batch) - forward.most
     if surplus == 1 and isinstance(last, int | float | str):
         raise CalibrationError(
-            f"batch {number} of the calibration data is {_described(batch)}, which is one row and not a batch: give "
-            f"torch.utils.data.DataLoader(data, batch_size=32), or tensors whose first axis are rows"
+            f"batch {number} of the calibration data is {_described(batch)}, which is one sample and not a batch: give "
+            f"torch.utils.data.DataLoader(data, batch_size=32), or tensors whose first axis are samples"
         )
     if surplus == 1 and (len(inputs) == 1 or _one_a_row(last, inputs[0])) and not _one_a_row(inputs[0], last):
         return tuple(inputs)
@@ -566,7 +571,7 @@ def _mapping_without_label(forward: Forward, batch: Any) -> Any:
 
 
 def _one_a_row(value: Any, inputs: Any) -> bool:
-    """Return whether a value has one number for each row, and the inputs have more."""
+    """Return whether a value has one number for each sample, and the inputs have more."""
     if not isinstance(value, Tensor) or not isinstance(inputs, Tensor) or not value.dim() or not inputs.dim():
         return False
     return value.numel() == value.shape[0] == inputs.shape[0] and inputs.dim() > value.dim()

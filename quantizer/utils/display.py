@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _LOOKS = "quantizer.report.notebook"
 _ROWS = 40
-"""The largest number of rows in ``repr``; ``text()`` returns all."""
+"""The largest number of samples in ``repr``; ``text()`` returns all."""
 
 
 class Looks(Protocol):

@@ -190,7 +190,7 @@ class Score(Record):
     """This value minus the float value; null for float itself."""
     interval: tuple[float, float] | None = None
     """95% bootstrap interval [low, high] of the difference; null if it was not computed."""
-    rows: int | None = None
+    samples: int | None = None
     """Number of evaluation examples."""
     higher_is_better: bool = True
     """Whether a higher value is better."""
@@ -458,8 +458,8 @@ class EngineCheck(Record):
     """How many groups had fallen back to float."""
     drop: float
     """How much worse the engine's score is than the float model's; negative if it is better."""
-    rows: int | None
-    """The number of rows; null: a function of the user's own scored it, as it scored the search."""
+    samples: int | None
+    """The number of samples; null: a function of the user's own scored it, as it scored the search."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -469,16 +469,16 @@ class BudgetOutcome(Record):
     asked: float
     """The drop that was allowed."""
     tuning: float
-    """The drop of the chosen plan on the tuning rows that the search saw."""
+    """The drop of the chosen plan on the tuning samples that the search saw."""
     which: str | None = None
-    """The form of the model that was scored on the evaluation rows, the nearest to the engine; null: none was."""
+    """The form of the model that was scored on the evaluation samples, the nearest to the engine; null: none was."""
     evaluation: float | None = None
-    """Its drop on the evaluation rows, which nothing was chosen by; null if it was not scored."""
+    """Its drop on the evaluation samples, which nothing was chosen by; null if it was not scored."""
     interval: tuple[float, float] | None = None
     """95% bootstrap interval [low, high] of that drop; null if it was not computed."""
     verdict: str
-    """``met`` or ``not met``, by the evaluation, else by the engine's rows, else by the tuning rows; with ``, within
-    noise`` where the interval has the budget in it, so that other rows may say otherwise."""
+    """``met`` or ``not met``, by the evaluation, else by the engine's rows, else by the tuning samples; with ``, within
+    noise`` where the interval has the budget in it, so that other samples may say otherwise."""
 
     @property
     def is_missed(self) -> bool:
@@ -487,7 +487,7 @@ class BudgetOutcome(Record):
 
     @property
     def is_within_noise(self) -> bool:
-        """True if other rows may say otherwise."""
+        """True if other samples may say otherwise."""
         return self.verdict.endswith("within noise")
 
 
@@ -512,7 +512,7 @@ class FallbackRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cure(Record):
+class Fix(Record):
     """A setting that was tried."""
 
     setting: str
@@ -527,11 +527,11 @@ class Cure(Record):
         super().__post_init__()
         told = yaml_values(self.setting.encode())
         if not isinstance(told, dict) or len(told) != 1:
-            raise ValueError(f"the setting of a cure is {self.setting!r}, expected one section of YAML")
+            raise ValueError(f"the setting of a fix is {self.setting!r}, expected one section of YAML")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cause(Record):
+class Diagnosis(Record):
     """The cost of one group, and its cause."""
 
     group: str
@@ -540,7 +540,7 @@ class Cause(Record):
     """The SQNR of the model's output in dB with this group alone quantized, measured on calibration batches."""
     findings: tuple[str, ...] = ()
     """What is wrong with its inputs; empty if nothing stands out."""
-    cure: Cure | None = None
+    fix: Fix | None = None
     """The setting that gains most; null if nothing stands out, or if no setting that was tried gains."""
     notes: tuple[str, ...] = ()
     """Why outliers of its inputs cannot move into its weights; empty if they can."""
@@ -583,7 +583,7 @@ class LayerRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRow:
-    """The gain and the cost of one group that goes back to float.
+    """The gain and the cost of one group that falls back to float.
 
     Attributes:
         group: its name.
@@ -652,7 +652,7 @@ def group_rows(
     sites: Iterable[Site],
     sensitivity: Sequence[GroupSensitivity] = (),
     times: Sequence[GroupTime] = (),
-    causes: Sequence[Cause] = (),
+    diagnoses: Sequence[Diagnosis] = (),
 ) -> tuple[GroupRow, ...]:
     """Return a row for each group with an error or a time, those with the largest error first, then by time.
 
@@ -667,7 +667,7 @@ def group_rows(
     parts = {row.group: row.parts or (row.group,) for row in sensitivity}
     ranked = {part for some in parts.values() for part in some}
     parts.update({entry.group: (entry.group,) for entry in times if entry.group not in ranked})
-    alone = {cause.group: cause.sqnr_db for cause in causes}
+    alone = {cause.group: cause.sqnr_db for cause in diagnoses}
     timed = {entry.group: entry for entry in times}
     rows = []
     for group, some in parts.items():

@@ -111,7 +111,7 @@ def test_one_scale_does_as_well_as_one_a_channel(norm: bool) -> None:
     def quality(**config: Any) -> float:
         return decibels(expected, calibrated(model, data, **config).quantize(model)(x))
 
-    equal, without = quality(), quality(activations={"smooth": None})
+    equal, without = quality(), quality(activations={"smoothquant_alpha": None})
     per_channel = quality(weights={"granularity": "per_channel"})
     assert equal > without + 10
     assert equal > per_channel - 3

@@ -54,8 +54,8 @@ FLOAT = {"preset": "plain", "backend": "onnxruntime", "sites": {"residual_add": 
 INT4 = {"formats": [{"weights": "int4", "activations": "float"}]}
 COARSE = {"calibrator": "percentile", "percentile": 90.0}
 ALGORITHMS: dict[str, tuple[dict[str, Any], str]] = {
-    "smooth": ({**FLOAT, "activations": {"calibrator": "max", "smooth": 0.5}}, "smooth 0.5"),
-    "output": ({**FLOAT, "activations": {"calibrator": "output", "smooth": "auto"}}, "smooth 0."),
+    "smooth": ({**FLOAT, "activations": {"calibrator": "max", "smoothquant_alpha": 0.5}}, "SmoothQuant 0.5"),
+    "output": ({**FLOAT, "activations": {"calibrator": "output", "smoothquant_alpha": "auto"}}, "SmoothQuant 0."),
     "bias": ({**FLOAT, "activations": COARSE, "bias_correction": True}, "bias corrected"),
     "equalize": ({"backend": "onnxruntime", "weights": {"granularity": "per_tensor"}}, "equalized"),
     "awq": ({**FLOAT, **INT4, "weights": {"rounding": "awq"}}, "awq, share 0."),

@@ -127,7 +127,7 @@ def test_the_default_moves_outliers(backend: str) -> None:
     # Measured: 15 and 24.
     assert sqnr_db(default, model, unseen) > sqnr_db(plain, model, unseen) + 8
     reasons = {default.plan[name].reason for name in ("up.forward.linear_0", "down.forward.linear_0")}
-    assert all("smooth 0." in reason for reason in reasons)
+    assert all("SmoothQuant 0." in reason for reason in reasons)
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])
@@ -137,7 +137,7 @@ def test_fast_moves_outliers_by_a_fixed_share(backend: str) -> None:
     # Measured: 36 and 7.
     assert sqnr_db(fast, model, unseen) > sqnr_db(plain, model, unseen) + 20
     reasons = {fast.plan[name].reason or "" for name in ("up.forward.linear_0", "down.forward.linear_0")}
-    assert all("smooth 0.8" in reason for reason in reasons)
+    assert all("SmoothQuant 0.8" in reason for reason in reasons)
 
 
 def test_the_choice_does_not_depend_on_the_order_of_batches() -> None:
@@ -156,7 +156,7 @@ def test_one_batch_is_none_to_check_on(caplog: pytest.LogCaptureFixture) -> None
         plan = q.plan
     assert "no second batch of calibration data" in caplog.text
     assert "max with no smoothing is used" in caplog.text
-    plain = calibrated(model, batches, activations={"calibrator": "max", "smooth": None}).plan
+    plain = calibrated(model, batches, activations={"calibrator": "max", "smoothquant_alpha": None}).plan
     for path, entry in plan.items():
         for mine, other in zip(entry.operands, plain[path].operands, strict=True):
             assert torch.equal(mine.scale, other.scale)  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ def test_a_wide_range_is_preferred_and_clipping_is_found_where_it_pays() -> None
     assert plain.plan["layer.forward.linear_0"].operands[0].estimate == "max"
     for batch in batches:
         batch[::300, 3] *= 300
-    clipped = calibrated(model, batches, activations={"calibrator": "output", "smooth": None})
+    clipped = calibrated(model, batches, activations={"calibrator": "output", "smoothquant_alpha": None})
     estimate = clipped.plan["layer.forward.linear_0"].operands[0].estimate
     assert estimate in ("percentile 99.99", "percentile 99.999", "mse")
 
@@ -214,7 +214,7 @@ def test_a_choice_that_is_worse_on_other_batches_is_undone(
         return errors[half.digest][estimate]
 
     model = Mlp().eval()
-    q = Quantizer(preset="plain", backend="onnxruntime", activations={"calibrator": "mse", "smooth": 0.5})
+    q = Quantizer(preset="plain", backend="onnxruntime", activations={"calibrator": "mse", "smoothquant_alpha": 0.5})
     q.calibrate(model, data(4))
     session = q._session.calibration
     assert session is not None

@@ -80,7 +80,7 @@ def test_what_reads_one_tensor_shares_its_factors() -> None:
         assert other is not None
         assert torch.equal(factors, other)
     reason = q.plan["gate.forward.linear_0"].reason
-    assert "smooth 0." in reason
+    assert "SmoothQuant 0." in reason
     assert "weight: awq, share 0." in reason
 
 

@@ -17,7 +17,7 @@ from quantizer.errors import CalibrationError, LostRankError
 from quantizer.utils.distributed import all_gather_bytes, alone, exact_sums, get_rank, get_world_size, of_first_rank
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "output": {"activations": {"calibrator": "output", "smooth": "auto"}, "bias_correction": True},
+    "output": {"activations": {"calibrator": "output", "smoothquant_alpha": "auto"}, "bias_correction": True},
     "gptq": {"weights": {"rounding": "gptq"}},
     "reconstruct": {"weights": {"rounding": "reconstruct"}},
     "awq": {"weights": {"rounding": "awq"}},
@@ -146,7 +146,7 @@ def _other_shapes(rank: int, folder: str) -> None:
 
 
 @pytest.mark.promise(
-    "Processes that read other rows, as on machines whose files differ, end with an error that says so."
+    "Processes that read other samples, as on machines whose files differ, end with an error that says so."
 )
 @pytest.mark.parametrize("work", [_none, _misfits])
 def test_data_that_does_not_fit(work: Any, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from toy_nets import linear, net
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
 
-BALANCED: dict[str, Any] = {"activations": {"calibrator": "auto", "smooth": 0.8}}
+BALANCED: dict[str, Any] = {"activations": {"calibrator": "auto", "smoothquant_alpha": 0.8}}
 """What chooses ranges and factors by running batches, on few of them."""
 RECONSTRUCT: dict[str, Any] = {"formats": [], "weights": {"rounding": "reconstruct"}}
 

@@ -122,7 +122,7 @@ def test_a_weight_is_rounded_for_the_inputs_that_it_will_have() -> None:
 @torch.no_grad()
 def test_smoothed_weights_are_rounded_as_they_are_stored() -> None:
     model = nn.Sequential(nn.Linear(32, 40)).eval()
-    q = rounded(model, **{**INT8, "formats": [], "activations": {"calibrator": "max", "smooth": 0.5}})
+    q = rounded(model, **{**INT8, "formats": [], "activations": {"calibrator": "max", "smoothquant_alpha": 0.5}})
     activation, weight = operand(q, "0", "input"), operand(q, "0")
     assert activation.smooth is not None
     assert activation.scale is not None

@@ -118,7 +118,7 @@ def test_every_problem_of_a_file(calls: Calls, good: str, capsys: pytest.Capture
     assert ("bad.yaml: data.calibration: unknown data set 'a'" in err) is (verb == "validate")
     assert "bad.yaml:1: modle: unknown key" in err
     assert "did you mean 'model'?" in err
-    assert "bad.yaml:2: data.evaluation.rows: got the text 'x'" in err
+    assert "bad.yaml:2: data.evaluation.samples: got the text 'x'" in err
     assert "bad.yaml:3: quantizer.backend: got the text 'tensort'" in err
     assert "Traceback" not in err
     assert calls == []
@@ -307,7 +307,7 @@ def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.Mo
     budgets = [None if one.fallback is None else one.fallback.max_drop for one, *_ in asked]
     assert budgets == [None, None, 0.002, None]
     (first,), _, (third,), (fourth,) = asked
-    assert (Path(first.data.calibration.path).name, first.data.calibration.rows) == ("texts.txt", 128)
+    assert (Path(first.data.calibration.path).name, first.data.calibration.samples) == ("texts.txt", 128)
     assert first.data.check.offset == 128
     assert (third.data.tuning.name, Path(third.data.tuning.path).name) == ("text-csv", "dev.csv")
     assert (fourth.data.evaluation.name, Path(fourth.data.evaluation.path).name) == ("image-folder", "labelled")

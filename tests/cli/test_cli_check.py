@@ -55,7 +55,7 @@ def test_an_error_makes_the_exit_code_1(
     path = _file(tmp_path, width=np.float32)
     assert main(["check", path, "--target", "tensorrt"]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "error [float32-rest] 1 place",
+        "error [unconverted-float32] 1 place",
         "    all 1 products have float32 tensors: tensorrt builds what the graph says, so",
         "    everything that is not quantized runs in float32, without a word",
         "  -> convert the model to float16 before export, scales included",

@@ -172,7 +172,7 @@ def test_rows_stops_a_loader_without_end() -> None:
     assert len(_inputs(Mlp(), endless, rows=100)) == 140
     taken: list[Tensor] = []
     # What is not asked for is not read either: a stream may wait for ever.
-    list(batches_of(Mlp(), (taken.append(X) or X for _ in itertools.count()), rows=70))
+    list(batches_of(Mlp(), (taken.append(X) or X for _ in itertools.count()), samples=70))
     assert len(taken) == 1
 
 
@@ -198,8 +198,8 @@ def test_data_of_unknown_length_ends() -> None:
 
 @pytest.mark.parametrize("rows", [0, -1])
 def test_rows_has_to_be_a_number_of_rows(rows: int) -> None:
-    with pytest.raises(CalibrationError, match=f"rows: got {rows}; expected the number of rows to read, from 1"):
-        Quantizer(preset="plain").calibrate(Mlp().eval(), X, rows=rows)
+    with pytest.raises(CalibrationError, match=f"rows: got {rows}; expected the number of samples to read, from 1"):
+        Quantizer(preset="plain").calibrate(Mlp().eval(), X, samples=rows)
 
 
 # -- data that fails ---------------------------------------------------------------------------------------------------
@@ -248,9 +248,9 @@ def test_causes_takes_the_same_data() -> None:
     q, model = Quantizer(preset="plain", backend="openvino"), ConvNet().eval()
     data = DataLoader(TensorDataset(torch.rand(8, 3, 16, 16), CLASSES[:8]), batch_size=8)
     q.calibrate(model, data)
-    assert len(q.causes(model, data, num=1)) <= 1
+    assert len(q.diagnose(model, data, num=1)) <= 1
     with pytest.raises(CalibrationError, match=r"causes\(\) measures on data"):
-        q.causes(model, [])
+        q.diagnose(model, [])
 
 
 def test_tensors_are_moved_to_the_device_of_the_model() -> None:

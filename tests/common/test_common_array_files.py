@@ -18,7 +18,7 @@ def test_a_file_is_cut_into_batches(tmp_path: Path) -> None:
     batches = array_batches(tmp_path / "a.npz", 2)
     assert [len(batch["x"]) for batch in batches] == [2, 2, 1]
     assert torch.equal(torch.cat([batch["y"] for batch in batches]), torch.arange(5))
-    assert [len(batch["x"]) for batch in array_batches(tmp_path / "a.npz", 2, rows=3)] == [2, 1]
+    assert [len(batch["x"]) for batch in array_batches(tmp_path / "a.npz", 2, samples=3)] == [2, 1]
     save_file({"x": torch.arange(4.0)}, tmp_path / "b.safetensors")
     assert torch.equal(array_batches(tmp_path / "b.safetensors", 8)[0]["x"], torch.arange(4.0))
 
@@ -28,7 +28,7 @@ def test_each_file_of_a_folder_is_a_batch(tmp_path: Path) -> None:
         np.savez(tmp_path / f"{number}.npz", x=np.zeros((3, length)))
     (tmp_path / "notes.txt").write_text("not read")
     assert [list(batch["x"].shape) for batch in array_batches(tmp_path, 2)] == [[3, 7], [3, 5]]
-    assert len(array_batches(tmp_path, 2, rows=3)) == 1
+    assert len(array_batches(tmp_path, 2, samples=3)) == 1
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
@@ -46,8 +46,8 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         "bad.safetensors": "damaged",
         "objects.npz": "damaged, or holds what is no array of numbers",
         "words.npz": "damaged, or holds what is no array of numbers",
-        "rows.npz": r"not one number of rows \(axis 0\), from 1: x \[3, 1\], y \[4\]",
-        "number.npz": "not one number of rows",
+        "rows.npz": r"not one number of samples \(axis 0\), from 1: x \[3, 1\], y \[4\]",
+        "number.npz": "not one number of samples",
     }.items():
         with pytest.raises(CalibrationError, match=match):
             array_batches(tmp_path / name, 2)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationWarning
-from quantizer.utils.batches import FEWEST_ROWS, doubts_of_batch, doubts_of_calibration
+from quantizer.utils.batches import FEWEST_SAMPLES, doubts_of_batch, doubts_of_calibration
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_a_model_in_train_mode() -> None:
 def test_few_rows() -> None:
     (told,) = doubts_of_calibration(Mlp(), 8)
     assert told.startswith("calibrated on 8 rows: ranges of fewer than 32")
-    assert not list(doubts_of_calibration(Mlp(), FEWEST_ROWS))
+    assert not list(doubts_of_calibration(Mlp(), FEWEST_SAMPLES))
 
 
 def test_pixels_before_they_are_normalized() -> None:

@@ -9,7 +9,7 @@ from helpers import Mlp
 
 from quantizer import Quantizer
 from quantizer.algorithms.sensitivity import Fallback
-from quantizer.algorithms.sensitivity.prices import GroupPrice, Prices
+from quantizer.algorithms.sensitivity.latency_costs import GroupLatency, LatencyCosts
 from quantizer.engines import BuildResult
 
 
@@ -41,6 +41,6 @@ def test_results_say_what_they_hold() -> None:
     assert repr(built) == "BuildResult('m.engine', 3.0 MiB, in 1.2 s, warning: it is emulated)"
     missed = Fallback(groups=("a", "b"), asked="min_speedup=3", slower={"c": ""}, min_speedup=3.0, speedup=2.0)
     assert repr(missed) == "Fallback(min_speedup=3: 2 groups in float, 1 more that would be slower, not met)"
-    price = GroupPrice(group="a", low_us=1.0, float_us=2.0)
-    prices = Prices(groups={"a": price}, low_us=1500.0, float_us=4200.0, where="tensorrt at 8 x 128")
-    assert repr(prices) == "Prices(1 groups, 1.50 ms in low precision, 4.20 ms in float, tensorrt at 8 x 128)"
+    latency = GroupLatency(group="a", low_us=1.0, float_us=2.0)
+    latency_costs = LatencyCosts(groups={"a": latency}, low_us=1500.0, float_us=4200.0, where="tensorrt at 8 x 128")
+    assert repr(latency_costs) == "Prices(1 groups, 1.50 ms in low precision, 4.20 ms in float, tensorrt at 8 x 128)"

@@ -29,7 +29,7 @@ GOOD = """\
 # quantizer run good.yaml
 model: {source: some/hub-name, task: sentence-similarity}
 data:
-  calibration: {name: stsb-csv, rows: 128}
+  calibration: {name: stsb-csv, samples: 128}
   evaluation: {name: stsb-csv}
 quantizer:
   backend: openvino
@@ -61,16 +61,16 @@ def _problems(call: Callable[[], object]) -> list[str]:
 def test_a_good_file(write: Write) -> None:
     run = load_run(write(GOOD))
     assert run.quantizer.backend == "openvino"
-    assert run.data.calibration.rows == 128
+    assert run.data.calibration.samples == 128
     assert run.fallback == FallbackConfig(num=3)
     assert run.output == "runs/good"
 
 
 def test_three_faults_at_once(write: Write) -> None:
     text = GOOD.replace("backend: openvino", "backend: tensort").replace("batches: 4", "batchs: 4")
-    text = text.replace("rows: 128", "rows: '128'")
+    text = text.replace("samples: 128", "samples: '128'")
     assert _problems(lambda: load_run(write(text))) == [
-        "good.yaml:4: data.calibration.rows: got the text '128'; expected a whole number, at least 1, or null; "
+        "good.yaml:4: data.calibration.samples: got the text '128'; expected a whole number, at least 1, or null; "
         "YAML reads this as text: write 128, without quotes",
         "good.yaml:7: quantizer.backend: got the text 'tensort'; expected 'auto', 'tensorrt', 'tensorrt-rtx', "
         "'openvino', 'openvino-avx2', 'onnxruntime', 'onnxruntime-avx2', 'torch' or 'torch-avx2'; did you mean "
@@ -141,11 +141,27 @@ PLACES = {7: "backend: openvino", 8: "{batches: 4}", 9: "{num: 3}"}
         (7, "activations: {percentile: true}", "got true; expected a number, above 0"),
         (7, "activations: {percentile: 1e1}", "write 10.0, without quotes"),
         (7, "activations: {calibrator: entropie}", "got the text 'entropie'; expected 'percentile', 'max', 'mse"),
-        (7, "activations: {smooth: 0}", "got the whole number 0; expected a number, above 0 and at most 1, or 'auto"),
-        (7, "activations: {smooth: 1.5}", "got the number 1.5; expected a number, above 0 and at most 1, or 'auto' or"),
-        (7, "activations: {smooth: x}", "got the text 'x'; expected a number, above 0 and at most 1, or 'auto' or"),
-        (7, "activations: {smooth: true}", "got true; expected a number, above 0 and at most 1, or 'auto' or null"),
-        (7, "activations: {smooth: .nan}", "got the number nan; expected a number, above 0 and at most 1"),
+        (
+            7,
+            "activations: {smoothquant_alpha: 0}",
+            "got the whole number 0; expected a number, above 0 and at most 1, or 'auto",
+        ),
+        (
+            7,
+            "activations: {smoothquant_alpha: 1.5}",
+            "got the number 1.5; expected a number, above 0 and at most 1, or 'auto' or",
+        ),
+        (
+            7,
+            "activations: {smoothquant_alpha: x}",
+            "got the text 'x'; expected a number, above 0 and at most 1, or 'auto' or",
+        ),
+        (
+            7,
+            "activations: {smoothquant_alpha: true}",
+            "got true; expected a number, above 0 and at most 1, or 'auto' or null",
+        ),
+        (7, "activations: {smoothquant_alpha: .nan}", "got the number nan; expected a number, above 0 and at most 1"),
         (7, "weights: {granularity: per_chanel}", "did you mean 'per_channel'"),
         (7, "exclude: {names: classifier}", r"quantizer.exclude.names: got the text 'classifier'; .*write"),
         (7, "exclude: {names: [a, 3]}", r"quantizer.exclude.names\[1\]: got the whole number 3; expected text"),
@@ -257,7 +273,7 @@ def test_names_of_pipelines_lead_to_our_tasks(write: Write, name: str, ours: str
 
 # -- which groups go back ------------------------------------------------------------------------------------------
 
-TUNING = GOOD.replace("  evaluation:", "  tuning: {name: stsb-csv, offset: 128, rows: 100}\n  evaluation:").replace(
+TUNING = GOOD.replace("  evaluation:", "  tuning: {name: stsb-csv, offset: 128, samples: 100}\n  evaluation:").replace(
     "evaluation: {name: stsb-csv}", "evaluation: {name: stsb-csv, offset: 228}"
 )
 
@@ -296,7 +312,7 @@ def test_rows_that_nothing_is_scored_on(write: Write, words: list[str]) -> None:
     assert problem == f"{told}{way}; remove it" + (" (~data.tuning on the command line)" if way else "")
 
 
-TRAINING = TUNING.replace("  tuning:", "  training: {name: vader, rows: 9}\n  tuning:").replace(
+TRAINING = TUNING.replace("  tuning:", "  training: {name: vader, samples: 9}\n  tuning:").replace(
     "fallback: {num: 3}", "qat: {}"
 )
 
@@ -311,7 +327,7 @@ def test_a_training_needs_rows_of_its_own(write: Write) -> None:
     training, _ = sorted(_problems(lambda: load_run(write(TRAINING), ["~qat"])))
     assert "data.training: is used by qat only; remove it, or add qat: {}" in training
     for place in ("evaluation", "tuning"):
-        override = f"data.{place}={{name: vader, rows: 5}}"
+        override = f"data.{place}={{name: vader, samples: 5}}"
         (shared,) = _problems(partial(load_run, write(TRAINING), [override]))
         assert f"data.training: has rows of data.{place}: a score on rows that the model was trained on" in shared
 
@@ -339,7 +355,7 @@ def test_scales_by_pattern(write: Write) -> None:
 
 
 def test_problems_of_rows_and_budget_come_together(write: Write) -> None:
-    text = GOOD.replace("rows: 128", "rows: 0").replace("{num: 3}", "{max_drop: x}") + "output: 3\n"
+    text = GOOD.replace("samples: 128", "samples: 0").replace("{num: 3}", "{max_drop: x}") + "output: 3\n"
     assert len(_problems(lambda: load_run(write(text)))) == 3
     twice = _problems(lambda: load_run(write(GOOD.replace("{num: 3}", "{max_drop: 0.1}")), ["~amp"]))
     assert [problem.split(": ")[1] for problem in twice] == ["data.tuning"]
@@ -361,15 +377,15 @@ SAME = "data.tuning: has rows of data.evaluation: "
         ("{name: a, split: s}", "{name: a, split: t}", False),
         ("{name: a, split: s}", "{name: a, split: s}", True),
         # Without a split it is all of them.
-        ("{name: a, split: s, rows: 5}", "{name: a, offset: 50}", True),
+        ("{name: a, split: s, samples: 5}", "{name: a, offset: 50}", True),
         ("{name: a, subset: s}", "{name: a, subset: t}", False),
-        ("{name: a, rows: 10}", "{name: a, offset: 10}", False),
-        ("{name: a, offset: 10}", "{name: a, rows: 10}", False),
-        ("{name: a, rows: 11}", "{name: a, offset: 10}", True),
-        ("{name: a, offset: 10}", "{name: a, rows: 11}", True),
-        ("{name: a, offset: 10, rows: 5}", "{name: a, offset: 15, rows: 5}", False),
-        ("{name: a, offset: 10, rows: 6}", "{name: a, offset: 15, rows: 5}", True),
-        ("{name: a, offset: 12, rows: 1}", "{name: a, offset: 10, rows: 5}", True),
+        ("{name: a, samples: 10}", "{name: a, offset: 10}", False),
+        ("{name: a, offset: 10}", "{name: a, samples: 10}", False),
+        ("{name: a, samples: 11}", "{name: a, offset: 10}", True),
+        ("{name: a, offset: 10}", "{name: a, samples: 11}", True),
+        ("{name: a, offset: 10, samples: 5}", "{name: a, offset: 15, samples: 5}", False),
+        ("{name: a, offset: 10, samples: 6}", "{name: a, offset: 15, samples: 5}", True),
+        ("{name: a, offset: 12, samples: 1}", "{name: a, offset: 10, samples: 5}", True),
         ("{name: a, offset: 10}", "{name: a, offset: 90}", True),
     ],
 )
@@ -386,7 +402,7 @@ def test_tuning_on_rows_of_the_evaluation(write: Write, tuning: str, evaluation:
 
 
 def test_tuning_on_rows_of_the_calibration_is_no_error(write: Write) -> None:
-    path = write(TUNING.replace("offset: 128, rows: 100", "rows: 128"))
+    path = write(TUNING.replace("offset: 128, samples: 100", "samples: 128"))
     assert (
         load_run(path, ["fallback={max_drop: 0.1}"]).data.tuning == load_run(path, ["amp.measure=metric"]).data.tuning
     )
@@ -400,7 +416,7 @@ def test_the_path_of_the_tuning_rows_is_made_absolute(write: Write, tmp_path: Pa
 def test_the_path_of_every_data_set_is_made_absolute(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/of-nobody")
     names = [name for name in DataConfig.model_fields if name not in ("batch_size", "max_length", "head")]
-    sources = [f"data.{name}={{name: text-csv, path: ~/{name}.csv, rows: 4}}" for name in names]
+    sources = [f"data.{name}={{name: text-csv, path: ~/{name}.csv, samples: 4}}" for name in names]
     run = load_run(write(TUNING), ["~fallback", "amp.measure=metric", "qat.epochs=1", *sources])
     paths = {name: getattr(run.data, name).path for name in names}
     assert "training" in paths
@@ -427,7 +443,7 @@ def test_overrides(write: Write) -> None:
             "engine.compute_capability=sm89",
             "~fallback.num",
             "fallback.ratio=0.05",
-            "data.calibration.rows=",
+            "data.calibration.samples=",
             "amp.batches=1",
             "amp.batches=7",
             "output=runs/a=b",
@@ -437,7 +453,7 @@ def test_overrides(write: Write) -> None:
     assert run.quantizer.exclude.names == ("classifier", "a.*")
     assert run.engine.compute_capability == "sm89"
     assert run.fallback == FallbackConfig(ratio=0.05)
-    assert run.data.calibration.rows is None
+    assert run.data.calibration.samples is None
     assert run.amp.batches == 7
     assert run.output == "runs/a=b"
 
@@ -448,11 +464,13 @@ def test_a_section_that_is_null_comes_into_being(write: Write) -> None:
 
 
 def test_an_override_of_an_alias_changes_one_place(write: Write) -> None:
-    text = GOOD.replace("calibration: {name: stsb-csv, rows: 128}", "calibration: &rows {name: stsb-csv, rows: 128}")
+    text = GOOD.replace(
+        "calibration: {name: stsb-csv, samples: 128}", "calibration: &rows {name: stsb-csv, samples: 128}"
+    )
     path = write(text.replace("evaluation: {name: stsb-csv}", "evaluation: *rows"))
-    assert load_run(path).data.evaluation.rows == 128
-    run = load_run(path, ["data.evaluation.rows=5", "~data.calibration.rows"])
-    assert (run.data.calibration.rows, run.data.evaluation.rows) == (None, 5)
+    assert load_run(path).data.evaluation.samples == 128
+    run = load_run(path, ["data.evaluation.samples=5", "~data.calibration.samples"])
+    assert (run.data.calibration.samples, run.data.evaluation.samples) == (None, 5)
 
 
 @pytest.mark.parametrize(

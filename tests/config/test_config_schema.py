@@ -78,14 +78,14 @@ def test_defaults() -> None:
         ({"preset": "fast"}, ("max", 0.8, True)),
         ({"activations": {"calibrator": "max"}}, ("max", "auto", True)),
         ({"activations": {"percentile": 99.9}}, ("percentile", "auto", True)),
-        ({"activations": {"smooth": None}}, ("output", None, True)),
-        ({"preset": "plain", "activations": {"smooth": 0.5, "zero_point": True}}, ("percentile", 0.5, True)),
+        ({"activations": {"smoothquant_alpha": None}}, ("output", None, True)),
+        ({"preset": "plain", "activations": {"smoothquant_alpha": 0.5, "zero_point": True}}, ("percentile", 0.5, True)),
     ],
 )
 def test_a_preset_fills_what_is_not_set(given: dict[str, Any], expected: tuple[object, ...]) -> None:
     found = config.QuantizerConfig.model_validate(given)
     activations = found.activations
-    assert (activations.calibrator, activations.smooth, activations.zero_point) == expected
+    assert (activations.calibrator, activations.smoothquant_alpha, activations.zero_point) == expected
     assert found.bias_correction == (given.get("preset") not in ("fast", "plain"))
     # The values are explicit, so that what is saved does not depend on what a preset means later.
     assert (

@@ -1,4 +1,4 @@
-"""Latency in turns, and the peak memory of a process of its own."""
+"""Latency interleaved, and the peak memory of a process of its own."""
 
 from __future__ import annotations
 

@@ -161,5 +161,5 @@ def test_sizes_alone_must_be_known_and_are_openvinos(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"only_sizes: \{'batch': 4\} does not tell the size of each axis"):
         build_engine("openvino", path, tmp_path / "m.engine", BuildOptions(only_sizes=({"batch": 4},)))
     with pytest.raises(EngineError, match="an engine of onnxruntime has one model for all sizes; leave it out"):
-        build_engine("onnxruntime", path, tmp_path / "m.engine", BuildOptions(only_sizes=({"batch": 4, "rows": 1},)))
+        build_engine("onnxruntime", path, tmp_path / "m.engine", BuildOptions(only_sizes=({"batch": 4, "samples": 1},)))
     assert not (tmp_path / "m.engine").exists()

@@ -295,7 +295,7 @@ def test_sites_that_fallback_put_back_carry_no_quantization(bert_fallback: Expor
     chosen = bert_fallback.quantizer.chosen_fallback
     assert chosen is not None
     assert len(chosen.groups) == 9
-    # An add of which one operand was put back is quantized still, and says so.
+    # An add of which one operand was kept in float is quantized still, and says so.
     plan = bert_fallback.quantizer.plan.values()
     back = [site for site in plan if "fallback(num=9)" in site.reason and not site.quantized]
     assert {site.kind for site in back} >= {"linear"}

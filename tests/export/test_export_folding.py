@@ -171,7 +171,7 @@ def exported(model: nn.Module, inputs: Any, folder: Path) -> tuple[Any, Any, flo
     q = Quantizer(
         preset="plain",
         backend="onnxruntime",
-        activations={"calibrator": "max", "smooth": 0.5},
+        activations={"calibrator": "max", "smoothquant_alpha": 0.5},
         sites={"residual_add": False},
     )
     q.calibrate(model, [inputs])

@@ -146,7 +146,7 @@ def existing_file(q: Quantizer, model: nn.Module, x: Tensor, folder: Path, backe
             expected = proxy(x[:rows])
         (found,) = engine({engine.input_names[0]: x[:rows]}).values()
         noise = (expected - found).square().mean() / expected.var()
-        assert noise < 1e-4, f"{rows} rows: {-10 * torch.log10(noise):.1f} dB"
+        assert noise < 1e-4, f"{rows} samples: {-10 * torch.log10(noise):.1f} dB"
     return [node.op_type for node in onnx.load(file).graph.node]
 
 
@@ -170,7 +170,7 @@ def test_a_mean_of_tokens_before_a_smoothed_layer(joined: bool, tmp_path: Path) 
     torch.manual_seed(0)
     model = Tokens(joined).eval()
     x = (torch.randn(8, 12, 32) + 0.3) * torch.logspace(-1, 1, 32)
-    q = Quantizer(preset="plain", backend="openvino", activations={"smooth": 0.5})
+    q = Quantizer(preset="plain", backend="openvino", activations={"smoothquant_alpha": 0.5})
     assert "Max" in existing_file(q, model, x, tmp_path)
 
 
@@ -261,7 +261,7 @@ def test_factors_of_channels_before_and_behind(name: str, tmp_path: Path) -> Non
         if isinstance(module, nn.BatchNorm1d | nn.InstanceNorm1d):
             nn.init.uniform_(module.weight, 0.2, 3)
             nn.init.uniform_(module.bias, -1, 1)
-    q = Quantizer(preset="plain", backend="openvino", activations={"smooth": 0.5})
+    q = Quantizer(preset="plain", backend="openvino", activations={"smoothquant_alpha": 0.5})
     assert "Max" in existing_file(q, model, x, tmp_path)
 
 

@@ -40,7 +40,7 @@ def test_a_run_is_scored_with_it(folder: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_checkpoint_is_converted_for_it(folder: Path) -> None:
-    words = ["convert", "-m", "model", "--quantization", "--calibration", "text-csv:calibration.csv", "--rows", "12"]
+    words = ["convert", "-m", "model", "--quantization", "--calibration", "text-csv:calibration.csv", "--samples", "12"]
     words += ["--backend", "openvino", "--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]
     run_outside(
         folder,

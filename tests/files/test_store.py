@@ -15,7 +15,7 @@ import pytest
 from quantizer.errors import EngineError, QuantizerError
 from quantizer.utils.files import NO_STORE, Store
 
-KEY = ("engine", 2, {"rows": 3})
+KEY = ("engine", 2, {"samples": 3})
 
 
 class Making:

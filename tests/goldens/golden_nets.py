@@ -145,7 +145,8 @@ class Packed(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """What stays float beside what does not: a GRU, a product by hand, a linear. [rows, tokens, WIDTH] to [rows, 4]."""
+    """What is not quantized beside what does not: a GRU, a product by hand, a linear. [rows, tokens, WIDTH] to [rows,
+    4]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +186,9 @@ NETS: dict[str, GoldenNet] = {
     "decoder": GoldenNet(
         _llama, _tokens, {"formats": [{"weights": "int4", "activations": "float", "kinds": ["linear"]}]}
     ),
-    "vision": GoldenNet(lambda: tiny("vit"), lambda seed: batch("vit", seed=seed), {"activations": {"smooth": "auto"}}),
+    "vision": GoldenNet(
+        lambda: tiny("vit"), lambda seed: batch("vit", seed=seed), {"activations": {"smoothquant_alpha": "auto"}}
+    ),
     "convnet": GoldenNet(ConvNet, _random(4, 3, 16, 16), {"sites": {"residual_add": True}}),
     "depthwise": GoldenNet(Depthwise, _random(4, 8, 8, 8), {"activations": {"calibrator": "mse"}}),
     "experts": GoldenNet(Experts, _random(24, WIDTH)),

@@ -68,7 +68,7 @@ def _entry(net: GoldenNet, backend: str) -> Iterator[tuple[str, Any]]:
     model = net.model().eval()
     data = [net.data(seed) for seed in range(_BATCHES)]
     # The values of ``plain`` under the name that they had when most was recorded.
-    plain = {"calibrator": "percentile", "percentile": 99.99, "smooth": None, "zero_point": False}
+    plain = {"calibrator": "percentile", "percentile": 99.99, "smoothquant_alpha": None, "zero_point": False}
     config = {"backend": backend, **net.config}
     config["activations"] = {**plain, **config.get("activations", {})}
     with warnings.catch_warnings(record=True) as said, tempfile.TemporaryDirectory() as folder:

@@ -134,7 +134,15 @@ def _run_qat(place: Place) -> None:
 
 def _convert(place: Place, *words: str) -> None:
     _classifier(place)
-    data = ("--quantization", "--calibration", "text-csv:calibration.csv", "--rows", "12", "--config", "settings.yaml")
+    data = (
+        "--quantization",
+        "--calibration",
+        "text-csv:calibration.csv",
+        "--samples",
+        "12",
+        "--config",
+        "settings.yaml",
+    )
     place.command("convert", "-m", "model", *data, *SIZES, *words, "-o", "out")
 
 

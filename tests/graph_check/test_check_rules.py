@@ -119,7 +119,7 @@ def four_bits(inputs: int, kind: str = "int4") -> Graph:
 
 
 def convolution(apart: bool, sizes: bool) -> Graph:
-    """A convolution with a bias that is rounded, and the number of rows beside it."""
+    """A convolution with a bias that is rounded, and the number of samples beside it."""
     g = Graph("float32")
     x = g.input("x", ["batch", 32, 4, 4])
     rounded, weight, bias = g.rounded(x, zero=128, kind="uint8"), g.weight((32, 32, 1, 1), 0), g.floats(32)
@@ -599,7 +599,12 @@ CASES = [
     of("element-type", of_bytes, (False,), (True,), "Transpose_0", "it reads UINT8, which tensorrt takes as an input"),
     of("element-type", in_bfloat16, BF16, FP16, "Gelu_1", "onnxruntime has no Gelu of BFLOAT16", ONNXRUNTIME),
     of(
-        "float32-rest", linear, WIDE, {}, "", "all 1 products have float32 tensors: tensorrt builds what the graph says"
+        "unconverted-float32",
+        linear,
+        WIDE,
+        {},
+        "",
+        "all 1 products have float32 tensors: tensorrt builds what the graph says",
     ),
     flag("gemm-bias", gemm, "Gemm_3", "computes it in floats", ONNXRUNTIME),
     *(

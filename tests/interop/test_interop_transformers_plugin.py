@@ -145,7 +145,9 @@ def test_a_model_that_was_loaded_without_has_no_quantizer(bert):
         pytest.param({"dtype": "fp8"}, None, id="fp8", marks=NIGHTLY),
         pytest.param({"formats": [INT4]}, None, id="int4-blocks", marks=NIGHTLY),
         pytest.param({"formats": [INT4]}, trained, id="int4-blocks-trained", marks=NIGHTLY),
-        pytest.param({"activations": {"smooth": 0.5}, "sites": {"embedding": True}}, None, id="smooth-embedding"),
+        pytest.param(
+            {"activations": {"smoothquant_alpha": 0.5}, "sites": {"embedding": True}}, None, id="smooth-embedding"
+        ),
         pytest.param(BIAS, None, id="bias-correction", marks=NIGHTLY),
         pytest.param({"formats": [INT4], "weights": {"rounding": "gptq"}}, None, id="gptq"),
         pytest.param({}, put_back, id="put-back"),
@@ -299,7 +301,7 @@ def test_a_real_classifier_comes_back_bit_for_bit(tmp_path):
         pytest.skip(f"model or data are not here: no folders {source} and {data}")
     model = ready(source, backend="openvino")
     task = build_task("sequence-classification", model, load_tokenizer(str(source)), min_length=16)
-    rows = load_rows("sst2-text", path=data / "stsa.binary.dev", rows=48)
+    rows = load_rows("sst2-text", path=data / "stsa.binary.dev", samples=48)
     batches = task.batches(rows)
     q = quantizer_of(model)
     q.calibrate(model, batches[:1], progress=False)
@@ -311,7 +313,7 @@ def test_a_real_classifier_comes_back_bit_for_bit(tmp_path):
             assert_same(again(**inputs), frozen(**inputs))
     floats = sum(parameter.nbytes for parameter in model.parameters())
     size = (tmp_path / "model.safetensors").stat().st_size / floats
-    # The table of embeddings, which stays float, is half of this model.
+    # The table of embeddings, which is not quantized, is half of this model.
     print(f"model.safetensors: {size:.2f} of the float weights")
     assert size < 0.66
 

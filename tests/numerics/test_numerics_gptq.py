@@ -144,7 +144,7 @@ def test_products_of_their_own_are_rounded_by_themselves() -> None:
 
 
 def test_few_rows_stay_near_the_nearest_codes() -> None:
-    """With fewer rows than columns, H alone would let columns make up for each other at will."""
+    """With fewer samples than columns, H alone would let columns make up for each other at will."""
     weight = weights(32, 64)
     scale, seen, other = steps(weight), inputs(16, 64), hessian_of(inputs(2000, 64)[1000:])
     found = gptq_codes(weight, hessian_of(seen), scale, LOW, HIGH, rows=16)

@@ -92,7 +92,7 @@ class _WeightNorm(nn.Module):
 
 
 class _Scripted(nn.Module):
-    """A part that TorchScript compiled stays float; the rest is quantized."""
+    """A part that TorchScript compiled is not quantized; the rest is quantized."""
 
     def __init__(self, way: str) -> None:
         super().__init__()

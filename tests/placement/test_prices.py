@@ -11,13 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from quantizer import Quantizer, measured_prices
+from quantizer import Quantizer, measure_latency_costs
 from quantizer.algorithms.sensitivity import GroupSensitivity
-from quantizer.algorithms.sensitivity.prices import GroupPrice, Prices, by_speed, frontier, prices_from_places
+from quantizer.algorithms.sensitivity.latency_costs import (
+    GroupLatency,
+    LatencyCosts,
+    by_speed,
+    frontier,
+    latency_costs_from_layers,
+)
 from quantizer.engines import InputSizes
 from quantizer.engines.inspection import NOWHERE, place_times
 from quantizer.errors import EngineError, SensitivityError
-from quantizer.pipeline import time_groups as price_groups
+from quantizer.pipeline import time_groups as time_groups_of
 from quantizer.plan.reasons import ReasonCode
 from quantizer.utils.records import Inspection, Layer
 
@@ -77,17 +83,17 @@ def test_layers_of_slow_engines_are_timed_in_fewer_runs(
 ) -> None:
     runs = []
     clock = iter([0, seconds])
-    monkeypatch.setattr(price_groups.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(time_groups_of.time, "perf_counter", lambda: next(clock))
 
     def inspected(*_: Any, **asked: Any) -> Inspection:
         runs.append(asked["runs"])
         layer, _ = _layer("a/MatMul", 3.0)
         return Inspection(backend="openvino", verified=True, note="", layers=(layer,))
 
-    monkeypatch.setattr(price_groups, "inspect_engine", inspected)
-    monkeypatch.setattr(price_groups, "product_names", lambda _: {})
-    files = price_groups.EngineFiles(onnx=Path("model.onnx"), engine=Path("model.engine"))
-    timing = price_groups.Timing(backend="openvino", sizes=InputSizes(32, 1), threads=1)
+    monkeypatch.setattr(time_groups_of, "inspect_engine", inspected)
+    monkeypatch.setattr(time_groups_of, "product_names", lambda _: {})
+    files = time_groups_of.EngineFiles(onnx=Path("model.onnx"), engine=Path("model.engine"))
+    timing = time_groups_of.Timing(backend="openvino", sizes=InputSizes(32, 1), threads=1)
     engines = dict.fromkeys(("fast", "slow", "slower"), files)
     found = timing.of_places(engines, ["a"], {"fast": 5e3, "slow": 1.5e6, "slower": 9e6})
     assert runs == measurements * [10, 6, 3]
@@ -118,14 +124,15 @@ def test_the_product_behind_a_name(tmp_path: Path) -> None:
     assert product_names(tmp_path / "m.onnx") == dict.fromkeys(nodes, "a/MatMul")
 
 
-# -- prices --------------------------------------------------------------------------------------------------------
+# -- latency costs
+# --------------------------------------------------------------------------------------------------------
 
 
-def _prices(**groups: tuple[float, float]) -> Prices:
+def _prices(**groups: tuple[float, float]) -> LatencyCosts:
     """Prices of groups from their times in low precision and in float, with 100 us that are the same in both."""
-    priced = {name: GroupPrice(group=name, low_us=low, float_us=plain) for name, (low, plain) in groups.items()}
-    return Prices(
-        groups=priced,
+    measured = {name: GroupLatency(group=name, low_us=low, float_us=plain) for name, (low, plain) in groups.items()}
+    return LatencyCosts(
+        groups=measured,
         low_us=100 + sum(low for low, _ in groups.values()),
         float_us=100 + sum(plain for _, plain in groups.values()),
         where="openvino, 8 x 128, 1 thread",
@@ -141,49 +148,49 @@ def _ranking(**errors: float) -> list[GroupSensitivity]:
 
 
 def test_predictions_add_gains_up() -> None:
-    prices = _prices(a=(100, 400), b=(50, 150))
-    assert prices.time_us([]) == 250
-    assert prices.time_us(["a"]) == 550
-    assert prices.time_us(["b", "a", "a"]) == prices.float_us == 650
-    assert prices.speedup(["b"]) == 650 / 350
-    with pytest.raises(SensitivityError, match="'c' has no price; the groups that have are a, b"):
-        prices.time_us(["c"])
+    latency_costs = _prices(a=(100, 400), b=(50, 150))
+    assert latency_costs.time_us([]) == 250
+    assert latency_costs.time_us(["a"]) == 550
+    assert latency_costs.time_us(["b", "a", "a"]) == latency_costs.float_us == 650
+    assert latency_costs.speedup(["b"]) == 650 / 350
+    with pytest.raises(SensitivityError, match="'c' has no latency cost; the groups that have are a, b"):
+        latency_costs.time_us(["c"])
 
 
 def test_a_gain_near_0_counts_as_a_tenth_of_the_mean() -> None:
-    prices = _prices(a=(100, 400), b=(50, 51), c=(60, 50), d=(10, 119))
-    assert prices.gains({name: [name] for name in "abcd"}) == {"a": 300, "b": 10.25, "c": 10.25, "d": 109}
-    assert prices.gains({"ab": ["a", "b"], "c": ["c"]}) == {"ab": 301, "c": 15.05}
+    latency_costs = _prices(a=(100, 400), b=(50, 51), c=(60, 50), d=(10, 119))
+    assert latency_costs.gains({name: [name] for name in "abcd"}) == {"a": 300, "b": 10.25, "c": 10.25, "d": 109}
+    assert latency_costs.gains({"ab": ["a", "b"], "c": ["c"]}) == {"ab": 301, "c": 15.05}
     assert _prices(a=(60, 50)).gains({"a": ["a"]}) == {"a": 0}
-    assert prices.gains({}) == {}
+    assert latency_costs.gains({}) == {}
 
 
 def test_slower_groups_are_those_that_lose_more_than_noise() -> None:
-    prices = _prices(a=(100, 60), b=(100, 80), c=(60, 100), unseen=(90, 0))
-    assert list(prices.slower()) == ["a"]
-    reason = prices.slower()["a"]
+    latency_costs = _prices(a=(100, 60), b=(100, 80), c=(60, 100), unseen=(90, 0))
+    assert list(latency_costs.slower()) == ["a"]
+    reason = latency_costs.slower()["a"]
     assert reason == "slower in low precision than in float: 100 us, float 60, openvino, 8 x 128, 1 thread"
     assert ReasonCode.of(reason) is ReasonCode.SLOWER
-    assert replace(prices, least_loss_us=math.inf).slower() == {}
+    assert replace(latency_costs, least_loss_us=math.inf).slower() == {}
 
 
 def test_the_most_accurate_plan_that_is_fast_enough() -> None:
     # What they cost in accuracy for a microsecond: b most, then c, then a.
-    prices, ranking = _prices(a=(100, 400), b=(50, 150), c=(50, 250)), _ranking(a=0.1, b=0.4, c=0.6)
+    latency_costs, ranking = _prices(a=(100, 400), b=(50, 150), c=(50, 250)), _ranking(a=0.1, b=0.4, c=0.6)
     # 900 us in float: 450 leave 150 us to spend, which b takes 100 of; c would take 200.
-    found = by_speed(ranking, prices, 2.0)
+    found = by_speed(ranking, latency_costs, 2.0)
     assert (found.groups, found.ranks, found.met) == (("b",), (2,), True)
     assert found.speedup == 900 / 400
-    assert by_speed(ranking, prices, 1.0).groups == ("c", "b", "a")
-    slow = by_speed(ranking, prices, 4.0)
+    assert by_speed(ranking, latency_costs, 1.0).groups == ("c", "b", "a")
+    slow = by_speed(ranking, latency_costs, 4.0)
     assert (slow.groups, slow.met, slow.speedup) == ((), False, 3.0)
     with pytest.raises(SensitivityError, match=r"min_speedup=0: expected a number above 0"):
-        by_speed(ranking, prices, 0)
+        by_speed(ranking, latency_costs, 0)
 
 
 def test_groups_that_win_nothing_go_back_for_nothing() -> None:
-    prices = _prices(a=(100, 400), even=(100, 95))
-    assert by_speed(_ranking(a=0.5, even=0.1), prices, 1.7).groups == ("even",)
+    latency_costs = _prices(a=(100, 400), even=(100, 95))
+    assert by_speed(_ranking(a=0.5, even=0.1), latency_costs, 1.7).groups == ("even",)
 
 
 def test_the_frontier_goes_from_fast_to_accurate() -> None:
@@ -220,19 +227,19 @@ def calibrated() -> tuple[Quantizer, nn.Module]:
 _FIRST, _SECOND = "first.forward.linear_0", "second.forward.linear_0"
 
 
-def _priced(q: Quantizer, **times: tuple[float, float]) -> Prices:
+def _priced(q: Quantizer, **times: tuple[float, float]) -> LatencyCosts:
     """Prices of the two linears, scaled to engines of 200 and 400 us."""
     hosts = {name: name.partition(".")[0] for name in q.plan}
     low, plain = ({place: entry[which] for place, entry in times.items()} for which in (0, 1))
-    return prices_from_places(q.plan, hosts, low, plain, low_us=200, float_us=400, where="here")
+    return latency_costs_from_layers(q.plan, hosts, low, plain, low_us=200, float_us=400, where="here")
 
 
 def test_times_are_scaled_to_the_engine(calibrated: tuple[Quantizer, nn.Module]) -> None:
     q, _ = calibrated
-    prices = _priced(q, first=(30, 300), second=(10, 100))
-    assert set(prices.groups) == {_FIRST, _SECOND}
-    assert prices.groups[_FIRST] == GroupPrice(group=_FIRST, low_us=150, float_us=300)
-    assert prices.groups[_SECOND] == GroupPrice(group=_SECOND, low_us=50, float_us=100)
+    latency_costs = _priced(q, first=(30, 300), second=(10, 100))
+    assert set(latency_costs.groups) == {_FIRST, _SECOND}
+    assert latency_costs.groups[_FIRST] == GroupLatency(group=_FIRST, low_us=150, float_us=300)
+    assert latency_costs.groups[_SECOND] == GroupLatency(group=_SECOND, low_us=50, float_us=100)
 
 
 def test_a_table_of_an_embedding_is_not_for_speed() -> None:
@@ -240,19 +247,19 @@ def test_a_table_of_an_embedding_is_not_for_speed() -> None:
     model = nn.Sequential(nn.Embedding(2**13, 32), nn.Linear(32, 32)).eval()
     q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [torch.arange(40).reshape(4, 10)])
-    prices = _priced(q, **{"0": (30, 3), "1": (300, 30)})
-    assert {name: price.is_table for name, price in prices.groups.items()} == {
+    latency_costs = _priced(q, **{"0": (30, 3), "1": (300, 30)})
+    assert {name: latency.is_table for name, latency in latency_costs.groups.items()} == {
         "0.forward.embedding_0": True,
         "1.forward.linear_0": False,
     }
     # Whatever was measured counts as a loss.
-    assert list(replace(prices, least_loss_us=-math.inf).slower()) == ["1.forward.linear_0"]
+    assert list(replace(latency_costs, least_loss_us=-math.inf).slower()) == ["1.forward.linear_0"]
 
 
 def test_slower_groups_are_float_and_say_why(calibrated: tuple[Quantizer, nn.Module]) -> None:
     q, model = calibrated
-    prices = _priced(q, first=(150, 100), second=(50, 300))
-    found = q.fallback(None, prices=prices)
+    latency_costs = _priced(q, first=(150, 100), second=(50, 300))
+    found = q.fallback(None, latency_costs=latency_costs)
     assert (found.groups, list(found.slower)) == ((), [_FIRST])
     assert [name for name, site in q.plan.items() if site.quantized] == [_SECOND]
     assert q.plan[_FIRST].reason.startswith("slower in low precision than in float: 150 us, float 100")
@@ -268,7 +275,7 @@ def test_a_fallback_for_accuracy_has_the_slower_groups_too(
     calibrated: tuple[Quantizer, nn.Module], tmp_path: Path
 ) -> None:
     q, model = calibrated
-    prices = _priced(q, first=(150, 100), second=(50, 300))
+    latency_costs = _priced(q, first=(150, 100), second=(50, 300))
     amp = q.amp(model)
     amp(torch.randn(8, 32))
     scores: list[int] = []
@@ -277,17 +284,17 @@ def test_a_fallback_for_accuracy_has_the_slower_groups_too(
         scores.append(1)
         return 1.0
 
-    found = q.fallback(amp, max_drop=0.1, metric=metric, prices=prices)
+    found = q.fallback(amp, max_drop=0.1, metric=metric, latency_costs=latency_costs)
     assert (found.groups, list(found.slower), len(scores)) == ((), [_FIRST], 2)
-    assert list(q.fallback(amp, min_speedup=1.2, prices=prices).reasons()) == [_FIRST]
-    assert q.fallback(amp, num=1, prices=prices).groups == (_SECOND,)
+    assert list(q.fallback(amp, min_speedup=1.2, latency_costs=latency_costs).reasons()) == [_FIRST]
+    assert q.fallback(amp, num=1, latency_costs=latency_costs).groups == (_SECOND,)
     saved = Quantizer.load(q.save(tmp_path / "saved"))
     assert [name for name, site in saved.plan.items() if site.quantized] == []
     # The times are those of one backend.
     assert q.for_backend("onnxruntime").plan[_FIRST].quantized
     for wrong, message in (
-        ({"min_speedup": 2.0}, r"fallback\(min_speedup=...\) needs prices="),
-        ({"num": 1, "prices": prices, "costs": {_FIRST: 1.0}}, r"takes costs= or prices="),
+        ({"min_speedup": 2.0}, r"fallback\(min_speedup=...\) needs latency_costs="),
+        ({"num": 1, "latency_costs": latency_costs, "costs": {_FIRST: 1.0}}, r"takes costs= or latency_costs="),
     ):
         with pytest.raises(SensitivityError, match=message):
             q.fallback(amp, **wrong)
@@ -300,9 +307,9 @@ def test_a_number_of_groups_goes_back_as_the_ranking_shows_them(calibrated: tupl
     amp(torch.randn(8, 32))
     first, second = (row.group for row in q.sensitivity.rows)
     gains = {first: (90, 300), second: (90, 90)}
-    prices = _priced(q, first=gains[_FIRST], second=gains[_SECOND])
-    assert q.fallback(amp, num=1, prices=prices).groups == (first,)
-    assert q.fallback(amp, ratio=0.5, prices=prices).groups == (first,)
+    latency_costs = _priced(q, first=gains[_FIRST], second=gains[_SECOND])
+    assert q.fallback(amp, num=1, latency_costs=latency_costs).groups == (first,)
+    assert q.fallback(amp, ratio=0.5, latency_costs=latency_costs).groups == (first,)
 
 
 def test_times_of_engines_that_cannot_be_measured(
@@ -313,10 +320,10 @@ def test_times_of_engines_that_cannot_be_measured(
     amp(torch.randn(8, 32))
     q.fallback(amp, num=1)
     with pytest.raises(EngineError, match=r"some fell back: call clear_fallback\(\) first"):
-        measured_prices(q, model, torch.randn(8, 32))
+        measure_latency_costs(q, model, torch.randn(8, 32))
     monkeypatch.setattr("quantizer.pipeline.time_groups.runs_here", lambda name: False)
     with pytest.raises(EngineError, match=r"need a GPU that is not here; call it on a machine with one, or .*num="):
-        measured_prices(q, model, torch.randn(8, 32))
+        measure_latency_costs(q, model, torch.randn(8, 32))
 
 
 def _db(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -34,7 +34,7 @@ def scales(quantizer: Quantizer) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"preset": "accurate"}, {"activations": {"smooth": 0.5}}, {"preset": "plain"}], ids=str
+    "settings", [{}, {"preset": "accurate"}, {"activations": {"smoothquant_alpha": 0.5}}, {"preset": "plain"}], ids=str
 )
 def test_it_is_the_plan_of_largest_values(settings: dict[str, Any]) -> None:
     model = net()
@@ -48,7 +48,7 @@ def test_it_is_the_plan_of_largest_values(settings: dict[str, Any]) -> None:
     assert rough.config.backend == "onnxruntime"
     plain = Quantizer(
         backend="onnxruntime",
-        activations={"calibrator": "max", "smooth": None, "zero_point": first.config.activations.zero_point},
+        activations={"calibrator": "max", "smoothquant_alpha": None, "zero_point": first.config.activations.zero_point},
         weights={"rounding": "nearest"},
         bias_correction=False,
     )

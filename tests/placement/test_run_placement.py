@@ -13,9 +13,9 @@ import torch
 import yaml
 
 import quantizer.pipeline.time_groups as place_groups
-from quantizer.algorithms.sensitivity.prices import GroupPrice, Prices
+from quantizer.algorithms.sensitivity.latency_costs import GroupLatency, LatencyCosts
 from quantizer.cli.main import main
-from quantizer.pipeline.placement import RunPlacement
+from quantizer.pipeline.latency_fallback import RunPlacement
 from quantizer.pipeline.time_groups import GroupPlacer, Timing
 from quantizer.report import RunRecord, read_record
 
@@ -35,15 +35,15 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     run["report"] |= {"formats": ["json"]}
     monkeypatch.setattr("quantizer.pipeline.stages.measure_memory", lambda *_: ())
 
-    def given(plan: Any, *_: Any, **__: Any) -> Prices:
+    def given(plan: Any, *_: Any, **__: Any) -> LatencyCosts:
         names = {operand.group for site in plan.values() for operand in site.operands if operand.quantized}
         groups = {
-            name: GroupPrice(group=name, low_us=100.0, float_us=60.0 if "value" in name else 300.0)
+            name: GroupLatency(group=name, low_us=100.0, float_us=60.0 if "value" in name else 300.0)
             for name in sorted(names)
         }
-        return Prices(groups=groups, low_us=1000.0, float_us=4000.0, where="openvino, 2 x 16, 1 thread")
+        return LatencyCosts(groups=groups, low_us=1000.0, float_us=4000.0, where="openvino, 2 x 16, 1 thread")
 
-    monkeypatch.setattr(place_groups, "price_groups", given)
+    monkeypatch.setattr(place_groups, "time_groups_of", given)
     return run
 
 
@@ -66,9 +66,9 @@ def test_slower_groups_go_back_where_the_engine_is_faster(
 ) -> None:
     _engines(monkeypatch, placed=placed, low=1000.0)
     record = _run(asked)
-    assert record.placement is not None
-    slower = [group for group in record.placement.groups if group.slower is not None]
-    assert (len(slower), record.placement.back) == (back, back)
+    assert record.latency_fallback is not None
+    slower = [group for group in record.latency_fallback.groups if group.slower is not None]
+    assert (len(slower), record.latency_fallback.back) == (back, back)
     assert record.fallback is None or record.fallback.groups == ()
     reasons = [row.reason for row in record.coverage if row.reason.startswith("slower in low precision")]
     # The group is the input of three linears.
@@ -78,29 +78,29 @@ def test_slower_groups_go_back_where_the_engine_is_faster(
 def test_groups_that_are_hardly_slower_stay(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = place_groups.price_groups
-    monkeypatch.setattr(place_groups, "price_groups", lambda *told: replace(given(*told), low_us=5000.0))
+    given = place_groups.time_groups_of
+    monkeypatch.setattr(place_groups, "time_groups_of", lambda *told: replace(given(*told), low_us=5000.0))
     monkeypatch.setattr(GroupPlacer, "_faster", lambda *_: pytest.fail("an engine was built to time it"))
     record = _run(asked)
-    assert record.placement is not None
-    assert record.placement.back == 0
+    assert record.latency_fallback is not None
+    assert record.latency_fallback.back == 0
     assert "1 group is slower in int8 than in float, but too little to put it back" in capsys.readouterr().out
 
 
 def test_a_trial_is_built_for_the_chosen_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The run's configuration names the backend from before ``auto`` chose another one."""
     monkeypatch.setattr(
-        "quantizer.pipeline.placement.GroupPlacer",
-        lambda **given: SimpleNamespace(prices=lambda *_: given["build"](Path("a.onnx"), Path("a.engine"))),
+        "quantizer.pipeline.latency_fallback.GroupPlacer",
+        lambda **given: SimpleNamespace(latency_costs=lambda *_: given["build"](Path("a.onnx"), Path("a.engine"))),
     )
     context, chosen = MagicMock(), SimpleNamespace(config=SimpleNamespace(backend="torch"), quantize=lambda _: None)
     config = MagicMock(fallback=None, quantizer=SimpleNamespace(backend="openvino"))
-    placement = RunPlacement(context, config, tmp_path, MagicMock(several=False))
-    placement.priced(chosen, MagicMock(runs_here=True))  # type: ignore[arg-type]
+    latency_fallback = RunPlacement(context, config, tmp_path, MagicMock(several=False))
+    latency_fallback.measured(chosen, MagicMock(runs_here=True))  # type: ignore[arg-type]
     assert context.timer.build.call_args.args == ("torch", Path("a.onnx"), Path("a.engine"))
 
 
-@pytest.mark.promise("puts back what costs most accuracy while the engine stays twice as fast as in float.")
+@pytest.mark.promise("keeps in float what costs most accuracy while the engine stays twice as fast as in float.")
 def test_a_speed_that_is_reached_at_the_second_engine(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[float] = []
 
@@ -112,13 +112,13 @@ def test_a_speed_that_is_reached_at_the_second_engine(asked: dict[str, Any], mon
 
     monkeypatch.setattr(Timing, "latencies", latencies)
     record = _run({**asked, "amp": {"batches": 1}, "fallback": {"min_speedup": 2.0}})
-    assert record.placement is not None
+    assert record.latency_fallback is not None
     assert record.fallback is not None
-    first, last = record.placement.checks
+    first, last = record.latency_fallback.checks
     assert (round(first.speedup, 3), round(last.speedup, 3)) == (1.667, 2.105)
     assert last.groups == len(record.fallback.groups) < first.groups
     assert f"min_speedup={2.0 * 1.01 * 2.0 / (4000 / 2400):g}" in record.fallback.reason
-    assert len(record.placement.frontier) == len(record.placement.groups) + 1
+    assert len(record.latency_fallback.frontier) == len(record.latency_fallback.groups) + 1
 
 
 def test_a_speed_that_no_plan_reaches(
@@ -129,8 +129,8 @@ def test_a_speed_that_no_plan_reaches(
     said = " ".join(capsys.readouterr().err.split())
     assert "fallback.min_speedup: 5 is not reached: the fastest plan found is 4.00 times as fast as in float" in said
     assert "out holds it" in said
-    assert record.placement is not None
-    assert [check.groups for check in record.placement.checks] == [0]
+    assert record.latency_fallback is not None
+    assert [check.groups for check in record.latency_fallback.checks] == [0]
 
 
 def test_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,14 +138,14 @@ def test_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     run = tiny_run(tmp_path)
     run["report"] |= {"formats": ["json"]}
     monkeypatch.setattr("quantizer.pipeline.stages.measure_memory", lambda *_: ())
-    first = _run(run).placement
+    first = _run(run).latency_fallback
     assert len(list(Path("out.times").rglob("entry.json"))) in (1, 2)
 
     def measured(*_: Any) -> None:
         pytest.fail("the times were measured again")
 
     monkeypatch.setattr(Timing, "of_places", measured)
-    second = _run(run).placement
+    second = _run(run).latency_fallback
     assert first is not None
     assert second is not None
     assert replace(second, back=first.back, predicted_ms=first.predicted_ms) == first
@@ -160,6 +160,6 @@ def test_a_run_for_a_gpu_that_is_not_here_has_no_times(asked: dict[str, Any]) ->
     asked["quantizer"] = {"backend": "tensorrt-rtx", "preset": "plain"}
     asked |= {"amp": {"batches": 1}, "fallback": {"num": 1}, "engine": {"compute_capability": "sm89"}}
     record = _run(asked)
-    assert record.placement is None
+    assert record.latency_fallback is None
     assert record.fallback is not None
     assert len(record.fallback.groups) == 1

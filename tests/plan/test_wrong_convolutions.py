@@ -1,4 +1,4 @@
-"""Convolutions that OpenVINO computes wrongly on some CPUs stay float there, and are quantized elsewhere."""
+"""Convolutions that OpenVINO computes wrongly on some CPUs are not quantized there, and are quantized elsewhere."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"activations": {"calibrator": "max"}, "sites": {"residual_add": True, "embedding": True}},
     {"weights": {"granularity": "per_tensor"}, "activations": {"calibrator": "mse"}},
-    {"activations": {"calibrator": "auto", "smooth": 0.5}},
+    {"activations": {"calibrator": "auto", "smoothquant_alpha": 0.5}},
     {"sites": {"residual_add": False}, "formats": [{"weights": "int4", "activations": "float"}]},
 )
 """Configurations beside the default."""

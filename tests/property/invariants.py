@@ -178,7 +178,7 @@ def model_is_untouched(drawn: DrawnModel, folder: Path) -> None:
 
 
 def stages_give_the_float_outputs(drawn: DrawnModel, folder: Path) -> None:
-    """Calibrating and measuring give the float outputs, and so does a frozen model with everything put back."""
+    """Calibrating and measuring give the float outputs, and so does a frozen model with everything kept in float."""
     expected, model = float_outputs(drawn), drawn.model()
     quantizer = _quantizer(drawn)
     assert_same(_outputs(drawn, quantizer.calib(model)), expected)
@@ -409,7 +409,7 @@ def engine_follows(drawn: DrawnModel, backend: str, folder: Path) -> None:
     except ExportError as refused:
         if _FOUR_AXES not in str(refused):
             raise
-        # One that stays float is torch's to translate, and the float model has it too.
+        # One that is not quantized is torch's to translate, and the float model has it too.
         with pytest.raises(ExportError, match=_FOUR_AXES):
             export_onnx(model, file, example, opset=20, dtype=torch.float32)
         _count("torch exports no fused attention of three axes")

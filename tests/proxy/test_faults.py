@@ -164,7 +164,7 @@ SENSITIVITY: Faults = [
         lambda: _fall_back(),
         "takes one of num, ratio, names, max_drop, min_speedup; got num=None",
     ),
-    ("num=99", lambda: _fall_back(num=99), "num=99: there are only 4 quantized groups to put back"),
+    ("num=99", lambda: _fall_back(num=99), "num=99: there are only 4 quantized groups to keep in float"),
 ]
 RULE: Faults = [
     *(

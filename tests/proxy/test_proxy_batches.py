@@ -69,7 +69,7 @@ def test_what_a_failed_pass_saw_does_not_count(calibrator: str, end: BaseExcepti
     """Its ranges, histograms, counters, products, magnitudes, kept batches and groups are those of before."""
     model = Net().eval()
     data = batches()
-    options = {"activations": {"calibrator": calibrator, "smooth": 0.5 if calibrator == "max" else None}}
+    options = {"activations": {"calibrator": calibrator, "smoothquant_alpha": 0.5 if calibrator == "max" else None}}
     expected = everything(calibrated(model, data, **options))
     q = Quantizer(preset="plain", **OPTIONS, **options)
     proxy: Any = q.calib(model)

@@ -79,7 +79,7 @@ def test_choosing_ranges_leaves_no_trace(options: dict[str, Any], smooth: str | 
     model = Counts().eval()
     before = state(model)
     twin = copy.deepcopy(model)
-    q = Quantizer(preset="plain", backend="openvino", activations={**options, "smooth": smooth})
+    q = Quantizer(preset="plain", backend="openvino", activations={**options, "smoothquant_alpha": smooth})
     proxy = q.calib(model)
     with torch.no_grad():
         for x in data():

@@ -310,7 +310,7 @@ def test_training_moves_the_scale_of_each_call(kind: Any) -> None:
     [
         {"activations": {"calibrator": "auto"}},
         {"activations": {"calibrator": "output"}},
-        {"activations": {"calibrator": "max", "smooth": 0.5}},
+        {"activations": {"calibrator": "max", "smoothquant_alpha": 0.5}},
         {"activations": MAX, "weights": {"rounding": "gptq"}},
         {"activations": MAX, "weights": {"rounding": "reconstruct"}},
     ],

@@ -26,9 +26,9 @@ LISTED = {reason.value for reason in Reason}
 def _calibrated(model: nn.Module, *batches: Any, **options: Any) -> Quantizer:
     q = Quantizer(preset="plain", **{"backend": "openvino", **options})
     q.calibrate(model.eval(), batches)
-    for row in q.coverage.escaped:
+    for row in q.coverage.not_quantized:
         assert row.reason in LISTED
-    shares = [row.share for row in q.coverage.escaped]
+    shares = [row.share for row in q.coverage.not_quantized]
     assert q.coverage.share is not None
     assert math.isclose(q.coverage.share + sum(shares), 1)
     return q
@@ -37,7 +37,7 @@ def _calibrated(model: nn.Module, *batches: Any, **options: Any) -> Quantizer:
 def _reasons(q: Quantizer) -> dict[str, int]:
     """Multiply-adds by reason."""
     found: Counter[str] = Counter()
-    for row in q.coverage.escaped:
+    for row in q.coverage.not_quantized:
         found[row.reason] += row.multiply_adds
     return dict(found)
 
@@ -61,7 +61,7 @@ def test_an_encoder_is_covered_whole(attention: str) -> None:
     pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")
     q = _calibrated(tiny("bert", attention), batch("bert", padded=True), batch("bert", rows=2, length=6))
     assert q.coverage.share == 1
-    assert len(q.coverage.escaped) == 0
+    assert len(q.coverage.not_quantized) == 0
     _assert_counts_agree(q)
 
 
@@ -152,7 +152,7 @@ def test_why_a_product_escapes(name: str) -> None:
     rows = 32 if "of parameters" in name else 8
     assert _reasons(q) == {reason.value: rows * 32 * 32}
     assert q.coverage.share == pytest.approx(8 / (8 + rows))
-    (row,) = q.coverage.escaped
+    (row,) = q.coverage.not_quantized
     assert row.path == ""
     assert row.detail or reason is Reason.PARAMETERS
 
@@ -163,7 +163,7 @@ def test_a_whole_function_without_source() -> None:
     exec(compile(text, "<nowhere>", "exec"), namespace)
     q = _calibrated(nn.Sequential(nn.Linear(32, 32), namespace["Hidden"](32, 32)), torch.randn(8, 32))
     assert _reasons(q) == {Reason.UNREADABLE.value: 8 * 32 * 32}
-    assert q.coverage.escaped[0].path == "1"
+    assert q.coverage.not_quantized[0].path == "1"
 
 
 def test_a_forward_that_was_replaced() -> None:
@@ -200,7 +200,7 @@ class Packed(nn.Module):
 def test_a_recurrence_over_a_packed_sequence_stays_in_torchs_kernel() -> None:
     q = _calibrated(Packed(), torch.randn(3, 5, 32))
     assert _reasons(q) == {Reason.RECURRENCE.value: 11 * 4 * 16 * (32 + 16)}
-    assert q.coverage.escaped[0].path == "layer"
+    assert q.coverage.not_quantized[0].path == "layer"
 
 
 class Scripted(nn.Module):
@@ -221,7 +221,7 @@ class Scripted(nn.Module):
 def test_a_module_that_torchscript_compiled(compiled: Any) -> None:
     q = _calibrated(Scripted(compiled), torch.randn(8, 32))
     assert _reasons(q) == {Reason.UNREADABLE.value: 8 * 32 * 32}
-    (left,) = q.coverage.escaped
+    (left,) = q.coverage.not_quantized
     assert (left.path, left.detail) == ("compiled", "Sequential, compiled by TorchScript")
     assert "TorchScript compiled it, and no Python code of it is left" in " ".join(q.coverage.text().split())
 
@@ -299,19 +299,19 @@ def test_excluded_modules(options: dict[str, Any], reason: Reason) -> None:
     q = _calibrated(Mlp(), torch.randn(4, 32), **options)
     assert _reasons(q) == {reason.value: 4 * 32 * 64}
     assert q.coverage.share == 0.5
-    assert q.coverage.escaped[0].site == "up.forward.linear_0"
+    assert q.coverage.not_quantized[0].site == "up.forward.linear_0"
 
 
 def test_a_kind_that_is_switched_off() -> None:
     q = _calibrated(ConvNet(), torch.randn(2, 3, 16, 16), sites={"conv": False})
     assert set(_reasons(q)) == {Reason.SWITCHED_OFF.value}
-    assert {row.path for row in q.coverage.escaped} == {"stem", "body"}
+    assert {row.path for row in q.coverage.not_quantized} == {"stem", "body"}
 
 
 def test_too_small_for_the_target() -> None:
     q = _calibrated(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 3)), torch.randn(4, 32), backend="tensorrt")
     assert _reasons(q) == {Reason.TARGET.value: 4 * 32 * 3}
-    assert "below 16" in q.coverage.escaped[0].detail
+    assert "below 16" in q.coverage.not_quantized[0].detail
 
 
 def test_a_weight_that_no_module_has_registered() -> None:
@@ -331,7 +331,7 @@ def test_what_fallback_put_back_survives_saving(tmp_path: Path) -> None:
     assert _reasons(q) == {Reason.FALLBACK.value: 2 * 4 * 32 * 64}
     assert q.coverage.share == 0
     loaded = Quantizer.load(q.save(tmp_path / "saved"))
-    assert loaded.coverage.escaped.rows == q.coverage.escaped.rows
+    assert loaded.coverage.not_quantized.rows == q.coverage.not_quantized.rows
     assert loaded.coverage.share == 0
     loaded.clear_fallback()
     assert loaded.coverage.share == 1
@@ -365,7 +365,7 @@ def test_text_and_html_state_the_share_and_the_products() -> None:
 def test_before_calibration_there_is_no_share() -> None:
     coverage = Quantizer(preset="plain").inspect(Mlp())
     assert coverage.share is None
-    assert len(coverage.escaped) == 0
+    assert len(coverage.not_quantized) == 0
     assert "low precision" not in coverage.text()
 
 

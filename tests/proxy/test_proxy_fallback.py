@@ -82,13 +82,13 @@ def test_coverage_says_why_a_group_is_float() -> None:
     q.fallback(amp, num=1)
     rows = {row.name: row for row in q.coverage}
     for site in worst.sites:
-        assert "put back by fallback(num=1): rank 1" in rows[site].reason
+        assert "kept in float by fallback(num=1): rank 1" in rows[site].reason
     q.fallback(amp, ratio=1)
     for rank, row in enumerate(q.sensitivity, start=1):
         reasons = [
             operand.reason for site in row.sites for operand in q.plan[site].operands if operand.group == row.group
         ]
-        assert set(reasons) == {f"put back by fallback(ratio=1): rank {rank}"}
+        assert set(reasons) == {f"kept in float by fallback(ratio=1): rank {rank}"}
         assert row.fallback
 
 

@@ -79,14 +79,14 @@ SITES = {
     ),
 }
 PASSED_ON = ("power.matmul_0", "power.matmul_1", "attend.matmul_0", "scores.matmul_0")
-# Products that stay float, with the reason.
+# Products that are not quantized, with the reason.
 SKIPPED = {
     "properties": {"square.matmul_0": "its operands are parameters alone"},
     "template-method": dict.fromkeys(
         ("TemplateStatic.step.matmul_0", "TemplateStatic.step.matmul_1"), "never ran in calibration"
     ),
     "expressions": {"mix.matmul_1": "never ran in calibration"},
-    "left-alone": {"mix.matmul_0": "inside an f-string it stays in float; to quantize it, compute it before"},
+    "left-alone": {"mix.matmul_0": "inside an f-string it is not quantized; to quantize it, compute it before"},
     "registry": {name: ReasonCode.PASSED_ON.text(function="power") for name in PASSED_ON[:2]},
     "passed-on": {name: ReasonCode.PASSED_ON.text(function=name.partition(".")[0]) for name in PASSED_ON},
 }
@@ -211,7 +211,7 @@ def test_a_helper_without_source_is_reported(tmp_path: Path) -> None:
     exec(compile("def attend(q, k): return q @ k.T", "<nowhere>", "exec"), vars(module))
     q = _check(module.Made(), "linear.forward.linear_0")
     assert _reasons(q) == {
-        "(the model)": "<nowhere>: the source cannot be read, so what its functions compute stays in float; "
+        "(the model)": "<nowhere>: the source cannot be read, so what its functions compute is not quantized; "
         "define them in a file or a notebook's cell to have it quantized"
     }
 

@@ -123,7 +123,7 @@ def _search(q: Quantizer, model: nn.Module, data: list[Tensor], folder: Path) ->
 
 def _diagnose(q: Quantizer, model: nn.Module, data: list[Tensor], folder: Path) -> None:
     _calibrate(q, model, data, folder)
-    assert len(q.causes(model, data[:2])) == 2
+    assert len(q.diagnose(model, data[:2])) == 2
 
 
 def _export(q: Quantizer, model: nn.Module, data: list[Tensor], folder: Path) -> None:
@@ -139,7 +139,7 @@ STEPS = {
     "local": _measure("local"),
     "output": _measure("output"),
     "search": _search,
-    "causes": _diagnose,
+    "diagnoses": _diagnose,
     "export": _export,
 }
 

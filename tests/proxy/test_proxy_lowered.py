@@ -108,7 +108,7 @@ def test_encoders(architecture: str) -> None:
         assert sqnr_db(lowered(**given), frozen(**given)) > 40
 
 
-@pytest.mark.promise("- **Attention** whose products stay float is the model's own, fused or not.")
+@pytest.mark.promise("- **Attention** whose products are not quantized is the model's own, fused or not.")
 def test_attention_whose_products_stay_float_is_the_models_own() -> None:
     model, given = tiny("bert", "sdpa"), batch("bert", padded=True)
     q = calibrated(model, given)
@@ -228,7 +228,7 @@ def test_outliers_moved_into_weights_and_corrected_biases() -> None:
     model = Mlp().eval()
     loud = rows()
     loud[:, 3] *= 50
-    q = calibrated(model, loud, activations={"smooth": 0.5})
+    q = calibrated(model, loud, activations={"smoothquant_alpha": 0.5})
     frozen, lowered = q.quantize(model), q.lower(model)
     assert any(site.quantizer(0).factor is not None for site in sites_of(lowered))
     for site in sites_of(frozen), sites_of(lowered):

@@ -50,7 +50,7 @@ def default_dtype(request: Any) -> Iterator[torch.dtype]:
         {"activations": {"calibrator": "percentile"}},
         {"activations": {"calibrator": "mse"}},
         {"activations": {"calibrator": "entropy"}},
-        {"activations": {"calibrator": "auto", "smooth": "auto"}},
+        {"activations": {"calibrator": "auto", "smoothquant_alpha": "auto"}},
         {"formats": [{"activations": "uint8"}]},
         {"formats": [{"activations": "fp8", "weights": "fp8"}], "backend": "tensorrt"},
         {"formats": [{"activations": "float", "weights": "int4", "block_size": 16}], "backend": "tensorrt"},

@@ -764,7 +764,7 @@ STAYS_FLOAT = {
     "out": ("torch.mm(x, x, out=torch.empty_like(x))", ReasonCode.OUT_ARGUMENT.text()),
     "three operands": (
         "torch.einsum('ij,jk,kl->il', x, x, x)",
-        "an einsum of 3 operands stays in float",
+        "an einsum of 3 operands is not quantized",
     ),
     "an equation that is computed": ("torch.einsum(''.join('ij,jk->ik'), x, x)", ReasonCode.EINSUM_UNSPELLED.text()),
     "starred": ("torch.einsum(*('ij,jk->ik', x, x))", ReasonCode.EINSUM_STARRED.text()),

@@ -65,7 +65,7 @@ def test_a_scale_is_shared_by_readers_of_one_format_alone() -> None:
         ({"formats": [{"activations": "float", "weights": "int8"}]}, "input is in float"),
         ({"formats": [{"weights": "int4", "block_size": 16}]}, "weight is in int4"),
         ({"dtype": "fp8"}, "is in fp8"),
-        ({"activations": {"smooth": 0.5}}, "outliers of input were moved"),
+        ({"activations": {"smoothquant_alpha": 0.5}}, "outliers of input were moved"),
         ({"backend": "onnxruntime", "formats": [{"activations": "uint8"}]}, "input is in uint8"),
     ],
 )
@@ -79,7 +79,7 @@ def test_a_range_of_another_toolkit_becomes_a_scale_of_our_format() -> None:
     state = {"a.input_quantizer._amax": torch.tensor(3.0)}
     plan = calibrated(Two().eval(), dtype="fp8").plan
     assert float(read_toolkit_scales(state, plan).scales["a.forward.linear_0.input"]) == pytest.approx(3 / 448)
-    smoothed = calibrated(Two().eval(), activations={"smooth": 0.5}).plan
+    smoothed = calibrated(Two().eval(), activations={"smoothquant_alpha": 0.5}).plan
     state["b.weight_quantizer._amax"] = torch.tensor(3.0)
     with pytest.raises(QuantizerError, match="outliers are moved"):
         read_toolkit_scales(state, smoothed)
@@ -168,7 +168,9 @@ def test_kept_batches_are_run_again_as_they_were_given() -> None:
     found = []
     for in_place in (False, True):
         x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)) ** 3
-        q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "auto", "smooth": "auto"})
+        q = Quantizer(
+            preset="plain", backend="openvino", activations={"calibrator": "auto", "smoothquant_alpha": "auto"}
+        )
         model = Doubles(in_place=in_place).eval()
         q.calibrate(model, [x])
         found.append((q.scales(), q.for_backend("onnxruntime").scales()))
@@ -190,10 +192,10 @@ def test_where_no_kept_batch_gets_nothing_is_chosen() -> None:
 
 def test_smoothing_stays_until_more_data_comes(tmp_path: Path) -> None:
     model = Two().eval()
-    quantizer = calibrated(model, activations={"smooth": 0.5})
+    quantizer = calibrated(model, activations={"smoothquant_alpha": 0.5})
     loaded = Quantizer.load(quantizer.save(tmp_path / "saved"))
     loaded.calib(model, resume=True)
-    assert operand(loaded, "a.forward.linear_0", "input").smoothing == "smooth 0.5"
+    assert operand(loaded, "a.forward.linear_0", "input").smoothing == "SmoothQuant 0.5"
     with torch.no_grad():
         assert torch.equal(loaded.quantize(model)(DATA), quantizer.quantize(model)(DATA))
     loaded.calibrate(model, [(DATA * 3,)], resume=True)
@@ -207,7 +209,7 @@ def test_smoothed_models_export_in_bfloat16(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).eval()
-    quantizer = calibrated(model, fallback_dtype="bfloat16", activations={"smooth": 0.5})
+    quantizer = calibrated(model, fallback_dtype="bfloat16", activations={"smoothquant_alpha": 0.5})
     assert quantizer.export(quantizer.quantize(model), tmp_path / "model.onnx", (DATA,)).exists()
 
 

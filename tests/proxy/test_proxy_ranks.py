@@ -29,7 +29,7 @@ CALIBRATORS: dict[str, dict[str, Any]] = {
     "mse": {"calibrator": "mse"},
     "entropy": {"calibrator": "entropy"},
     "percentiles": {"calibrator": "percentile", "percentile": [90.0, 99.0, 99.99]},
-    "output": {"calibrator": "output", "smooth": "auto", "zero_point": True},
+    "output": {"calibrator": "output", "smoothquant_alpha": "auto", "zero_point": True},
     "auto": {"calibrator": "auto"},
 }
 

@@ -82,7 +82,7 @@ def test_in_python_it_agrees_with_the_kernel(name: str) -> None:
 @NAMES
 def test_all_products_are_rounded(name: str) -> None:
     model, x = _made(name)
-    # A cell has one step: without a state it multiplies zeros, which stay float.
+    # A cell has one step: without a state it multiplies zeros, which are not quantized.
     arguments = (x, _state(model, x)) if "cell" in name else (x,)
     q = make_calibrated(model, [arguments, _pytree.tree_map(lambda part: part * 0.5, arguments)], backend="tensorrt")
     assert q.coverage.share == 1
@@ -115,7 +115,7 @@ def test_a_layer_with_a_product_that_is_excluded_stays_float_whole() -> None:
     ran = {path: entry for path, entry in q.plan.items() if entry.multiply_adds}
     assert {path.split(".")[1] for path, entry in ran.items() if entry.quantized} == {"l1", "l1_reverse"}
     assert (
-        "another product of its recurrent layer stays in float" in ran["recurrence.l0.forward.input_product_0"].reason
+        "another product of its recurrent layer is not quantized" in ran["recurrence.l0.forward.input_product_0"].reason
     )
 
 

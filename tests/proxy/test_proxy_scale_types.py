@@ -56,7 +56,7 @@ def test_no_channel_is_lost_whatever_the_type_of_the_model(dtype: torch.dtype, b
     assert {value.flatten()[0].item() for value in scales.values()} == planned
 
 
-@pytest.mark.parametrize("options", [{}, {"activations": {"smooth": 0.5}}], ids=["plain", "smoothed"])
+@pytest.mark.parametrize("options", [{}, {"activations": {"smoothquant_alpha": 0.5}}], ids=["plain", "smoothed"])
 @pytest.mark.parametrize(("dtype", "backend"), list(itertools.product(TYPES, ["openvino", "tensorrt"])))
 def test_training_rounds_as_the_frozen_model_does(dtype: torch.dtype, backend: str, options: dict[str, Any]) -> None:
     model, x = _net(dtype), X.to(dtype)

@@ -50,7 +50,7 @@ def data(batches: int = 3, seed: int = 0) -> list[Tensor]:
 
 
 def calibrated(model: nn.Module, smooth: Any = 0.5, calibrator: str = "max", **options: Any) -> Quantizer:
-    activations = {"calibrator": calibrator, "smooth": smooth}
+    activations = {"calibrator": calibrator, "smoothquant_alpha": smooth}
     return make_calibrated(
         model.eval(), data(), **{"backend": "onnxruntime", "sites": NO_RESIDUAL, "activations": activations, **options}
     )
@@ -128,7 +128,7 @@ def test_a_search_is_as_good_as_a_fixed_share() -> None:
     chosen = calibrated(model, "auto")
     found = {operand(chosen, f"{name}.forward.linear_0", "input").smoothing for name in ("query", "key", "value")}
     assert len(found) == 1
-    assert found < {f"smooth {alpha:g}" for alpha in ALPHAS}
+    assert found < {f"SmoothQuant {alpha:g}" for alpha in ALPHAS}
 
 
 def test_a_search_leaves_what_has_no_outliers() -> None:
@@ -159,7 +159,7 @@ def test_ranges_of_max_are_exact_over_all_batches() -> None:
 def test_a_search_that_goes_on_is_one_over_all_data() -> None:
     """It begins from what nothing was smoothed of, or the factors of the first data would stand for no smoothing."""
     model = Outliers().eval()
-    settings: dict[str, Any] = {"calibrator": "max", "smooth": "auto"}
+    settings: dict[str, Any] = {"calibrator": "max", "smoothquant_alpha": "auto"}
     parts, whole = (
         Quantizer(preset="plain", backend="onnxruntime", sites=NO_RESIDUAL, activations=settings) for _ in range(2)
     )
@@ -169,7 +169,7 @@ def test_a_search_that_goes_on_is_one_over_all_data() -> None:
     large[0, 20] = 400.0
     first = data(12)
     parts.calibrate(model, first)
-    assert "smooth 0." in parts.coverage.text() + str(parts.ranges)
+    assert "SmoothQuant 0." in parts.coverage.text() + str(parts.ranges)
     parts.calibrate(model, [large], resume=True)
     whole.calibrate(model, [*first, large])
     for path, site in whole.plan.items():
@@ -194,8 +194,8 @@ def test_what_reads_one_tensor_shares_one_factor() -> None:
         activation = activation.clamp(min=1.5 * float(activation.median()))
     for planned in inputs:
         assert torch.allclose(planned.smooth, (activation / magnitude).sqrt(), rtol=1e-5)  # type: ignore[arg-type]
-    assert all(row.reason == "int8: input, weight; smooth 0.5" for row in q.coverage.quantized)
-    assert "int8, smooth 0.5" in q.ranges.text()
+    assert all(row.reason == "int8: input, weight; SmoothQuant 0.5" for row in q.coverage.quantized)
+    assert "int8, SmoothQuant 0.5" in q.ranges.text()
 
 
 class Shared(nn.Module):
@@ -246,10 +246,10 @@ def test_a_tied_weight_stays_what_it_was() -> None:
             return self.head(torch.tanh(self.table(ids) * 5))
 
     model, ids = Tied().eval(), torch.arange(20).reshape(2, 10)
-    q = Quantizer(preset="plain", backend="onnxruntime", activations={"smooth": 0.5})
+    q = Quantizer(preset="plain", backend="onnxruntime", activations={"smoothquant_alpha": 0.5})
     q.calibrate(model, [ids])
     frozen: Any = q.quantize(model)
-    assert "smooth 0.5" in q.plan["head.forward.linear_0"].reason
+    assert "SmoothQuant 0.5" in q.plan["head.forward.linear_0"].reason
     assert torch.equal(frozen.table.weight, model.table.weight)
     assert frozen.table.weight is frozen.head.weight
     with torch.no_grad():
@@ -260,13 +260,16 @@ def test_a_branch_that_no_kept_batch_takes_is_left() -> None:
     model = net("self.always(x) + (self.rarely(x * 2) if len(x) == 7 else 0)", always=linear(), rarely=linear()).eval()
     for seed in range(20):
         q = Quantizer(
-            preset="plain", backend="onnxruntime", sites=NO_RESIDUAL, activations={"calibrator": "max", "smooth": 0.5}
+            preset="plain",
+            backend="onnxruntime",
+            sites=NO_RESIDUAL,
+            activations={"calibrator": "max", "smoothquant_alpha": 0.5},
         )
         q.calibrate(model, [*data(6, seed), torch.randn(7, 32, generator=torch.Generator().manual_seed(seed))])
         if "not smoothed" in q.plan["rarely.forward.linear_0"].reason:
             break
     assert "not smoothed: no batch that was kept reaches it" in q.plan["rarely.forward.linear_0"].reason
-    assert "smooth 0.5" in q.plan["always.forward.linear_0"].reason
+    assert "SmoothQuant 0.5" in q.plan["always.forward.linear_0"].reason
 
 
 # -- proxies -------------------------------------------------------------------------------------------------------
@@ -303,9 +306,9 @@ def test_half_precision_keeps_the_factors() -> None:
 
 def test_another_search_goes_on_top() -> None:
     model = Outliers().eval()
-    q = calibrated(model, activations={"percentile": (99.0, 100.0), "smooth": 0.5})
+    q = calibrated(model, activations={"percentile": (99.0, 100.0), "smoothquant_alpha": 0.5})
     planned = operand(q, "query.forward.linear_0", "input")
-    assert planned.smoothing == "smooth 0.5"
+    assert planned.smoothing == "SmoothQuant 0.5"
     assert planned.estimate in ("percentile 99", "percentile 100")
     chosen = operand(calibrated(model, calibrator="auto"), "query.forward.linear_0", "input")
     assert chosen.estimate is not None

@@ -32,7 +32,7 @@ def _net() -> nn.Sequential:
 # -- weights that are picked at run time ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("picked", [{"which": 2}, {"rows": 20}, {"other": 1}], ids=str)
+@pytest.mark.parametrize("picked", [{"which": 2}, {"samples": 20}, {"other": 1}], ids=str)
 def test_a_weight_that_was_not_frozen_is_not_computed_with(picked: dict[str, int]) -> None:
     torch.manual_seed(0)
     model = net(

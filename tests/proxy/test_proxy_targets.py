@@ -163,7 +163,7 @@ def test_every_site_names_what_decided() -> None:
     quantizer.fallback(amp, names=["out"])
     row = next(row for row in quantizer.coverage if row.name == "out.forward.linear_0")
     assert (row.quantized, row.rule) == (False, "fallback")
-    assert "put back by fallback" in row.reason
+    assert "kept in float by fallback" in row.reason
 
 
 def test_weights_of_seven_bits_without_vnni(tmp_path: Path) -> None:

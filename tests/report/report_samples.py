@@ -23,8 +23,8 @@ from quantizer.report import (
 from quantizer.report.record import (
     Candidate,
     EngineChoice,
-    Placement,
-    PlacementPoint,
+    FallbackPoint,
+    LatencyFallback,
     SpeedCheck,
     TrainingRun,
     TrainingScore,
@@ -83,7 +83,7 @@ def sample_choice() -> EngineChoice:
     )
 
 
-def sample_placement() -> Placement:
+def sample_placement() -> LatencyFallback:
     """The times of three groups, of which one is slower in low precision, and a speed that was reached."""
     groups = (
         GroupTime(group="layer.0.dense", low_us=100.0, float_us=400.0),
@@ -91,14 +91,14 @@ def sample_placement() -> Placement:
         GroupTime(group="layer.0.add", low_us=90.0, float_us=40.0, slower="slower in low precision than in float"),
     )
     points = ((0, 1.0, 0.5), (1, 1.3, 0.1), (2, 1.5, 0.0))
-    return Placement(
+    return LatencyFallback(
         where="openvino, 8 x 128, 1 thread",
         low_ms=1.0,
         float_ms=2.0,
         predicted_ms=1.25,
         back=2,
         groups=groups,
-        frontier=tuple(PlacementPoint(back=back, milliseconds=ms, error=error) for back, ms, error in points),
+        frontier=tuple(FallbackPoint(back=back, milliseconds=ms, error=error) for back, ms, error in points),
         min_speedup=1.5,
         checks=(SpeedCheck(groups=1, speedup=1.58),),
     )
@@ -124,7 +124,7 @@ def sample_record() -> RunRecord:
         memory=memory_entries({"float": 412.5, "engine": 231.0}),
         coverage=sites,
         covered_share=0.9838,
-        escaped=(
+        not_quantized=(
             UnquantizedProduct(
                 path="pooler.lstm",
                 operation="mkldnn_rnn_layer",
@@ -139,7 +139,7 @@ def sample_record() -> RunRecord:
         measure="gradient",
         fallback=sample_search((ranking[0].group,)),
         choice=sample_choice(),
-        placement=sample_placement(),
+        latency_fallback=sample_placement(),
         engine=EngineFile(
             backend="openvino", path="engine/model.xml", build_seconds=1.42, verified="48 of 48 sites run in INT8"
         ),
@@ -226,7 +226,7 @@ def _latencies() -> tuple[object, ...]:
 def _scores() -> tuple[Score, ...]:
     paired = {"mean_cosine": 0.9912, "label_flips": None}
     return (
-        Score(which="float", value=0.8673, metric="spearman", rows=1500),
+        Score(which="float", value=0.8673, metric="spearman", samples=1500),
         Score(
             which="proxy",
             value=0.8651,
@@ -234,7 +234,7 @@ def _scores() -> tuple[Score, ...]:
             paired=paired,
             difference=-0.0022,
             interval=(-0.0041, -0.0003),
-            rows=1500,
+            samples=1500,
         ),
         Score(
             which="engine",
@@ -243,7 +243,7 @@ def _scores() -> tuple[Score, ...]:
             paired={"mean_cosine": 0.9909, "label_flips": 0.0123},
             difference=-0.0013,
             interval=(-0.0034, 0.0008),
-            rows=1500,
+            samples=1500,
         ),
     )
 

@@ -91,9 +91,8 @@ def test_one_block_needs_no_lane() -> None:
 def test_a_heat_map_sums_by_block_and_kind() -> None:
     root = ElementTree.fromstring(sensitivity_heatmap(RANKING, measure="output"))
     assert [title for title in titles(root) if ":" in title] == [
-        "layer.0, linear: 0.0400, 1 of 2 put back to float\nlayer.0.forward.linear_0: 0.0100\n"
-        "layer.0.down: 0.0300, float",
-        "layer.0, residual_add lhs: 0.400, 1 of 1 put back to float\nlayer.0.forward.add_0.lhs: 0.400, float",
+        "layer.0, linear: 0.0400, 1 of 2 kept in float\nlayer.0.forward.linear_0: 0.0100\nlayer.0.down: 0.0300, float",
+        "layer.0, residual_add lhs: 0.400, 1 of 1 kept in float\nlayer.0.forward.add_0.lhs: 0.400, float",
         "layer.1, linear: 0\nlayer.1.forward.linear_0: 0",
         "layer.1, matmul: 0.00400\nlayer.1.forward.matmul_0: 0.00400",
         "layer.1, residual_add rhs: 4.00e-05\nlayer.1.forward.add_0.rhs: 4.00e-05",
@@ -110,7 +109,7 @@ def test_a_heat_map_sums_by_block_and_kind() -> None:
     ]
     lines = texts(root, "qz-value")
     assert "Divergence of the output, one group quantized at a time" in lines
-    for words in ("put back to float", "a part put back to float", "≤ 0.000400", "99%", "<1%"):
+    for words in ("kept in float", "a part kept in float", "≤ 0.000400", "99%", "<1%"):
         assert words in lines
     assert "largest layer.0, residual_add lhs, 0.400" in root.attrib["aria-label"]
 
@@ -184,10 +183,10 @@ def test_each_measure_has_words_of_its_own(measure: str) -> None:
 def test_the_front_of_a_search() -> None:
     root = ElementTree.fromstring(pareto_svg(sample_search()))
     assert titles(root) == [
-        "2 groups put back, cost 2: score 0.8500, drop 0.0173",
-        "0 groups put back, cost 0: score 0.8000, drop 0.0673, on the front",
-        "3 groups put back, cost 3: score 0.8690, drop -0.00170, on the front",
-        "2 groups put back, cost 2: score 0.8650, drop 0.00230, on the front, chosen",
+        "2 groups kept in float, cost 2: score 0.8500, drop 0.0173",
+        "0 groups kept in float, cost 0: score 0.8000, drop 0.0673, on the front",
+        "3 groups kept in float, cost 3: score 0.8690, drop -0.00170, on the front",
+        "2 groups kept in float, cost 2: score 0.8650, drop 0.00230, on the front, chosen",
     ]
     circles = [circle.attrib for circle in root.iter(f"{SVG}circle") if circle.attrib["cx"].endswith("%")]
     assert [circle["cx"] for circle in circles] == ["70.33%", "17.00%", "97.00%", "70.33%", "70.33%"]
@@ -200,7 +199,7 @@ def test_the_front_of_a_search() -> None:
     front = [line.attrib for line in root.iter(f"{SVG}line") if line.attrib["x1"].count(".")]
     assert [(line["x1"], line["x2"]) for line in front] == [("17.00%", "70.33%"), ("70.33%", "97.00%")]
     lines = texts(root, "qz-value")
-    for words in ("budget: drop 0.00500", "chosen", "drop", "0.00500", "cost of what is put back to float"):
+    for words in ("budget: drop 0.00500", "chosen", "drop", "0.00500", "cost of what is kept in float"):
         assert words in lines
     assert [line for line in lines if line in ("0", "1", "2", "3")].count("3") == 1
     assert pareto_svg(sample_search()) == pareto_svg(sample_search())
@@ -251,7 +250,9 @@ def test_the_scores_stand_beside_float_and_ptq() -> None:
     assert len(marks) == 5
     assert heights.index(min(heights)) == 3
     assert heights.index(max(heights)) == 0
-    assert picture.get("aria-label", "").startswith("accuracy on the tuning rows over the training: 0.8394 before it")
+    assert picture.get("aria-label", "").startswith(
+        "accuracy on the tuning samples over the training: 0.8394 before it"
+    )
 
 
 def test_a_long_curve_is_drawn_as_means() -> None:

@@ -60,7 +60,7 @@ def write_run(folder: Path, share: float, ms: float, rows: str = "rows", kept: b
                     value=float((labels == TARGETS).mean()),
                     metric="accuracy",
                     difference=None if name == "float" else share - 0.9,
-                    rows=200,
+                    samples=200,
                 )
                 for name, labels in scores.items()
             ),
@@ -101,18 +101,18 @@ def test_within_noise(tmp_path: Path) -> None:
     assert "within noise" in html_from_comparison(found, "two", tmp_path)
 
 
-@pytest.mark.promise("Scores on other rows are not compared: the page says so, and has no interval for them")
+@pytest.mark.promise("Scores on other samples are not compared: the page says so, and has no interval for them")
 def test_other_rows_have_no_interval(tmp_path: Path) -> None:
     runs = read_runs([write_run(tmp_path / "a", 0.9, 2.0), write_run(tmp_path / "b", 0.7, 1.0, rows="others")])
     found = compare(runs)
     other = found.to_best["b"]
     assert other.difference is None
     assert other.interval is None
-    assert other.verdict == "not compared: scored on other rows"
+    assert other.verdict == "not compared: scored on other samples"
     assert found.timed == {"a"}
-    assert "not compared with a, and not in the picture: b; scored on other rows" in found.notes
+    assert "not compared with a, and not in the picture: b; scored on other samples" in found.notes
     page = html_from_comparison(found, "two", tmp_path)
-    assert "Not compared with a, and not in the picture: b; scored on other rows." in page
+    assert "Not compared with a, and not in the picture: b; scored on other samples." in page
     assert "a real difference" not in page
     assert next(csv.DictReader(csv_text(found).splitlines()))["low_to_best"] == ""
 
@@ -153,7 +153,7 @@ def test_a_function_in_python_is_the_same_where_the_float_model_scores_the_same(
     assert found.timed == {"a", "b"}
     notes = " ".join(found.notes)
     assert "2 runs taken as scored on the same rows, which a function does not record" in notes
-    assert "other rows" not in notes
+    assert "other samples" not in notes
     assert "resamples.json" not in notes
     assert "The best score is 0.8400, of a." in html_from_comparison(found, "two", tmp_path)
 
@@ -163,10 +163,10 @@ def test_a_function_in_python_that_may_be_another_is_not_compared(tmp_path: Path
     info = ModelInfo(source="other", task="module", parameters=0)
     c = write_function_run(tmp_path / "c", 0.85, 0.84, model=info)
     found = compare(read_runs([a, b, c]))
-    # A run is never on other rows than itself.
+    # A run is never on other samples than itself.
     assert found.best.name == "a"
     assert {name: pair.difference for name, pair in found.to_best.items()} == {"b": None, "c": None}
-    assert found.to_best["b"].why.endswith("score 0.8500 and 0.8000, on other rows or with other weights")
+    assert found.to_best["b"].why.endswith("score 0.8500 and 0.8000, on other samples or with other weights")
     assert found.to_best["c"].why.endswith("a function scored different models, on rows that are not recorded")
     other = write_run(tmp_path / "d", 0.9, 2.0, kept=False)
     (task,) = compare(read_runs([a, other])).to_best.values()
@@ -212,13 +212,13 @@ def test_verdicts_and_noise(tmp_path: Path) -> None:
     c = write_run(tmp_path / "c", 0.885, 3.0)
     found = compare(read_runs([a, b, c]))
     page = html_from_comparison(found, "three", tmp_path)
-    for level, tone in (("usable", ' class="yes"'), ("look at this", ""), ("do not use", ' class="no"')):
+    for level, tone in (("usable", ' class="yes"'), ("check", ""), ("do not use", ' class="no"')):
         assert page.count(f"<td{tone}>{level}</td>") == 1
     assert page.count("noisy timing; on the frontier</td>") == 1
     assert "The fastest is b, 1.75 ms a batch, by a noisy timing." in page
     assert "Noisy timing: b; measure again on a machine that does nothing else." in page
     rows = {row["run"]: (row["verdict"], row["noisy_timing"]) for row in csv.DictReader(csv_text(found).splitlines())}
-    assert rows == {"a": ("usable", "False"), "b": ("do not use", "True"), "c": ("look at this", "False")}
+    assert rows == {"a": ("usable", "False"), "b": ("do not use", "True"), "c": ("check", "False")}
     said = _printed(found)
     assert "1  a: usable, 0.00 s" in said
     assert "3  b: do not use, noisy timing, 0.00 s, on the frontier" in said

@@ -11,7 +11,7 @@ from report_samples import bare_record, sample_record
 from quantizer.report.page import html_from_record
 from quantizer.report.tables import layers_table
 from quantizer.utils.records import (
-    Cause,
+    Diagnosis,
     GroupSensitivity,
     GroupTime,
     Operand,
@@ -107,7 +107,7 @@ def test_columns_without_a_value_are_left_out() -> None:
 
 
 def test_what_groups_would_give_back_and_cost() -> None:
-    rows = group_rows(SITES, RANKING, TIMES, [Cause(group="qk", sqnr_db=12.5)])
+    rows = group_rows(SITES, RANKING, TIMES, [Diagnosis(group="qk", sqnr_db=12.5)])
     assert [row.group for row in rows] == ["qk", "adds"]
     first, second = rows
     assert (first.error, first.alone_db, first.cost_us, first.back) == (0.5, 12.5, 40.0, False)
@@ -129,13 +129,13 @@ def test_groups_with_times_alone_come_cheapest_first() -> None:
 
 def test_the_page_has_the_layers_and_the_groups() -> None:
     record = dataclasses.replace(
-        sample_record(), coverage=SITES, escaped=(OUTSIDE,), sensitivity=RANKING, measure="gradient", causes=()
+        sample_record(), coverage=SITES, not_quantized=(OUTSIDE,), sensitivity=RANKING, measure="gradient", diagnoses=()
     )
-    assert record.placement is not None
-    placement = dataclasses.replace(record.placement, groups=TIMES)
-    page = html_from_record(dataclasses.replace(record, placement=placement))
+    assert record.latency_fallback is not None
+    latency_fallback = dataclasses.replace(record.latency_fallback, groups=TIMES)
+    page = html_from_record(dataclasses.replace(record, latency_fallback=latency_fallback))
     section = page[page.index('<section id="layers">') : page.index('<section id="coverage">')]
-    layers, _, groups = section.partition("What if these go back to float")
+    layers, _, groups = section.partition("What if these fall back to float")
     assert '<td class="qz-mono">layer.0.query</td>' in layers
     assert "linear_9" not in layers
     for title in ("Layer", "Activations", "SQNR, dB", "Estimated divergence", "Quantized, us", "Float, us"):

@@ -15,7 +15,7 @@ from helpers import Mlp
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-from quantizer.algorithms.sensitivity.prices import GroupPrice, Prices
+from quantizer.algorithms.sensitivity.latency_costs import GroupLatency, LatencyCosts
 from quantizer.errors import CalibrationError, QuantizerError
 from quantizer.pipeline.make_record import site_records
 from quantizer.plan.coverage import Coverage, Ranges
@@ -80,7 +80,7 @@ def test_all_shows_the_rest() -> None:
     assert "stem.0._conv_forward.conv2d_0" in whole.text()
     assert len(whole.shown) == len(whole) == len(coverage)
     assert "never ran" in whole._repr_html_()
-    assert whole.escaped is coverage.escaped
+    assert whole.not_quantized is coverage.not_quantized
     # The first object is as it was.
     assert len(coverage.shown) == 5
 
@@ -126,7 +126,7 @@ def test_the_title_counts_tables_that_stay_float() -> None:
     q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 8)).eval(), [torch.arange(8)])
     assert q.coverage.title().endswith(
-        "; print .all for 1 addition that joins no branches and 1 table that stays float"
+        "; print .all for 1 addition that joins no branches and 1 table that is not quantized"
     )
     assert "a table of 128 numbers" in q.coverage.all.text()
 
@@ -158,13 +158,13 @@ class PassesOn(nn.Module):
         return applied(attend, self.linear(x))
 
 
-@pytest.mark.promise("so what it computes stays in float; to quantize it, call it in the code of a module")
+@pytest.mark.promise("so what it computes is not quantized; to quantize it, call it in the code of a module")
 def test_a_function_that_is_passed_on_says_what_to_do() -> None:
     q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(PassesOn().eval(), [torch.randn(4, 8)])
     row = next(row for row in q.coverage if row.kind == "matmul")
     assert row.reason == (
-        "attend() is passed on as a value here instead of being called, so what it computes stays in float; to "
+        "attend() is passed on as a value here instead of being called, so what it computes is not quantized; to "
         "quantize it, call it in the code of a module"
     )
     assert not row.quantized
@@ -323,13 +323,15 @@ def test_sensitivity_and_times_when_they_were_measured(measurable: tuple[Quantiz
         amp(batch)
     assert all(row.error is not None for row in q.layers)
     names = {operand.group for site in q.plan.values() for operand in site.operands if operand.group}
-    groups = {name: GroupPrice(group=name, low_us=10.0, float_us=25.0) for name in names}
-    timed = q.layers.timed(Prices(groups=groups, low_us=60.0, float_us=150.0, where="openvino, 8 x 128, 1 thread"))
+    groups = {name: GroupLatency(group=name, low_us=10.0, float_us=25.0) for name in names}
+    timed = q.layers.timed(
+        LatencyCosts(groups=groups, low_us=60.0, float_us=150.0, where="openvino, 8 x 128, 1 thread")
+    )
     assert timed.title() == "5 of 5 layers quantized; times: openvino, 8 x 128, 1 thread"
     assert {row.low_us for row in timed} == {10.0, 20.0}
     assert {row.cost_us for row in timed.put_back} == {15.0}
     text, page = timed.text(), timed._repr_html_()
-    assert "what if these go back to float, each alone" in text
+    assert "what if these fall back to float, each alone" in text
     assert page.count("<table>") == 2
     q.fallback(amp, num=1)
     assert [row.back for row in q.layers.put_back].count(True) == 1

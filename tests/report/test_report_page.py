@@ -39,7 +39,7 @@ from quantizer.report.page import diff_files
 from quantizer.report.tables import choice_table
 from quantizer.report.terminal import print_choice
 from quantizer.report.text import significant, typeset
-from quantizer.utils.records import Cause, Cure, RangeCandidate
+from quantizer.utils.records import Diagnosis, Fix, RangeCandidate
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 VOID = {"meta", "input", "br", "img", "link"}
@@ -134,7 +134,14 @@ def test_what_a_run_did_not_do_is_left_out() -> None:
     whole = sample_record()
     assert whole.fallback is not None
     fallback = dataclasses.replace(whole.fallback, evaluations=(), float_score=None, max_drop=None)
-    less = {"histograms": (), "sensitivity": (), "measure": None, "training": None, "choice": None, "placement": None}
+    less = {
+        "histograms": (),
+        "sensitivity": (),
+        "measure": None,
+        "training": None,
+        "choice": None,
+        "latency_fallback": None,
+    }
     text = html_from_record(dataclasses.replace(whole, fallback=fallback, **less))
     for words in ("Histograms", "evaluations", "Training", 'id="choice"', 'id="placement"', "Estimated divergence"):
         assert words in html_from_record(whole)
@@ -308,12 +315,12 @@ def test_the_page_is_the_recorded_one() -> None:
 
 
 def test_the_first_lines_name_what_costs_most() -> None:
-    cure = Cure(setting="activations: {smooth: 0.7}", gain_db=4.9, alone_db=6.0)
-    found = Cause(group="layer.3", sqnr_db=24.7, findings=("its channels differ by 15x",), cure=cure)
-    page = html_from_record(dataclasses.replace(sample_record(), causes=(found,)))
+    fix = Fix(setting="activations: {smoothquant_alpha: 0.7}", gain_db=4.9, alone_db=6.0)
+    found = Diagnosis(group="layer.3", sqnr_db=24.7, findings=("its channels differ by 15x",), fix=fix)
+    page = html_from_record(dataclasses.replace(sample_record(), diagnoses=(found,)))
     header = page[page.index("<header>") : page.index("</header>")]
     assert "1. layer.3: 24.7 dB alone" in header
-    assert "cure: quantizer: {activations: {smooth: 0.7}}, measured gain 4.9 dB" in header
+    assert "fix: quantizer: {activations: {smoothquant_alpha: 0.7}}, measured gain 4.9 dB" in header
 
 
 def test_the_picture_of_a_placement_without_errors() -> None:

@@ -31,7 +31,7 @@ from quantizer.report import (
 from quantizer.report import record as record_module
 from quantizer.report.document_format import field_documentation, format_page
 from quantizer.report.record import mapping_from_record, pair, record_from_mapping
-from quantizer.utils.records import Cure
+from quantizer.utils.records import Fix
 
 RECORDS = [getattr(record_module, name) for name in record_module.__all__ if name != "VERSION"]
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def test_numpy_scalars_and_lists_are_taken() -> None:
     numbers: dict[str, Any] = {"value": np.float32(0.5), "rows": np.int64(3), "interval": [0, 1]}
     score = Score(which="float", metric="accuracy", **numbers)
     record = record_from_mapping(mapping_from_record(bare_record(scores=[score], config={"path": Path("a/b")})))
-    assert record.scores == (Score(which="float", value=0.5, metric="accuracy", rows=3, interval=(0.0, 1.0)),)
+    assert record.scores == (Score(which="float", value=0.5, metric="accuracy", samples=3, interval=(0.0, 1.0)),)
     assert record.config == {"path": "a/b"}
 
 
@@ -234,4 +234,4 @@ def test_a_histogram_without_values_is_refused(tmp_path: Path, counts: list[int]
 @pytest.mark.parametrize("setting", ["exclude: {sites: ['a]}", "", "a", "a: 1\nb: 2", "- a"])
 def test_the_setting_of_a_cure_is_one_section(setting: str) -> None:
     with pytest.raises(ValueError, match=r"\S"):
-        Cure(setting=setting, gain_db=1.0, alone_db=2.0)
+        Fix(setting=setting, gain_db=1.0, alone_db=2.0)

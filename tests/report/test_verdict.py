@@ -23,11 +23,17 @@ from quantizer.report import (
     latency_entries,
 )
 from quantizer.report.model_card import write_run_card
-from quantizer.report.record import OutputDistance, Placement, SpeedCheck, mapping_from_record, record_from_mapping
-from quantizer.report.terminal import cause_lines, print_record
+from quantizer.report.record import (
+    LatencyFallback,
+    OutputDistance,
+    SpeedCheck,
+    mapping_from_record,
+    record_from_mapping,
+)
+from quantizer.report.terminal import diagnosis_lines, print_record
 from quantizer.report.text import noise_sentence, spread_words
 from quantizer.report.verdict import verdict, verdict_of
-from quantizer.utils.records import BudgetOutcome, Cause, Cure, GroupTime, Inspection, PrecisionShare
+from quantizer.utils.records import BudgetOutcome, Diagnosis, Fix, GroupTime, Inspection, PrecisionShare
 
 ENGINE = EngineFile(backend="openvino", path="model.engine", build_seconds=1.0, verified="ran here")
 
@@ -57,11 +63,11 @@ FAST = {"engine": ENGINE, "latency": _latency(float=4.0, engine=2.0)}
     ("difference", "interval", "higher", "level", "said"),
     [
         (-0.004, (-0.006, 0.001), True, "usable", "accuracy 0.7960, -0.0040 to float, 0.500% of it"),
-        (-0.004, (-0.020, 0.010), True, "usable", "with chance it may be 2.50%: more rows tell"),
+        (-0.004, (-0.020, 0.010), True, "usable", "with chance it may be 2.50%: more samples tell"),
         (+0.004, None, True, "usable", "accuracy 0.8040, +0.0040 to float"),
-        (-0.016, None, True, "look at this", "2.00% of it"),
+        (-0.016, None, True, "check", "2.00% of it"),
         (-0.040, None, True, "do not use", "5.00% of it"),
-        (-0.040, (-0.090, 0.010), True, "look at this", "which chance can explain: more rows tell"),
+        (-0.040, (-0.090, 0.010), True, "check", "which chance can explain: more samples tell"),
         (+0.040, None, False, "do not use", "5.00% of it"),
         (-0.040, None, False, "usable", "-0.0400 to float"),
     ],
@@ -87,7 +93,7 @@ def test_on_the_score(
 
 
 @pytest.mark.parametrize(
-    ("decibels", "level"), [(20.0, "usable"), (19.9, "look at this"), (10.0, "look at this"), (9.9, "do not use")]
+    ("decibels", "level"), [(20.0, "usable"), (19.9, "check"), (10.0, "check"), (9.9, "do not use")]
 )
 def test_on_the_worst_output_without_a_score(decibels: float, level: str) -> None:
     outputs = (_output(), _output(output="pooled", sqnr_db=decibels, proxy_sqnr_db=decibels))
@@ -105,7 +111,7 @@ def test_an_output_without_a_difference() -> None:
     [
         ("not met", 0.04, "do not use", "max_drop 0.0200 is not met: the engine drops by 0.0400 in evaluation"),
         ("not met", None, "do not use", "max_drop 0.0200 is not met: the best plan drops by 0.0300 in tuning"),
-        ("not met, within noise", 0.03, "look at this", "not met, within noise: the engine drops by 0.0300"),
+        ("not met, within noise", 0.03, "check", "not met, within noise: the engine drops by 0.0300"),
         ("met, within noise", 0.01, "usable", None),
         ("met", 0.01, "usable", None),
     ],
@@ -132,15 +138,15 @@ def test_a_missed_budget_comes_first(
 def test_a_speed_that_was_not_reached_comes_first() -> None:
     times = {"where": "here", "low_ms": 1.0, "float_ms": 2.0, "predicted_ms": 1.0, "back": 0}
     check = SpeedCheck(groups=0, speedup=2.0)
-    placement = Placement(**times, groups=(), min_speedup=3.0, checks=(check,))  # type: ignore[arg-type]
-    found = verdict_of(bare_record(outputs=(_output(),), placement=placement, **FAST))
+    latency_fallback = LatencyFallback(**times, groups=(), min_speedup=3.0, checks=(check,))  # type: ignore[arg-type]
+    found = verdict_of(bare_record(outputs=(_output(),), latency_fallback=latency_fallback, **FAST))
     assert found.level == "do not use"
     assert found.reasons[0] == "the speed min_speedup 3.00x is not reached: the engine has 2.00x"
 
 
 def test_nothing_to_judge_by() -> None:
     verdict = verdict_of(bare_record())
-    assert verdict.level == "look at this"
+    assert verdict.level == "check"
     assert verdict.reasons == ("neither a score nor the outputs were compared with the float model's",)
 
 
@@ -153,7 +159,7 @@ def test_nothing_is_quantized() -> None:
 def test_without_a_score_the_worst_shape_is_judged() -> None:
     usual, large = _output(sqnr_db=30.0, batch=8, sequence=128), _output(sqnr_db=17.0, batch=32, sequence=512)
     verdict = verdict_of(bare_record(outputs=(usual, large), **FAST))
-    assert verdict.level == "look at this"
+    assert verdict.level == "check"
     assert "the output at 32 x 512 is 17.0 dB from float" in str(verdict)
 
 
@@ -181,14 +187,14 @@ def test_a_conversion_has_no_float_engine_to_deploy() -> None:
 def test_an_engine_that_is_no_faster() -> None:
     record = bare_record(outputs=(_output(),), engine=ENGINE, latency=_latency(float=2.0, engine=4.0))
     verdict = verdict_of(record)
-    assert verdict.level == "look at this"
+    assert verdict.level == "check"
     assert (
         "no faster than float here, 0.50x as fast as the float engine (openvino float32): deploy float.engine"
         in verdict.reasons[0]
     )
 
 
-@pytest.mark.parametrize(("apart", "level"), [(22.0, "look at this"), (9.9, "do not use"), (-1.3, "do not use")])
+@pytest.mark.parametrize(("apart", "level"), [(22.0, "check"), (9.9, "do not use"), (-1.3, "do not use")])
 def test_an_engine_that_is_not_its_proxy(apart: float, level: str) -> None:
     verdict = verdict_of(bare_record(outputs=(_output(sqnr_db=21.0, engine_to_proxy_db=apart),), **FAST))
     assert verdict.level == level
@@ -198,7 +204,7 @@ def test_an_engine_that_is_not_its_proxy(apart: float, level: str) -> None:
 
 def test_an_engine_that_did_not_run() -> None:
     verdict = verdict_of(bare_record(outputs=(_output(engine=False),), engine=ENGINE))
-    assert verdict.level == "look at this"
+    assert verdict.level == "check"
     assert "the engine was built and did not run here" in verdict.reasons[0]
 
 
@@ -211,7 +217,7 @@ def test_an_engine_that_did_not_run() -> None:
     ],
 )
 def test_a_cure_says_what_it_costs(taken: float, said: str) -> None:
-    placement = Placement(
+    latency_fallback = LatencyFallback(
         where="openvino",
         low_ms=1.0,
         float_ms=2.0,
@@ -219,10 +225,10 @@ def test_a_cure_says_what_it_costs(taken: float, said: str) -> None:
         back=0,
         groups=(GroupTime(group="head", low_us=10.0, float_us=taken),),
     )
-    leave = Cure(setting="exclude: {sites: [head]}", gain_db=2.0, alone_db=float("inf"))
-    (line,) = cause_lines([Cause(group="head", sqnr_db=20.0, cure=leave)], placement)
+    leave = Fix(setting="exclude: {sites: [head]}", gain_db=2.0, alone_db=float("inf"))
+    (line,) = diagnosis_lines([Diagnosis(group="head", sqnr_db=20.0, fix=leave)], latency_fallback)
     assert said in line
-    assert "batch" not in cause_lines([Cause(group="head", sqnr_db=20.0, cure=leave)])[0]
+    assert "batch" not in diagnosis_lines([Diagnosis(group="head", sqnr_db=20.0, fix=leave)])[0]
 
 
 def test_float_products_and_a_wrong_float_engine_are_told() -> None:
@@ -233,7 +239,7 @@ def test_float_products_and_a_wrong_float_engine_are_told() -> None:
     slow = {"engine": ENGINE, "latency": _latency(float=2.0, engine=4.0), "outputs": (_output(),)}
     record = bare_record(covered_share=0.9, inspection=inspection, **slow)
     verdict = verdict_of(record)
-    assert verdict.level == "look at this"
+    assert verdict.level == "check"
     assert any(one.startswith("onnxruntime computes 0% of the work in low precision") for one in verdict.reasons)
     assert any(one.endswith("deploy float.engine") for one in verdict.reasons)
     # What is wrong itself is not advised, and of two wrong engines none is.

@@ -118,22 +118,22 @@ def test_layout_is_kept(tmp_path: Path, body: str) -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("return f'{a @ b}'", "inside an f-string it stays in float; to quantize it"),
+        ("return f'{a @ b}'", "inside an f-string it is not quantized; to quantize it"),
         ("return f'{f\"{a @ b}\"}'", "inside an f-string"),
         ("return f'{torch.matmul(a, b)}'", "inside an f-string"),
         ("return f'{a:{b @ c}}'", "inside an f-string"),
         (
             "return torch.matmul(a, b, out=c)",
-            "out= writes into a tensor of the caller, so it stays in float",
+            "out= writes into a tensor of the caller, so it is not quantized",
         ),
-        ("self.x += a", "in place on an attribute or an item it stays in float; to quantize it"),
-        ("a[0] += b", "in place on an attribute or an item it stays in float; to quantize it"),
+        ("self.x += a", "in place on an attribute or an item it is not quantized; to quantize it"),
+        ("a[0] += b", "in place on an attribute or an item it is not quantized; to quantize it"),
         ("return [(lambda self: self @ a)(b)]", "an inner function has an argument 'self' too"),
         (
             "def inner(self):\n    return self @ a\nreturn inner(b)",
             "an inner function has an argument 'self' too",
         ),
-        ("class Inner:\n    x = a @ b\nreturn Inner", "in a class inside a function it stays in float"),
+        ("class Inner:\n    x = a @ b\nreturn Inner", "in a class inside a function it is not quantized"),
         ("return a.matmul \\\n    (b)", "its name and its parenthesis are on different lines"),
         ("self = a\nreturn self @ b", "the function assigns to its argument 'self'"),
         ("return [self @ a for self in b]", "the function assigns to its argument 'self'"),

@@ -527,7 +527,7 @@ def test_a_class_without_source_is_reported_and_the_rest_works() -> None:
     q = _check(namespace["Executed"](), "linear.forward.linear_0")
     rows = {row.name: row.reason for row in q.coverage if not row.quantized}
     assert rows == {
-        "(the model)": "<nowhere>: the source cannot be read, so what its functions compute stays in float; "
+        "(the model)": "<nowhere>: the source cannot be read, so what its functions compute is not quantized; "
         "define them in a file or a notebook's cell to have it quantized"
     }
 

@@ -25,8 +25,8 @@ from tiny_run import tiny_run
 @pytest.mark.parametrize(
     ("asked", "rows", "metric", "said"),
     [
-        (0.002, 200, "accuracy", "finer than one of the 200 tuning rows that the search sees, which is 0.0050"),
-        (0.002, 600, "accuracy", "within the noise of the 600 tuning rows"),
+        (0.002, 200, "accuracy", "finer than one of the 200 tuning samples that the search sees, which is 0.0050"),
+        (0.002, 600, "accuracy", "within the noise of the 600 tuning samples"),
         (0.02, 600, "accuracy", None),
         # Nothing lost is a budget that any rows can tell; and a rank correlation has no step.
         (0.0, 200, "accuracy", None),
@@ -40,7 +40,7 @@ def test_what_rows_can_tell(asked: float, rows: int, metric: str, said: str | No
         assert f"--max-drop: {asked:g} is {said}" in found[0]
 
 
-@pytest.mark.promise("`quantizer validate` and the run warn where a budget is finer than its tuning rows can tell")
+@pytest.mark.promise("`quantizer validate` and the run warn where a budget is finer than its tuning samples can tell")
 @pytest.mark.parametrize("rows", [None, 15])
 def test_validate_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: int | None) -> None:
     run: dict[str, Any] = tiny_run(tmp_path)
@@ -96,7 +96,7 @@ def test_the_end_says_whether_the_budget_is_met(
 
 
 def test_without_an_evaluation_the_engine_tells_and_without_it_the_search() -> None:
-    check = EngineCheck(groups=1, drop=0.01, rows=100)
+    check = EngineCheck(groups=1, drop=0.01, samples=100)
     assert budget_outcome(FOUND, None, (check,), ()).verdict == "not met"  # type: ignore[union-attr]
     assert budget_outcome(FOUND, None, (), ()).verdict == "met"  # type: ignore[union-attr]
     assert budget_outcome(Fallback(groups=("a",), asked="num=1"), None, (), ()) is None

@@ -106,7 +106,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     here = Place(tmp_path_factory.mktemp("conversion"))
     torch.set_num_threads(1)
     tiny_run(here.folder)
-    words = ["--quantization", "--calibration", here.data("calibration"), "--rows", "12"]
+    words = ["--quantization", "--calibration", here.data("calibration"), "--samples", "12"]
     words += ["--max-drop", "0.5", "--tuning", here.data("calibration"), "--evaluation", here.data("evaluation")]
     here.convert("int8", *words, "--backend", *BACKENDS)
     here.convert("float", "--backend", *BACKENDS)
@@ -361,7 +361,7 @@ def test_a_conversion_takes_every_key_of_a_run(
     run = "quantizer: {preset: plain}\namp: {batches: 1}\nfallback: {num: 1}\n"
     run += "report: {latency_shapes: usual, track: mlflow}\n"
     (tmp_path / "run.yaml").write_text(run)
-    words = ["--quantization", "--calibration", place.data("calibration"), "--rows", "12", *SIZES, "-o", "out"]
+    words = ["--quantization", "--calibration", place.data("calibration"), "--samples", "12", *SIZES, "-o", "out"]
     code, said = convert(*words, "--config", "run.yaml", "--set", "quantizer.activations.percentile=99", "deliver=[]")
     assert (code, said) == (0, "")
     record = read_record(tmp_path / "out" / "openvino" / "report.json")
@@ -550,7 +550,7 @@ def test_the_client_of_the_guide_asks_for_what_is_served(
 
 @pytest.mark.skipif(not AHEAD, reason="needs the wheels of TensorRT-RTX, and no GPU")
 def test_an_engine_for_a_gpu_comes_with_its_check(place: Place, tmp_path: Path) -> None:
-    data = ("--quantization", "--calibration", place.data("calibration"), "--rows", "12")
+    data = ("--quantization", "--calibration", place.data("calibration"), "--samples", "12")
     folder = place.convert("rtx", *data, "--backend", "tensorrt-rtx", "--compute-capability", "sm89") / "tensorrt-rtx"
     files = json.loads((folder / "config.json").read_text(encoding="utf-8"))["files"]
     assert files["gpu_check"] == "run_on_gpu.sh"

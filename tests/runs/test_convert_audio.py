@@ -67,7 +67,7 @@ def test_speech_runs_from_yaml(place: Path, tmp_path: Path) -> None:
     config = {
         "model": {"source": str(place / "ctc"), "task": "automatic-speech-recognition", "seconds": 1},
         "data": {
-            "calibration": {"name": "transcripts", "path": str(place / "test.csv"), "rows": 4},
+            "calibration": {"name": "transcripts", "path": str(place / "test.csv"), "samples": 4},
             "evaluation": {"name": "transcripts", "path": str(place / "test.csv")},
             "batch_size": 3,
         },

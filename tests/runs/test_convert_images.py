@@ -38,7 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_resnet(folder / "resnet")
     tiny_images(folder / "photos", 16, seed=1)
     tiny_images(folder / "test", 12, seed=3)
-    words = ["--quantization", "--calibration", f"{folder}/photos", "--rows", "12", "--batch-size", "1", "2", "4"]
+    words = ["--quantization", "--calibration", f"{folder}/photos", "--samples", "12", "--batch-size", "1", "2", "4"]
     words += ["--evaluation", f"image-folder:{folder}/test"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)

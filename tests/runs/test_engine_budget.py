@@ -36,7 +36,7 @@ BUDGET = 0.1
 
 @pytest.fixture
 def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
-    """The tuning rows of a run in the current folder."""
+    """The tuning samples of a run in the current folder."""
     monkeypatch.chdir(tmp_path)
     run = tiny_run(tmp_path)
     run["data"]["tuning"] = {"name": "text-csv", "path": str(tmp_path / "calibration.csv")}
@@ -94,7 +94,7 @@ def test_the_search_goes_on_with_what_the_engine_loses_more(
     assert fallback.max_drop == BUDGET
     assert "and 0.1 is allowed: the search goes on with 0.06000" in " ".join(capsys.readouterr().out.split())
     assert "not met" not in evaluation_caption(fallback)
-    # The search saw all other rows.
+    # The search saw all other samples.
     assert {check.rows for check in fallback.checks} == {len(rows) // 3}
     assert searched == [[row for place, row in enumerate(rows) if place % 3 != 2]]
     assert f"on {second.rows} rows that the search did not see, the engine" in evaluation_caption(fallback)

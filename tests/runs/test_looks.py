@@ -26,13 +26,13 @@ def test_data_is_read_once_for_runs_of_other_rows(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(run_ready, "whole_data", counted)
     looks = Looks()
     for count in range(1, 11):
-        section = DatasetConfig(name="text-csv", path=str(path), rows=count, offset=count)
+        section = DatasetConfig(name="text-csv", path=str(path), samples=count, offset=count)
         assert run_ready._rows("calibration", section, looks) == load_rows(
-            "text-csv", path=path, rows=count, offset=count
+            "text-csv", path=path, samples=count, offset=count
         )
     assert len(read) == 1
     with pytest.raises(TaskError, match=r"data\.calibration: .* has 20 rows, fewer than"):
-        run_ready._rows("calibration", DatasetConfig(name="text-csv", path=str(path), rows=99), looks)
+        run_ready._rows("calibration", DatasetConfig(name="text-csv", path=str(path), samples=99), looks)
 
 
 def test_an_error_is_raised_each_time_and_found_once() -> None:

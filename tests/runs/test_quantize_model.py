@@ -20,7 +20,7 @@ for _package in ("onnx", "onnxscript", "onnxruntime", "jinja2"):
 import quantizer
 from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import CalibrationError, CalibrationWarning, ConfigError, EngineError, QuantizerError, TaskError
-from quantizer.pipeline.placement import RunPlacement
+from quantizer.pipeline.latency_fallback import RunPlacement
 from quantizer.report import read_record
 from quantizer.report.compare import compare, read_runs
 from quantizer.report.compare_shown import html_from_comparison
@@ -97,11 +97,11 @@ def _mean_score(model: nn.Module) -> float:
 def test_causes_are_looked_for_on_some_rows_of_large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def causes(self: quantizer.Quantizer, model: nn.Module, batches: Any) -> Any:
+    def diagnose(self: quantizer.Quantizer, model: nn.Module, batches: Any) -> Any:
         seen.extend(len(batch["image"]) for batch in batches)
         return SimpleNamespace(rows=())
 
-    monkeypatch.setattr(quantizer.Quantizer, "causes", causes)
+    monkeypatch.setattr(quantizer.Quantizer, "diagnose", diagnose)
     _quantize(_net(), _images(40))
     assert seen == [8, 8]
 
@@ -110,10 +110,10 @@ def test_a_search_for_causes_that_fails_costs_no_result(monkeypatch: pytest.Monk
     def fails(*_: Any) -> Any:
         raise AssertionError("no such <operand>")
 
-    monkeypatch.setattr(quantizer.Quantizer, "causes", fails)
-    with pytest.warns(UserWarning, match="the search for causes failed; .* AssertionError: no such <operand>"):
+    monkeypatch.setattr(quantizer.Quantizer, "diagnoses", fails)
+    with pytest.warns(UserWarning, match="the diagnosis failed; .* AssertionError: no such <operand>"):
         result = _quantize(_net(), _images())
-    assert result.record.causes_problem == "AssertionError: no such <operand>"
+    assert result.record.diagnosis_error == "AssertionError: no such <operand>"
     assert "search for it failed: AssertionError: no such <operand>" in " ".join(result.summary().split())
     assert "no such &lt;operand&gt;" in result.report(tmp_path / "r.html").read_text()
     again = quantizer.load(result.save(tmp_path / "saved"))
@@ -227,7 +227,7 @@ def test_summary_and_report(made: Any, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("FORCE_COLOR", "1")  # Jupyter sets it
     assert made.summary() == said
     monkeypatch.undo()
-    assert "verdict usable: " in said or "verdict look at this: " in said
+    assert "verdict usable: " in said or "verdict check: " in said
     page = made.report(tmp_path / "r.html").read_text()
     assert "<h1>Net</h1>" in page
     assert 'class="judgement ' in page
@@ -253,7 +253,7 @@ def test_saved_results_are_compared(made: Any, tmp_path: Path) -> None:
     assert abs(pair.difference) == pytest.approx(abs(made.record.scores[2].value - other.record.scores[2].value))
     page = html_from_comparison(found, "two", tmp_path)
     assert "No run has a score" not in page
-    assert "other rows" not in page
+    assert "other samples" not in page
 
 
 @pytest.mark.promise("Your model is never changed: same classes, same state dict, same outputs.")
@@ -355,8 +355,8 @@ def test_a_loader_with_labels_and_no_end() -> None:
 def test_a_format_of_a_later_opset(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnx
 
-    # On a busy machine a head of 8 inputs may be timed as slower than in float, and be put back.
-    monkeypatch.setattr(RunPlacement, "priced", lambda *_: None)
+    # On a busy machine a head of 8 inputs may be timed as slower than in float, and be kept in float.
+    monkeypatch.setattr(RunPlacement, "measured", lambda *_: None)
     openvino = next(name for name in cpu_candidates()[0] if name.startswith("openvino"))
     four = [{"weights": "int4", "kinds": ["linear"]}]
     made = _quantize(_net(), _images(), backend=openvino, formats=four)

@@ -64,7 +64,7 @@ def _scored_and_compared(rank: int, folder: str) -> None:
     for settings, model, some, what in (
         (f"settings {rank}", base, rows, "configuration"),
         ("settings", _Model(float(rank)), rows, "weights of the model"),
-        ("settings", base, rows * (rank + 1), "tuning rows"),
+        ("settings", base, rows * (rank + 1), "tuning samples"),
     ):
         with pytest.raises(QuantizerError, match=f"rank 1 differs from rank 0 in the {what}, and"):
             require_same_work(settings, model, {"tuning": some})

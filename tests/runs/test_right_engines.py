@@ -74,9 +74,9 @@ def plant(
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that OpenVINO's model for all sizes computes wrongly, and runs without a search for causes."""
+    """Files that OpenVINO's model for all sizes computes wrongly, and runs without a diagnosis."""
     monkeypatch.setattr(openvino_passes, "is_shared_product", lambda _: False)
-    monkeypatch.setattr(stages, "with_causes_of", lambda record, *_: record)
+    monkeypatch.setattr(stages, "with_diagnosis", lambda record, *_: record)
 
 
 def _net() -> nn.Module:
@@ -133,7 +133,7 @@ def test_an_engine_that_is_wrong_at_one_size_is_refused(
 ) -> None:
     plant(monkeypatch, QUANTIZED_STEM, lambda rows: rows == 2)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(stages, "with_causes_of", lambda record, *_: record)
+    monkeypatch.setattr(stages, "with_diagnosis", lambda record, *_: record)
     with pytest.raises(EngineError, match="the engine is refused") as refused:
         _quantized(_net(), (32,), backend)
     said = str(refused.value)
@@ -188,7 +188,7 @@ def test_a_run_keeps_what_tells_the_cause_of_a_refused_engine(
 ) -> None:
     pytest.importorskip("transformers", reason="install enginequant[hf]")
     plant(monkeypatch, QUANTIZED_STEM, lambda rows: rows == 8)
-    monkeypatch.setattr(stages, "with_causes_of", lambda record, *_: record)
+    monkeypatch.setattr(stages, "with_diagnosis", lambda record, *_: record)
     (tmp_path / "run.yaml").write_text(json.dumps(tiny_run(tmp_path) | {"output": str(tmp_path / "out")}))
     assert main(["run", str(tmp_path / "run.yaml")]) == 1
     said = " ".join("".join(capsys.readouterr()).split())

@@ -366,7 +366,7 @@ def test_the_run_goes_on_with_the_rest_that_won(at: Path, monkeypatch: pytest.Mo
 
 def _convert(at: Path, *backends: str) -> None:
     Path("settings.yaml").write_text("preset: plain\n")
-    data = ("--quantization", "--calibration", f"text-csv:{at / 'calibration.csv'}", "--rows", "12")
+    data = ("--quantization", "--calibration", f"text-csv:{at / 'calibration.csv'}", "--samples", "12")
     sizes = ("--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32", "--config", "settings.yaml")
     assert main(["convert", "-m", "model", *data, *sizes, "-o", "out", "--backend", "auto", *backends]) == 0
 

@@ -37,7 +37,7 @@ for _package in ("transformers", "sklearn", "jinja2", "openvino"):
 
 from tiny_run import tiny_run, write_rows
 
-MEASURED = ("scores", "sensitivity", "fallback", "coverage", "histograms", "measure", "escaped")
+MEASURED = ("scores", "sensitivity", "fallback", "coverage", "histograms", "measure", "not_quantized")
 """What a report says of the plan, and not of the machine or the moment."""
 
 
@@ -63,7 +63,7 @@ def _distance(self: Any, model: nn.Module) -> float:
 
 def patched(patch: Callable[[str, Any], None]) -> None:
     """Let no time of this machine decide, as which groups are slower in an engine changes from run to run."""
-    patch("quantizer.pipeline.stages.RunPlacement.priced", lambda *_: None)
+    patch("quantizer.pipeline.stages.RunPlacement.timed", lambda *_: None)
     patch("quantizer.pipeline.stages.measure_memory", lambda *_: ())
     patch("quantizer.pipeline.scores.TaskMetric.__call__", _distance)
 

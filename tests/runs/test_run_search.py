@@ -1,4 +1,4 @@
-"""Runs that choose what goes back to float: what they say, and a search that is interrupted goes on."""
+"""Runs that choose what falls back to float: what they say, and a search that is interrupted goes on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from quantizer.algorithms.sensitivity import Fallback
 from quantizer.cli.main import main
 from quantizer.engines import BuildResult, Inspection
 from quantizer.errors import EngineError
-from quantizer.pipeline.placement import RunPlacement
+from quantizer.pipeline.latency_fallback import RunPlacement
 from quantizer.pipeline.run_engines import RunEngines
 from quantizer.pipeline.scores import TaskMetric
 from quantizer.report import RunRecord, read_record
@@ -67,13 +67,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @dataclass
 class Expected:
-    """The float outputs of the tuning rows."""
+    """The float outputs of the tuning samples."""
 
     rows: list[Row]
     outputs: npt.NDArray[np.float32]
 
     def closeness(self, predictions: Predictions, rows: Sequence[Row]) -> float:
-        """Of tuning rows to the float outputs; of other rows no matter what."""
+        """Of tuning samples to the float outputs; of other samples no matter what."""
         places = [self.rows.index(row) if row in self.rows else 0 for row in rows]
         return 1 - float(np.abs(predictions.outputs - self.outputs[places]).mean())
 
@@ -126,7 +126,7 @@ def search(files: dict[str, Any], expected: Expected, tmp_path: Path, monkeypatc
     monkeypatch.setattr(RunEngines, "inspect", lambda *_: unseen)
     monkeypatch.setattr(RunEngines, "load", lambda *_: {})
     monkeypatch.setattr(RunEngines, "runs_here", False)
-    monkeypatch.setattr(RunPlacement, "priced", lambda *_: None)
+    monkeypatch.setattr(RunPlacement, "measured", lambda *_: None)
     return search
 
 
@@ -172,7 +172,7 @@ def _no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     def enough(*_: Any, **__: Any) -> None:
         raise EngineError("far enough")
 
-    monkeypatch.setattr(RunPlacement, "priced", lambda *_: None)
+    monkeypatch.setattr(RunPlacement, "measured", lambda *_: None)
     monkeypatch.setattr(Quantizer, "quantize", enough)
 
 
@@ -229,7 +229,7 @@ def test_an_error_after_the_search_keeps_its_scores(
 
 @pytest.mark.parametrize(
     "word",
-    some_daily(["data.tuning.rows=12", "quantizer.activations.calibrator=max", "model.max_length=20"], 1),
+    some_daily(["data.tuning.samples=12", "quantizer.activations.calibrator=max", "model.max_length=20"], 1),
 )
 def test_scores_of_another_run_are_not_taken(
     search: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str

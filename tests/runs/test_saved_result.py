@@ -1,4 +1,4 @@
-"""What is left of ``quantize_model`` the next morning: the saved folder, its engine, and cures that can be given."""
+"""What is left of ``quantize_model`` the next morning: the saved folder, its engine, and fixes that can be given."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from quantizer.errors import ConfigError, EngineError, QuantizerError, Sensitivi
 from quantizer.pipeline.engine_module import CALL
 from quantizer.pipeline.scores import FunctionMetric
 from quantizer.report.record import shown_setting
-from quantizer.report.terminal import cause_lines
-from quantizer.utils.records import Cause, Cure
+from quantizer.report.terminal import diagnosis_lines
+from quantizer.utils.records import Diagnosis, Fix
 
 ONNXRUNTIME = next(name for name in cpu_candidates()[0] if name.startswith("onnxruntime"))
 
@@ -170,14 +170,14 @@ def test_what_goes_back_can_be_given_as_the_report_says(made: Any, tmp_path: Pat
 
 
 def test_a_cure_can_be_given_as_it_is_shown() -> None:
-    cure = Cure(setting="exclude: {names: [head], sites: [second.forward.linear_0]}", gain_db=3.0, alone_db=4.0)
-    cause = Cause(group="second.forward.linear_0", sqnr_db=9.0, findings=("far",), cure=cure)
-    (line,) = cause_lines([cause], python=True)
-    (shown,) = re.findall(r"cure: (exclude=\{.*?\}), measured", line)
+    fix = Fix(setting="exclude: {names: [head], sites: [second.forward.linear_0]}", gain_db=3.0, alone_db=4.0)
+    cause = Diagnosis(group="second.forward.linear_0", sqnr_db=9.0, findings=("far",), fix=fix)
+    (line,) = diagnosis_lines([cause], python=True)
+    (shown,) = re.findall(r"fix: (exclude=\{.*?\}), measured", line)
     assert _keywords(shown) == {"exclude": {"names": ["head"], "sites": ["second.forward.linear_0"]}}
     excluded = quantizer.Quantizer(**_keywords(shown)).config.exclude
-    (line,) = cause_lines([cause])
-    (shown,) = re.findall(r"cure: (quantizer: .*?), measured", line)
+    (line,) = diagnosis_lines([cause])
+    (shown,) = re.findall(r"fix: (quantizer: .*?), measured", line)
     assert quantizer.Quantizer(yaml.safe_load(shown)).config.exclude == excluded
     assert yaml.safe_load(shown_setting("fallback: {names: [a]}", python=False)) == {"fallback": {"names": ["a"]}}
 

@@ -288,18 +288,18 @@ def test_a_launcher_that_is_not_installed(
 
 
 @pytest.mark.promise("runs of one plan have one ranking of its groups")
-@pytest.mark.promise("Causes and cures are looked for only in runs that are not usable")
+@pytest.mark.promise("Causes and fixes are looked for only in runs that are not usable")
 @pytest.mark.nightly
 def test_a_ranking_is_made_once(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantizer.pipeline.sweep.verdict_of", lambda record: Verdict(levels[record.name], ()))
-    levels = {"num=1": "usable", "num=2": "look at this"}
+    levels = {"num=1": "usable", "num=2": "check"}
     command = ["run", "tiny.yaml", "amp={}", "fallback={}", "fallback.num=1,2", "--output", "swept"]
     command += ["quantizer.activations.percentile=99.9"]
     assert main(command) == 0
     records = {name: read_record(at / "swept" / name / "report.json") for name in levels}
     stages = {name: [stage.name for stage in record.stages] for name, record in records.items()}
     assert [names.count("measure sensitivity") for names in stages.values()] == [1, 0]
-    assert [names.count("look for causes") for names in stages.values()] == [0, 1]
+    assert [names.count("diagnose") for names in stages.values()] == [0, 1]
     first, second = records.values()
     assert [(row.group, row.error) for row in first.sensitivity] == [
         (row.group, row.error) for row in second.sensitivity
@@ -313,18 +313,18 @@ def test_a_ranking_is_made_once(at: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_killed_while_causes_are_looked_for(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("quantizer.pipeline.sweep.verdict_of", lambda record: Verdict("look at this", ()))
+    monkeypatch.setattr("quantizer.pipeline.sweep.verdict_of", lambda record: Verdict("check", ()))
     command = ["run", "tiny.yaml", "amp={}", PERCENTILES, "--output", "swept"]
-    look, made = late_causes.with_causes_of, one_run.carry_out
+    look, made = late_causes.with_diagnosis, one_run.carry_out
 
     def killed(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(late_causes, "with_causes_of", killed)
+    monkeypatch.setattr(late_causes, "with_diagnosis", killed)
     assert main(command) == 130
     assert "0 of 2 runs complete, 1 more but for the causes, in " in capsys.readouterr().err
     before = read_record(at / "swept" / FIRST / "report.json")
-    assert not before.causes
+    assert not before.diagnoses
     assert not (at / "swept" / SECOND).exists()
     carried: list[str] = []
 
@@ -345,34 +345,34 @@ def test_killed_while_causes_are_looked_for(
     with (at / "swept" / "comparison.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert all(row["error"] == "no <such> batch" and float(row["score"]) > 0 for row in rows)
-    monkeypatch.setattr(late_causes, "with_causes_of", look)
+    monkeypatch.setattr(late_causes, "with_diagnosis", look)
     monkeypatch.setattr(late_causes.Quantizer, "load", load)
     assert main(command) == 0
     assert carried == [SECOND]
     after = read_record(at / "swept" / FIRST / "report.json")
-    assert after.causes
+    assert after.diagnoses
     assert after.scores == before.scores
     assert after.latency == before.latency
-    assert [stage.name for stage in after.stages[len(before.stages) :]] == ["load model and data", "look for causes"]
-    assert after.causes[0].group in (at / "swept" / FIRST / "report.html").read_text()
+    assert [stage.name for stage in after.stages[len(before.stages) :]] == ["load model and data", "diagnose"]
+    assert after.diagnoses[0].group in (at / "swept" / FIRST / "report.html").read_text()
     # Those of the run alone, whose quantizer was not read from its folder.
     assert main(["run", "tiny.yaml", "amp={}", "quantizer.activations.percentile=99.9", "--output", "alone"]) == 0
-    assert read_record(at / "alone" / "report.json").causes == after.causes
+    assert read_record(at / "alone" / "report.json").diagnoses == after.diagnoses
 
 
 @pytest.mark.promise("Where their search fails, the run keeps its figures, a warning tells the error")
 @pytest.mark.nightly
 def test_a_search_for_causes_that_fails(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantizer.pipeline.sweep.verdict_of", lambda record: Verdict("look at this", ()))
+    monkeypatch.setattr("quantizer.pipeline.sweep.verdict_of", lambda record: Verdict("check", ()))
     tried: list[Any] = []
 
     def fails(*arguments: Any) -> Any:
         tried.append(arguments)
         raise AssertionError("no <such> operand")
 
-    monkeypatch.setattr(late_causes.Quantizer, "causes", fails)
+    monkeypatch.setattr(late_causes.Quantizer, "diagnoses", fails)
     command = ["run", "tiny.yaml", "amp={}", PERCENTILES, "--output", "swept"]
-    with pytest.warns(UserWarning, match="the search for causes failed; .* AssertionError: no <such> operand"):
+    with pytest.warns(UserWarning, match="the diagnosis failed; .* AssertionError: no <such> operand"):
         assert main(command) == 0
     assert len(tried) == 2
     with (at / "swept" / "comparison.csv").open() as stream:
@@ -381,7 +381,7 @@ def test_a_search_for_causes_that_fails(at: Path, monkeypatch: pytest.MonkeyPatc
     assert all(float(row["score"]) > 0 for row in rows)
     for name in (FIRST, SECOND):
         record = read_record(at / "swept" / name / "report.json")
-        assert (record.causes, record.causes_problem) == ((), "AssertionError: no <such> operand")
+        assert (record.diagnoses, record.diagnosis_error) == ((), "AssertionError: no <such> operand")
         assert "no &lt;such&gt; operand" in (at / "swept" / name / "report.html").read_text()
     # It would fail again: only --force looks for them anew.
     assert main(command) == 0

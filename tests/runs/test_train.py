@@ -304,6 +304,6 @@ def test_a_run_that_is_stopped_says_where_its_checkpoints_are(
     assert not (tmp_path / "out").exists()
     # From other calibration data the scales start elsewhere: it is another training.
     kept = last.read_bytes()
-    assert main([*words, "data.calibration.rows=8"]) == 1
+    assert main([*words, "data.calibration.samples=8"]) == 1
     assert "holds checkpoints of another configuration: remove it to begin anew" in capsys.readouterr().err
     assert last.read_bytes() == kept

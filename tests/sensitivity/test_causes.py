@@ -1,4 +1,5 @@
-"""The groups that cost most: a known fault is named, its cure is YAML that loads, and its gain shows on other rows."""
+"""The groups that cost most: a known fault is named, its fix is YAML that loads, and its gain shows on other
+samples."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from toy_nets import net
 
-from quantizer import Quantizer, error_causes
-from quantizer.error_causes import with_setting
+from quantizer import Quantizer, diagnose
+from quantizer.diagnose import with_setting
 from quantizer.errors import CalibrationError
 from quantizer.plan.site_plan import Plan
-from quantizer.report.terminal import cause_lines
-from quantizer.utils.records import Cause
+from quantizer.report.terminal import diagnosis_lines
+from quantizer.utils.records import Diagnosis
 
 _WIDTH = 64
 
@@ -64,9 +65,9 @@ def _sqnr(quantizer: Quantizer, model: nn.Module, rows: list[Tensor]) -> float:
     return -10 * math.log10(sum(errors) / len(errors))
 
 
-def _worst(model: nn.Module, rows: list[Tensor], **config: object) -> tuple[Quantizer, Cause]:
+def _worst(model: nn.Module, rows: list[Tensor], **config: object) -> tuple[Quantizer, Diagnosis]:
     quantizer = make_calibrated(model, rows, backend="openvino", **config)
-    return quantizer, quantizer.causes(model, rows)[0]
+    return quantizer, quantizer.diagnose(model, rows)[0]
 
 
 @pytest.mark.parametrize(
@@ -85,37 +86,39 @@ def test_a_fault_is_named_and_its_cure_is_true_on_other_rows(
     model, rows, others = _model(), _rows(spoil, 1), _rows(spoil, 2)
     quantizer, worst = _worst(model, rows, activations=config)
     assert words in "; ".join(worst.findings)
-    assert worst.cure is not None
-    setting = yaml.safe_load(worst.cure.setting)
+    assert worst.fix is not None
+    setting = yaml.safe_load(worst.fix.setting)
     cured = Quantizer(with_setting(quantizer.config, setting))
     cured.calibrate(model, rows, progress=False)
     gain = _sqnr(cured, model, others) - _sqnr(quantizer, model, others)
     assert gain > 0.5
-    assert gain == pytest.approx(worst.cure.gain_db, abs=2)
+    assert gain == pytest.approx(worst.fix.gain_db, abs=2)
 
 
 def test_a_healthy_model_has_costs_and_float_alone_mends_them() -> None:
     rows = _rows(_plain, 1)
     model = _model()
-    causes = make_calibrated(model, rows, backend="openvino", activations={"calibrator": "max"}).causes(model, rows)
-    assert len(causes) == 2
-    assert all(not cause.findings for cause in causes)
-    assert causes[0].sqnr_db <= causes[1].sqnr_db
+    diagnoses = make_calibrated(model, rows, backend="openvino", activations={"calibrator": "max"}).diagnose(
+        model, rows
+    )
+    assert len(diagnoses) == 2
+    assert all(not cause.findings for cause in diagnoses)
+    assert diagnoses[0].sqnr_db <= diagnoses[1].sqnr_db
     # Of two groups each has about a half of the error.
-    worst = causes[0].cure
+    worst = diagnoses[0].fix
     assert worst is not None
     assert worst.setting.startswith("exclude: {sites: [")
     assert math.isinf(worst.alone_db)
     assert 0.5 <= worst.gain_db < 20
-    assert "cure: leave it in float, exclude={" in causes.text()
+    assert "fix: leave it in float, exclude={" in diagnoses.text()
 
 
 def test_to_leave_all_groups_in_float_is_no_cure() -> None:
     torch.manual_seed(0)
     model, rows = nn.Sequential(nn.Linear(_WIDTH, _WIDTH)).eval(), _rows(_plain, 1)
-    (only,) = make_calibrated(model, rows, backend="openvino", activations={"calibrator": "max"}).causes(model, rows)
-    assert only.cure is None
-    assert cause_lines([only])[0].endswith("dB alone; nothing stands out in its inputs")
+    (only,) = make_calibrated(model, rows, backend="openvino", activations={"calibrator": "max"}).diagnose(model, rows)
+    assert only.fix is None
+    assert diagnosis_lines([only])[0].endswith("dB alone; nothing stands out in its inputs")
 
 
 def _unfoldable() -> nn.Module:
@@ -127,25 +130,25 @@ def test_what_cannot_be_folded_says_why() -> None:
     torch.manual_seed(0)
     model, rows = _unfoldable().eval(), _rows(_channel, 1)
     quantizer = make_calibrated(model, rows, backend="openvino", activations={"calibrator": "max"})
-    found = [cause for cause in quantizer.causes(model, rows) if cause.notes]
+    found = [cause for cause in quantizer.diagnose(model, rows) if cause.notes]
     assert any("reads the same tensor in low precision" in note for cause in found for note in cause.notes)
-    assert any("not smoothed" in line for line in cause_lines(found))
+    assert any("not smoothed" in line for line in diagnosis_lines(found))
 
 
 def test_a_model_with_nothing_quantized_has_no_causes_and_no_data_is_refused() -> None:
     model, rows = _model(), _rows(_plain, 1)
     quantizer = make_calibrated(model, rows, backend="openvino", exclude={"names": ["**"]})
-    assert len(quantizer.causes(model, rows)) == 0
+    assert len(quantizer.diagnose(model, rows)) == 0
     with pytest.raises(CalibrationError, match="a few calibration batches"):
-        quantizer.causes(model, [])
+        quantizer.diagnose(model, [])
 
 
 def test_asking_changes_no_plan() -> None:
     model, rows = _model(), _rows(_channel, 1)
     quantizer = make_calibrated(model, rows, backend="openvino", activations={"calibrator": "max"})
     before = quantizer.scales()
-    first = quantizer.causes(model, rows)
-    assert first.rows == quantizer.causes(model, rows).rows
+    first = quantizer.diagnose(model, rows)
+    assert first.rows == quantizer.diagnose(model, rows).rows
     assert all(torch.equal(scale, before[name]) for name, scale in quantizer.scales().items())
 
 
@@ -160,7 +163,7 @@ def test_causes_of_convolutions_whose_inputs_are_divided_by_factors() -> None:
     quantizer.calibrate(model, images)
     factors = [operand.factor for site in quantizer.plan.values() for operand in site.operands]
     assert any(factor is not None for factor in factors)
-    assert {cause.group for cause in quantizer.causes(model, images).rows} == {
+    assert {cause.group for cause in quantizer.diagnose(model, images).rows} == {
         "0._conv_forward.conv2d_1",
         "2._conv_forward.conv2d_1",
     }
@@ -170,13 +173,13 @@ def test_causes_of_convolutions_whose_inputs_are_divided_by_factors() -> None:
 def ranked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many batches groups were ranked on, each time."""
     asked: list[int] = []
-    measure = error_causes._ranked
+    measure = diagnose._ranked
 
     def counted(model: nn.Module, plan: Plan, batches: list[Tensor]) -> list[str]:
         asked.append(len(batches))
         return measure(model, plan, batches)
 
-    monkeypatch.setattr(error_causes, "_ranked", counted)
+    monkeypatch.setattr(diagnose, "_ranked", counted)
     return asked
 
 
@@ -191,10 +194,10 @@ def _measured(model: nn.Module, rows: list[Tensor]) -> Quantizer:
 def test_the_ranking_of_amp_is_not_measured_again(ranked: list[int]) -> None:
     model, rows = _model(), _rows(_channel, 1)
     quantizer = _measured(model, rows)
-    found = quantizer.causes(model, rows).rows
+    found = quantizer.diagnose(model, rows).rows
     assert not ranked
     quantizer.amp(model)
-    assert quantizer.causes(model, rows).rows == found
+    assert quantizer.diagnose(model, rows).rows == found
     assert ranked == [len(rows)], "nothing went through the new proxy yet"
 
 
@@ -202,7 +205,7 @@ def test_a_ranking_of_another_plan_is_not_taken(ranked: list[int]) -> None:
     model, rows = _model(), _rows(_plain, 1)
     quantizer = _measured(model, rows)
     quantizer.calibrate(model, [10 * row for row in rows], resume=True)
-    quantizer.causes(model, rows)
+    quantizer.diagnose(model, rows)
     assert ranked == [len(rows)]
 
 
@@ -212,7 +215,7 @@ def test_a_ranking_of_other_weights_is_not_taken(ranked: list[int]) -> None:
     with torch.no_grad():
         model[0].weight.mul_(3)
     with pytest.warns(UserWarning, match="weights"):
-        quantizer.causes(model, rows)
+        quantizer.diagnose(model, rows)
     assert ranked == [len(rows)]
 
 
@@ -236,5 +239,5 @@ class _Attention(nn.Module):
 def test_an_operand_that_fused_attention_computes_itself(own: bool) -> None:
     torch.manual_seed(0)
     model, rows = _Attention(own).eval(), [torch.randn(8, 8, 32) for _ in range(4)]
-    found = make_calibrated(model, rows, backend="openvino").causes(model, rows[:2], num=10)
+    found = make_calibrated(model, rows, backend="openvino").diagnose(model, rows[:2], num=10)
     assert any("scaled_dot_product_attention" in cause.group for cause in found)

@@ -1,4 +1,4 @@
-"""Relative errors against brute force, and the groups that they put back."""
+"""Relative errors against brute force, and the groups that they kept in float."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_a_ratio_of_whole_groups_is_that_many(size: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num": 8}, "num=8: there are only 7 quantized groups to put back"),
+        ({"num": 8}, "num=8: there are only 7 quantized groups to keep in float"),
         ({"num": -1}, "num=-1: expected a whole number of groups, 0 or more"),
         ({"num": True}, "num=True: expected a whole number"),
         ({"num": 1.0}, "num=1.0: expected a whole number"),
@@ -224,8 +224,8 @@ def test_what_cannot_be_chosen(options: dict[str, Any], message: str) -> None:
 
 def test_equal_errors_keep_one_order() -> None:
     assert Fallback(groups=("b", "a"), asked="num=2", ranks=(1, 2)).reasons() == {
-        "b": "put back by fallback(num=2): rank 1",
-        "a": "put back by fallback(num=2): rank 2",
+        "b": "kept in float by fallback(num=2): rank 1",
+        "a": "kept in float by fallback(num=2): rank 2",
     }
 
 

@@ -597,5 +597,5 @@ def test_a_dataclass_is_measured_as_a_mapping_is(measure: str) -> None:
         q = Quantizer(preset="fast", backend="openvino")
         q.calibrate(model, data, progress=False)
         errors.append(_errors(q, model, data, measure=measure))
-        assert q.causes(model, data)
+        assert q.diagnose(model, data)
     assert errors[0] == errors[1]

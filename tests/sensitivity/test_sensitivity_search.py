@@ -111,11 +111,12 @@ def test_groups_that_are_not_needed_are_won_back() -> None:
     assert found.groups == ("g2", "g3")
     assert found.ranks == (2, 3)
     assert found.float_score == 0.0
-    assert found.reasons()["g3"] == "put back by fallback(max_drop=1): rank 3"
+    assert found.reasons()["g3"] == "kept in float by fallback(max_drop=1): rank 3"
 
 
 def test_a_group_is_tried_again_after_others_went() -> None:
-    """Scores need not grow with what is put back: here the first group is enough, but not together with the second."""
+    """Scores need not grow with what is kept in float: here the first group is enough, but not together with the
+    second."""
 
     def score(groups: tuple[str, ...]) -> float:
         return 0.0 if "g1" in groups and groups != ("g1", "g2") else -2.0
@@ -155,7 +156,7 @@ def test_a_budget_that_no_plan_meets_gives_the_best_one(
     assert found.met == (reached <= max_drop)
     said = fallback_reason(found)
     assert ("the budget is not met, and this is the best plan found" in said) == (not found.met)
-    assert f"{10 - reached:.5f} on the tuning rows" in said
+    assert f"{10 - reached:.5f} on the tuning samples" in said
 
 
 def test_a_score_that_is_better_than_float_is_no_drop() -> None:
@@ -257,7 +258,7 @@ OPERANDS = {
 def test_names(names: list[str], groups: list[str]) -> None:
     found = by_name(OPERANDS, names)
     assert list(found.groups) == groups
-    assert found.reasons() == dict.fromkeys(groups, f"put back by fallback(names={names})")
+    assert found.reasons() == dict.fromkeys(groups, f"kept in float by fallback(names={names})")
 
 
 @pytest.mark.parametrize(

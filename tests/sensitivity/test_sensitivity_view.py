@@ -140,7 +140,7 @@ def test_blocks_are_those_of_the_modules_in_the_model_s_order() -> None:
     quantizer.fallback(amp, names=["layers.0.forward.add_0.lhs"])
     root = ElementTree.fromstring(quantizer.sensitivity.heatmap().svg)
     titles = [title.text or "" for title in root.iter(f"{SVG}title")]
-    marked = [title.partition(":")[0] for title in titles if "put back to float" in title]
+    marked = [title.partition(":")[0] for title in titles if "kept in float" in title]
     assert marked == ["layers.0, residual_add lhs"]
 
 
@@ -158,9 +158,9 @@ def test_a_search_as_a_table_and_a_picture(tmp_path: Path) -> None:
     view = Sensitivity(RANKING, SEARCH, "gradient")
     assert view.search.text().splitlines() == [
         "2 evaluations; the float model scores 0.9000; a drop of 0.0100 is allowed;",
-        "with 1 group put back it scores 0.8950; asked 0.0100; drop in tuning 0.0050:",
+        "with 1 group kept in float it scores 0.8950; asked 0.0100; drop in tuning 0.0050:",
         "met",
-        "evaluation  groups put back  cost   score     drop  in budget  front",
+        "evaluation  groups kept in float  cost   score     drop  in budget  front",
         "─" * 76,
         "         1                0     0  0.5000    0.400  no         front",
         "         2                1     1  0.8950  0.00500  yes        front  chosen",
@@ -169,16 +169,14 @@ def test_a_search_as_a_table_and_a_picture(tmp_path: Path) -> None:
     assert "<table>" in view.search._repr_html_()
     view.pareto().save(str(tmp_path / "front.svg"))
     assert ElementTree.parse(tmp_path / "front.svg").getroot().attrib["aria-label"] == (
-        "Drop of the metric against the cost of what is put back: 2 evaluations, 2 of them on the front; "
+        "Drop of the metric against the cost of what is kept in float: 2 evaluations, 2 of them on the front; "
         "the budget is a drop of 0.0100"
     )
 
 
 def test_without_a_search_there_is_no_front() -> None:
     quantizer, amp, _ = _measured()
-    with pytest.raises(
-        SensitivityError, match=r"no scores of a search: nothing was put back; fallback\(amp, max_drop="
-    ):
+    with pytest.raises(SensitivityError, match=r"no scores of a search: nothing falls back; fallback\(amp, max_drop="):
         quantizer.sensitivity.pareto()
     quantizer.fallback(amp, num=1)
     with pytest.raises(SensitivityError, match=r"no scores of a search: fallback\(num=1\) takes none"):

@@ -77,7 +77,7 @@ def test_it_decides_as_one_of_its_own(model: nn.Module, first: str, backend: str
 @pytest.mark.parametrize(
     "activations",
     [
-        {"calibrator": "auto", "smooth": 0.5},
+        {"calibrator": "auto", "smoothquant_alpha": 0.5},
         {"percentile": [99.0, 99.9, 100.0]},
     ],
 )
@@ -132,7 +132,7 @@ def test_what_was_put_back_stays_float(model: nn.Module) -> None:
         chosen = other.chosen_fallback
         assert chosen is not None
         assert chosen.asked == f"names={names}, chosen for openvino"
-        back = [row for row in other.coverage if "put back" in row.reason]
+        back = [row for row in other.coverage if "kept in float" in row.reason]
         assert all(row.name.startswith("encoder.layer.0.attention") or "1.output" in row.name for row in back)
         floats = {row.name for row in first.coverage.skipped if row.name.startswith("encoder.layer.0.attention")}
         assert floats <= {row.name for row in other.coverage.skipped}
@@ -276,7 +276,9 @@ def test_what_one_backend_measured_of_a_plan_another_need_not(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"preset": "accurate"}, {"activations": {"smooth": 0.5}, "bias_correction": False}], ids=str
+    "settings",
+    [{}, {"preset": "accurate"}, {"activations": {"smoothquant_alpha": 0.5}, "bias_correction": False}],
+    ids=str,
 )
 def test_what_was_chosen_for_one_backend_is_not_chosen_again_for_one_with_equal_plans(settings: dict[str, Any]) -> None:
     model, data = Mlp().eval(), [torch.randn(8, 32) for _ in range(5)]

@@ -156,7 +156,7 @@ def test_by_configuration(folder: Path) -> None:
 @pytest.mark.nightly
 def test_converted_beside_another(folder: Path) -> None:
     pytest.importorskip("openvino", reason="install enginequant[openvino]")
-    words = ["convert", "-m", "model", "--quantization", "--calibration", "text-csv:calibration.csv", "--rows", "12"]
+    words = ["convert", "-m", "model", "--quantization", "--calibration", "text-csv:calibration.csv", "--samples", "12"]
     words += ["--backend", "openvino", "reference", "--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]
     # The guide's engine is slow, and its times are not looked at.
     fast = "import quantizer.pipeline.benchmark as measure\nmeasure._LATENCY_SECONDS = 0.1\n"

@@ -103,7 +103,7 @@ def test_a_file_is_quantized_as_a_module(file: Path, net: Net, batches: list[dic
 def test_the_command(file: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(32, 3, 18, 18)).astype(np.float32))
     line = ["convert", "-m", str(file), "--quantization", "--calibration", str(tmp_path / "data.npz")]
-    assert main([*line, "--rows", "16", "--backend", "onnxruntime", "-o", str(tmp_path / "out")]) == 0
+    assert main([*line, "--samples", "16", "--backend", "onnxruntime", "-o", str(tmp_path / "out")]) == 0
     assert {"model.onnx", "model.engine", "report.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
 
 

@@ -118,7 +118,7 @@ def test_ranges_do_not_depend_on_how_a_text_was_split(step: DecodeStep, task: Ta
     first = {name: value[:, :middle] if value.dim() == 2 else value for name, value in whole.items()}
 
     def ranges(*batches: dict[str, torch.Tensor]) -> dict[str, float]:
-        settings = {"calibrator": "max", "smooth": None}
+        settings = {"calibrator": "max", "smoothquant_alpha": None}
         quantizer = Quantizer(backend="onnxruntime", preset="plain", activations=settings)
         quantizer.calibrate(step, list(batches) * 32, progress=False)
         operands = [(site.name, one) for site in quantizer.plan.values() for one in site.operands]

@@ -116,7 +116,7 @@ def test_ranges_are_those_of_decoding_token_by_token(built: dict[str, tuple[Any,
     seen = read_tokens(model, batch, 6, exactly=True)
 
     def ranges(batch: dict[str, torch.Tensor], module: torch.nn.Module) -> dict[str, float]:
-        settings = {"calibrator": "max", "smooth": None}
+        settings = {"calibrator": "max", "smoothquant_alpha": None}
         quantizer = Quantizer(backend="onnxruntime", preset="plain", activations=settings)
         quantizer.calibrate(module, [batch] * 32, progress=False)
         operands = [(site.name, one) for site in quantizer.plan.values() for one in site.operands]

@@ -80,7 +80,7 @@ def test_files_are_read_by_their_ending(tmp_path: Path, ending: str) -> None:
         "parquet": lambda: table.to_parquet(path),
     }
     writers[ending]()
-    assert load_rows("hf", path=path, rows=1, offset=1) == [Text("a bad film", 0)]
+    assert load_rows("hf", path=path, samples=1, offset=1) == [Text("a bad film", 0)]
 
 
 def test_splits_of_a_saved_folder(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def _convert(inputs: Path, out: Path, former: bool) -> int:
         "--backend",
         "openvino",
         "--quantization",
-        "--rows",
+        "--samples",
         "8" if former else "12",
     ]
     words += ["--calibration", f"text-csv:{inputs / 'calibration.csv'}", "--tolerance", "1"]

@@ -21,7 +21,7 @@ from quantizer import Quantizer
 
 
 def rows(**counts: int) -> list[dict[str, Any]]:
-    """Rows of models that run, so many of each modality."""
+    """Samples of models that run, so many of each modality."""
     return [
         {"name": f"{modality}{number:02}", "library": "transformers", "built": "ok", "modality": modality}
         for modality, count in counts.items()

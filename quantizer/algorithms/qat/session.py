@@ -152,7 +152,7 @@ Row = TypeVar("Row")
 
 
 def own_rows(rows: Sequence[Row]) -> tuple[Sequence[Row], float]:
-    """Return this process's rows of a batch, and their share of it; of fewer rows than processes each has all."""
+    """Return this process's rows of a batch, and their share of it; of fewer samples than processes each has all."""
     size = get_world_size()
     if len(rows) < size:
         return rows, 1 / size

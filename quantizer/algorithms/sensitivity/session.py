@@ -29,7 +29,7 @@ from quantizer.algorithms.sensitivity import (
     per_cost,
     search,
 )
-from quantizer.algorithms.sensitivity.prices import Prices, by_speed
+from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts, by_speed
 from quantizer.errors import SensitivityError
 from quantizer.plan.apply import FrozenTries, apply_plan, store_weights, watch, with_passes
 from quantizer.plan.coverage import Coverage
@@ -122,22 +122,24 @@ class SensitivitySession:
         max_evaluations: int,
         costs: Costs,
         min_speedup: float | None,
-        prices: Prices | None,
+        latency_costs: LatencyCosts | None,
         cache: str | os.PathLike[str] | None,
         tell: Tell | None,
     ) -> Fallback:
         """Return the groups that fall back to float; arguments as in ``Quantizer.fallback``."""
         _one_of(num=num, ratio=ratio, names=names, max_drop=max_drop, min_speedup=min_speedup)
-        slower = {} if prices is None else prices.slower()
+        slower = {} if latency_costs is None else latency_costs.slower()
         if names is not None:
             return replace(by_name(operands_of(self.measured_plan), names), slower=slower)
         ranking = [entry for entry in self.ranking() if not slower.keys() >= set(entry.parts)]
-        if prices is not None and isinstance(costs, Mapping):
-            raise SensitivityError("fallback() takes costs= or prices=, which hold the costs of the same groups")
+        if latency_costs is not None and isinstance(costs, Mapping):
+            raise SensitivityError("fallback() takes costs= or latency_costs=, which hold the costs of the same groups")
         if min_speedup is not None:
-            if prices is None:
-                raise SensitivityError("fallback(min_speedup=...) needs prices=: the measured times of the groups")
-            return replace(by_speed(ranking, prices, min_speedup), slower=slower)
+            if latency_costs is None:
+                raise SensitivityError(
+                    "fallback(min_speedup=...) needs latency_costs=: the measured times of the groups"
+                )
+            return replace(by_speed(ranking, latency_costs, min_speedup), slower=slower)
         if max_drop is None:
             # The ranking that was shown; times order it only for what is asked for in score or time.
             chosen = by_rank([entry for entry, _ in per_cost(ranking, costs)], num=num, ratio=ratio)
@@ -146,8 +148,8 @@ class SensitivitySession:
             raise SensitivityError(
                 "fallback(max_drop=...) needs metric=: a function that takes a model and gives a score"
             )
-        if prices is not None and costs is None:
-            costs = prices.gains({entry.group: entry.parts for entry in ranking})
+        if latency_costs is not None and costs is None:
+            costs = latency_costs.gains({entry.group: entry.parts for entry in ranking})
         candidates = per_cost(ranking, costs)
         found = self._searched(candidates, slower, max_drop, metric, max_evaluations, cache, tell)
         return replace(found, slower=slower)
@@ -193,8 +195,8 @@ class SensitivitySession:
                     proxy = build_proxy(self._model, eager_attention=False).eval()
                     OwnBuffers(proxy, self._model)
                     return metric.score(proxy, "the float model")
-                plan = planned(dict.fromkeys(groups, "put back"))
-                return metric.score(tries.of(plan), f"the model with {len(groups)} groups put back")
+                plan = planned(dict.fromkeys(groups, "kept in float"))
+                return metric.score(tries.of(plan), f"the model with {len(groups)} groups kept in float")
 
             # One process reads the folder and tells the others: all of them take a score, or none.
             key = [groups is None, *sorted(groups or ())]
@@ -254,7 +256,7 @@ class Sensitivity(Rows[GroupSensitivity]):
     def search(self) -> Search:
         """The scores that ``fallback(max_drop=...)`` measured: a table, in a notebook with a picture."""
         if self._fallback is None or not self._fallback.evaluations:
-            asked = "nothing was put back" if self._fallback is None else f"fallback({self._fallback.asked}) takes none"
+            asked = "nothing falls back" if self._fallback is None else f"fallback({self._fallback.asked}) takes none"
             raise SensitivityError(f"there are no scores of a search: {asked}; fallback(amp, max_drop=...) searches")
         return Search(self._fallback)
 
@@ -293,20 +295,20 @@ class Layers(Rows[LayerRow]):
     look = "layers"
 
     def __init__(
-        self, coverage: Coverage, sensitivity: Sensitivity | None = None, prices: Prices | None = None
+        self, coverage: Coverage, sensitivity: Sensitivity | None = None, latency_costs: LatencyCosts | None = None
     ) -> None:
         self._coverage, self._sensitivity = coverage, sensitivity
         self.measure = None if sensitivity is None else sensitivity.measure
-        self.where = None if prices is None else prices.where
+        self.where = None if latency_costs is None else latency_costs.where
         ranking = () if sensitivity is None else sensitivity.rows
-        priced = () if prices is None else prices.groups.items()
-        times = [GroupTime(group=name, low_us=price.low_us, float_us=price.float_us) for name, price in priced]
-        super().__init__(layer_rows(coverage.rows, coverage.escaped.rows, ranking, times))
+        measured = () if latency_costs is None else latency_costs.groups.items()
+        times = [GroupTime(group=name, low_us=latency.low_us, float_us=latency.float_us) for name, latency in measured]
+        super().__init__(layer_rows(coverage.rows, coverage.not_quantized.rows, ranking, times))
         self.put_back = PutBack(group_rows(coverage.rows, ranking, times), self.measure)
 
-    def timed(self, prices: Prices) -> Layers:
-        """Return the same layers with the times that ``measured_prices`` returned."""
-        return Layers(self._coverage, self._sensitivity, prices)
+    def timed(self, latency_costs: LatencyCosts) -> Layers:
+        """Return the same layers with the times that ``measure_latency_costs`` returned."""
+        return Layers(self._coverage, self._sensitivity, latency_costs)
 
     def below(self) -> list[Shown | str]:
         """Return the table of the groups, if there is one."""

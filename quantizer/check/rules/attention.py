@@ -63,7 +63,7 @@ def attention_operator(subject: Subject) -> Iterator[Fault]:
         return
     for node in subject.nodes:
         if node.op_type == "Attention":
-            problem = "the Attention operator has no place for the quantizer behind its softmax, so it stays float"
+            problem = "the Attention operator has no place for the quantizer behind its softmax, so it is not quantized"
             yield Fault(name_of(node), problem, "export with eager attention: MatMul, Softmax, MatMul")
 
 

@@ -154,7 +154,7 @@ def _quantizes(node: Any) -> bool:
     return is_quantized_operator(node) or any(is_quantize(maker(value)) for value in node.inputs)
 
 
-@rules.add("float32-rest")
+@rules.add("unconverted-float32")
 def float32_rest(subject: Subject) -> Iterator[Fault]:
     """Use half precision where the target is strongly typed: FP32 tensors make an FP32 engine."""
     halves = {name for name, ours in WIDTHS.items() if name in HALVES and ours == subject.target.float_dtype}

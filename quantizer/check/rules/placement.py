@@ -235,7 +235,7 @@ def residual_side(subject: Subject) -> Iterator[Fault]:
         high = next(value for value in node.inputs if value is not low[0])
         if _from_product(low[0]) and not _from_product(high):
             problem = (
-                f"adds the rounded output of a product to {high.name}, which stays float: "
+                f"adds the rounded output of a product to {high.name}, which is not quantized: "
                 "the product's output is rounded for nothing, and the skipped operand is read as floats"
             )
             yield Fault(name_of(node), problem, f"quantize {high.name} (and the other too, or not), or neither")

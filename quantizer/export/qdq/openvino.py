@@ -26,9 +26,9 @@ behind it first.
 
 OpenVINO 2026.4 makes what is computed number by number behind a matrix product a part of its kernel. There, numbers
 that differ along one axis are those of the second axis, whichever they belong to, and factors of a product of two
-activations are those of other rows. It refuses the file, reads beyond the numbers, or no digit is right. Measured over
-products of a weight and of two activations, of two to four axes, with a QuantizeLinear behind and without. Right are
-numbers along the last axis, except for factors of two activations, and a table that is added.
+activations are those of other samples. It refuses the file, reads beyond the numbers, or no digit is right. Measured
+over products of a weight and of two activations, of two to four axes, with a QuantizeLinear behind and without. Right
+are numbers along the last axis, except for factors of two activations, and a table that is added.
 
 ``is_read_both_ways``: a square weight that one product reads transposed and another one as it is. OpenVINO gives both
 products the same one of the two.

@@ -46,7 +46,7 @@ def initialize(*sources: Source) -> None:
 
 
 def deactivate() -> None:
-    """Restore all that was patched; models that are built from now on stay float."""
+    """Restore all that was patched; models that are built from now on are not quantized."""
     while _OPEN:
         _OPEN.pop().__exit__(None, None, None)
 
@@ -60,7 +60,7 @@ def quantize_model(model: nn.Module) -> None:
         return  # an activation, a loss, an empty container: it may become part of a float model
     if isinstance(model, LazyModuleMixin):
         logger.warning(
-            "initialize(): a %s stays float: it becomes another class at its first call; build it with its sizes",
+            "initialize(): a %s is not quantized: it becomes another class at its first call; build it with its sizes",
             type(model).__name__,
         )
         return
@@ -78,7 +78,7 @@ def quantize_model(model: nn.Module) -> None:
                 defaults.default_quant_desc_weight if weight else defaults.default_quant_desc_input
             )
             if not quantized:
-                # Loops over module names expect to switch this quantizer too; the site stays float all the same.
+                # Loops over module names expect to switch this quantizer too; the site is not quantized all the same.
                 quantizer.disable()
             site.add_module(name, quantizer)
         site.active = quantized

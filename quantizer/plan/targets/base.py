@@ -188,7 +188,7 @@ class Recurrences:
         kinds: the names of their cells: ``lstm``, ``gru``, ``rnn_tanh`` and ``rnn_relu``.
         at_run_time: whether their kernel takes all ranges at run time, in UINT8, and has no projections. Otherwise the
             file has a Scan, with any ranges and formats.
-        weights: a layer stays float if its recurrent product has fewer weights.
+        weights: a layer is not quantized if its recurrent product has fewer weights.
     """
 
     kinds: frozenset[str] = frozenset()
@@ -207,10 +207,11 @@ class TargetProfile:
         activation_dtypes: the formats of activations that it computes with.
         weight_dtypes: the formats of weights that it accepts.
         weight_qmax: the largest code of an INT8 weight; None: that of the format.
-        min_gemm_dim: a product of [M, K] and [K, N] stays float if K or N is smaller; None: no limit.
-        float_vectors: a product stays float if M is 1 for every batch size.
+        min_gemm_dim: a product of [M, K] and [K, N] is not quantized if K or N is smaller; None: no limit.
+        float_vectors: a product is not quantized if M is 1 for every batch size.
         float_convolutions: the names of operations (``conv_transpose2d``) for which it has no integer kernel.
-        wrong_convolutions: the convolutions that stay float, since their results would be wrong; None: there are none.
+        wrong_convolutions: the convolutions that are not quantized, since their results would be wrong; None: there
+            are none.
         quantizes_outputs: whether it runs a convolution in integers only where its result is quantized, and the adds
             and other operators behind it where all their operands are.
         one_sided_adds: a residual add may be quantized on the side of its product only; the engine then reads the other
@@ -328,7 +329,7 @@ class TargetProfile:
         return RuleKind.TARGET.text(key=self.name)
 
     def gemm_reason(self, k: int, n: int, rows: int = 0) -> str | None:
-        """Return why a product of [rows, k] and [k, n] stays float on this target; None if it may be quantized."""
+        """Return why a product of [rows, k] and [k, n] is not quantized on this target; None if it may be quantized."""
         if self.float_vectors and rows == 1:
             return ReasonCode.VECTOR.text(target=self.name)
         if self.min_gemm_dim is None or min(k, n) >= self.min_gemm_dim:
@@ -337,7 +338,7 @@ class TargetProfile:
         return ReasonCode.SMALL_PRODUCT.text(axis=axis, size=size, least=self.min_gemm_dim, target=self.name)
 
     def kernel_reason(self, operation: str) -> str | None:
-        """Return why an operation of the catalogue stays float on this target; None if it has a kernel for it."""
+        """Return why an operation of the catalogue is not quantized on this target; None if it has a kernel for it."""
         return (
             ReasonCode.NO_KERNEL.text(target=self.name, operation=operation)
             if operation in self.float_convolutions
@@ -345,7 +346,7 @@ class TargetProfile:
         )
 
     def convolution_reason(self, channels: int, width: int) -> str | None:
-        """Return why a convolution stays float on this target; None if it may be quantized."""
+        """Return why a convolution is not quantized on this target; None if it may be quantized."""
         wrong = self.wrong_convolutions
         if wrong is None or width % wrong.multiple or channels >= wrong.channels or width * channels < wrong.product:
             return None
@@ -361,7 +362,7 @@ class TargetProfile:
         return None
 
     def recurrence_reason(self, kind: str, weights: int, *, projects: bool) -> str | None:
-        """Return why a recurrent layer stays float on this target; None if it may be quantized."""
+        """Return why a recurrent layer is not quantized on this target; None if it may be quantized."""
         if kind in self.recurrences.kinds and not (projects and self.recurrences.at_run_time):
             # No engine has a float kernel with projections.
             least = 0 if projects else self.recurrences.weights
@@ -379,13 +380,13 @@ class TargetProfile:
         return ReasonCode.SMALL_TABLE.text(numbers=numbers, least=_LARGE_TABLE)
 
     def add_reason(self, skipping: str, why: str) -> str | None:
-        """Return why the output of a product stays float in a residual add; None if it may be quantized."""
+        """Return why the output of a product is not quantized in a residual add; None if it may be quantized."""
         if self.one_sided_adds:
             return None
         return ReasonCode.ONE_SIDED_ADD.text(skipping=skipping, why=why, target=self.name)
 
     def attention_reason(self, dtype: str, head: int, sequence: int) -> str | None:
-        """Return why an attention stays float on this target; None if it may be in ``dtype``."""
+        """Return why an attention is not quantized on this target; None if it may be in ``dtype``."""
         limits = self.attention.get(dtype)
         if limits is None:
             return None

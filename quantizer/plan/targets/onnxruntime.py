@@ -19,7 +19,8 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
     TargetProfile(
         name="onnxruntime",
         float_dtype="float32",
-        # Its fused integer kernels need U8 activations; with S8 half of the products stay float after DequantizeLinear.
+        # Its fused integer kernels need U8 activations; with S8 half of the products are not quantized after
+        # DequantizeLinear.
         unsigned_activations="all",
         zero_points=frozenset({"linear", "conv"}),
         # It computes the DQ of a whole table at each run: MiniLM takes 14.5 ms at 1 x 128, and 8.0 with the rows alone.

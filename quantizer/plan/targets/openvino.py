@@ -109,7 +109,7 @@ OPENVINO = profiles.add("openvino")(
 )
 
 # Without VNNI it multiplies bytes as ONNX Runtime does (see onnxruntime.py). In a product of two activations neither
-# operand can be narrowed to 7 bits, so that attention stays float.
+# operand can be narrowed to 7 bits, so that attention is not quantized.
 OPENVINO_AVX2 = profiles.add("openvino-avx2")(
     replace(
         OPENVINO,

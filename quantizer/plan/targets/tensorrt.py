@@ -51,7 +51,7 @@ TENSORRT = profiles.add("tensorrt")(
                 "half-site": "error",
                 "weight-axis": "error",
                 "activation-channels": "error",
-                "float32-rest": "error",
+                "unconverted-float32": "error",
                 "fp8-attention": "error",
                 "half-attention": "warning",
                 "attention-size": "warning",

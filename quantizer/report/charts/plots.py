@@ -24,7 +24,7 @@ from quantizer.report.charts.axes import (
     svg_text,
     svg_title,
 )
-from quantizer.report.record import Candidate, EngineChoice, Placement, PlacementPoint, TrainingRun
+from quantizer.report.record import Candidate, EngineChoice, FallbackPoint, LatencyFallback, TrainingRun
 from quantizer.report.text import amount, counted, error, plain, significant
 from quantizer.utils.records import Evaluation, FallbackRecord
 
@@ -68,10 +68,10 @@ def pareto_svg(fallback: FallbackRecord) -> str:
     # The chosen point comes last, so that no other point covers it.
     inner += [_evaluation(point, axes) for point in sorted(points, key=lambda point: (point.chosen, point.front))]
     label = (
-        f"Drop of the metric against the cost of what is put back: {counted(len(points), 'evaluation')}, "
+        f"Drop of the metric against the cost of what is kept in float: {counted(len(points), 'evaluation')}, "
         f"{sum(point.front for point in points)} of them on the front; the budget is a drop of {error(budget)}"
     )
-    return axes.picture(label, legend, ("drop", "cost of what is put back to float"), inner, middle="57.0%", more=24)
+    return axes.picture(label, legend, ("drop", "cost of what is kept in float"), inner, middle="57.0%", more=24)
 
 
 def _drops(axes: Axes, budget: float) -> list[float]:
@@ -102,7 +102,8 @@ def _step(span: float, shares: Sequence[float]) -> float:
 def _evaluation(point: Evaluation, axes: Axes) -> str:
     words = [*([", on the front"] if point.front else []), *([", chosen"] if point.chosen else [])]
     title = (
-        f"{counted(len(point.groups), 'group')} put back, cost {amount(point.cost)}: score {significant(point.score)}, "
+        f"{counted(len(point.groups), 'group')} kept in float, cost {amount(point.cost)}: score "
+        f"{significant(point.score)}, "
         f"drop {error(point.drop)}{''.join(words)}"
     )
     x, y = axes.x(point.cost), axes.y(point.drop)
@@ -239,22 +240,22 @@ def _candidate(label: str, candidate: Candidate, x: str, y: float, shapes: Seque
     return svg_title(title, ring, dot, words)
 
 
-def frontier_svg(placement: Placement) -> str:
+def frontier_svg(latency_fallback: LatencyFallback) -> str:
     """Return the plans that put back one group more each, by predicted time and error, and the one that was taken."""
-    points = placement.frontier
+    points = latency_fallback.frontier
     if len(points) < 2:
         return svg_note("No errors of groups were measured: the run has no amp.")
     fast, slow = (pick(point.milliseconds for point in points) for pick in (min, max))
     most = max(point.error for point in points) or 1.0
     axes = Axes(across=(fast, slow), up=(0, most), ends=(19, 90), height=200, margin=14, gap=22, name_at=16, below=26)
 
-    def mark(point: PlacementPoint, colour: str, radius: int) -> str:
+    def mark(point: FallbackPoint, colour: str, radius: int) -> str:
         title = f"{counted(point.back, 'group')} in float: {text.milliseconds(point.milliseconds)}"
         dot = svg_dot(axes.x(point.milliseconds), axes.y(point.error), radius, f'fill="{colour}"')
         return svg_title(f"{title}, error {error(point.error)}", dot)
 
     # The plan that was taken may lie beside the line: a search decides by the score.
-    taken = min(points, key=lambda point: abs(point.milliseconds - placement.predicted_ms))
+    taken = min(points, key=lambda point: abs(point.milliseconds - latency_fallback.predicted_ms))
     inner = [
         axes.level(0, "", quiet_look(0.3)),
         *(mark(point, BLUE, 4) for point in points),
@@ -286,7 +287,7 @@ def loss_svg(training: TrainingRun) -> str:
 
 
 def score_svg(training: TrainingRun) -> str:
-    """Return the scores on the tuning rows, with lines at those of the float model and of PTQ."""
+    """Return the scores on the tuning samples, with lines at those of the float model and of PTQ."""
     points = [(float(entry.step), entry.score) for entry in training.scores]
     axes = _of_training(training, [training.float_score, *(score for _, score in points)])
     lines = [
@@ -304,7 +305,7 @@ def score_svg(training: TrainingRun) -> str:
         legend.append((dot_sign(RING, 6.5), f"kept: {plain(best.score)} after {best.step} steps"))
         inner.append(svg_dot(axes.x(best.step), axes.y(best.score), 8.5, RING))
     label = (
-        f"{training.metric} on the tuning rows over the training: {plain(points[0][1])} before it, "
+        f"{training.metric} on the tuning samples over the training: {plain(points[0][1])} before it, "
         f"{plain(points[-1][1])} at its end, {plain(training.float_score)} in float"
     )
     return _training_picture(axes, training, label, training.metric, legend, inner)

@@ -100,7 +100,7 @@ def _look(kind: str, hollow: bool) -> str:
 def _bar_legend(caption: str, ranked: Sequence[GroupSensitivity], blocks: Sequence[str]) -> tuple[list[str], float]:
     entries = [(_swatch(_look(kind, False)), kind) for kind in dict.fromkeys(row.kind for row in ranked)]
     if any(row.fallback for row in ranked):
-        entries.append((_swatch(_look("", True)), "put back to float"))
+        entries.append((_swatch(_look("", True)), "kept in float"))
     parts, end = svg_legend(entries, top=22)
     parts.append(svg_text(0, 13, caption, "qz-value"))
     if len(blocks) > 1:
@@ -261,7 +261,7 @@ def _cell(rows: Sequence[GroupSensitivity], column: str, left: float, top: float
     total, back = _sum(rows), sum(row.fallback for row in rows)
     title = [f"{rows[0].block}, {column}: {error(total)}"]
     if back:
-        title[0] += f", {back} of {len(rows)} put back to float"
+        title[0] += f", {back} of {len(rows)} kept in float"
     title += [f"{row.group}: {error(row.error)}{', float' if row.fallback else ''}" for row in rows[:_NAMED]]
     title += [f"and {len(rows) - _NAMED} more"] if len(rows) > _NAMED else []
     fill = f'fill="{_HUE}" fill-opacity="{scale.strength(total):.3f}"'
@@ -285,9 +285,9 @@ def _marks(cells: _Cells) -> list[tuple[str, str]]:
     square = '<rect x="1" y="3" width="12" height="11" rx="2" fill="none"'
     found = []
     if any(count == groups for count, groups in back):
-        found.append((f"{square}{_mark(1, 1)}/>", "put back to float"))
+        found.append((f"{square}{_mark(1, 1)}/>", "kept in float"))
     if any(0 < count < groups for count, groups in back):
-        found.append((f"{square}{_mark(1, 2)}/>", "a part put back to float"))
+        found.append((f"{square}{_mark(1, 2)}/>", "a part kept in float"))
     return found
 
 

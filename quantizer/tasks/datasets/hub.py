@@ -1,4 +1,4 @@
-"""Rows of a table of the package ``datasets``, whose columns say by their names what a row is.
+"""Samples of a table of the package ``datasets``, whose columns say by their names what a row is.
 
 The data set ``hf``: whatever the package ``datasets`` of Hugging Face reads.
 

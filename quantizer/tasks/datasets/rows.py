@@ -320,26 +320,28 @@ def load_rows(
     path: str | Path | None = None,
     split: str | None = None,
     subset: str | None = None,
-    rows: int | None = None,
+    samples: int | None = None,
     offset: int = 0,
 ) -> list[Row]:
-    """Return rows ``offset`` to ``offset + rows`` of a data set, in its own order.
+    """Return rows ``offset`` to ``offset + samples`` of a data set, in its own order.
 
     Args:
         name: a registered data set ("image-csv", "image-folder", "stsb-csv", "sst2-text", "text-csv", "vader").
         path: the file or folder, for data sets that read one.
         split: the split, for data sets that have splits.
         subset: the subset, for data sets that have subsets.
-        rows: the number of rows; None: all from ``offset`` on.
-        offset: the number of rows to skip at the start.
+        samples: the number of samples; None: all from ``offset`` on.
+        offset: the number of samples to skip at the start.
 
     Raises:
         ConfigError: no data set has this name.
-        TaskError: the data cannot be read, a line is malformed, or there are fewer rows than asked for.
+        TaskError: the data cannot be read, a line is malformed, or there are fewer samples than asked for.
     """
-    if offset < 0 or (rows is not None and rows < 1):
-        raise TaskError(f"data set {name!r}: rows={rows} and offset={offset}, expected rows >= 1 and offset >= 0")
-    return part_of_rows(whole_data(name, path, split, subset), name, path, rows, offset)
+    if offset < 0 or (samples is not None and samples < 1):
+        raise TaskError(
+            f"data set {name!r}: samples={samples} and offset={offset}, expected samples >= 1 and offset >= 0"
+        )
+    return part_of_rows(whole_data(name, path, split, subset), name, path, samples, offset)
 
 
 def whole_data(name: str, path: str | Path | None, split: str | None, subset: str | None) -> list[Row]:
@@ -347,16 +349,16 @@ def whole_data(name: str, path: str | Path | None, split: str | None, subset: st
     return datasets[name](None if path is None else Path(path), split, subset)
 
 
-def part_of_rows(found: list[Row], name: str, path: str | Path | None, rows: int | None, offset: int) -> list[Row]:
+def part_of_rows(found: list[Row], name: str, path: str | Path | None, samples: int | None, offset: int) -> list[Row]:
     """Return a part of the rows of a whole data set; arguments and errors as those of ``load_rows``."""
     where = f"data set {name!r}" + (f" ({path})" if path is not None else "")
     if not found:
-        raise TaskError(f"{where} has no rows: check that this is the right file")
+        raise TaskError(f"{where} has no samples: check that this is the right file")
     if offset >= len(found):
-        raise TaskError(f"{where} has {len(found)} rows, so offset={offset} leaves none: lower it")
-    if rows is not None and offset + rows > len(found):
+        raise TaskError(f"{where} has {len(found)} samples, so offset={offset} leaves none: lower it")
+    if samples is not None and offset + samples > len(found):
         raise TaskError(
-            f"{where} has {len(found)} rows, fewer than offset={offset} and rows={rows} ask for "
-            f"({offset + rows}): lower one of them, or leave 'rows' out to take all"
+            f"{where} has {len(found)} samples, fewer than offset={offset} and samples={samples} ask for "
+            f"({offset + samples}): lower one of them, or leave 'samples' out to take all"
         )
-    return found[offset:] if rows is None else found[offset : offset + rows]
+    return found[offset:] if samples is None else found[offset : offset + samples]

@@ -1,4 +1,4 @@
-"""Rows of text from files: CSV, lines, CoNLL, SQuAD, pairs.
+"""Samples of text from files: CSV, lines, CoNLL, SQuAD, pairs.
 
 The data set ``text-csv``: labelled texts in a CSV file with the header ``text,label``, for data of your own.
 

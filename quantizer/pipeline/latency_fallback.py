@@ -1,4 +1,4 @@
-"""The placement of a run: the prices of its groups, and the speed that its engine has to reach.
+"""Latency-aware fallback: the latency costs of its groups, and the speed that its engine has to reach.
 
 A speed-up that the engine reaches, too: groups are quantized again until it is as fast as asked.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from quantizer.algorithms.sensitivity import Fallback
-from quantizer.algorithms.sensitivity.prices import Prices, frontier
+from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts, frontier
 from quantizer.config import RunConfig
 from quantizer.pipeline.context import RunContext
 from quantizer.pipeline.model_graphs import Graphs
@@ -22,27 +22,27 @@ from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.run_engines import RunEngines
 from quantizer.pipeline.time_groups import GroupPlacer
 from quantizer.quantizer import Quantizer
-from quantizer.report.record import Placement, PlacementPoint, SpeedCheck
+from quantizer.report.record import FallbackPoint, LatencyFallback, SpeedCheck
 from quantizer.utils.records import GroupSensitivity, GroupTime
 
 
 class RunPlacement:
-    """The prices and the speed of a run's plan.
+    """The latency costs and the speed of a run's plan.
 
     Attributes:
-        prices: the times of the groups; None: no engine runs here, or it tells no times.
+        latency_costs: the times of the groups; None: no engine runs here, or it tells no times.
     """
 
     def __init__(self, context: RunContext, config: RunConfig, folder: Path, graphs: Graphs) -> None:
-        self.prices: Prices | None = None
+        self.latency_costs: LatencyCosts | None = None
         self._context = context
         self._config = config
         self._folder = folder
         self._graphs = graphs
         self._goal = SpeedGoal(None if config.fallback is None else config.fallback.min_speedup, context.timer)
 
-    def priced(self, quantizer: Quantizer, engines: RunEngines) -> Prices | None:
-        """Return the prices of the plan's groups; None: no engine runs here, or they could not be timed."""
+    def measured(self, quantizer: Quantizer, engines: RunEngines) -> LatencyCosts | None:
+        """Return the latency costs of the plan's groups; None: no engine runs here, or they could not be timed."""
         if not engines.runs_here or self._graphs.several:
             return None
         with self._context.timer("quantize"):
@@ -62,7 +62,7 @@ class RunPlacement:
             say=self._context.timer.tell,
         )
         with self._context.timer("time the groups"):
-            return placer.prices(quantizer, quantized, low, plain)
+            return placer.latency_costs(quantizer, quantized, low, plain)
 
     def is_fast_enough(self, quantizer: Quantizer, proxy: nn.Module | None, engines: RunEngines) -> bool:
         """Return whether the engine reaches the speed that was asked for; if not, choose groups to quantize again."""
@@ -70,15 +70,15 @@ class RunPlacement:
         groups = 0 if chosen is None else len(chosen.groups)
         wanted = from_first_rank(lambda: self._goal.next_speedup(engines, groups), float | None)
         if wanted is not None:
-            quantizer.fallback(proxy, min_speedup=wanted, prices=self.prices)
+            quantizer.fallback(proxy, min_speedup=wanted, latency_costs=self.latency_costs)
         return wanted is None
 
-    def record(self, quantizer: Quantizer) -> Placement | None:
+    def record(self, quantizer: Quantizer) -> LatencyFallback | None:
         """Return the record; None if no engine was timed."""
-        if self.prices is None:
+        if self.latency_costs is None:
             return None
         ranking = quantizer.sensitivity.rows if self._config.amp is not None else ()
-        made = placement_record(self.prices, ranking, quantizer.chosen_fallback)
+        made = latency_fallback_record(self.latency_costs, ranking, quantizer.chosen_fallback)
         return replace(made, min_speedup=self._goal.asked, checks=tuple(self._goal.checks))
 
 
@@ -88,15 +88,16 @@ _CHECKS = 3
 _MARGIN = 1.01
 
 
-def missed_speed(placement: Placement | None) -> str | None:
+def missed_speed(latency_fallback: LatencyFallback | None) -> str | None:
     """Return why the goal of a placement is missed, in words; None if it is reached, or there is none."""
-    if placement is None or placement.min_speedup is None or placement.speedup is None:
+    if latency_fallback is None or latency_fallback.min_speedup is None or latency_fallback.speedup is None:
         return None
-    if placement.speedup >= placement.min_speedup:
+    if latency_fallback.speedup >= latency_fallback.min_speedup:
         return None
     return (
-        f"fallback.min_speedup: {placement.min_speedup:g} is not reached: the fastest plan found is "
-        f"{placement.speedup:.2f} times as fast as in float, with {placement.checks[-1].groups} groups in float for "
+        f"fallback.min_speedup: {latency_fallback.min_speedup:g} is not reached: the fastest plan found is "
+        f"{latency_fallback.speedup:.2f} times as fast as in float, with {latency_fallback.checks[-1].groups} "
+        f"groups in float for "
         "the accuracy"
     )
 
@@ -124,28 +125,30 @@ class SpeedGoal:
             latency = engines.timing.latencies(paths)
         reached = latency["float"] / latency["engine"]
         self.checks.append(SpeedCheck(groups=groups, speedup=reached))
-        self._timer.tell(f"{reached:.2f} times as fast as in float with {groups} groups put back")
+        self._timer.tell(f"{reached:.2f} times as fast as in float with {groups} groups kept in float")
         if reached >= self.asked or groups == 0 or len(self.checks) == _CHECKS:
             return None
         self._target *= _MARGIN * self.asked / reached
         return self._target
 
 
-def placement_record(prices: Prices, rows: Sequence[GroupSensitivity], chosen: Fallback | None) -> Placement:
-    """Return the record of a plan that was placed by its prices."""
-    slower, back = prices.slower(), [] if chosen is None else list(chosen.reasons())
-    return Placement(
-        where=prices.where,
-        low_ms=prices.low_us / 1000,
-        float_ms=prices.float_us / 1000,
-        predicted_ms=prices.time_us(back) / 1000,
+def latency_fallback_record(
+    latency_costs: LatencyCosts, rows: Sequence[GroupSensitivity], chosen: Fallback | None
+) -> LatencyFallback:
+    """Return the record of a plan that was chosen by its latency costs."""
+    slower, back = latency_costs.slower(), [] if chosen is None else list(chosen.reasons())
+    return LatencyFallback(
+        where=latency_costs.where,
+        low_ms=latency_costs.low_us / 1000,
+        float_ms=latency_costs.float_us / 1000,
+        predicted_ms=latency_costs.time_us(back) / 1000,
         back=len(back),
         groups=tuple(
             GroupTime(group=one.group, low_us=one.low_us, float_us=one.float_us, slower=slower.get(one.group))
-            for one in sorted(prices.groups.values(), key=lambda one: -one.gain_us)
+            for one in sorted(latency_costs.groups.values(), key=lambda one: -one.gain_us)
         ),
         frontier=tuple(
-            PlacementPoint(back=point.back, milliseconds=point.time_us / 1000, error=point.error)
-            for point in (frontier(rows, prices) if rows else ())
+            FallbackPoint(back=point.back, milliseconds=point.time_us / 1000, error=point.error)
+            for point in (frontier(rows, latency_costs) if rows else ())
         ),
     )

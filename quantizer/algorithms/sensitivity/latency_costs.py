@@ -1,6 +1,6 @@
 """The time of each group in low precision and in float, in one engine on one machine.
 
-The most accurate plan that is fast enough: groups go back to float while the predicted time allows it.
+The most accurate plan that is fast enough: groups fall back to float while the predicted time allows it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LEAST_GAIN = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupPrice:
+class GroupLatency:
     """The time of one group, in microseconds.
 
     Attributes:
@@ -42,7 +42,7 @@ class GroupPrice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prices:
+class LatencyCosts:
     """The times of all groups of a plan in the engines of one backend.
 
     Attributes:
@@ -53,7 +53,7 @@ class Prices:
         least_loss_us: a group counts as slower from such a loss on; what is less may be noise.
     """
 
-    groups: Mapping[str, GroupPrice]
+    groups: Mapping[str, GroupLatency]
     low_us: float
     float_us: float
     where: str
@@ -69,7 +69,9 @@ class Prices:
         The gains of groups are added; a conversion between two groups counts for one of them.
         """
         if strange := [group for group in back if group not in self.groups]:
-            raise SensitivityError(f"{strange[0]!r} has no price; the groups that have are {', '.join(self.groups)}")
+            raise SensitivityError(
+                f"{strange[0]!r} has no latency cost; the groups that have are {', '.join(self.groups)}"
+            )
         return self.low_us + sum(self.groups[group].gain_us for group in set(back))
 
     def speedup(self, back: Collection[str]) -> float:
@@ -79,9 +81,9 @@ class Prices:
     def slower(self) -> dict[str, str]:
         """Return the groups that low precision makes slower, by more than noise, with the reason in words."""
         return {
-            name: ReasonCode.SLOWER.text(low=f"{price.low_us:.0f}", float=f"{price.float_us:.0f}", where=self.where)
-            for name, price in self.groups.items()
-            if price.gain_us < -self.least_loss_us and price.float_us > 0 and not price.is_table
+            name: ReasonCode.SLOWER.text(low=f"{latency.low_us:.0f}", float=f"{latency.float_us:.0f}", where=self.where)
+            for name, latency in self.groups.items()
+            if latency.gain_us < -self.least_loss_us and latency.float_us > 0 and not latency.is_table
         }
 
     def gains(self, parts: Mapping[str, Collection[str]]) -> dict[str, float]:
@@ -94,7 +96,7 @@ class Prices:
         return {name: max(gain, least) for name, gain in found.items()}
 
 
-def prices_from_places(
+def latency_costs_from_layers(
     plan: Plan,
     hosts: Mapping[str, str],
     low: Mapping[str, float],
@@ -103,8 +105,8 @@ def prices_from_places(
     low_us: float,
     float_us: float,
     where: str,
-) -> Prices:
-    """Return the prices of a plan's groups from the times of places in two engines.
+) -> LatencyCosts:
+    """Return the latency costs of a plan's groups from the times of places in two engines.
 
     Layers are timed one by one, which takes longer than the engine does: each engine's times are scaled to its own
     latency. A place that several groups share is split by their multiply-adds. What neither engine spends in a place of
@@ -127,11 +129,11 @@ def prices_from_places(
             times[group][0] += share * low.get(place, 0.0)
             times[group][1] += share * plain.get(place, 0.0)
     computed = {operand.group for site in plan.values() if site.kind != "embedding" for operand in site.operands}
-    priced = {
-        group: GroupPrice(group=group, low_us=taken[0], float_us=taken[1], is_table=group not in computed)
+    measured = {
+        group: GroupLatency(group=group, low_us=taken[0], float_us=taken[1], is_table=group not in computed)
         for group, taken in times.items()
     }
-    return Prices(groups=priced, low_us=low_us, float_us=float_us, where=where)
+    return LatencyCosts(groups=measured, low_us=low_us, float_us=float_us, where=where)
 
 
 def _scaled(times: Mapping[str, float], whole: float) -> dict[str, float]:
@@ -169,41 +171,41 @@ class PlanPoint:
     error: float
 
 
-def frontier(ranking: Sequence[GroupSensitivity], prices: Prices) -> tuple[PlanPoint, ...]:
+def frontier(ranking: Sequence[GroupSensitivity], latency_costs: LatencyCosts) -> tuple[PlanPoint, ...]:
     """Return the plans that put one group more back at a time, highest error per microsecond first.
 
     Errors of groups add up in the measures ``gradient`` and ``local``, and do so closely in the others.
     """
-    ordered = [entry for entry, _ in per_cost(ranking, _costs(ranking, prices))]
+    ordered = [entry for entry, _ in per_cost(ranking, _costs(ranking, latency_costs))]
     back: list[str] = []
     rest = sum(entry.error for entry in ordered)
-    points = [PlanPoint(back=0, time_us=prices.time_us(()), error=rest)]
+    points = [PlanPoint(back=0, time_us=latency_costs.time_us(()), error=rest)]
     for entry in ordered:
         back += entry.parts
         rest -= entry.error
-        points.append(PlanPoint(back=len(back), time_us=prices.time_us(back), error=max(rest, 0.0)))
+        points.append(PlanPoint(back=len(back), time_us=latency_costs.time_us(back), error=max(rest, 0.0)))
     return tuple(points)
 
 
-def by_speed(ranking: Sequence[GroupSensitivity], prices: Prices, min_speedup: float) -> Fallback:
+def by_speed(ranking: Sequence[GroupSensitivity], latency_costs: LatencyCosts, min_speedup: float) -> Fallback:
     """Return the fallback with the least error among those that it finds at least ``min_speedup`` times as fast.
 
-    The groups of ``prices.slower()`` are float already. The others go back by their error per microsecond, each if the
-    time allows it. If everything in low precision is too slow, what comes back is the fastest plan, and its ``met`` is
-    False.
+    The groups of ``latency_costs.slower()`` are float already. The others go back by their error per microsecond,
+    each if the time allows it. If everything in low precision is too slow, the result is the fastest plan, and its
+    ``met`` is False.
     """
     if isinstance(min_speedup, bool) or not isinstance(min_speedup, int | float) or not 0 < min_speedup < math.inf:
         raise SensitivityError(f"min_speedup={min_speedup!r}: expected a number above 0, such as 2.0")
-    allowed = prices.float_us / min_speedup
+    allowed = latency_costs.float_us / min_speedup
     chosen: list[GroupSensitivity] = []
-    back = list(prices.slower())
-    for entry, _ in per_cost(ranking, _costs(ranking, prices)):
-        if prices.time_us([*back, *entry.parts]) <= allowed:
+    back = list(latency_costs.slower())
+    for entry, _ in per_cost(ranking, _costs(ranking, latency_costs)):
+        if latency_costs.time_us([*back, *entry.parts]) <= allowed:
             chosen.append(entry)
             back += entry.parts
     made = fallback_of(sorted(chosen, key=lambda entry: entry.rank), f"min_speedup={min_speedup:g}")
-    return replace(made, min_speedup=float(min_speedup), speedup=prices.speedup(back))
+    return replace(made, min_speedup=float(min_speedup), speedup=latency_costs.speedup(back))
 
 
-def _costs(ranking: Sequence[GroupSensitivity], prices: Prices) -> dict[str, float]:
-    return prices.gains({entry.group: entry.parts for entry in ranking})
+def _costs(ranking: Sequence[GroupSensitivity], latency_costs: LatencyCosts) -> dict[str, float]:
+    return latency_costs.gains({entry.group: entry.parts for entry in ranking})

@@ -1,4 +1,4 @@
-"""The search for causes: the groups that cost most, and the setting that mends each, tried on calibration batches.
+"""The diagnosis: the groups that cost most, and the setting that mends each, tried on calibration batches.
 
 The detector of outliers in the values of an activation: channels, tokens, branches, clipping.
 
@@ -28,7 +28,7 @@ from quantizer.plan.site_plan import OperandPlan, Plan, with_fallback
 from quantizer.settings import settings_of
 from quantizer.utils.batches import arguments, run_batches
 from quantizer.utils.display import Rows
-from quantizer.utils.records import Cause, Cure
+from quantizer.utils.records import Diagnosis, Fix
 
 _RANKED = 2
 """For each group that is asked for, so many are measured: the ranking by gradients is an estimate."""
@@ -39,29 +39,29 @@ _LEAST_DB = 1.0
 _SETTINGS: tuple[Mapping[str, Any], ...] = (
     {"activations": {"calibrator": "max"}},
     {"activations": {"calibrator": "percentile", "percentile": 99.9}},
-    {"activations": {"smooth": 0.7}},
-    {"activations": {"calibrator": "max", "smooth": 0.7}},
+    {"activations": {"smoothquant_alpha": 0.7}},
+    {"activations": {"calibrator": "max", "smoothquant_alpha": 0.7}},
 )
 
-_SEARCHED = {"calibrator": "output", "smooth": "auto"}
+_SEARCHED = {"calibrator": "output", "smoothquant_alpha": "auto"}
 """Values of a configuration with which calibration itself has tried what a setting of this key would try."""
 
 
-class Causes(Rows[Cause]):
-    """The groups that cost most, the worst first, each with its cause and its cure."""
+class Diagnoses(Rows[Diagnosis]):
+    """The groups that cost most, the worst first, each with its cause and its fix."""
 
-    look = "causes"
+    look = "diagnoses"
 
 
-def find_causes(
+def diagnose_groups(
     config: QuantizerConfig,
     model: nn.Module,
     plan: Plan,
     batches: Sequence[Any],
     num: int,
     ranked: Sequence[str] = (),
-) -> tuple[Cause, ...]:
-    """Return the groups of a plan that cost most, with causes and cures."""
+) -> tuple[Diagnosis, ...]:
+    """Return the groups of a plan that cost most, with causes and fixes."""
     if not any(entry.quantized for entry in plan.values()):
         return ()
     known = operands_of(plan)
@@ -139,7 +139,7 @@ class _Trial:
                     if isinstance(value, Tensor) and value.numel():
                         values.setdefault((path, operand.name, number), []).append(value.detach())
 
-        visit_calls(self._proxied.module, sites, self._batches, visit, "causes")
+        visit_calls(self._proxied.module, sites, self._batches, visit, "diagnoses")
         for (path, name, number), parts in values.items():
             planned = next(operand for operand in self._plan[path].operands if operand.name == name).of_call(number)
             linear = self._plan[path].kind == "linear"
@@ -148,19 +148,19 @@ class _Trial:
             found[planned.group or ""] += outliers(flat, planned, rows=linear)
         return {group: tuple(dict.fromkeys(texts)) for group, texts in found.items()}
 
-    def cause(self, group: str, alone: float, findings: tuple[str, ...]) -> Cause:
+    def cause(self, group: str, alone: float, findings: tuple[str, ...]) -> Diagnosis:
         """Return what a group costs, with the setting that gains most; without findings, only float is tried."""
-        cures = [*(self._cures(group, alone) if findings else ()), *self._in_float(group)]
+        fixes = [*(self._cures(group, alone) if findings else ()), *self._in_float(group)]
         # What leaves a group in float is the last resort.
-        settings = [cure for cure in cures if math.isfinite(cure.alone_db)] or cures
-        best = max(settings, key=lambda cure: cure.gain_db, default=None)
-        return Cause(group=group, sqnr_db=alone, findings=findings, cure=best, notes=self._notes(group, findings))
+        settings = [fix for fix in fixes if math.isfinite(fix.alone_db)] or fixes
+        best = max(settings, key=lambda fix: fix.gain_db, default=None)
+        return Diagnosis(group=group, sqnr_db=alone, findings=findings, fix=best, notes=self._notes(group, findings))
 
-    def _cures(self, group: str, alone: float) -> list[Cure]:
+    def _cures(self, group: str, alone: float) -> list[Fix]:
         if self._tried is None:
             self._tried = [self._try(setting) for setting in self._settings]
         return [
-            Cure(setting=_text(whole_setting(self._config, setting)), gain_db=whole - self._whole, alone_db=gain)
+            Fix(setting=_text(whole_setting(self._config, setting)), gain_db=whole - self._whole, alone_db=gain)
             for setting, plan, whole in self._tried
             if whole - self._whole >= _LEAST_DB / 2
             and group in operands_of(plan)
@@ -177,17 +177,17 @@ class _Trial:
             plan = session.decide()
         return setting, plan, self.sqnr(plan)
 
-    def _in_float(self, group: str) -> list[Cure]:
+    def _in_float(self, group: str) -> list[Fix]:
         sites = sorted(path for path in self._plan if group in self._groups_of(path))
         left = with_fallback(self._plan, {group: ""})
         if not any(entry.quantized for entry in left.values()):
-            # To quantize nothing is no cure.
+            # To quantize nothing is no fix.
             return []
         gain = self.sqnr(left) - self._whole
         if gain < _LEAST_DB / 2:
             return []
         setting = whole_setting(self._config, {"exclude": {"sites": sites}})
-        return [Cure(setting=_text(setting), gain_db=gain, alone_db=math.inf)]
+        return [Fix(setting=_text(setting), gain_db=gain, alone_db=math.inf)]
 
     def _notes(self, group: str, findings: tuple[str, ...]) -> tuple[str, ...]:
         """Return why outliers cannot move into the weights, from the plan and those that tried it."""
