@@ -5,8 +5,8 @@
 One thread; every kind of site is forced on, ranges by ``preset: plain``. Each group is timed in INT8 and in float in
 the engine; the plan "as fast" is the one of ``fallback(min_speedup=...)`` with the speed that everything in INT8 is
 predicted to have. Further plans lie between it and the float model. Each is built, run on rows that nothing was
-chosen on, and timed in interleaved rounds with the others: the last column is the predicted time of the plan over the measured
-one.
+chosen on, and timed in interleaved rounds with the others: the last column is the predicted time of the plan over the
+measured one.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
 The truth is the divergence of the model's output with one group alone quantized, and how much it falls with that group
 alone kept in float. For each measure: Spearman's correlation with both, how many of the five truly worst groups are
 among its first eight, and its cost in float passes. Beside ours: the absolute squared error at the site, and the
-formula of Model Optimizer's ``auto_quantize``, the sum of the squared products of gradient and error, element by element.
+formula of Model Optimizer's ``auto_quantize``, the sum of the squared products of gradient and error, element by
+element.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A checksum of all in an ONNX file that decides how long its engine takes: operat
 
 The stage that times the groups of a plan by measured time, and finds those that low precision makes slower.
 
-``quantizer.measured_prices`` returns the latency costs of the groups of a ``Quantizer``.
+``quantizer.measure_latency_costs`` returns the latency costs of the groups of a ``Quantizer``.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ NO_PROMISES = {
     "reuses the ranges chosen for the saved backend, and warns": "a limitation",
     "`never ran in calibration`": "a reason that is quoted",
     "`the engine is refused`": "a message that is quoted; what is compared is promised elsewhere",
-    "With `backend: torch`, transposed convolutions and `Conv3d` stay float.": "a limitation",
+    "With `backend: torch`, transposed convolutions and `Conv3d` are not quantized.": "a limitation",
     "An OpenVINO engine keeps memory for the inputs and outputs": "a limitation",
     "a file that was made for it may crash them, or worse.": "of libraries of others",
     "without it transformers warns of an unknown quantization type": "what transformers does without us",

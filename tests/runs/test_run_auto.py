@@ -72,7 +72,7 @@ def _taking(times: Mapping[str, float], monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.promise("the run goes on with the fastest; its first line and the report say which that is")
 @pytest.mark.promise("the fastest correct engine is selected.")
 @pytest.mark.promise("does all of it in one call, for all engines of this CPU, and keeps the fastest.")
-@pytest.mark.promise("times all of them in turns, and writes the fastest to `converted/my-model`")
+@pytest.mark.promise("times all of them interleaved, and writes the fastest to `converted/my-model`")
 def test_the_run_goes_on_with_the_fastest(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
